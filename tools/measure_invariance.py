@@ -42,11 +42,11 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow.system import package_versions, processor_name
 from nbflow_kernels import simd, simd_tiles
-from nbflow_kernels._jit import njit
 from nbflow_kernels.attention import cpu as attention
 from nbflow_kernels.attention.layout import SPLIT
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.peaks import compute_peak
 from nbflow_kernels.qmatmul import int8
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
@@ -167,7 +167,7 @@ def in_chains(form: PackedForm, tokens: int, n: int) -> Any:
     """Return `int8.few_rows` for blocks like q4_0's, with one or two sums for each output."""
     block_bytes, zero, one = form.block_bytes, np.int32(-form.zero), n == 1
 
-    @njit
+    @jit.kernel
     def kernel(
         x: Any, n_tokens: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any,
         accumulate: Any, out: Any, start: Any, stop: Any,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import FORMATS
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import q3, q4
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, crumb, nibble, pack_fields, unpack_fields
@@ -32,13 +32,13 @@ from nbflow_kernels.quants.parameters import F16_PAIR
 from nbflow_kernels.quants.q3h import second_of_pair
 
 
-@inline
+@jit.device_function(inline="always")
 def _code_q3_b64(row: Any, at: Any, i: Any) -> Any:
     """Return code `i`: two blocks of q3's planes, one behind the other."""
     return q3.code_q3(row, at + 12 * (i >> 5), i & 31)
 
 
-@inline
+@jit.device_function(inline="always")
 def _q3h(row: Any, at: Any, i: Any, size: Any) -> Any:
     """Return code `i` of a block of pairs whose planes are as long as the block asks for."""
     pair = i >> 1
@@ -50,37 +50,37 @@ def _q3h(row: Any, at: Any, i: Any, size: Any) -> Any:
     return y if i & 1 else c - 11 * y
 
 
-@inline
+@jit.device_function(inline="always")
 def _code_q3h_b128(row: Any, at: Any, i: Any) -> Any:
     return _q3h(row, at, i, 128)
 
 
-@inline
+@jit.device_function(inline="always")
 def _code_q3h_b256(row: Any, at: Any, i: Any) -> Any:
     return _q3h(row, at, i, 256)
 
 
-@njit
+@jit.kernel
 def _codes_q3_b64(data: Any, codes: Any, start: Any, stop: Any) -> None:
     decode_codes(_code_q3_b64, 64, 28, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q3h_b128(data: Any, codes: Any, start: Any, stop: Any) -> None:
     decode_codes(_code_q3h_b128, 128, 60, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q3h_b256(data: Any, codes: Any, start: Any, stop: Any) -> None:
     decode_codes(_code_q3h_b256, 256, 116, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q4_b128(data: Any, codes: Any, start: Any, stop: Any) -> None:
     decode_codes(q4.code_q4, 128, 68, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q4_b256(data: Any, codes: Any, start: Any, stop: Any) -> None:
     decode_codes(q4.code_q4, 256, 132, data, codes, start, stop)
 

@@ -14,30 +14,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import binding, ir
-from numba.core import cgutils, types
+from numba.core import types
 
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels import stepping
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import I32, I64
 
-_I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
-
-
-def _int64(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
-    return context.cast(builder, args[i], signature.args[i], types.int64)
+intrinsic = functools.partial(stepping.intrinsic, fallback="atomics")
 
 
-def _cell(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    address = _int64(context, builder, signature, args, 0)
-    return builder.inttoptr(address, ir.PointerType(_I64))
+def _cell(context, builder, signature, args):
+    return llvm.pointer(builder, llvm.int64(context, builder, signature, args), I64)
 
 
 def _make_read_modify_write(name: str, operation: str) -> Any:
-    def modify(typing_context: Any, addr: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def modify(typing_context, addr, x):
+        def codegen(context, builder, signature, args):
             cell = _cell(context, builder, signature, args)
-            value = _int64(context, builder, signature, args, 1)
+            value = llvm.int64(context, builder, signature, args, 1)
             return builder.atomic_rmw(operation, cell, value, "seq_cst")
 
         return types.int64(addr, x), codegen
@@ -51,8 +49,8 @@ add = _make_read_modify_write("add", "add")
 
 
 def _make_load(name: str, ordering: str) -> Any:
-    def load(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def load(typing_context, addr):
+        def codegen(context, builder, signature, args):
             return builder.load_atomic(_cell(context, builder, signature, args), ordering, 8)
 
         return types.int64(addr), codegen
@@ -67,11 +65,11 @@ load_in_order = _make_load("load_in_order", "seq_cst")
 
 
 @intrinsic
-def store(typing_context: Any, addr: Any, x: Any) -> Any:
+def store(typing_context, addr, x):
     """Write an int64, after everything that precedes has been written."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = _int64(context, builder, signature, args, 1)
+    def codegen(context, builder, signature, args):
+        value = llvm.int64(context, builder, signature, args, 1)
         builder.store_atomic(value, _cell(context, builder, signature, args), "release", 8)
         return context.get_dummy_value()
 
@@ -79,56 +77,51 @@ def store(typing_context: Any, addr: Any, x: Any) -> Any:
 
 
 @intrinsic
-def pause(typing_context: Any) -> Any:
+def pause(typing_context):
     """Tell the core that this thread only waits."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         machine = binding.get_process_triple().split("-")[0]
         if machine in ("x86_64", "i686", "i386"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
-            builder.call(function, [])
+            llvm.call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
         elif machine in ("aarch64", "arm64"):
-            kind = ir.FunctionType(ir.VoidType(), [_I32])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-            builder.call(function, [ir.Constant(_I32, 1)])  # yield
+            wait = ir.Constant(I32, 1)  # yield
+            llvm.call(builder, "llvm.aarch64.hint", ir.VoidType(), [wait])
         return context.get_dummy_value()
 
     return types.none(), codegen
 
 
 @intrinsic
-def cycles(typing_context: Any) -> Any:
+def cycles(typing_context):
     """Return the processor's cycle counter."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [])
-        name = "llvm.readcyclecounter"
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+    def codegen(context, builder, signature, args):
+        return llvm.call(builder, "llvm.readcyclecounter", I64, [])
 
     return types.int64(), codegen
 
 
 @intrinsic
-def call_row_range(typing_context: Any, function: Any, args_at: Any, start: Any, stop: Any) -> Any:
+def call_row_range(typing_context, function, args_at, start, stop):
     """Call a trampoline for rows [start, stop); not 0 if the kernel raised."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = [_int64(context, builder, signature, args, i) for i in range(4)]
-        kind = ir.FunctionType(_I64, [_I64] * 3)
+    def codegen(context, builder, signature, args):
+        values = [llvm.int64(context, builder, signature, args, i) for i in range(4)]
+        kind = ir.FunctionType(I64, [I64] * 3)
         return builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
 
     return types.int64(function, args_at, start, stop), codegen
 
 
 @intrinsic
-def call_int(typing_context: Any, function: Any, x: Any) -> Any:
+def call_int(typing_context, function, x):
     """Call the C function ``int f(int)`` at an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = [_int64(context, builder, signature, args, i) for i in range(2)]
-        kind = ir.FunctionType(_I32, [_I32])
+    def codegen(context, builder, signature, args):
+        values = [llvm.int64(context, builder, signature, args, i) for i in range(2)]
+        kind = ir.FunctionType(I32, [I32])
         pointer = builder.inttoptr(values[0], kind.as_pointer())
-        return builder.sext(builder.call(pointer, [builder.trunc(values[1], _I32)]), _I64)
+        return builder.sext(builder.call(pointer, [builder.trunc(values[1], I32)]), I64)
 
     return types.int64(function, x), codegen

@@ -233,7 +233,7 @@ def _timed(cupy: Any, calls: list[Call], n_calls: int, repeats: int) -> tuple[li
 
 
 @functools.cache
-def _stream(cupy: Any) -> Any:
+def _stream(cupy):
     """Return the one stream of this process that calls are timed on."""
     return cupy.cuda.Stream(non_blocking=True)
 

@@ -14,46 +14,44 @@ the block raise IndexError.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import read_f16, read_f32, write_f16, write_f32
 
 __all__ = ["get_f16", "get_f32", "put_f16", "put_f32"]
 
 
-@inline
-def _check(block: Any, at: Any, n: Any) -> None:
+@jit.device_function(inline="always")
+def _check(block, at, n):
     if at < 0 or at + n > len(block):
         raise IndexError("a number lies outside the block's bytes")
 
 
-@njit
-def get_f16(block: Any, at: Any) -> Any:
+@jit.kernel
+def get_f16(block, at):
     """Return the float16 at bytes `at`, `at` + 1 of a block as float32."""
     _check(block, at, 2)
     return read_f16(simd.address(block) + at)
 
 
-@njit
-def put_f16(block: Any, at: Any, value: Any) -> None:
+@jit.kernel
+def put_f16(block, at, value):
     """Write a number as float16, rounded to the nearest, to bytes `at`, `at` + 1 of a block."""
     _check(block, at, 2)
     write_f16(simd.address(block) + at, np.float32(value))
 
 
-@njit
-def get_f32(block: Any, at: Any) -> Any:
+@jit.kernel
+def get_f32(block, at):
     """Return the float32 at bytes `at` to `at` + 3 of a block."""
     _check(block, at, 4)
     return read_f32(simd.address(block) + at)
 
 
-@njit
-def put_f32(block: Any, at: Any, value: Any) -> None:
+@jit.kernel
+def put_f32(block, at, value):
     """Write a number as float32 to bytes `at` to `at` + 3 of a block."""
     _check(block, at, 4)
     write_f32(simd.address(block) + at, np.float32(value))

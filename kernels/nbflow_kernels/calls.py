@@ -145,7 +145,7 @@ class _Code:
 _codes: dict[tuple[Any, ...], _Code] = {}  # by kernel and kinds of arguments
 
 
-def _kind(value: Any) -> Any:
+def _kind(value):
     """Return what the type that Numba gives a value depends on; asking Numba takes far longer."""
     kind = type(value)
     if kind is np.ndarray:
@@ -242,7 +242,7 @@ def _add_trampoline(module: ir.Module, name: str, signature: tuple[Any, ...]) ->
     builder = ir.IRBuilder(function.append_basic_block())
     block, start, stop = function.args
 
-    def word(i: int, kind: Any) -> Any:
+    def word(i, kind):
         at = builder.add(block, ir.Constant(_I64, 8 * i))
         return builder.load(builder.inttoptr(at, ir.PointerType(kind)))
 

@@ -120,7 +120,7 @@ def _check_placed(case: OpCase, arguments: dict[str, Any], result: Any) -> None:
             raise CheckError(f"{case.id}: arguments lie on a device, the result in host memory")
 
 
-def _fetched(value: Any) -> Any:
+def _fetched(value):
     """Return a value with its arrays copied to host memory."""
     if isinstance(value, dict):
         return {name: _fetched(item) for name, item in value.items()}
@@ -167,7 +167,7 @@ def check(case: OpCase, place: Place | None = None, inputs: Inputs | None = None
     return worst
 
 
-def _widen(value: Any) -> Any:
+def _widen(value):
     """Copy float32 arrays to float64; everything else, float16 storage too, stays."""
     if isinstance(value, tuple | list):
         return type(value)(_widen(item) for item in value)

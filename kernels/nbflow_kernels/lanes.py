@@ -30,6 +30,7 @@ depend on which of the sixteen places it was computed in.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -37,32 +38,22 @@ from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numpy.typing import NDArray
 
+from nbflow_kernels import stepping
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64, LANES
 from nbflow_kernels.halves import emit_narrow, emit_widen
-from nbflow_kernels.simd import LANES, f32x16
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels.simd import f32x16
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
-
-
-def _pointer(context: Any, builder: Any, address: Any, address_type: Any, target: Any) -> Any:
-    as_int = context.cast(builder, address, address_type, types.int64)
-    return builder.inttoptr(as_int, ir.PointerType(target))
+intrinsic = functools.partial(stepping.intrinsic, fallback="lanes")
 
 
 def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
-    def read(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(_pointer(context, builder, args[0], signature.args[0], stored))
-            value.align = 1
-            if widen is None:
-                return value
-            if widen == "f16":
-                return emit_widen(builder, value)
-            if widen == "bf16":
-                high = builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16))
-                return builder.bitcast(high, _F32)
-            return getattr(builder, widen)(value, _F32 if result is types.float32 else _I64)
+    def read(typing_context, addr):
+        def codegen(context, builder, signature, args):
+            value = llvm.load(builder, llvm.int64(context, builder, signature, args), stored)
+            if widen in ("zext", "sext"):
+                return getattr(builder, widen)(value, I64)
+            return emit_widen(builder, value, widen)
 
         return result(addr), codegen
 
@@ -70,38 +61,34 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
     return intrinsic(read)
 
 
-read_f32 = _make_read("read_f32", _F32, types.float32, None)
-read_f16 = _make_read("read_f16", _I16, types.float32, "f16")
-read_bf16 = _make_read("read_bf16", _I16, types.float32, "bf16")
-read_i64 = _make_read("read_i64", _I64, types.int64, None)
-read_i32 = _make_read("read_i32", _I32, types.int64, "sext")
-read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
-read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
+read_f32 = _make_read("read_f32", F32, types.float32, None)
+read_f16 = _make_read("read_f16", I16, types.float32, "f16")
+read_bf16 = _make_read("read_bf16", I16, types.float32, "bf16")
+read_i64 = _make_read("read_i64", I64, types.int64, None)
+read_i32 = _make_read("read_i32", I32, types.int64, "sext")
+read_u8 = _make_read("read_u8", I8, types.int64, "zext")
+read_u16 = _make_read("read_u16", I16, types.int64, "zext")
 
 
 @intrinsic
-def read_word(typing_context: Any, addr: Any, i: Any) -> Any:
+def read_word(typing_context, addr, i):
     """Return the i-th int64 behind an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = context.cast(builder, args[1], signature.args[1], types.int64)
-        first = context.cast(builder, args[0], signature.args[0], types.int64)
-        address = builder.add(first, builder.shl(place, ir.Constant(_I64, 3)))
-        value = builder.load(builder.inttoptr(address, ir.PointerType(_I64)))
-        value.align = 1
-        return value
+    def codegen(context, builder, signature, args):
+        first, i = (llvm.int64(context, builder, signature, args, n) for n in range(2))
+        address = builder.add(first, builder.shl(i, ir.Constant(I64, 3)))
+        return llvm.load(builder, address, I64)
 
     return types.int64(addr, i), codegen
 
 
 def _make_write(name: str, narrow: bool) -> Any:
-    def write(typing_context: Any, addr: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def write(typing_context, addr, x):
+        def codegen(context, builder, signature, args):
             value = context.cast(builder, args[1], signature.args[1], types.float32)
             if narrow:
                 value = emit_narrow(builder, value)
-            pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
-            builder.store(value, pointer).align = 1
+            llvm.store(builder, value, llvm.int64(context, builder, signature, args))
             return context.get_dummy_value()
 
         return types.none(addr, x), codegen
@@ -111,13 +98,12 @@ def _make_write(name: str, narrow: bool) -> Any:
 
 
 @intrinsic
-def write_i64(typing_context: Any, addr: Any, x: Any) -> Any:
+def write_i64(typing_context, addr, x):
     """Write one integer as int64."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = context.cast(builder, args[1], signature.args[1], types.int64)
-        pointer = _pointer(context, builder, args[0], signature.args[0], _I64)
-        builder.store(value, pointer).align = 1
+    def codegen(context, builder, signature, args):
+        address, value = (llvm.int64(context, builder, signature, args, i) for i in range(2))
+        llvm.store(builder, value, address)
         return context.get_dummy_value()
 
     return types.none(addr, x), codegen
@@ -128,66 +114,53 @@ write_f16 = _make_write("write_f16", narrow=True)
 
 
 @intrinsic
-def store_f16(typing_context: Any, addr: Any, v: Any) -> Any:
+def store_f16(typing_context, addr, v):
     """Write 16 float32 as float16, rounded to nearest, halves to even."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = emit_narrow(builder, args[1])
-        pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
-        builder.store(value, pointer).align = 1
+        llvm.store(builder, value, llvm.int64(context, builder, signature, args))
         return context.get_dummy_value()
 
     return types.none(addr, v), codegen
 
 
-def first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
+def first_lanes(context, builder, n, n_type):
     """Emit the mask of the first `n` lanes, for any `n`."""
-    vector = ir.VectorType(_I64, LANES)
-    count = context.cast(builder, n, n_type, types.int64)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), count, ir.Constant(_I32, 0))
-    counts = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), None))
-    return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), counts)
+    counts = llvm.splat(builder, context.cast(builder, n, n_type, types.int64))
+    return builder.icmp_signed("<", llvm.constant(I64, range(LANES)), counts)
 
 
-def masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
+def masked_load(builder, pointer, mask, rest):
     """Emit the load of the lanes of a mask; the others are those of `rest`."""
     element = "f32" if rest.type == f32x16.llvm else "i16"
-    kinds = [pointer.type, _I32, mask.type, rest.type]
-    function_type = ir.FunctionType(rest.type, kinds)
     name = f"llvm.masked.load.v{LANES}{element}.p0"
-    function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    return builder.call(function, [pointer, ir.Constant(_I32, 1), mask, rest])
+    return llvm.call(builder, name, rest.type, [pointer, ir.Constant(I32, 1), mask, rest])
 
 
 @intrinsic
-def load_first(typing_context: Any, addr: Any, n: Any, rest: Any) -> Any:
+def load_first(typing_context, addr, n, rest):
     """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
         mask = first_lanes(context, builder, args[1], signature.args[1])
         value = context.cast(builder, args[2], signature.args[2], types.float32)
-        first = builder.insert_element(
-            ir.Constant(f32x16.llvm, ir.Undefined), value, ir.Constant(_I32, 0)
-        )
-        others = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), None))
-        return masked_load(builder, pointer, mask, others)
+        pointer = llvm.pointer(builder, address, f32x16.llvm)
+        return masked_load(builder, pointer, mask, llvm.splat(builder, value))
 
     return f32x16(addr, n, rest), codegen
 
 
 def _make_load_first(name: str, widen: str) -> Any:
-    def load(typing_context: Any, addr: Any, n: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            stored = ir.VectorType(_I16, LANES)
-            pointer = _pointer(context, builder, args[0], signature.args[0], stored)
+    def load(typing_context, addr, n):
+        def codegen(context, builder, signature, args):
+            stored = llvm.vector(I16)
+            address = llvm.int64(context, builder, signature, args)
             mask = first_lanes(context, builder, args[1], signature.args[1])
+            pointer = llvm.pointer(builder, address, stored)
             value = masked_load(builder, pointer, mask, ir.Constant(stored, None))
-            if widen == "f16":
-                return emit_widen(builder, value)
-            words = ir.VectorType(_I32, LANES)
-            high = builder.shl(builder.zext(value, words), ir.Constant(words, [16] * LANES))
-            return builder.bitcast(high, f32x16.llvm)
+            return emit_widen(builder, value, widen)
 
         return f32x16(addr, n), codegen
 
@@ -200,131 +173,101 @@ load_first_bf16 = _make_load_first("load_first_bf16", "bf16")
 
 
 @intrinsic
-def store_first(typing_context: Any, addr: Any, n: Any, v: Any) -> Any:
+def store_first(typing_context, addr, n, v):
     """Write the first `n` lanes of 16 float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        pointer = llvm.pointer(builder, address, f32x16.llvm)
         mask = first_lanes(context, builder, args[1], signature.args[1])
-        kinds = [f32x16.llvm, pointer.type, _I32, mask.type]
-        function_type = ir.FunctionType(ir.VoidType(), kinds)
         name = f"llvm.masked.store.v{LANES}f32.p0"
-        function = cgutils.get_or_insert_function(builder.module, function_type, name)
-        builder.call(function, [args[2], pointer, ir.Constant(_I32, 1), mask])
+        llvm.call(builder, name, ir.VoidType(), [args[2], pointer, ir.Constant(I32, 1), mask])
         return context.get_dummy_value()
 
     return types.none(addr, n, v), codegen
 
 
 @intrinsic
-def allocate(typing_context: Any, n_bytes: Any) -> Any:
+def allocate(typing_context, n_bytes):
     """Return the address of new memory, until `release`.
 
     It takes the compiler a fraction of the time of an array, which also ends when its name is used
     last, whoever has its address.
     """
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         pointer = context.nrt.allocate(
             builder, context.cast(builder, args[0], signature.args[0], types.intp)
         )
         with builder.if_then(cgutils.is_null(builder, pointer), likely=False):
             context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's own memory",))
-        return builder.ptrtoint(pointer, _I64)
+        return builder.ptrtoint(pointer, I64)
 
     return types.int64(n_bytes), codegen
 
 
 @intrinsic
-def release(typing_context: Any, addr: Any) -> Any:
+def release(typing_context, addr):
     """Give back memory from `allocate`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        context.nrt.free(builder, _pointer(context, builder, args[0], signature.args[0], _I8))
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        context.nrt.free(builder, llvm.pointer(builder, address, I8))
         return context.get_dummy_value()
 
     return types.none(addr), codegen
 
 
 @intrinsic
-def prefetch(typing_context: Any, addr: Any) -> Any:
+def prefetch(typing_context, addr):
     """Ask for the cache line at an address, to be read soon; reads nothing."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, args[0], signature.args[0], _I8)
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(_I32, n) for n in (0, 2, 1))  # to the second level
-        builder.call(function, [pointer, read, keep, data])
+    def codegen(context, builder, signature, args):
+        pointer = llvm.pointer(builder, llvm.int64(context, builder, signature, args), I8)
+        read, keep, data = (ir.Constant(I32, n) for n in (0, 2, 1))  # to the second level
+        llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
         return context.get_dummy_value()
 
     return types.none(addr), codegen
 
 
-def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    indices = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
-    return builder.shuffle_vector(a, b, indices)
-
-
 @intrinsic
-def store_halves(typing_context: Any, low: Any, high: Any, v: Any) -> Any:
+def store_halves(typing_context, low, high, v):
     """Write lanes 0-7 to the address `low` and lanes 8-15 to the address `high`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         for i in (0, 1):
-            half = _pick(builder, args[2], args[2], list(range(8 * i, 8 * i + 8)))
-            pointer = _pointer(context, builder, args[i], signature.args[i], half.type)
-            builder.store(half, pointer).align = 1
+            half = llvm.shuffle(builder, args[2], args[2], range(8 * i, 8 * i + 8))
+            llvm.store(builder, half, llvm.int64(context, builder, signature, args, i))
         return context.get_dummy_value()
 
     return types.none(low, high, v), codegen
 
 
 @intrinsic
-def store_quarters(typing_context: Any, addr: Any, step: Any, v: Any) -> Any:
+def store_quarters(typing_context, addr, step, v):
     """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = context.cast(builder, args[0], signature.args[0], types.int64)
-        distance = context.cast(builder, args[1], signature.args[1], types.int64)
+    def codegen(context, builder, signature, args):
+        address, step = (llvm.int64(context, builder, signature, args, i) for i in range(2))
         for i in range(4):
-            quarter = _pick(builder, args[2], args[2], list(range(4 * i, 4 * i + 4)))
-            pointer = builder.inttoptr(place, ir.PointerType(quarter.type))
-            builder.store(quarter, pointer).align = 1
-            place = builder.add(place, distance)
+            quarter = llvm.shuffle(builder, args[2], args[2], range(4 * i, 4 * i + 4))
+            llvm.store(builder, quarter, llvm.element(builder, address, step, i))
         return context.get_dummy_value()
 
     return types.none(addr, step, v), codegen
 
 
-def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
+def _fold(builder, a, b, width):
     """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in the result."""
     starts = range(0, 2 * LANES, width)
     low = [s + i for s in starts for i in range(width // 2)]
     high = [s + i for s in starts for i in range(width // 2, width)]
-    return builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
+    return builder.fadd(llvm.shuffle(builder, a, b, low), llvm.shuffle(builder, a, b, high))
 
 
 @intrinsic
-def sum16(
-    typing_context: Any,
-    v0: Any,
-    v1: Any,
-    v2: Any,
-    v3: Any,
-    v4: Any,
-    v5: Any,
-    v6: Any,
-    v7: Any,
-    v8: Any,
-    v9: Any,
-    v10: Any,
-    v11: Any,
-    v12: Any,
-    v13: Any,
-    v14: Any,
-    v15: Any,
-) -> Any:
+def sum16(typing_context, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15):
     """Return the vector whose lane i is the sum of the lanes of argument i."""
     vectors = (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15)
     if any(v != f32x16 for v in vectors):
@@ -333,7 +276,7 @@ def sum16(
     return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
 
 
-def emit_sums(builder: Any, vectors: Any) -> Any:
+def emit_sums(builder, vectors):
     """Emit the vector of the sums of 16 vectors."""
     values, width = list(vectors), LANES
     while len(values) > 1:

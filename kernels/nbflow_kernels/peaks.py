@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import registers, simd, simd_bytes
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import unknown_name
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
 
@@ -20,8 +20,8 @@ CHAINS = 12
 _STEPS = 20_000  # of a loop: 120 to 500 microseconds, a pause by the system is seldom in it
 
 
-@njit
-def _f32(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _f32(steps, data, out, start, stop):
     """Add 12 x 16 products `steps` times, for each row of `out`."""
     a, b = simd.load_f32(simd.address(data)), simd.load_f32(simd.address(data) + 64)
     for row in range(start, stop):
@@ -36,8 +36,8 @@ def _f32(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
         simd.store_f32(simd.address(out) + 64 * row, simd.add(low, high))
 
 
-@njit
-def _int8(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _int8(steps, data, out, start, stop):
     """Add 12 x 64 products of bytes `steps` times, for each row of `out`."""
     u, s = simd_bytes.load_bytes(simd.address(data)), simd_bytes.load_bytes(simd.address(data) + 64)
     for row in range(start, stop):
@@ -52,8 +52,8 @@ def _int8(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
         simd.store_i32(simd.address(out) + 64 * row, simd.add(low, high))
 
 
-@njit
-def _bf16(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _bf16(steps, data, out, start, stop):
     """Add 12 x 32 products of bfloat16 `steps` times, for each row of `out`."""
     a, b = simd.load_i32(simd.address(data)), simd.load_i32(simd.address(data) + 64)
     for row in range(start, stop):

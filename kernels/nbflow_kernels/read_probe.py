@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
 
 PROBE_BYTES = 384 << 20
@@ -16,8 +15,8 @@ PROBE_BYTES = 384 << 20
 ROW = 1 << 16  # float32 elements, 256 KB: long streams for the hardware's prefetcher
 
 
-@njit
-def _read(data: Any, sums: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _read(data, sums, start, stop):
     """Put the sum of each row of `data` into `sums`: 8 x 16 lanes, nothing but loads and adds."""
     for row in range(start, stop):
         a = simd.address(data) + row * data.strides[0]

@@ -56,26 +56,29 @@ one; it takes denormal numbers for zero, the other processors do not.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba.core import cgutils, errors, extending, types
+from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
-from nbflow_kernels.halves import emit_widen
+from nbflow_kernels import stepping
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import F32, I16, I32, I64, LANES
+from nbflow_kernels.halves import emit_narrow_bf16, emit_widen
 from nbflow_kernels.isa import features
 from nbflow_kernels.lanes import emit_sums, first_lanes, masked_load
-from nbflow_kernels.simd import LANES, f32x16, i32x16
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels.simd import f32x16, i32x16
 
-_I16, _I32, _I64 = (ir.IntType(n) for n in (16, 32, 64))
-_F32 = ir.FloatType()
+intrinsic = functools.partial(stepping.intrinsic, fallback="registers")
+
 _UNITS = {
-    types.float32: (_F32, None),
-    types.int16: (_I16, "f16"),
-    types.uint16: (_I16, "bf16"),
-    types.int32: (_I32, None),
+    types.float32: (F32, None),
+    types.int16: (I16, "f16"),
+    types.uint16: (I16, "bf16"),
+    types.int32: (I32, None),
 }
 """Element type to its LLVM type and how it is widened to float32."""
 
@@ -89,7 +92,7 @@ class _Bfloat(ir.types.Type):
         return "bfloat"
 
 
-_BF16X32 = ir.VectorType(_Bfloat(), 2 * LANES)
+_BF16X32 = llvm.vector(_Bfloat(), 2 * LANES)
 
 
 class Tile(types.Type):
@@ -109,7 +112,7 @@ class Tile(types.Type):
 class _TileModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Tile) -> None:
         array = ir.ArrayType(f32x16.llvm, fe_type.n)
-        super().__init__(manager, fe_type, array)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, array)
 
 
 def has_pair_products() -> bool:
@@ -129,57 +132,6 @@ def _tile(groups: Any, tokens: Any) -> Tile:
     return Tile(groups.literal_value, tokens.literal_value)
 
 
-def _integer(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
-    return context.cast(builder, args[i], signature.args[i], types.int64)
-
-
-def _load(builder: Any, address: Any, stored: Any) -> Any:
-    value = builder.load(builder.inttoptr(address, ir.PointerType(stored)))
-    value.align = 1
-    return value
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, ir.PointerType(value.type))).align = 1
-
-
-def _offset(builder: Any, address: Any, n_bytes: int) -> Any:
-    return builder.add(address, ir.Constant(_I64, n_bytes))
-
-
-def _constants(value: int, type: Any = i32x16.llvm) -> Any:
-    return ir.Constant(type, [value] * type.count)
-
-
-def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return _shuffle(builder, first, undefined, [0] * LANES)
-
-
-def _call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
-    function_type = ir.FunctionType(result, [a.type for a in args])
-    function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    return builder.call(function, args)
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call(builder, "llvm.fma.v16f32", f32x16.llvm, [a, b, c])
-
-
-def _widen(builder: Any, value: Any, how: str | None) -> Any:
-    if how == "f16":
-        return emit_widen(builder, value)
-    if how == "bf16":
-        high = builder.shl(builder.zext(value, i32x16.llvm), _constants(16))
-        return builder.bitcast(high, f32x16.llvm)
-    return value
-
-
 def _unit(like: Any) -> tuple[Any, str | None]:
     kind = like.dtype if isinstance(like, types.Array) else like
     if kind not in _UNITS:
@@ -191,11 +143,11 @@ def _unit(like: Any) -> tuple[Any, str | None]:
 
 
 @intrinsic(prefer_literal=True)
-def zero(typing_context: Any, groups: Any, tokens: Any) -> Any:
+def zero(typing_context, groups, tokens):
     """Return a tile of zeros."""
     tile = _tile(groups, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(tile), None)
 
     return tile(groups, tokens), codegen
@@ -206,8 +158,8 @@ def _emit_load(context: Any, builder: Any, tile: Tile, address: Any, distance: A
     value = ir.Constant(context.get_value_type(tile), ir.Undefined)
     for i in range(tile.n):
         t, g = divmod(i, tile.groups)
-        start = builder.add(address, builder.mul(distance, ir.Constant(_I64, t)))
-        vector = _load(builder, _offset(builder, start, 64 * g), f32x16.llvm)
+        start = llvm.element(builder, address, distance, t)
+        vector = llvm.load(builder, llvm.offset(builder, start, 64 * g), f32x16.llvm)
         value = builder.insert_value(value, vector, i)
     return value
 
@@ -215,52 +167,52 @@ def _emit_load(context: Any, builder: Any, tile: Tile, address: Any, distance: A
 def _emit_store(builder: Any, tile: Tile, value: Any, address: Any, distance: Any) -> None:
     for i in range(tile.n):
         t, g = divmod(i, tile.groups)
-        start = builder.add(address, builder.mul(distance, ir.Constant(_I64, t)))
-        _store(builder, builder.extract_value(value, i), _offset(builder, start, 64 * g))
+        start = llvm.element(builder, address, distance, t)
+        llvm.store(builder, builder.extract_value(value, i), llvm.offset(builder, start, 64 * g))
 
 
 @intrinsic(prefer_literal=True)
-def load(typing_context: Any, groups: Any, tokens: Any, at: Any) -> Any:
+def load(typing_context, groups, tokens, at):
     """Return the tile at an address."""
     tile = _tile(groups, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _integer(context, builder, signature, args, 2)
-        return _emit_load(context, builder, tile, address, ir.Constant(_I64, 64 * tile.groups))
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args, 2)
+        return _emit_load(context, builder, tile, address, ir.Constant(I64, 64 * tile.groups))
 
     return tile(groups, tokens, at), codegen
 
 
 @intrinsic(prefer_literal=True)
-def load_apart(typing_context: Any, groups: Any, tokens: Any, at: Any, token: Any) -> Any:
+def load_apart(typing_context, groups, tokens, at, token):
     """Return the tile at an address, its tokens `token` bytes from each other."""
     tile = _tile(groups, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, distance = (_integer(context, builder, signature, args, i) for i in (2, 3))
+    def codegen(context, builder, signature, args):
+        address, distance = (llvm.int64(context, builder, signature, args, i) for i in (2, 3))
         return _emit_load(context, builder, tile, address, distance)
 
     return tile(groups, tokens, at, token), codegen
 
 
 @intrinsic
-def store(typing_context: Any, at: Any, tile: Any) -> Any:
+def store(typing_context, at, tile):
     """Write a tile to an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _integer(context, builder, signature, args, 0)
-        _emit_store(builder, tile, args[1], address, ir.Constant(_I64, 64 * tile.groups))
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args, 0)
+        _emit_store(builder, tile, args[1], address, ir.Constant(I64, 64 * tile.groups))
         return context.get_dummy_value()
 
     return types.none(at, tile), codegen
 
 
 @intrinsic
-def store_apart(typing_context: Any, at: Any, token: Any, tile: Any) -> Any:
+def store_apart(typing_context, at, token, tile):
     """Write a tile to an address, its tokens `token` bytes from each other."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, distance = (_integer(context, builder, signature, args, i) for i in (0, 1))
+    def codegen(context, builder, signature, args):
+        address, distance = (llvm.int64(context, builder, signature, args, i) for i in (0, 1))
         _emit_store(builder, tile, args[2], address, distance)
         return context.get_dummy_value()
 
@@ -268,11 +220,11 @@ def store_apart(typing_context: Any, at: Any, token: Any, tile: Any) -> Any:
 
 
 @intrinsic
-def beside(typing_context: Any, a: Any, b: Any) -> Any:
+def beside(typing_context, a, b):
     """Return one tile of the groups of two, for the same tokens."""
     tile = Tile(a.groups + b.groups, a.tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = ir.Constant(context.get_value_type(tile), ir.Undefined)
         for i in range(tile.n):
             t, g = divmod(i, tile.groups)
@@ -287,15 +239,15 @@ def beside(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def scale(typing_context: Any, tile: Any, at: Any, token: Any) -> Any:
+def scale(typing_context, tile, at, token):
     """Return a tile with each token multiplied by the float32 at ``at + token * t``."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, distance = (_integer(context, builder, signature, args, i) for i in (1, 2))
+    def codegen(context, builder, signature, args):
+        address, distance = (llvm.int64(context, builder, signature, args, i) for i in (1, 2))
         value = args[0]
         for t in range(tile.tokens):
-            place = builder.add(address, builder.mul(distance, ir.Constant(_I64, t)))
-            factor = _splat(builder, _load(builder, place, _F32))
+            place = llvm.element(builder, address, distance, t)
+            factor = llvm.splat(builder, llvm.load(builder, place, F32))
             for i in range(t * tile.groups, (t + 1) * tile.groups):
                 product = builder.fmul(builder.extract_value(value, i), factor)
                 value = builder.insert_value(value, product, i)
@@ -305,10 +257,10 @@ def scale(typing_context: Any, tile: Any, at: Any, token: Any) -> Any:
 
 
 @intrinsic
-def add(typing_context: Any, a: Any, b: Any) -> Any:
+def add(typing_context, a, b):
     """Return the sum of two tiles."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = args[0]
         for i in range(a.n):
             x, y = (builder.extract_value(tile, i) for tile in args)
@@ -319,21 +271,21 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, token: Any) -> Any:
+def step(typing_context, tile, like, w, group, x, token):
     """Add the products of one unit: weights at ``w + group * r``, activations at ``x + token * t``.
 
     See the table of units above for `like`.
     """
     stored, how = _unit(like)
-    multiply = _pair_step if stored is _I32 else _float_step
+    multiply = _pair_step if stored is I32 else _float_step
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, group, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
-        at = [builder.add(x, builder.mul(token, ir.Constant(_I64, t))) for t in range(tile.tokens)]
+    def codegen(context, builder, signature, args):
+        w, group, x, token = (llvm.int64(context, builder, signature, args, i) for i in range(2, 6))
+        at = [llvm.element(builder, x, token, t) for t in range(tile.tokens)]
         value = args[0]
         for r in range(tile.groups):
-            address = builder.add(w, builder.mul(group, ir.Constant(_I64, r)))
-            weights = _widen(builder, _load(builder, address, ir.VectorType(stored, LANES)), how)
+            address = llvm.element(builder, w, group, r)
+            weights = emit_widen(builder, llvm.load(builder, address, llvm.vector(stored)), how)
             for t in range(tile.tokens):
                 i = t * tile.groups + r
                 total = multiply(builder, builder.extract_value(value, i), weights, at[t])
@@ -344,21 +296,21 @@ def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, 
 
 
 @intrinsic
-def step_chains(typing_context: Any, tile: Any, like: Any, w: Any, x: Any, token: Any) -> Any:
+def step_chains(typing_context, tile, like, w, x, token):
     """Add one unit to each group of the tile: unit i of one weight group, at `w`, to group i."""
     stored, how = _unit(like)
-    multiply = _pair_step if stored is _I32 else _float_step
-    size = LANES * (stored.width // 8 if stored is not _F32 else 4)
+    multiply = _pair_step if stored is I32 else _float_step
+    size = LANES * (stored.width // 8 if stored is not F32 else 4)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, x, token = (_integer(context, builder, signature, args, i) for i in (2, 3, 4))
-        at = [builder.add(x, builder.mul(token, ir.Constant(_I64, t))) for t in range(tile.tokens)]
+    def codegen(context, builder, signature, args):
+        w, x, token = (llvm.int64(context, builder, signature, args, i) for i in (2, 3, 4))
+        at = [llvm.element(builder, x, token, t) for t in range(tile.tokens)]
         value = args[0]
         for g in range(tile.groups):
-            loaded = _load(builder, _offset(builder, w, size * g), ir.VectorType(stored, LANES))
-            weights = _widen(builder, loaded, how)
+            loaded = llvm.load(builder, llvm.offset(builder, w, size * g), llvm.vector(stored))
+            weights = emit_widen(builder, loaded, how)
             for t in range(tile.tokens):
-                i, address = t * tile.groups + g, _offset(builder, at[t], 4 * g)
+                i, address = t * tile.groups + g, llvm.offset(builder, at[t], 4 * g)
                 total = multiply(builder, builder.extract_value(value, i), weights, address)
                 value = builder.insert_value(value, total, i)
         return value
@@ -367,32 +319,30 @@ def step_chains(typing_context: Any, tile: Any, like: Any, w: Any, x: Any, token
 
 
 @intrinsic
-def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
+def load_widened(typing_context, like, at):
     """Return 16 weights as float32."""
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _integer(context, builder, signature, args, 1)
-        return _widen(builder, _load(builder, address, ir.VectorType(stored, LANES)), how)
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args, 1)
+        return emit_widen(builder, llvm.load(builder, address, llvm.vector(stored)), how)
 
     return f32x16(like, at), codegen
 
 
 @intrinsic
-def step_lanes(
-    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any
-) -> Any:
+def step_lanes(typing_context, tile, like, w, row, x, token):
     """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
 
     A group of the tile is a row here; `like` is not of pairs.
     """
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
+    def codegen(context, builder, signature, args):
+        places = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
 
-        def read(address: Any, element: Any) -> Any:
-            return _load(builder, address, ir.VectorType(element, LANES))
+        def read(address, element):
+            return llvm.load(builder, address, llvm.vector(element, LANES))
 
         return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
 
@@ -400,18 +350,16 @@ def step_lanes(
 
 
 @intrinsic
-def step_first(
-    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any, n: Any
-) -> Any:
+def step_first(typing_context, tile, like, w, row, x, token, n):
     """Do as `step_lanes` with the first `n` of 16 columns; the others are not read."""
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
+    def codegen(context, builder, signature, args):
+        places = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
         mask = first_lanes(context, builder, args[6], signature.args[6])
 
-        def read(address: Any, element: Any) -> Any:
-            vector = ir.VectorType(element, LANES)
+        def read(address, element):
+            vector = llvm.vector(element, LANES)
             pointer = builder.inttoptr(address, ir.PointerType(vector))
             return masked_load(builder, pointer, mask, ir.Constant(vector, None))
 
@@ -426,58 +374,60 @@ def _emit_step_lanes(
     w, row, x, token = places
     weights = []
     for r in range(tile.groups):
-        address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
-        weights.append(_widen(builder, read(address, stored), how))
+        address = llvm.element(builder, w, row, r)
+        weights.append(emit_widen(builder, read(address, stored), how))
     for t in range(tile.tokens):
-        xs = read(builder.add(x, builder.mul(token, ir.Constant(_I64, t))), _F32)
+        xs = read(llvm.element(builder, x, token, t), F32)
         for r in range(tile.groups):
             i = t * tile.groups + r
-            total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
+            total = llvm.fma(builder, weights[r], xs, builder.extract_value(value, i))
             value = builder.insert_value(value, total, i)
     return value
 
 
 @intrinsic
-def lane_sums(typing_context: Any, tile: Any) -> Any:
+def lane_sums(typing_context, tile):
     """Return the vector whose lane i is `simd.sum` of vector i of a tile of 16 vectors."""
     if tile.n != LANES:
         raise errors.TypingError(f"registers.lane_sums: wanted a tile of 16 vectors, got {tile}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
 
     return f32x16(tile), codegen
 
 
 @intrinsic
-def add_pairs(typing_context: Any, total: Any, a: Any, b: Any) -> Any:
+def add_pairs(typing_context, total, a, b):
     """Return `total` plus the two products of each lane of pairs of bfloat16, the odd one first."""
     if (total, a, b) != (f32x16, i32x16, i32x16):
         raise errors.TypingError(f"registers.add_pairs: wanted pairs as int32, got {a} and {b}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return _pair_products(builder, *args)
 
     return f32x16(total, a, b), codegen
 
 
-def _float_step(builder: Any, total: Any, weights: Any, address: Any) -> Any:
-    return _fma(builder, weights, _splat(builder, _load(builder, address, _F32)), total)
+def _float_step(builder, total, weights, address):
+    return llvm.fma(builder, weights, llvm.splat(builder, llvm.load(builder, address, F32)), total)
 
 
-def _pair_step(builder: Any, total: Any, weights: Any, address: Any) -> Any:
-    return _pair_products(builder, total, weights, _splat(builder, _load(builder, address, _I32)))
+def _pair_step(builder, total, weights, address):
+    return _pair_products(
+        builder, total, weights, llvm.splat(builder, llvm.load(builder, address, I32))
+    )
 
 
-def _pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
+def _pair_products(builder, total, a, b):
     """Add the two products of each lane, the odd column first."""
     if has_pair_products():
         args = [total, builder.bitcast(a, _BF16X32), builder.bitcast(b, _BF16X32)]
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, args)
-    mask, shift = _constants(-0x10000), _constants(16)
+        return llvm.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, args)
+    mask, shift = llvm.repeated(i32x16.llvm, -0x10000), llvm.repeated(i32x16.llvm, 16)
     odd = [builder.bitcast(builder.and_(v, mask), f32x16.llvm) for v in (a, b)]
     even = [builder.bitcast(builder.shl(v, shift), f32x16.llvm) for v in (a, b)]
-    return _fma(builder, even[0], even[1], _fma(builder, odd[0], odd[1], total))
+    return llvm.fma(builder, even[0], even[1], llvm.fma(builder, odd[0], odd[1], total))
 
 
 # ---- copies between layouts -----------------------------------------------------------------
@@ -489,39 +439,39 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     high = [lane + 8 for lane in low]
     for _ in range(4):
         pairs = zip(vectors[:8], vectors[8:], strict=True)
-        vectors = [_shuffle(builder, a, b, lanes) for a, b in pairs for lanes in (low, high)]
+        vectors = [llvm.shuffle(builder, a, b, lanes) for a, b in pairs for lanes in (low, high)]
     return vectors
 
 
 @intrinsic
-def transpose(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
+def transpose(typing_context, like, at, row_bytes, to):
     """Copy 16 rows x 16 columns of weights, rows `row_bytes` apart, column after column."""
     stored, _ = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
+    def codegen(context, builder, signature, args):
+        at, row_bytes, to = (llvm.int64(context, builder, signature, args, i) for i in (1, 2, 3))
         column_bytes = LANES * like.dtype.bitwidth // 8
         for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
-            _store(builder, column, _offset(builder, to, column_bytes * i))
+            llvm.store(builder, column, llvm.offset(builder, to, column_bytes * i))
         return context.get_dummy_value()
 
     return types.none(like, at, row_bytes, to), codegen
 
 
 @intrinsic
-def transpose_f32(
-    typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any, distance: Any
-) -> Any:
+def transpose_f32(typing_context, like, at, row_bytes, to, distance):
     """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         at, row_bytes, to, distance = (
-            _integer(context, builder, signature, args, i) for i in range(1, 5)
+            llvm.int64(context, builder, signature, args, i) for i in range(1, 5)
         )
         for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
-            start = builder.add(to, builder.mul(distance, ir.Constant(_I64, i % 4)))
-            _store(builder, _widen(builder, column, how), _offset(builder, start, i // 4 * 64))
+            start = llvm.element(builder, to, distance, i % 4)
+            llvm.store(
+                builder, emit_widen(builder, column, how), llvm.offset(builder, start, i // 4 * 64)
+            )
         return context.get_dummy_value()
 
     return types.none(like, at, row_bytes, to, distance), codegen
@@ -531,8 +481,8 @@ def _columns(builder: Any, at: Any, row_bytes: Any, stored: Any) -> list[Any]:
     """Return 16 columns of 16 rows."""
     rows = []
     for i in range(LANES):
-        address = builder.add(at, builder.mul(row_bytes, ir.Constant(_I64, i)))
-        rows.append(_load(builder, address, ir.VectorType(stored, LANES)))
+        address = llvm.element(builder, at, row_bytes, i)
+        rows.append(llvm.load(builder, address, llvm.vector(stored)))
     return _transposed(builder, rows)
 
 
@@ -541,10 +491,10 @@ def _make_to_bf16(name: str, interleave: bool) -> Any:
     if interleave:
         order = [lane for i in range(LANES) for lane in (i, LANES + i)]
 
-    def convert(typing_context: Any, low: Any, high: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def convert(typing_context, low, high):
+        def codegen(context, builder, signature, args):
             halves = _rounded(builder, *args)
-            return builder.bitcast(_shuffle(builder, halves, halves, order), i32x16.llvm)
+            return builder.bitcast(llvm.shuffle(builder, halves, halves, order), i32x16.llvm)
 
         return i32x16(low, high), codegen
 
@@ -552,23 +502,15 @@ def _make_to_bf16(name: str, interleave: bool) -> Any:
     return intrinsic(convert)
 
 
-def _rounded(builder: Any, low: Any, high: Any) -> Any:
+def _rounded(builder, low, high):
     """Return 32 bfloat16 as 16-bit integers, rounded to nearest, halves to even; NaN stays NaN."""
-    halves = ir.VectorType(_I16, 2 * LANES)
+    halves = llvm.vector(I16, 2 * LANES)
     if has_pair_products():
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        rounded = _call(builder, name, _BF16X32, [high, low])
+        rounded = llvm.call(builder, name, _BF16X32, [high, low])
         return builder.bitcast(rounded, halves)
-    parts = []
-    for value in (low, high):
-        bits = builder.bitcast(value, i32x16.llvm)
-        odd = builder.and_(builder.lshr(bits, _constants(16)), _constants(1))
-        near = builder.add(bits, builder.add(odd, _constants(0x7FFF)))
-        quiet = builder.or_(bits, _constants(0x400000))
-        chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, near)
-        short = ir.VectorType(_I16, LANES)
-        parts.append(builder.trunc(builder.lshr(chosen, _constants(16)), short))
-    return _shuffle(builder, parts[0], parts[1], list(range(2 * LANES)))
+    parts = [emit_narrow_bf16(builder, value) for value in (low, high)]
+    return llvm.shuffle(builder, parts[0], parts[1], list(range(2 * LANES)))
 
 
 to_bf16 = _make_to_bf16("to_bf16", interleave=False)

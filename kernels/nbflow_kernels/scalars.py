@@ -7,15 +7,13 @@ its own account, and gives the kernel's bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 
 
-@strict_njit
-def fma(a: Any, b: Any, c: Any) -> Any:
+@jit.kernel(strict=True)
+def fma(a, b, c):
     """Return a * b + c for float32, rounded once.
 
     The product is exact in float64.  The sum is rounded there to the odd one of its two neighbours,
@@ -38,8 +36,8 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return np.float32(total)
 
 
-@strict_njit
-def tree_sum(lanes: Any) -> Any:
+@jit.kernel(strict=True)
+def tree_sum(lanes):
     """Return the sum of 16 numbers as `simd.sum` adds them: i and i + 8, then i and i + 4, ..."""
     sums = lanes.copy()
     width = 8

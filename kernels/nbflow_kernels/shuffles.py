@@ -10,19 +10,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from llvmlite import ir
 from numba.core import errors
 
-from nbflow_kernels.simd import LANES, f32x16
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels import stepping
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import I32, LANES
+from nbflow_kernels.simd import f32x16
 
-_I32 = ir.IntType(32)
-
-
-def _mask(lanes: list[int]) -> Any:
-    return ir.Constant(ir.VectorType(_I32, LANES), lanes)
+intrinsic = functools.partial(stepping.intrinsic, fallback="shuffles")
 
 
 def _want(name: str, *vectors: Any) -> None:
@@ -31,11 +29,11 @@ def _want(name: str, *vectors: Any) -> None:
 
 
 def _make_shuffle1(name: str, lanes: list[int]) -> Any:
-    def shuffle(typing_context: Any, v: Any) -> Any:
+    def shuffle(typing_context, v):
         _want(name, v)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.shuffle_vector(args[0], args[0], _mask(lanes))
+        def codegen(context, builder, signature, args):
+            return llvm.shuffle(builder, args[0], args[0], lanes)
 
         return f32x16(v), codegen
 
@@ -44,11 +42,11 @@ def _make_shuffle1(name: str, lanes: list[int]) -> Any:
 
 
 def _make_shuffle2(name: str, lanes: list[int]) -> Any:
-    def shuffle(typing_context: Any, a: Any, b: Any) -> Any:
+    def shuffle(typing_context, a, b):
         _want(name, a, b)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.shuffle_vector(args[0], args[1], _mask(lanes))
+        def codegen(context, builder, signature, args):
+            return llvm.shuffle(builder, args[0], args[1], lanes)
 
         return f32x16(a, b), codegen
 
@@ -64,13 +62,13 @@ swap_pairs = _make_shuffle1("swap_pairs", [i ^ 1 for i in range(LANES)])
 
 
 @intrinsic
-def negate_evens(typing_context: Any, v: Any) -> Any:
+def negate_evens(typing_context, v):
     """Return `v` with the sign of its even lanes turned."""
     _want("negate_evens", v)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        integers = ir.VectorType(_I32, LANES)
-        signs = ir.Constant(integers, [0x80000000, 0] * (LANES // 2))
-        return builder.bitcast(builder.xor(builder.bitcast(args[0], integers), signs), f32x16.llvm)
+    def codegen(context, builder, signature, args):
+        signs = llvm.constant(I32, [0x80000000, 0] * (LANES // 2))
+        bits = builder.bitcast(args[0], signs.type)
+        return builder.bitcast(builder.xor(bits, signs), f32x16.llvm)
 
     return f32x16(v), codegen

@@ -37,21 +37,22 @@ is no bounds check.  The public functions have checked the shapes before a kerne
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, errors, extending, types
+from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
-from nbflow_kernels._jit import helper
+from nbflow_kernels import stepping
+from nbflow_kernels.cpu import jit, llvm
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
 from nbflow_kernels.halves import emit_narrow, emit_widen
-from nbflow_kernels.stepping import intrinsic
 
-LANES = 16
+intrinsic = functools.partial(stepping.intrinsic, fallback="simd")
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
-_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8}
+LANES = llvm.LANES
+_ELEMENT = {"f32": F32, "i32": I32, "i8": I8}
 
 
 class Vector(types.Type):
@@ -71,28 +72,12 @@ class Vector(types.Type):
 @extending.register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Vector) -> None:
-        super().__init__(manager, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, fe_type.llvm)
 
 
 f32x16 = Vector("f32")
 i32x16 = Vector("i32")
 i8x64 = Vector("i8")  # signed or unsigned, as the operation says
-
-
-def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: Any) -> Any:
-    as_int = context.cast(builder, value, value_type, types.int64)
-    return builder.inttoptr(as_int, ir.PointerType(target))
-
-
-def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, undefined, zeros)
 
 
 def _want(name: str, value: Any, *allowed: Vector) -> None:
@@ -104,19 +89,13 @@ def _want(name: str, value: Any, *allowed: Vector) -> None:
 
 
 def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any:
-    def load(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            vector = ir.VectorType(stored, LANES)
-            pointer = _pointer(builder, context, args[0], signature.args[0], vector)
-            value = builder.load(pointer)
-            value.align = 1
-            if widen == "bf16":
-                wide = builder.zext(value, i32x16.llvm)
-                high = builder.shl(wide, ir.Constant(i32x16.llvm, [16] * LANES))
-                return builder.bitcast(high, f32x16.llvm)
-            if widen == "f16":
-                return emit_widen(builder, value)
-            return value if widen is None else getattr(builder, widen)(value, result.llvm)
+    def load(typing_context, addr):
+        def codegen(context, builder, signature, args):
+            address = llvm.int64(context, builder, signature, args)
+            value = llvm.load(builder, address, llvm.vector(stored))
+            if widen in ("zext", "sext"):
+                return getattr(builder, widen)(value, result.llvm)
+            return emit_widen(builder, value, widen)
 
         return result(addr), codegen
 
@@ -125,7 +104,7 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
 
 
 @intrinsic
-def load_as(typing_context: Any, like: Any, addr: Any) -> Any:
+def load_as(typing_context, like, addr):
     """Load 16 elements of the type of the scalar `like`, widened to float32.
 
     float32 is what it says; int16 stands for the bits of float16, uint16 for those of bfloat16.
@@ -136,37 +115,36 @@ def load_as(typing_context: Any, like: Any, addr: Any) -> Any:
         raise errors.TypingError(f"simd.load_as: wanted float32, int16 or uint16, got {like}")
     _, generate = load._defn(typing_context, addr)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return generate(context, builder, f32x16(signature.args[1]), args[1:])
 
     return f32x16(like, addr), codegen
 
 
 @intrinsic
-def size_of(typing_context: Any, like: Any) -> Any:
+def size_of(typing_context, like):
     """Return the bytes of the scalar `like`, a constant of the machine code."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_I64, like.bitwidth // 8)
+    def codegen(context, builder, signature, args):
+        return ir.Constant(I64, like.bitwidth // 8)
 
     return types.int64(like), codegen
 
 
-load_f32 = _make_load("load_f32", _F32, f32x16, None)
-load_f16 = _make_load("load_f16", _I16, f32x16, "f16")
-load_bf16 = _make_load("load_bf16", _I16, f32x16, "bf16")
-load_i32 = _make_load("load_i32", _I32, i32x16, None)
-load_u8 = _make_load("load_u8", _I8, i32x16, "zext")
-load_i8 = _make_load("load_i8", _I8, i32x16, "sext")
+load_f32 = _make_load("load_f32", F32, f32x16, None)
+load_f16 = _make_load("load_f16", I16, f32x16, "f16")
+load_bf16 = _make_load("load_bf16", I16, f32x16, "bf16")
+load_i32 = _make_load("load_i32", I32, i32x16, None)
+load_u8 = _make_load("load_u8", I8, i32x16, "zext")
+load_i8 = _make_load("load_i8", I8, i32x16, "sext")
 
 
 def _make_store(name: str, vector: Vector) -> Any:
-    def store(typing_context: Any, addr: Any, value: Any) -> Any:
+    def store(typing_context, addr, value):
         _want(name, value, vector)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = _pointer(builder, context, args[0], signature.args[0], vector.llvm)
-            builder.store(args[1], pointer).align = 1
+        def codegen(context, builder, signature, args):
+            llvm.store(builder, args[1], llvm.int64(context, builder, signature, args))
             return context.get_dummy_value()
 
         return types.none(addr, value), codegen
@@ -180,10 +158,10 @@ store_i32 = _make_store("store_i32", i32x16)
 
 
 def _make_splat(name: str, vector: Vector, scalar: Any) -> Any:
-    def make(typing_context: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def make(typing_context, x):
+        def codegen(context, builder, signature, args):
             value = context.cast(builder, args[0], signature.args[0], scalar)
-            return _splat(builder, value, vector.llvm)
+            return llvm.splat(builder, value)
 
         return vector(x), codegen
 
@@ -201,11 +179,11 @@ splat_i32 = _make_splat("splat_i32", i32x16, types.int32)
 def _make_binary(name: str, float_op: str | None, int_op: str | None) -> Any:
     allowed = ((f32x16,) if float_op else ()) + ((i32x16, i8x64) if int_op else ())
 
-    def binary(typing_context: Any, a: Any, b: Any) -> Any:
+    def binary(typing_context, a, b):
         _want(name, a, *allowed)
         _want(name, b, a)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             if a == f32x16:
                 return getattr(builder, str(float_op))(args[0], args[1])
             return getattr(builder, str(int_op))(args[0], args[1])
@@ -227,21 +205,19 @@ shr = _make_binary("shr", None, "lshr")
 
 
 def _make_call(name: str, llvm_name: str, n_args: int) -> Any:
-    def emit(builder: Any, args: Any) -> Any:
-        vector = f32x16.llvm
-        function = _function(builder, f"llvm.{llvm_name}.v{LANES}f32", vector, [vector] * n_args)
-        return builder.call(function, args)
+    def emit(builder, args):
+        return llvm.call(builder, f"llvm.{llvm_name}.v{LANES}f32", f32x16.llvm, args)
 
-    def call1(typing_context: Any, a: Any) -> Any:
+    def call1(typing_context, a):
         _want(name, a, f32x16)
         return f32x16(a), lambda context, builder, signature, args: emit(builder, args)
 
-    def call2(typing_context: Any, a: Any, b: Any) -> Any:
+    def call2(typing_context, a, b):
         _want(name, a, f32x16)
         _want(name, b, f32x16)
         return f32x16(a, b), lambda context, builder, signature, args: emit(builder, args)
 
-    def call3(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    def call3(typing_context, a, b, c):
         for value in (a, b, c):
             _want(name, value, f32x16)
         return f32x16(a, b, c), lambda context, builder, signature, args: emit(builder, args)
@@ -258,10 +234,10 @@ rint = _make_call("rint", "rint", 1)
 
 
 def _make_conversion(name: str, source: Vector, result: Vector, op: str) -> Any:
-    def convert(typing_context: Any, v: Any) -> Any:
+    def convert(typing_context, v):
         _want(name, v, source)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return getattr(builder, op)(args[0], result.llvm)
 
         return result(v), codegen
@@ -280,29 +256,16 @@ as_f32 = _make_conversion("as_f32", i32x16, f32x16, "bitcast")
 
 
 def _make_reduction(name: str, op: str) -> Any:
-    def reduce(typing_context: Any, v: Any) -> Any:
+    def reduce(typing_context, v):
         _want(name, v, f32x16)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value, width = args[0], LANES
-            while width > 1:
-                half = width // 2
-                low, high = (
-                    builder.shuffle_vector(
-                        value, value, ir.Constant(ir.VectorType(_I32, half), list(lanes))
-                    )
-                    for lanes in (range(half), range(half, width))
-                )
-                if op == "fadd":
-                    value = builder.fadd(low, high)
-                else:
-                    vector = ir.VectorType(_F32, half)
-                    function = _function(
-                        builder, f"llvm.maxnum.v{half}f32", vector, [vector, vector]
-                    )
-                    value = builder.call(function, [low, high])
-                width = half
-            return builder.extract_element(value, ir.Constant(_I32, 0))
+        def codegen(context, builder, signature, args):
+            def largest(low, high):
+                name = f"llvm.maxnum.v{low.type.count}f32"
+                return llvm.call(builder, name, low.type, [low, high])
+
+            join = builder.fadd if op == "fadd" else largest
+            return llvm.tree_reduce(builder, args[0], join)
 
         return types.float32(v), codegen
 
@@ -318,10 +281,10 @@ max = _make_reduction("max", "fmax")
 
 
 @intrinsic
-def half_to_float(typing_context: Any, bits: Any) -> Any:
+def half_to_float(typing_context, bits):
     """Return the float16 with these bits (uint16 or int16) as float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.uint16)
         return emit_widen(builder, value)
 
@@ -329,10 +292,10 @@ def half_to_float(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def float_to_half(typing_context: Any, x: Any) -> Any:
+def float_to_half(typing_context, x):
     """Return the bits (uint16) of the float16 nearest to `x`, halves to even."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.float32)
         return emit_narrow(builder, value)
 
@@ -340,18 +303,18 @@ def float_to_half(typing_context: Any, x: Any) -> Any:
 
 
 @intrinsic
-def bits_to_float(typing_context: Any, bits: Any) -> Any:
+def bits_to_float(typing_context, bits):
     """Return the float32 with these bits (the lowest 32 of an integer)."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.int64)
-        return builder.bitcast(builder.trunc(value, _I32), _F32)
+        return builder.bitcast(builder.trunc(value, I32), F32)
 
     return types.float32(bits), codegen
 
 
 @intrinsic
-def address(typing_context: Any, array: Any) -> Any:
+def address(typing_context, array):
     """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``).
 
     An array made in the kernel lives until its name is used last: take its address inside the loop
@@ -360,15 +323,15 @@ def address(typing_context: Any, array: Any) -> Any:
     if not isinstance(array, types.Array):
         raise errors.TypingError(f"simd.address: wanted an array, got {array}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         structure = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.ptrtoint(structure.data, _I64)
+        return builder.ptrtoint(structure.data, I64)
 
     return types.int64(array), codegen
 
 
-@helper
-def exp(v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def exp(v):
     """Return e**v lane by lane: range reduction by ln 2 and a polynomial of degree 6.
 
     The argument is clamped to [-87, 88], so -inf gives 1.6e-38, not 0, and NaN is lost: a caller

@@ -25,18 +25,30 @@ They give the same bits on every processor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
-from numba.core import cgutils, errors, types
+from numba.core import errors, types
 
-from nbflow_kernels import isa
+from nbflow_kernels import isa, stepping
+from nbflow_kernels.cpu.llvm import (
+    F32,
+    I8,
+    I16,
+    I32,
+    call,
+    constant,
+    load,
+    shuffle,
+    splat,
+    store,
+    vector,
+)
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
-from nbflow_kernels.stepping import intrinsic
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
+intrinsic = functools.partial(stepping.intrinsic, fallback="simd_bytes")
 
 PAIR_FACTOR, PAIR_SHIFT = 373, 12  # c * 373 >> 12 == c // 11 for c in 0..120
 
@@ -60,45 +72,19 @@ def _takes_bytes() -> bool:
 _BYTE_OPERANDS = _takes_bytes()
 
 
-def _vector(element: Any, lanes: int) -> Any:
-    return ir.VectorType(element, lanes)
-
-
-def _constant(element: Any, values: list[int]) -> Any:
-    return ir.Constant(_vector(element, len(values)), values)
-
-
-def _call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
-    declared = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, declared, name), args)
-
-
-def _lanes(builder: Any, value: Any, lanes: range) -> Any:
-    return builder.shuffle_vector(value, value, _constant(_I32, list(lanes)))
-
-
 def _in_parts(builder: Any, n_parts: int, operation: Callable[..., Any], *vectors: Any) -> Any:
     """Apply an operation to the n-th parts of vectors, and join the results."""
     parts = []
     for part in range(n_parts):
         sizes = [v.type.count // n_parts for v in vectors]
         ranges = [range(part * size, (part + 1) * size) for size in sizes]
-        cut = [_lanes(builder, v, r) for v, r in zip(vectors, ranges, strict=True)]
+        cut = [shuffle(builder, v, v, r) for v, r in zip(vectors, ranges, strict=True)]
         parts.append(operation(*cut))
     while len(parts) > 1:
         count = 2 * parts[0].type.count
-        joined = _constant(_I32, list(range(count)))
-        parts = [
-            builder.shuffle_vector(a, b, joined)
-            for a, b in zip(parts[::2], parts[1::2], strict=True)
-        ]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [shuffle(builder, a, b, range(count)) for a, b in pairs]
     return parts[0]
-
-
-def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
-    vector = _vector(scalar.type, lanes)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, first, _constant(_I32, [0] * lanes))
 
 
 def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
@@ -106,11 +92,11 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
 
     def check(given: tuple[Any, ...]) -> None:
         for wanted, found in zip(arguments, given, strict=True):
-            vector = isinstance(wanted, type(i8x64))
-            if (vector and wanted != found) or (not vector and isinstance(found, type(i8x64))):
+            is_vector = isinstance(wanted, type(i8x64))
+            if wanted != found if is_vector else isinstance(found, type(i8x64)):
                 raise errors.TypingError(f"simd_bytes.{name}: wanted {arguments}, got {given}")
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context, builder, signature, args):
         values = [
             value if wanted == found else context.cast(builder, value, found, wanted)
             for value, found, wanted in zip(args, signature.args, arguments, strict=True)
@@ -118,15 +104,15 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
         value = emit(builder, *values)
         return context.get_dummy_value() if result is types.none else value
 
-    def one(typing_context: Any, a: Any) -> Any:
+    def one(typing_context, a):
         check((a,))
         return result(a), generate
 
-    def two(typing_context: Any, a: Any, b: Any) -> Any:
+    def two(typing_context, a, b):
         check((a, b))
         return result(a, b), generate
 
-    def three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    def three(typing_context, a, b, c):
         check((a, b, c))
         return result(a, b, c), generate
 
@@ -138,38 +124,23 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
 # ---- loads, stores, broadcasts ------------------------------------------------------------------
 
 
-def _at(builder: Any, addr: Any, target: Any) -> Any:
-    return builder.inttoptr(addr, ir.PointerType(target))
-
-
-def _emit_load(builder: Any, addr: Any, target: Any) -> Any:
-    value = builder.load(_at(builder, addr, target))
-    value.align = 1
-    return value
-
-
-def _emit_store(builder: Any, addr: Any, value: Any) -> None:
-    builder.store(value, _at(builder, addr, value.type)).align = 1
-
-
-def _emit_broadcast(builder: Any, addr: Any, element: Any, target: Any) -> Any:
-    value = _splat(builder, _emit_load(builder, addr, element), 16)
-    return builder.bitcast(value, target)
+def _emit_broadcast(builder, addr, element, target):
+    return builder.bitcast(splat(builder, load(builder, addr, element)), target)
 
 
 _ADDRESS = types.int64
 
-load_bytes = _make("load_bytes", i8x64, (_ADDRESS,), lambda b, a: _emit_load(b, a, i8x64.llvm))
-store_bytes = _make("store_bytes", types.none, (_ADDRESS, i8x64), _emit_store)
-splat_bytes = _make("splat_bytes", i8x64, (types.uint8,), lambda b, n: _splat(b, n, 64))
+load_bytes = _make("load_bytes", i8x64, (_ADDRESS,), lambda b, a: load(b, a, i8x64.llvm))
+store_bytes = _make("store_bytes", types.none, (_ADDRESS, i8x64), lambda b, a, v: store(b, v, a))
+splat_bytes = _make("splat_bytes", i8x64, (types.uint8,), lambda b, n: splat(b, n, 64))
 broadcast4 = _make(
-    "broadcast4", i8x64, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, i8x64.llvm)
+    "broadcast4", i8x64, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, I32, i8x64.llvm)
 )
 broadcast_f32 = _make(
-    "broadcast_f32", f32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _F32, f32x16.llvm)
+    "broadcast_f32", f32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, F32, f32x16.llvm)
 )
 broadcast_i32 = _make(
-    "broadcast_i32", i32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, i32x16.llvm)
+    "broadcast_i32", i32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, I32, i32x16.llvm)
 )
 as_bytes = _make("as_bytes", i8x64, (i32x16,), lambda b, v: b.bitcast(v, i8x64.llvm))
 as_words = _make("as_words", i32x16, (i8x64,), lambda b, v: b.bitcast(v, i32x16.llvm))
@@ -177,7 +148,7 @@ store_narrow = _make(
     "store_narrow",
     types.none,
     (_ADDRESS, i32x16),
-    lambda b, a, v: _emit_store(b, a, b.trunc(v, _vector(_I8, 16))),
+    lambda b, a, v: store(b, b.trunc(v, vector(I8)), a),
 )
 
 
@@ -192,27 +163,27 @@ def emit_move(
         # bit t of the result is the parity of the byte and row 7 - t of the matrix
         moved_bits = range(target, target + width)
         rows = [1 << (source + t - target) if t in moved_bits else 0 for t in range(7, -1, -1)]
-        matrix = _constant(_I8, rows * 8)
-        arguments = [v, matrix, ir.Constant(_I8, 0)]
-        return _call(builder, "llvm.x86.vgf2p8affineqb.512", i8x64.llvm, arguments)
+        matrix = constant(I8, rows * 8)
+        arguments = [v, matrix, ir.Constant(I8, 0)]
+        return call(builder, "llvm.x86.vgf2p8affineqb.512", i8x64.llvm, arguments)
     # no instruction shifts single bytes: pairs are shifted, and the mask drops what crosses over
-    pairs = builder.bitcast(v, _vector(_I16, 32))
-    shift = _constant(_I16, [abs(source - target)] * 32)
+    pairs = builder.bitcast(v, vector(I16, 32))
+    shift = constant(I16, [abs(source - target)] * 32)
     moved = builder.lshr(pairs, shift) if source >= target else builder.shl(pairs, shift)
-    mask = _constant(_I8, [((1 << width) - 1) << target] * 64)
+    mask = constant(I8, [((1 << width) - 1) << target] * 64)
     return builder.and_(builder.bitcast(moved, i8x64.llvm), mask)
 
 
 def make_move(features: frozenset[str]) -> Any:
     """Return `move` for a processor."""
 
-    def move(typing_context: Any, v: Any, source: Any, target: Any, width: Any) -> Any:
+    def move(typing_context, v, source, target, width):
         numbers = (source, target, width)
         if v != i8x64 or not all(isinstance(n, types.IntegerLiteral) for n in numbers):
             raise errors.TypingError("simd_bytes.move: wanted bytes and three constants")
         a, b, n = (number.literal_value for number in numbers)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return emit_move(builder, args[0], a, b, n, features)
 
         return i8x64(v, source, target, width), codegen
@@ -228,19 +199,19 @@ def emit_pair(builder: Any, c: Any, second: bool, features: frozenset[str]) -> A
     if "avx512vbmi" in features:
         ys = [(code * PAIR_FACTOR) >> PAIR_SHIFT for code in range(128)]
         table = ys if second else [code - 11 * y for code, y in enumerate(ys)]
-        low, high = _constant(_I8, table[:64]), _constant(_I8, table[64:])
-        return _call(builder, "llvm.x86.avx512.vpermi2var.qi.512", i8x64.llvm, [low, c, high])
-    words = _vector(_I16, 32)
-    c = builder.and_(c, _constant(_I8, [127] * 64))
+        low, high = constant(I8, table[:64]), constant(I8, table[64:])
+        return call(builder, "llvm.x86.avx512.vpermi2var.qi.512", i8x64.llvm, [low, c, high])
+    words = vector(I16, 32)
+    c = builder.and_(c, constant(I8, [127] * 64))
     both = builder.bitcast(c, words)
-    byte, factor, shift = (_constant(_I16, [n] * 32) for n in (255, PAIR_FACTOR, PAIR_SHIFT))
-    eight = _constant(_I16, [8] * 32)
+    byte, factor, shift = (constant(I16, [n] * 32) for n in (255, PAIR_FACTOR, PAIR_SHIFT))
+    eight = constant(I16, [8] * 32)
     low, high = builder.and_(both, byte), builder.lshr(both, eight)
     low, high = (builder.lshr(builder.mul(v, factor), shift) for v in (low, high))
     y = builder.or_(low, builder.shl(high, eight))
     if second:
         return builder.bitcast(y, i8x64.llvm)
-    x = builder.sub(both, builder.mul(y, _constant(_I16, [11] * 32)))  # no byte borrows
+    x = builder.sub(both, builder.mul(y, constant(I16, [11] * 32)))  # no byte borrows
     return builder.bitcast(x, i8x64.llvm)
 
 
@@ -257,7 +228,7 @@ def emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]
     """Look each byte up among the 16 that every quarter of `table` holds."""
 
     def shuffle(name: str) -> Callable[..., Any]:
-        return lambda t, i: _call(builder, name, t.type, [t, i])
+        return lambda t, i: call(builder, name, t.type, [t, i])
 
     if "avx512bw" in features:
         return shuffle("llvm.x86.avx512.pshuf.b.512")(table, index)
@@ -269,8 +240,8 @@ def emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]
         return _in_parts(builder, 4, shuffle("llvm.aarch64.neon.tbl1.v16i8"), table, index)
     result = ir.Constant(i8x64.llvm, [0] * 64)
     for i in range(16):
-        entry = _splat(builder, builder.extract_element(table, ir.Constant(_I32, i)), 64)
-        hit = builder.icmp_unsigned("==", index, _constant(_I8, [i] * 64))
+        entry = splat(builder, builder.extract_element(table, ir.Constant(I32, i)), 64)
+        hit = builder.icmp_unsigned("==", index, constant(I8, [i] * 64))
         result = builder.select(hit, entry, result)
     return result
 
@@ -288,42 +259,42 @@ lookup16 = make_lookup16(isa.features())
 # ---- dot products -------------------------------------------------------------------------------
 
 
-def _emit_maddubs(builder: Any, acc: Any, u: Any, s: Any, seven: bool, wide: bool) -> Any:
+def _emit_maddubs(builder, acc, u, s, seven, wide):
     """Add products of byte pairs in 16 bits, which holds two of them only if u is below 128."""
     names = ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
     if wide:
         names = ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
     n = acc.type.count
-    ones = _constant(_I16, [1] * (2 * n))
+    ones = constant(I16, [1] * (2 * n))
     masks = (None,) if seven else (127, 128)  # -128 * 128 * 2 just fits
     for mask in masks:
-        part = u if mask is None else builder.and_(u, _constant(_I8, [mask] * (4 * n)))
-        pairs = _call(builder, names[0], _vector(_I16, 2 * n), [part, s])
-        acc = builder.add(acc, _call(builder, names[1], _vector(_I32, n), [pairs, ones]))
+        part = u if mask is None else builder.and_(u, constant(I8, [mask] * (4 * n)))
+        pairs = call(builder, names[0], vector(I16, 2 * n), [part, s])
+        acc = builder.add(acc, call(builder, names[1], vector(I32, n), [pairs, ones]))
     return acc
 
 
-def _emit_arm(builder: Any, acc: Any, u: Any, s: Any, seven: bool, i8mm: bool) -> Any:
+def _emit_arm(builder, acc, u, s, seven, i8mm):
     """Use the dot products of Arm: mixed signs, or both signed with 128 put back."""
     name = "llvm.aarch64.neon.{}.v4i32.v16i8"
     if i8mm:
-        return _call(builder, name.format("usdot"), acc.type, [acc, u, s])
+        return call(builder, name.format("usdot"), acc.type, [acc, u, s])
     if not seven:
-        u = builder.xor(u, _constant(_I8, [128] * 16))
-        half = _constant(_I8, [64] * 16)
+        u = builder.xor(u, constant(I8, [128] * 16))
+        half = constant(I8, [64] * 16)
         for _ in range(2):
-            acc = _call(builder, name.format("sdot"), acc.type, [acc, half, s])
-    return _call(builder, name.format("sdot"), acc.type, [acc, u, s])
+            acc = call(builder, name.format("sdot"), acc.type, [acc, half, s])
+    return call(builder, name.format("sdot"), acc.type, [acc, u, s])
 
 
-def _emit_generic_dot(builder: Any, acc: Any, u: Any, s: Any) -> Any:
-    products = _vector(_I16, 64)  # 255 * -128 fits
+def _emit_generic_dot(builder, acc, u, s):
+    products = vector(I16, 64)  # 255 * -128 fits
     both = builder.mul(builder.zext(u, products), builder.sext(s, products))
-    pairs = builder.bitcast(both, _vector(_I32, 32))
-    sixteen = _constant(_I32, [16] * 32)
+    pairs = builder.bitcast(both, vector(I32, 32))
+    sixteen = constant(I32, [16] * 32)
     low = builder.ashr(builder.shl(pairs, sixteen), sixteen)
     sums = builder.add(low, builder.ashr(pairs, sixteen))
-    even, odd = (_lanes(builder, sums, range(i, 32, 2)) for i in (0, 1))
+    even, odd = (shuffle(builder, sums, sums, range(i, 32, 2)) for i in (0, 1))
     return builder.add(acc, builder.add(even, odd))
 
 
@@ -331,10 +302,10 @@ def emit_dot(builder: Any, acc: Any, u: Any, s: Any, seven: bool, features: froz
     """Emit acc + the sums of 4 products for a processor; `seven`: u is below 128."""
 
     def vnni(width: int) -> Callable[..., Any]:
-        def emit(acc: Any, u: Any, s: Any) -> Any:
+        def emit(acc, u, s):
             if not _BYTE_OPERANDS:
                 u, s = (builder.bitcast(v, acc.type) for v in (u, s))
-            return _call(builder, f"llvm.x86.avx512.vpdpbusd.{width}", acc.type, [acc, u, s])
+            return call(builder, f"llvm.x86.avx512.vpdpbusd.{width}", acc.type, [acc, u, s])
 
         return emit
 

@@ -23,18 +23,19 @@ Products and sums are fused, with one rounding, except ``w[r] * x[t]`` and ``x[t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
 from numba.core import datamodel, errors, extending, types
 
-from nbflow_kernels import isa
-from nbflow_kernels.simd import LANES, Vector, f32x16, i32x16
+from nbflow_kernels import isa, stepping
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import F32, I8, I32, LANES
+from nbflow_kernels.simd import Vector, f32x16, i32x16
 from nbflow_kernels.simd_bytes import emit_dot
-from nbflow_kernels.stepping import intrinsic
 
-_I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
-_F32 = ir.FloatType()
+intrinsic = functools.partial(stepping.intrinsic, fallback="simd_tiles")
 
 
 class Tile(types.Type):
@@ -53,13 +54,13 @@ class Tile(types.Type):
 @extending.register_model(Tile)
 class _TileModel(datamodel.models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Tile) -> None:
-        super().__init__(manager, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, fe_type.llvm)
 
 
 class _Emit:
     """What the operations share while they emit code."""
 
-    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+    def __init__(self, context, builder, signature, args):
         self.builder = builder
         self.values = [
             value
@@ -70,12 +71,7 @@ class _Emit:
 
     def load(self, addr: Any, step: Any, index: int, kind: Any) -> Any:
         """Return what lies `index` steps of bytes behind an address."""
-        builder = self.builder
-        offset = builder.mul(step, ir.Constant(_I64, index))
-        pointer = builder.inttoptr(builder.add(addr, offset), ir.PointerType(kind))
-        value = builder.load(pointer)
-        value.align = 1
-        return value
+        return llvm.load(self.builder, llvm.element(self.builder, addr, step, index), kind)
 
     def weights(self, tile: Tile, w: Any, step: Any, kind: Any) -> list[Any]:
         """Return the vectors of all row groups."""
@@ -85,20 +81,11 @@ class _Emit:
 
     def splat(self, scalar: Any) -> Any:
         """Return a scalar in all lanes."""
-        vector = ir.VectorType(scalar.type, LANES)
-        undefined = ir.Constant(vector, ir.Undefined)
-        first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        return self.builder.shuffle_vector(first, undefined, zeros)
+        return llvm.splat(self.builder, scalar)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c."""
-        name = f"llvm.fma.v{LANES}f32"
-        function = self.builder.module.globals.get(name)
-        if function is None:
-            declared = ir.FunctionType(a.type, [a.type] * 3)
-            function = ir.Function(self.builder.module, declared, name)
-        return self.builder.call(function, [a, b, c])
+        return llvm.fma(self.builder, a, b, c)
 
     def each(self, tile: Tile, old: Any, new: Any) -> Any:
         """Return the tile of ``new(r, t, old vector)``."""
@@ -124,41 +111,41 @@ def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Tile:
 
 
 @intrinsic(prefer_literal=True)
-def zeros(typing_context: Any, rows: Any, tokens: Any) -> Any:
+def zeros(typing_context, rows, tokens):
     """See the module."""
     tile = _new("zeros", f32x16, rows, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return ir.Constant(tile.llvm, None)
 
     return tile(rows, tokens), codegen
 
 
 @intrinsic
-def outer(typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: Any) -> Any:
+def outer(typing_context, sums, w, w_step, x, x_step):
     """See the module."""
     tile = _tile_of("outer", sums, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         sums, w, w_step, x, x_step = emit.values
         weights = emit.weights(tile, w, w_step, f32x16.llvm)
-        xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
+        xs = [emit.splat(emit.load(x, x_step, t, F32)) for t in range(tile.tokens)]
         return emit.each(tile, sums, lambda r, t, old: emit.fma(weights[r], xs[t], old))
 
     return tile(sums, w, w_step, x, x_step), codegen
 
 
 @intrinsic(prefer_literal=True)
-def starts(typing_context: Any, rows: Any, tokens: Any, n: Any, n_step: Any, factor: Any) -> Any:
+def starts(typing_context, rows, tokens, n, n_step, factor):
     """See the module."""
     tile = _new("starts", i32x16, rows, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         _, _, n, n_step, factor = emit.values
-        narrow = builder.trunc(factor, _I32)
-        loaded = [emit.load(n, n_step, t, _I32) for t in range(tile.tokens)]
+        narrow = builder.trunc(factor, I32)
+        loaded = [emit.load(n, n_step, t, I32) for t in range(tile.tokens)]
         first = [emit.splat(builder.mul(one, narrow)) for one in loaded]
         return emit.each(tile, None, lambda r, t, old: first[t])
 
@@ -166,19 +153,17 @@ def starts(typing_context: Any, rows: Any, tokens: Any, n: Any, n_step: Any, fac
 
 
 @intrinsic(prefer_literal=True)
-def dots(
-    typing_context: Any, ints: Any, w: Any, w_step: Any, x: Any, x_step: Any, bits: Any
-) -> Any:
+def dots(typing_context, ints, w, w_step, x, x_step, bits):
     """See the module."""
     tile = _tile_of("dots", ints, i32x16)
     seven = isinstance(bits, types.IntegerLiteral) and bits.literal_value < 8
-    bytes_ = ir.VectorType(_I8, 4 * LANES)
+    bytes_ = llvm.vector(I8, 4 * LANES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         ints, w, w_step, x, x_step, _ = emit.values
         weights = emit.weights(tile, w, w_step, bytes_)
-        fours = [emit.splat(emit.load(x, x_step, t, _I32)) for t in range(tile.tokens)]
+        fours = [emit.splat(emit.load(x, x_step, t, I32)) for t in range(tile.tokens)]
         xs = [builder.bitcast(four, bytes_) for four in fours]
         features = isa.features()
         return emit.each(
@@ -189,20 +174,18 @@ def dots(
 
 
 @intrinsic
-def scaled(
-    typing_context: Any, sums: Any, ints: Any, w: Any, w_step: Any, x: Any, x_step: Any
-) -> Any:
+def scaled(typing_context, sums, ints, w, w_step, x, x_step):
     """See the module."""
     tile = _tile_of("scaled", sums, f32x16)
     _tile_of("scaled", ints, i32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         sums, ints, w, w_step, x, x_step = emit.values
         scales = emit.weights(tile, w, w_step, f32x16.llvm)
-        xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
+        xs = [emit.splat(emit.load(x, x_step, t, F32)) for t in range(tile.tokens)]
 
-        def one(r: int, t: int, old: Any) -> Any:
+        def one(r, t, old):
             whole = builder.sitofp(builder.extract_value(ints, r * tile.tokens + t), f32x16.llvm)
             return emit.fma(whole, builder.fmul(scales[r], xs[t]), old)
 
@@ -212,32 +195,30 @@ def scaled(
 
 
 @intrinsic
-def based(
-    typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any
-) -> Any:
+def based(typing_context, sums, w, w_step, x, x_step, n, n_step):
     """See the module."""
     tile = _tile_of("based", sums, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         sums, w, w_step, x, x_step, n, n_step = emit.values
         bases = emit.weights(tile, w, w_step, f32x16.llvm)
         xs = []
         for t in range(tile.tokens):
-            count = builder.sitofp(emit.load(n, n_step, t, _I32), _F32)
-            xs.append(emit.splat(builder.fmul(emit.load(x, x_step, t, _F32), count)))
+            count = builder.sitofp(emit.load(n, n_step, t, I32), F32)
+            xs.append(emit.splat(builder.fmul(emit.load(x, x_step, t, F32), count)))
         return emit.each(tile, sums, lambda r, t, old: emit.fma(bases[r], xs[t], old))
 
     return tile(sums, w, w_step, x, x_step, n, n_step), codegen
 
 
 @intrinsic
-def add(typing_context: Any, a: Any, b: Any) -> Any:
+def add(typing_context, a, b):
     """See the module."""
     tile = _tile_of("add", a, f32x16)
     _tile_of("add", b, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         return emit.each(
             tile,
@@ -251,16 +232,15 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def store(typing_context: Any, addr: Any, sums: Any) -> Any:
+def store(typing_context, addr, sums):
     """See the module."""
     tile = _tile_of("store", sums, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = context.cast(builder, args[0], signature.args[0], types.int64)
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
         for i in range(tile.rows * tile.tokens):
-            place = builder.add(at, ir.Constant(_I64, 4 * LANES * i))
-            pointer = builder.inttoptr(place, ir.PointerType(f32x16.llvm))
-            builder.store(builder.extract_value(args[1], i), pointer).align = 1
+            vector = builder.extract_value(args[1], i)
+            llvm.store(builder, vector, llvm.offset(builder, address, 4 * LANES * i))
         return context.get_dummy_value()
 
     return types.none(addr, sums), codegen

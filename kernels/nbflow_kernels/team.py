@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import atomics, stepping
-from nbflow_kernels._jit import njit, part
 from nbflow_kernels.calls import (
     ARGUMENTS,
     BARRIER,
@@ -44,6 +43,7 @@ from nbflow_kernels.calls import (
     CallList,
     error_of,
 )
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu_quota import cpu_quota
 from nbflow_kernels.forks import in_child
 from nbflow_kernels.lanes import prefetch, read_i64
@@ -64,8 +64,8 @@ _LOOK_AHEAD = 6  # calls
 _YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
 
 
-@part
-def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
+@jit.device_function
+def _wait_for_change(cell, seen, shared, patience):
     """Return a cell's value once it is not `seen`; `seen` after `patience` yields (< 0: never)."""
     for _ in range(read_i64(shared + 8 * _SPIN)):
         now = atomics.load(cell)
@@ -86,14 +86,14 @@ def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
     return seen
 
 
-@part
-def _is_over(shared: Any, stop: Any) -> Any:
+@jit.device_function
+def _is_over(shared, stop):
     """Return whether the list is not to be repeated: told so, or a kernel has raised."""
     return (stop != 0 and atomics.load(stop) != 0) or atomics.load(shared + 8 * _FAILED) != 0
 
 
-@part
-def _barrier(shared: Any, n_threads: Any, is_last: Any, stop: Any) -> Any:
+@jit.device_function
+def _barrier(shared, n_threads, is_last, stop):
     """Wait until all threads of the team are here; return whether the list is over.
 
     The thread that arrives last decides, and the decision is part of what the others wait for: a
@@ -111,8 +111,8 @@ def _barrier(shared: Any, n_threads: Any, is_last: Any, stop: Any) -> Any:
     return now & 1 != 0
 
 
-@part
-def _share_of_call(row: Any, i: Any, ticket: Any, thread: Any, shared: Any) -> None:
+@jit.device_function
+def _share_of_call(row, i, ticket, thread, shared):
     """Do this thread's rows of call `i`."""
     function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)
     n_rows, parts = read_i64(read_i64(row + 8 * ROWS)), read_i64(row + 8 * PARTS)
@@ -134,8 +134,8 @@ def _share_of_call(row: Any, i: Any, ticket: Any, thread: Any, shared: Any) -> N
         atomics.store(shared + 8 * _FAILED, failure)
 
 
-@part
-def _fetch_ahead(table: Any, i: Any, n_calls: Any, thread: Any, shared: Any) -> None:
+@jit.device_function
+def _fetch_ahead(table, i, n_calls, thread, shared):
     """Ask for what this thread reads next, as long as the one that works on call `i` is alone.
 
     A step of a model is bound by the memory, which would rest while one thread does what does not
@@ -156,8 +156,8 @@ def _fetch_ahead(table: Any, i: Any, n_calls: Any, thread: Any, shared: Any) -> 
             return
 
 
-@njit
-def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
+@jit.kernel
+def _run_job(shared, thread, n_threads):
     """Do this thread's share of the job described in the shared memory.
 
     The last call of a list ends with a barrier, behind which the other threads read nothing of the
@@ -190,8 +190,8 @@ def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
             break
 
 
-@njit
-def _serve(shared: Any, thread: Any, n_threads: Any) -> None:
+@jit.kernel
+def _serve(shared, thread, n_threads):
     """Work on jobs until one is for Python, or none comes for a while."""
     mine = shared + 8 * (_THREADS + 8 * thread)
     while True:
@@ -209,8 +209,8 @@ def _serve(shared: Any, thread: Any, n_threads: Any) -> None:
         atomics.exchange(mine, 0)
 
 
-@njit
-def _announce(shared: Any, kind: Any, n_threads: Any) -> Any:
+@jit.kernel
+def _announce(shared, kind, n_threads):
     """Give the job out; return whether some thread sleeps."""
     # the kind is part of the number: who reads the number cannot take one job for another
     atomics.exchange(shared + 8 * _JOB, read_i64(shared + 8 * _JOB) // 2 * 2 + 2 + kind)

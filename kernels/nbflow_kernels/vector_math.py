@@ -10,14 +10,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nbflow_kernels import simd
-from nbflow_kernels._jit import helper
+from nbflow_kernels.cpu import jit
 
 
-@helper
-def keep_nan(y: Any, v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def keep_nan(y, v):
     """Return `y`, or NaN where `v` is one: minimum and maximum of NaN give the other operand."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
     # negative exactly if the magnitude's bits are above those of infinity
@@ -26,16 +24,16 @@ def keep_nan(y: Any, v: Any) -> Any:
     return simd.as_f32(simd.or_(simd.as_i32(y), bits))
 
 
-@helper
-def select(mask: Any, v: Any, other: Any) -> Any:
+@jit.device_function(inline="llvm")
+def select(mask, v, other):
     """Return `v` where the int32 `mask` is 1 and `other` where it is 0."""
     chosen = simd.and_(simd.as_i32(v), simd.sub(simd.splat_i32(0), mask))
     rest = simd.and_(simd.as_i32(other), simd.sub(mask, simd.splat_i32(1)))
     return simd.as_f32(simd.or_(chosen, rest))
 
 
-@helper
-def expm1(v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def expm1(v):
     """Return e**v - 1 lane by lane, for arguments cut off at -87 and 88; NaN is lost."""
     x = simd.minimum(simd.maximum(v, simd.splat(-87.0)), simd.splat(88.0))
     n = simd.rint(simd.mul(x, simd.splat(1.4426950408889634)))  # 1 / ln 2
@@ -54,8 +52,8 @@ def expm1(v: Any) -> Any:
     return simd.fma(p, power, simd.sub(power, simd.splat(1.0)))
 
 
-@helper
-def tanh(v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def tanh(v):
     """Return the hyperbolic tangent lane by lane."""
     e = expm1(simd.add(v, v))
     return keep_nan(simd.div(e, simd.add(e, simd.splat(2.0))), v)

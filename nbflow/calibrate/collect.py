@@ -193,8 +193,13 @@ class MatrixInputs:
                 self._add((down,), np.zeros((0, matrices[2 * n + e].shape[1])))
                 continue
             both = [
-                nk.matmul(rows, matrices[i * n + e], bias=None if b is None else b[e])
+                _product(rows, matrices[i * n + e], None if b is None else b[e])
                 for i, b in enumerate((biases.gate, biases.up))
             ]
             whole = np.concatenate(both, axis=1)
             self._add((down,), activation.glu(whole, op.attrs["activation"], gate_first=True))
+
+
+def _product(rows: NDArray[Any], w: Any, bias: NDArray[Any] | None) -> NDArray[Any]:
+    multiply = nk.qmatmul if isinstance(w, nk.QuantTensor) else nk.matmul
+    return multiply(rows, w, bias=bias)  # type: ignore[no-any-return]

@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Return what a result depends on besides the code and the data."""
-    from nbflow_kernels._jit import cache_root
     from nbflow_kernels.cuda import detect
+    from nbflow_kernels.jit_cache import cache_root
 
     found = detect()
     version = ".".join(str(n) for n in found.driver_version or ())

@@ -19,8 +19,8 @@ from nbflow.decoding import Strategy
 from nbflow.engine.draw import log_probabilities
 from nbflow.engine.request import Request
 from nbflow.execute.cpu import Bound
-from nbflow_kernels._jit import njit
 from nbflow_kernels.calls import Call
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import capture
 
 MAX_STEPS = 512
@@ -102,7 +102,7 @@ class Burst:
         return calls
 
 
-@njit
+@jit.kernel
 def _next_step(
     drawn: Any, drawn_logprobs: Any, stops: Any, tokens: Any, token_logprobs: Any, n_steps: Any,
     flag: Any, offsets: Any, ids: Any, positions: Any, rope_rows: Any, kv_lens: Any, start: Any,

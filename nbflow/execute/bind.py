@@ -23,12 +23,12 @@ from nbflow.program.cost import is_rounded
 from nbflow.program.records import COMMUNICATION, Op
 from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels import families
-from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.divide import divide
 from nbflow_kernels.attention.layout import SINKS, SLOPES, SPLIT
 from nbflow_kernels.attention.options import alibi_slopes
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.qmatmul import cpu as quantized
@@ -166,7 +166,7 @@ class StepAttention:
         return [call for attention in self._of.values() for call in attention.next_step_calls()]
 
 
-@njit
+@jit.kernel
 def _plan_step(
     header: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any,
     n_shares: Any, n_merges: Any, start: Any, stop: Any,
@@ -176,7 +176,7 @@ def _plan_step(
     n_shares[0], n_merges[0] = shared, merged
 
 
-@njit
+@jit.kernel
 def _set_word(header: Any, place: Any, word: Any, start: Any, stop: Any) -> None:
     """Write a number into a plan's header."""
     header[place] = word
@@ -429,8 +429,8 @@ class Binder:
         return PythonOp(op.kind, lambda: np.copyto(out, executor.given))
 
     def _activation(self, op: Op, index: int) -> Made:
-        function = getattr(self._kernels("activation"), op.attrs["activation"])
-        return self._captured(op, function, self._view(op.inputs[0]), self._view(op.out))
+        args = self._view(op.inputs[0]), op.attrs["activation"], self._view(op.out)
+        return self._captured(op, self._kernels("activation").elementwise, *args)
 
     def _gate(self, op: Op, index: int) -> Made:
         glu = self._kernels("activation").glu

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 
 Q8_BLOCK = 32
 
@@ -50,7 +50,7 @@ def _parts(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, packed[n_blocks * Q8_BLOCK // 4 :]
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _pack(flat, codes, scales):  # type: ignore[no-untyped-def]
     """Write codes (B * 32,) and scales (B,) of numbers (n,)."""
     for block in range(len(scales)):
@@ -71,7 +71,7 @@ def _pack(flat, codes, scales):  # type: ignore[no-untyped-def]
             codes[first + i] = 0
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _add(codes, scales, total):  # type: ignore[no-untyped-def]
     """Add codes (B * 32,) times scales (B,) to numbers (n,)."""
     for block in range(len(scales)):
@@ -80,7 +80,7 @@ def _add(codes, scales, total):  # type: ignore[no-untyped-def]
             total[i] += np.float32(codes[i]) * scale
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _error(flat, codes, scales):  # type: ignore[no-untyped-def]
     """Return the sums of squares of numbers, and of their differences to the rounded ones."""
     signal = noise = 0.0

@@ -209,7 +209,7 @@ def test_decode_wrapper_and_lengths_in_tokens(xp: Any) -> None:
     check(paged, q, rows, batch.run(xp.asarray(q), paged.cache), ATOL)
 
 
-def test_cascade_and_shared_prefix(xp: Any) -> None:
+def test_cascade(xp: Any) -> None:
     rng = np.random.default_rng(11)
     pages = normal(rng, 9, 2, 2, 4, 32)  # HND
     tokens = pages.transpose(1, 0, 3, 2, 4).reshape(2, 36, 2, 32)  # keys, values: (slot, G, D)
@@ -221,22 +221,11 @@ def test_cascade_and_shared_prefix(xp: Any) -> None:
     )  # fmt: skip
     q, on_device = normal(rng, 3, 4, 32), xp.asarray(pages)
     got = cascade.run(xp.asarray(q), on_device).get()
-    prefix = normal(rng, 2, 20, 2, 32)
-    wrapper = nk.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(kv_layout="HND")
-    wrapper.begin_forward(ints(0, 1, 3), *own_tables, 4, 2, 32, 4)
-    shared = [xp.asarray(np.ascontiguousarray(part.swapaxes(0, 1))) for part in prefix]
-    after = wrapper.forward(xp.asarray(q), *shared, on_device).get()
     for rows, own in ((slice(0, 1), range(16, 22)), (slice(1, 3), range(24, 35))):
         keys, values = (np.concatenate([part[:16], part[list(own)]]) for part in tokens)
         want = reference.single_prefill_with_kv_cache(q[rows], keys, values, causal=True)
         # two results and a merge: see `test_attention_cascade`
         np.testing.assert_allclose(got[rows], want, rtol=0, atol=2 * ATOL)
-        keys, values = (
-            np.concatenate([part, stored[list(own)]])
-            for part, stored in zip(prefix, tokens, strict=True)
-        )
-        want = reference.single_prefill_with_kv_cache(q[rows], keys, values)
-        np.testing.assert_allclose(after[rows], want, rtol=0, atol=2 * ATOL)
 
 
 @pytest.mark.parametrize("sizes", [(5, 20, 7), (16, 512, 64)])

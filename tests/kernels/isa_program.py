@@ -13,11 +13,11 @@ from llvmlite import binding
 
 import nbflow_kernels as nk
 from nbflow_kernels import isa, lanes, registers, simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.stepping.memory import f32_to_bf16
 
 
-@njit
+@jit.kernel
 def widen(halves, n, wide):  # type: ignore[no-untyped-def]
     for i in range(0, n, 32):
         simd.store_f32(wide + 2 * i, simd.load_f16(halves + i))
@@ -25,7 +25,7 @@ def widen(halves, n, wide):  # type: ignore[no-untyped-def]
     lanes.write_f32(wide + 4, lanes.read_f16(halves + 2))
 
 
-@njit
+@jit.kernel
 def narrow(wide, n, halves, pairs):  # type: ignore[no-untyped-def]
     for i in range(0, n, 64):
         v = simd.load_f32(wide + i)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from paged import Paged, ints, normal
 
-from nbflow_kernels import _jit, simd
+from nbflow_kernels import simd
 from nbflow_kernels.attention import (
     BatchPrefillWithPagedKVCacheWrapper,
     merge_state,
@@ -20,6 +20,7 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.lanes import store_halves, sum16
 from nbflow_kernels.threads import get_num_threads, set_num_threads
@@ -224,7 +225,7 @@ def test_empty_batch() -> None:
     assert wrapper.run(np.zeros((0, 4, 16), np.float32), (pages, pages)).shape == (0, 4, 16)
 
 
-@_jit.njit
+@jit.kernel
 def _sums(rows: Any, found: Any, single: Any) -> None:
     r = simd.address(rows)
     v = simd.load_f32(r)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -237,55 +236,3 @@ def test_wrong_cascades_are_named(rng: np.random.Generator) -> None:
         wrapper.plan(*tables, *sizes, window_left=4)
     with pytest.raises(UsageError, match="use_fp16_qk_reduction must be False"):
         wrapper.plan(*tables, *sizes, use_fp16_qk_reduction=True)
-
-
-# ---- the older form: a prefix in arrays of its own -----------------------------------------------
-
-
-def _shared(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """Return the keys and values of the first level as arrays of their own."""
-    k, v = (a.astype(tree.cache[0].dtype) for a in tree.keys(0, 0))
-    if tree.layout == "HND":
-        k, v = (np.ascontiguousarray(a.swapaxes(0, 1)) for a in (k, v))
-    return k, v
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_decode_with_shared_prefix(layout: str, rng: np.random.Generator) -> None:
-    tree = Tree(rng, *TREES["decode"], layout=layout)
-    wrapper = nk.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(kv_layout=layout)
-    wrapper.begin_forward(
-        tree.indptr[1], tree.indices[1], tree.last[1], *tree.heads, tree.page_size
-    )
-    out = wrapper.forward(tree.q, *_shared(tree), tree.cache)
-    np.testing.assert_allclose(out, tree.expected(False)[0], rtol=0, atol=ATOL)
-    assert wrapper.predicted_byte_ratio(70) == tree.plan().predicted_byte_ratio()
-    wrapper.end_forward()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_prefill_with_shared_prefix(causal: bool, rng: np.random.Generator) -> None:
-    tree = Tree(rng, *TREES["prefill"], dtype=np.float16)
-    wrapper = nk.BatchPrefillWithSharedPrefixPagedKVCacheWrapper()
-    wrapper.begin_forward(
-        tree.rows[1], tree.indptr[1], tree.indices[1], tree.last[1], *tree.heads, tree.page_size
-    )
-    for scale in (None, 0.25, None):  # a plan is made anew when an option changes
-        out = wrapper.forward(tree.q, *_shared(tree), tree.cache, causal=causal, sm_scale=scale)
-        want, _ = tree.expected(causal, sm_scale=scale)
-        np.testing.assert_allclose(out, want, rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        nk.BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-        nk.BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    ],
-)
-def test_shared_prefix_wrappers_need_a_plan(make: Callable[..., Any]) -> None:
-    wrapper, nothing = make(), np.zeros((0, 1, 16), np.float32)
-    with pytest.raises(UsageError, match=r"forward needs a plan: call begin_forward"):
-        wrapper.forward(nothing, nothing, nothing, (nothing[None], nothing[None]))
-    with pytest.raises(UsageError, match=r"needs a plan: call begin_forward"):
-        wrapper.predicted_byte_ratio(3)

@@ -11,40 +11,40 @@ import pytest
 import nbflow_kernels as nk
 from nbflow_kernels import calls as calls_module
 from nbflow_kernels import simd, threads
-from nbflow_kernels._jit import njit
 from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.team import Team
 
 
-@njit
+@jit.kernel
 def _shift(x, out, step, start, stop):  # type: ignore[no-untyped-def]
     """Write out[i] = x[i - 1 (cyclic)] + step: every row needs a row of another thread."""
     for i in range(start, stop):
         out[i] = x[i - 1] + step
 
 
-@njit
+@jit.kernel
 def _count(cell, limit, flag, start, stop):  # type: ignore[no-untyped-def]
     cell[0] += 1
     if cell[0] >= limit:
         flag[0] = 1
 
 
-@njit
+@jit.kernel
 def _mixed(x, numbers, yes, half, out, start, stop):  # type: ignore[no-untyped-def]
     a, b = numbers
     for i in range(start, stop):
         out[i] = x[i] * a + b + half + (100 if yes else 0)
 
 
-@njit
+@jit.kernel
 def _add_rows(w, cell, out, start, stop):  # type: ignore[no-untyped-def]
     """Write out[i] = the sum of row i of w times the cell."""
     for i in range(start, stop):
         out[i] = w[i].sum() * cell[0]
 
 
-@njit
+@jit.kernel
 def _fails(x, start, stop):  # type: ignore[no-untyped-def]
     if stop > 0:
         raise MemoryError("too little")

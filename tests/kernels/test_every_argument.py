@@ -88,14 +88,6 @@ WRAPPERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
         nk.VariableBlockSparseAttentionWrapper, (np.ones((G, 2, 2), bool), *SIZES, H, G, D),
         tuple(np.ascontiguousarray(a.swapaxes(0, 1)) for a in (Q[:2], SPARSE_K, SPARSE_K)),
     ),
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": (
-        nk.BatchPrefillWithSharedPrefixPagedKVCacheWrapper, (*TABLES, H, G, D, PAGE),
-        (Q, SPARSE_K, SPARSE_K, PAGED.cache),
-    ),
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": (
-        nk.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, (*PAGED.table, H, G, D, PAGE),
-        (Q[:2], SPARSE_K, SPARSE_K, PAGED.cache),
-    ),
     "single_prefill_with_kv_cache": (
         nk.single_prefill_with_kv_cache, (), (Q, K[: LENS[0]], V[: LENS[0]]),
     ),
@@ -163,8 +155,7 @@ def observe(wrapper: str, changed: dict[str, dict[str, Any]]) -> tuple[Any, ...]
         run = partial(make, *run_arguments)
     else:
         made = make(**changed["__init__"])
-        plans = made.begin_forward if hasattr(made, "begin_forward") else made.plan
-        plans(*plan_arguments, **changed["plan"])
+        made.plan(*plan_arguments, **changed["plan"])
         plan = getattr(made, "current", None)
         run = partial(made.run, *run_arguments)
     run_options = dict(changed["run"])

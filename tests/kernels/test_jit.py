@@ -16,14 +16,16 @@ import numba
 import pytest
 
 import nbflow_kernels
-from nbflow_kernels import _jit
+from nbflow_kernels import jit_cache
+from nbflow_kernels.cpu import jit
 
 ROOT = Path(nbflow_kernels.__path__[0])
 
 
 def test_digest_follows_imports() -> None:
     sources = {
-        file.relative_to(ROOT).as_posix() for file in _jit._source(ROOT / "qmatmul" / "cpu.py")[1]
+        file.relative_to(ROOT).as_posix()
+        for file in jit_cache._source(ROOT / "qmatmul" / "cpu.py")[1]
     }
     assert {"qmatmul/int8.py", "threads.py"} <= sources
     assert "norm/cpu.py" not in sources
@@ -43,7 +45,7 @@ def _result(folder: Path, cache: Path) -> tuple[str, int]:
 
 
 def test_kernels_outside_of_the_package_are_cached(tmp_path: Path) -> None:
-    code = "from nbflow_kernels._jit import njit\n\n@njit\ndef twice(x):\n    return {} * x\n"
+    code = "from nbflow_kernels.cpu import jit\n\n@jit.kernel\ndef twice(x):\n    return {} * x\n"
     (tmp_path / "kernel.py").write_text(code.format(2))
     cache = tmp_path / "cache"
     assert _result(tmp_path, cache) == ("20", 1)
@@ -52,19 +54,19 @@ def test_kernels_outside_of_the_package_are_cached(tmp_path: Path) -> None:
     assert _result(tmp_path, cache) == ("30", 2)
 
 
-def test_parts_are_in_the_cached_code_of_their_kernel(tmp_path: Path) -> None:
+def test_device_functions_are_in_the_cached_code_of_their_kernel(tmp_path: Path) -> None:
     code = """
-from nbflow_kernels._jit import helper, njit, part
+from nbflow_kernels.cpu import jit
 
-@helper
+@jit.device_function(inline="llvm")
 def half(x):
     return x // 2
 
-@part
+@jit.device_function
 def around(x):
     return half(x) + half(x + 1)
 
-@njit
+@jit.kernel
 def twice(x):
     return around(x) + around(x)
 """
@@ -73,8 +75,8 @@ def twice(x):
     assert _result(tmp_path, tmp_path / "cache") == ("20", 1)
 
 
-def test_parts_may_raise_and_serve_several_kernels() -> None:
-    @_jit.part
+def test_device_functions_may_raise_and_serve_several_kernels() -> None:
+    @jit.device_function
     def root(x):  # type: ignore[no-untyped-def]
         if x < 0.0:
             raise ValueError("negative")
@@ -87,7 +89,7 @@ def test_parts_may_raise_and_serve_several_kernels() -> None:
             kernel(-1.0)
 
 
-@pytest.mark.parametrize("decorate", [_jit.njit, _jit.part])
+@pytest.mark.parametrize("decorate", [jit.kernel, jit.device_function])
 @pytest.mark.parametrize("was_on", [True, False])
 def test_collector_is_as_before_after_compiling(was_on: bool, decorate: Any) -> None:
     seen, look = _looks_at_collector()
@@ -96,7 +98,7 @@ def test_collector_is_as_before_after_compiling(was_on: bool, decorate: Any) -> 
     (gc.enable if was_on else gc.disable)()
     try:
         with pytest.raises(numba.core.errors.TypingError):
-            _jit.njit(lambda: inner() + "no number")()
+            jit.kernel(lambda: inner() + "no number")()
         assert not any(seen)
         assert seen
         assert gc.isenabled() == was_on
@@ -135,7 +137,7 @@ def _number(compiled: Any) -> int:
 
 def test_functions_of_others_keep_the_names_that_numba_gives() -> None:
     """Numba counts from 1, in a process that compiles with nbflow, too."""
-    ours, theirs = _jit.njit(lambda x: x + 1), numba.njit(lambda x: x + 1)
+    ours, theirs = jit.kernel(lambda x: x + 1), numba.njit(lambda x: x + 1)
     assert (ours(1), theirs(1)) == (2, 2)
     assert _number(theirs) < 2**32
     assert _number(ours) > 2**32  # 48 random bits, of which the first 16 are hardly ever 0
@@ -143,7 +145,7 @@ def test_functions_of_others_keep_the_names_that_numba_gives() -> None:
 
 def test_names_differ_in_forked_children() -> None:
     def name() -> int:
-        compiled = _jit.njit(lambda x: x + 1)
+        compiled = jit.kernel(lambda x: x + 1)
         compiled._cache.disable()
         compiled(1)
         return _number(compiled)
@@ -172,7 +174,7 @@ def test_numbas_cache_folder_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(numba, "njit", look)
     before = numba.core.config.CACHE_DIR
-    _jit.njit(lambda x: x)
+    jit.kernel(lambda x: x)
     assert seen == [before]
 
 
@@ -185,18 +187,18 @@ def test_digest_changes_with_an_inlined_function(tmp_path: Path, monkeypatch) ->
     for name in ("one", "two"):
         (package / "family" / f"{name}.py").write_text("import nbflow_kernels.deep\n")
     (package / "deep.py").write_text("VALUE = 1\n")
-    monkeypatch.setattr(_jit, "_ROOT", package)
+    monkeypatch.setattr(jit_cache, "_ROOT", package)
     digests = set()
     for value in (1, 2, 1):
         (package / "deep.py").write_text(f"VALUE = {value}\n")
         _forget()
-        digests.add(_jit.source_digest(package / "family" / "cpu.py"))
+        digests.add(jit_cache.source_digest(package / "family" / "cpu.py"))
     assert len(digests) == 2
     _forget()
 
 
 def _forget() -> None:
-    for cached in (_jit._source, _jit._sources, _jit.source_digest):
+    for cached in (jit_cache._source, jit_cache._sources, jit_cache.source_digest):
         cached.cache_clear()
 
 
@@ -216,10 +218,13 @@ def test_kernels_of_sources_edited_meanwhile_are_not_kept(tmp_path: Path, file: 
     """A kernel made after the edit, or of a helper imported after it, does not reach the disk."""
     package = tmp_path / "nbflow_kernels"
     shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
-    late = "from nbflow_kernels._jit import part\n\n@part\ndef times(x):\n    return {} * x\n"
+    late = (
+        "from nbflow_kernels.cpu import jit\n\n@jit.device_function\n"
+        "def times(x):\n    return {} * x\n"
+    )
     kernel = (
-        "from nbflow_kernels._jit import njit\n\ndef make():\n"
-        "    @njit\n    def twice(x):\n        return times(x) + {}\n    return twice\n"
+        "from nbflow_kernels.cpu import jit\n\ndef make():\n"
+        "    @jit.kernel\n    def twice(x):\n        return times(x) + {}\n    return twice\n"
     )
     early = "from nbflow_kernels.late import times\n"
     (package / "late.py").write_text(late.format(2))

@@ -13,7 +13,7 @@ import numba
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from nbflow_kernels._disk_cache import KernelCache, KeyedFiles
+from nbflow_kernels.jit_cache import KernelCache, KeyedFiles
 
 
 def _source_copies(folder: Path) -> list[Any]:
@@ -146,12 +146,12 @@ def test_each_compiled_kernel_is_a_file_that_knows_what_it_is(tmp_path):
 FACTORY = """
 import sys
 import numpy as np
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.team import Team
 
 def make(number):
-    @njit
+    @jit.kernel
     def kernel(out, start, stop):
         for i in range(start, stop):
             out[i] = number

@@ -246,7 +246,7 @@ def test_captured_calls_hold_on_to_their_arrays(rng: np.random.Generator, n: int
     for launch in (
         lambda x, w, out: load("norm", "cpu").rmsnorm(x, w, 1e-5, 0.0, out),
         lambda x, w, out: load("norm", "cpu").layernorm(x, w, None, 1e-5, out),
-        lambda x, w, out: load("activation", "cpu").silu(x, out),
+        lambda x, w, out: load("activation", "cpu").elementwise(x, "silu", out),
         lambda x, w, out: load("activation", "cpu").glu(x, "silu", True, out[:, :40]),
         lambda x, w, out: load("logits", "cpu").soft_cap(x, 3.0, out),
     ):

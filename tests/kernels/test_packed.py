@@ -11,7 +11,7 @@ from synthetic_formats import SyntheticFormat
 
 import nbflow_kernels as nk
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul import cases
 from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
@@ -24,7 +24,7 @@ BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_size > 1]
 
 @functools.cache
 def _decoder(form):
-    @njit
+    @jit.kernel
     def kernel(packed, n_blocks, group_bytes, out):
         for group in range(len(out)):
             at = simd.address(packed) + group * group_bytes

@@ -25,7 +25,7 @@ from nbflow.spec import resolve
 from nbflow.weights import open_weights
 from nbflow_kernels import families
 from nbflow_kernels.quants.packed import packed_form
-from nbflow_kernels.stepping import memory, simd, twin_module
+from nbflow_kernels.stepping import FALLBACKS, memory, simd
 from nbflow_kernels.stepping import simd_bytes as simd_bytes_twin
 
 ROOT = Path(nbflow_kernels.__path__[0]).parents[1]
@@ -43,7 +43,7 @@ def _intrinsics() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("module", "name"), _intrinsics())
 def test_intrinsic_has_a_twin_that_a_kernel_here_compares(module: str, name: str) -> None:
-    twin = getattr(importlib.import_module(twin_module(module)), name.lstrip("_"))
+    twin = getattr(importlib.import_module(FALLBACKS[module]), name.lstrip("_"))
     assert twin.__doc__
     some = kernels.use_form(packed_form(SYNTHETIC["like_q4_k"].integer_form))
     used: set[str] = set()

@@ -15,20 +15,20 @@ import pytest
 
 from nbflow_kernels import atomics, team, threads
 from nbflow_kernels import calls as calls_module
-from nbflow_kernels._jit import njit
 from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.team import Team
 
 WAIT_S = 60.0
 
 
-@njit
+@jit.kernel
 def _add_one(counts, start, stop):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         counts[i] += 1
 
 
-@njit
+@jit.kernel
 def _stop_late(arrived, at_last, is_held, flag, start, stop):  # type: ignore[no-untyped-def]
     """Set the flag when another thread is held at the list's last barrier."""
     while atomics.load(arrived) == 0:
@@ -98,14 +98,14 @@ def test_thread_that_is_late_at_the_last_barrier_does_not_read_the_next_jobs_fla
     assert second.tolist() == [1] * 8
 
 
-@njit
+@jit.kernel
 def _fails_at(counted, limit, start, stop):  # type: ignore[no-untyped-def]
     counted[0] += 1
     if counted[0] == limit:
         raise ValueError("three is too many")
 
 
-@njit
+@jit.kernel
 def _fails_with(x, start, stop):  # type: ignore[no-untyped-def]
     raise ValueError(x[0])
 
@@ -264,7 +264,7 @@ def test_fork_waits_for_a_compilation_of_another_thread() -> None:
             end.wait(WAIT_S)
 
     def compile_here() -> int:
-        @njit
+        @jit.kernel
         def double(x):  # type: ignore[no-untyped-def]
             return 2 * x
 

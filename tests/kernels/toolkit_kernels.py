@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import atomics, lanes, registers, shuffles, simd, simd_bytes, simd_tiles
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.kvcache import vectors as cache_vectors
 from nbflow_kernels.quants import lockstep, unpack
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.sampling import vectors as sampling_vectors
+from nbflow_kernels.stepping import FALLBACKS
 from nbflow_kernels.stepping import kernel as python_kernel
-from nbflow_kernels.stepping import twin_module
 
 MODULES = {
     "simd": simd,
@@ -41,12 +41,12 @@ def stepped(kernel: Any) -> Any:
     function = kernel.py_func
     names = dict(function.__globals__)
     for name, module in MODULES.items():
-        names[name] = importlib.import_module(twin_module(module.__name__))
+        names[name] = importlib.import_module(FALLBACKS[module.__name__])
     code, closure = function.__code__, function.__closure__
     return python_kernel(types.FunctionType(code, names, closure=closure))
 
 
-@njit
+@jit.kernel
 def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y, z = simd.load_f32(f), simd.load_f32(f + 64), simd.load_f32(f + 128)
     n, m = simd.load_i32(i), simd.load_i32(i + 64)
@@ -82,19 +82,19 @@ def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out + 1792, simd.fma(z, z, simd.splat(lanes.read_f32(f + 200))))
 
 
-@njit
+@jit.kernel
 def use_load_as(single, half, brain, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out, simd.load_as(single, b + 192 + simd.size_of(half)))
     simd.store_f32(out + 64, simd.load_as(half, b + 192 + simd.size_of(single)))
     simd.store_f32(out + 128, simd.load_as(brain, b + 192 + simd.size_of(brain)))
 
 
-@njit
+@jit.kernel
 def use_address(array, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out, simd.load_f32(simd.address(array)))
 
 
-@njit
+@jit.kernel
 def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
     lanes.prefetch(f)
     lanes.write_f32(out, lanes.read_f32(f + 4))
@@ -121,7 +121,7 @@ def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
         lanes.store_first(at + 1280, n, a)
 
 
-@njit
+@jit.kernel
 def use_atomics(f, i, b, out):  # type: ignore[no-untyped-def]
     atomics.pause()
     simd.store_i32(out, simd.splat_i32(atomics.exchange(out + 64, 11)))
@@ -132,13 +132,13 @@ def use_atomics(f, i, b, out):  # type: ignore[no-untyped-def]
         atomics.store(out + 80, 1)
 
 
-@njit
+@jit.kernel
 def use_calls(function, trampoline, out):  # type: ignore[no-untyped-def]
     lanes.write_f32(out, atomics.call_int(function, -7))
     lanes.write_f32(out + 4, atomics.call_row_range(trampoline, 40, 2, -1))
 
 
-@njit
+@jit.kernel
 def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
     u, s = simd_bytes.load_bytes(b), simd_bytes.load_bytes(b + 64)
     seven = simd.and_(u, simd_bytes.splat_bytes(127))
@@ -159,7 +159,7 @@ def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
     simd_bytes.store_bytes(out + 704, simd.or_(simd.add(u, s), simd.sub(u, s)))
 
 
-@njit
+@jit.kernel
 def use_simd_tiles(f, i, b, out):  # type: ignore[no-untyped-def]
     sums = simd_tiles.outer(simd_tiles.zeros(2, 3), f + 192, 64, f + 320, 4)
     simd_tiles.store(out, simd_tiles.outer(sums, f + 256, 64, f + 384, 8))
@@ -176,7 +176,7 @@ def use_simd_tiles(f, i, b, out):  # type: ignore[no-untyped-def]
     simd_tiles.store(out + 1152, one)
 
 
-@njit
+@jit.kernel
 def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-untyped-def]
     tile = registers.load(2, 3, f + 192)
     tile = registers.add(
@@ -205,7 +205,7 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     registers.store_apart(out + 3328, 192, registers.step_chains(two, singles, f + 192, f + 700, 8))
 
 
-@njit
+@jit.kernel
 def use_shuffles(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y = simd.load_f32(f), simd.load_f32(f + 64)
     simd.store_f32(out, shuffles.evens(x, y))
@@ -216,7 +216,7 @@ def use_shuffles(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out + 320, shuffles.negate_evens(x))
 
 
-@njit
+@jit.kernel
 def use_lockstep(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y, n, m = simd.load_f32(f), simd.load_f32(f + 64), simd.load_i32(i), simd.load_i32(i + 64)
     mask = lockstep.less(x, y)
@@ -232,7 +232,7 @@ def use_lockstep(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out + 512, simd.splat_i32(1 if yes else 0))
 
 
-@njit
+@jit.kernel
 def use_cache_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out, cache_vectors.load_fields4(b + 1))
     simd.store_i32(out + 64, cache_vectors.load_fields2(b + 1))
@@ -247,18 +247,15 @@ def use_cache_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
     cache_vectors.store_pairs2(out + 404, cache_vectors.load_pairs2(b + 2))
     cache_vectors.store_pairs1(out + 406, cache_vectors.load_pairs1(b + 2))
     n, m, x = simd.load_i32(i), simd.load_i32(i + 64), simd.load_f32(f)
-    cache_vectors.store_bytes(out + 448, n)
     simd.store_i32(out + 512, cache_vectors.swap_pairs(n))
     simd.store_i32(out + 576, cache_vectors.choose_odd(n, m))
     cache_vectors.store_bf16(out + 640, x)
     cache_vectors.write_u16(out + 700, lanes.read_i32(i))
     for count in range(3):
-        simd.store_f32(out + 704 + 64 * count, cache_vectors.load_part(f + 192, 8 * count, 2.5))
-        cache_vectors.store_part(out + 896 + 64 * count, 7 * count, x)
         simd.store_f32(out + 1088 + 64 * count, cache_vectors.keep(x, 5 * count))
 
 
-@njit
+@jit.kernel
 def use_sampling_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y, z = simd.load_f32(f), simd.load_f32(f + 64), simd.load_f32(f + 192)
     simd.store_f32(out, sampling_vectors.where_ge(x, y, y, z))
@@ -277,7 +274,7 @@ def use_form(form: PackedForm) -> Any:
     vectors, per_scale = form.unit // 4, form.sub_block // 4
     units = form.block // form.unit
 
-    @njit
+    @jit.kernel
     def kernel(packed, out):  # type: ignore[no-untyped-def]
         for unit in range(units):
             for v in range(vectors):

@@ -6,13 +6,11 @@ tanh form of GELU), or with the normal distribution function (GELU).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import shuffles, simd
-from nbflow_kernels._jit import helper, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, load_first, store_first
 from nbflow_kernels.threads import hold, split_rows
 from nbflow_kernels.vector_math import keep_nan
@@ -40,76 +38,6 @@ GATED = {**ACTIVATIONS, "swigluoai": (CLAMPED, *OAI)}
 """What a gate may go through; the last one is of gate and up together."""
 
 
-def silu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.silu`."""
-    _plain("silu", x, out)
-
-
-def gelu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu`."""
-    _plain("gelu", x, out)
-
-
-def gelu_tanh(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_tanh`."""
-    _plain("gelu_tanh", x, out)
-
-
-def gelu_quick(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_quick`."""
-    _plain("gelu_quick", x, out)
-
-
-def relu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu`."""
-    _plain("relu", x, out)
-
-
-def relu2(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu2`."""
-    _plain("relu2", x, out)
-
-
-def sigmoid(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.sigmoid`."""
-    _plain("sigmoid", x, out)
-
-
-def silu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.silu_and_mul`."""
-    glu(x, "silu", True, out)
-
-
-def gelu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_and_mul`."""
-    glu(x, "gelu", True, out)
-
-
-def gelu_tanh_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    glu(x, "gelu_tanh", True, out)
-
-
-def gelu_quick_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_quick_and_mul`."""
-    glu(x, "gelu_quick", True, out)
-
-
-def relu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu_and_mul`."""
-    glu(x, "relu", True, out)
-
-
-def relu2_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu2_and_mul`."""
-    glu(x, "relu2", True, out)
-
-
-def sigmoid_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.sigmoid_and_mul`."""
-    glu(x, "sigmoid", True, out)
-
-
 def glu(
     x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
 ) -> None:
@@ -135,7 +63,8 @@ def swigluoai_and_mul(
     _run((CLAMPED, alpha, limit), gate, up, x.strides[0], interleaved, out)
 
 
-def _plain(activation: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+def elementwise(x: NDArray[np.float32], activation: str, out: NDArray[np.float32]) -> None:
+    """Apply one of `ACTIVATIONS` to every element."""
     hold(x)
     _run(ACTIVATIONS[activation], address_of(x), 0, x.strides[0], False, out)
 
@@ -167,21 +96,21 @@ def _run(
     )
 
 
-@helper
-def _divisor(a: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _divisor(a):
     """Return 1 + e**a, infinite from a = 89 on where `simd.exp` stays at e**88; NaN is lost."""
     beyond = simd.maximum(simd.sub(a, simd.splat(88.0)), simd.splat(0.0))
     return simd.add(simd.splat(1.0), simd.fma(beyond, simd.splat(3e38), simd.exp(a)))
 
 
-@helper
-def _sigmoid(v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _sigmoid(v):
     """Return the logistic function of v."""
     return keep_nan(simd.div(simd.splat(1.0), _divisor(simd.sub(simd.splat(0.0), v))), v)
 
 
-@helper
-def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _logistic(v, linear, cubic):
     """Return v times the logistic function of linear * v + cubic * v**3; NaN for -infinity."""
     # beyond +-1e12 the function is 0 or 1 for every use here; the limit keeps the cube finite
     u = simd.maximum(simd.minimum(v, simd.splat(1e12)), simd.splat(-1e12))
@@ -189,8 +118,8 @@ def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
     return simd.div(v, _divisor(simd.sub(simd.splat(0.0), simd.mul(u, slope))))
 
 
-@helper
-def _normal(v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _normal(v):
     """Return v times the normal distribution function of v, exact to float32 in both tails.
 
     max(v, 0) - |v| / 2 * erfc(|v| / sqrt(2)), which does not cancel for negative v, and
@@ -221,8 +150,8 @@ def _normal(v: Any) -> Any:
     return simd.sub(positive, tail)
 
 
-@helper
-def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _clamped(gate, up, alpha, limit):
     """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
     high, low = simd.splat(limit), simd.splat(-limit)
     g = keep_nan(simd.minimum(gate, high), gate)
@@ -230,8 +159,8 @@ def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
     return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
 
 
-@helper
-def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _function(v, code, linear, cubic):
     """Return the activation of 16 elements."""
     if code == LOGISTIC:
         return _logistic(v, linear, cubic)
@@ -243,27 +172,16 @@ def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
     return simd.mul(y, y) if code == RELU2 else y
 
 
-@helper
-def _load(at: Any, n: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _load(at, n):
     """Return 16 elements, of which the first `n` are read; from 16 on that is all of them."""
     return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
 
 
-@njit
+@jit.kernel
 def _activate(
-    gate: Any,
-    up: Any,
-    row_bytes: Any,
-    interleaved: Any,
-    out: Any,
-    out_row_bytes: Any,
-    width: Any,
-    code: Any,
-    linear: Any,
-    cubic: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
+):
     """Do rows [start, stop)."""
     step = 8 if interleaved else 4  # bytes from column to column
     for t in range(start, stop):

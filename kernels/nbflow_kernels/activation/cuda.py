@@ -37,7 +37,8 @@ def _launch(name: str, choice: str, more: str, x: Any, out: Any, *args: Any) -> 
     _kernel(name, choice, wide, more)(T * n_blocks, _THREADS, (x, out, T, width, *args))
 
 
-def _plain(activation: str, x: Any, out: Any) -> None:
+def elementwise(x: Any, activation: str, out: Any) -> None:
+    """Apply one of `FUNCTIONS` to every element."""
     _launch("plain", FUNCTIONS[activation], "", x, out)
 
 
@@ -56,73 +57,3 @@ def swigluoai_and_mul(x: Any, alpha: float, limit: float, interleaved: bool, out
     """See `nbflow_kernels.swigluoai_and_mul`."""
     choice = str(interleaved).lower()
     _launch("swiglu_oai", choice, ", f32 alpha, f32 limit", x, out, alpha, limit)
-
-
-def silu(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.silu`."""
-    _plain("silu", x, out)
-
-
-def gelu(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu`."""
-    _plain("gelu", x, out)
-
-
-def gelu_tanh(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_tanh`."""
-    _plain("gelu_tanh", x, out)
-
-
-def gelu_quick(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_quick`."""
-    _plain("gelu_quick", x, out)
-
-
-def relu(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu`."""
-    _plain("relu", x, out)
-
-
-def relu2(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu2`."""
-    _plain("relu2", x, out)
-
-
-def sigmoid(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.sigmoid`."""
-    _plain("sigmoid", x, out)
-
-
-def silu_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.silu_and_mul`."""
-    glu(x, "silu", True, out)
-
-
-def gelu_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_and_mul`."""
-    glu(x, "gelu", True, out)
-
-
-def gelu_tanh_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    glu(x, "gelu_tanh", True, out)
-
-
-def gelu_quick_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_quick_and_mul`."""
-    glu(x, "gelu_quick", True, out)
-
-
-def relu_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu_and_mul`."""
-    glu(x, "relu", True, out)
-
-
-def relu2_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu2_and_mul`."""
-    glu(x, "relu2", True, out)
-
-
-def sigmoid_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.sigmoid_and_mul`."""
-    glu(x, "sigmoid", True, out)

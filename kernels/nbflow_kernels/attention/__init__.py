@@ -12,10 +12,6 @@ from nbflow_kernels.attention.cascade import CascadeTiming, MultiLevelCascadeAtt
 from nbflow_kernels.attention.merging import merge_state, merge_state_in_place, merge_states
 from nbflow_kernels.attention.mla import BatchMLAPagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.shared_prefix import (
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-)
 from nbflow_kernels.attention.single import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
@@ -35,11 +31,9 @@ __all__ = [
     "AttentionVariant",
     "BatchAttention",
     "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",
     "CascadeTiming",
     "MultiLevelCascadeAttentionWrapper",

@@ -225,10 +225,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
         pages = [_pages_of_tokens(array, heads_first) for array in (k, v)]
         return run_plan(plan, q, pages[0], pages[1], kinds, call, self._variant)
 
-    begin_forward = plan
-    forward = run
     run_return_lse = functools.partialmethod(run, return_lse=True)
-    forward_return_lse = run_return_lse
 
 
 def _pages_of_tokens(rows: Any, heads_first: bool) -> Any:

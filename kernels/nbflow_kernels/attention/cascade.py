@@ -192,8 +192,6 @@ class MultiLevelCascadeAttentionWrapper:
             raise UsageError(f"qo_indptr_arr must end at the same row on all levels, got {counts}")
         self._flat = lambda: self._flat_wrapper(lists, heads, {"causal": causal, **options})
 
-    begin_forward = plan
-
     def run(
         self,
         q: Any,
@@ -236,11 +234,6 @@ class MultiLevelCascadeAttentionWrapper:
             merge_state_in_place(found, lse, *level.run(q, paged_kv_cache, return_lse=True))
         out = narrow_output(q, found, out)
         return (out, lse) if return_lse else out
-
-    forward = run
-
-    def end_forward(self) -> None:
-        """Do nothing; FlashInfer has this name."""
 
     def predicted_byte_ratio(self) -> float:
         """Return the bytes of keys and values read without the cascade over those read with it.

@@ -142,7 +142,7 @@ def _compiler(function: Callable[..., Any], signature: Any) -> Any:
     return compile
 
 
-def _numba_type(types: Any, value: Any) -> Any:
+def _numba_type(types, value):
     """Return the type a value has in a kernel."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
         return types.Array(numba.from_dtype(value.dtype), value.ndim, "C")
@@ -175,10 +175,9 @@ def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -
     output_transform = device.jit(device=True)(output or _same)
 
     def attend(
-        params: Any, q: Any, k: Any, v: Any, request_of: Any, qo_indptr: Any, starts: Any,
-        mask: Any, mask_starts: Any, factors: Any, out_factors: Any, out: Any, lse: Any,
-        window: Any, causal: Any, natural: Any,
-    ) -> None:  # fmt: skip
+        params, q, k, v, request_of, qo_indptr, starts, mask, mask_starts, factors, out_factors,
+        out, lse, window, causal, natural
+    ):  # fmt: skip
         acc = device.shared.array(0, numba.float64)
         row, h, lane = device.blockIdx.x, device.blockIdx.y, device.threadIdx.x
         D_qk, D_vo = q.shape[2], v.shape[2]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import allocate, read_i32, read_i64, read_word, release, write_i64
 
 # Reading a key and its value costs about what the sums of four query vectors cost; starting an
@@ -20,8 +18,8 @@ PIECES_PER_THREAD = 4
 """A tile that is more than a piece is divided along its keys, where it has several splits."""
 
 
-@part
-def share_out(items: Any, n_items: Any, total: Any, shares: Any, n_shares: Any) -> None:
+@jit.device_function
+def share_out(items, n_items, total, shares, n_shares):
     """Write the first item of each share: contiguous, and as equal in cost as that allows."""
     done, item = np.int64(0), np.int64(0)
     for share in range(n_shares):
@@ -36,11 +34,8 @@ def share_out(items: Any, n_items: Any, total: Any, shares: Any, n_shares: Any) 
     write_i64(shares + 8 * n_shares, n_items)
 
 
-@part
-def write_item(
-    place: Any, request: Any, row: Any, rows: Any, head: Any, position: Any, first: Any, end: Any,
-    partial: Any, cost: Any, shared: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def write_item(place, request, row, rows, head, position, first, end, partial, cost, shared):
     """Write a row of the table of items."""
     write_i64(place, request)
     write_i64(place + 8, row)
@@ -54,10 +49,8 @@ def write_item(
     write_i64(place + 72, shared)
 
 
-@part
-def count_shared(
-    header: Any, rows_at: Any, kv_indptr: Any, kv_indices: Any, lens_at: Any, b: Any, most_own: Any
-) -> Any:
+@jit.device_function
+def count_shared(header, rows_at, kv_indptr, kv_indices, lens_at, b, most_own):
     """Return how many first keys of requests `b` and `b` - 1 lie on the same pages.
 
     Whole chunks, all of which every row of the two sees; each has keys of its own behind them, and
@@ -80,8 +73,8 @@ def count_shared(
     return n if max(kv_len, len_before) - n <= most_own else np.int64(0)
 
 
-@part
-def gather(alike: Any, rows_at: Any, b: Any, n_requests: Any, tile_rows: Any, most: Any) -> Any:
+@jit.device_function
+def gather(alike, rows_at, b, n_requests, tile_rows, most):
     """Return how many requests from `b` on go together, and how many keys they share.
 
     One more joins where that saves reading: n requests that share P keys save (n - 1) P of them.
@@ -98,10 +91,8 @@ def gather(alike: Any, rows_at: Any, b: Any, n_requests: Any, tile_rows: Any, mo
     return n, shared
 
 
-@njit
-def divide(
-    plan: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any
-) -> Any:
+@jit.kernel
+def divide(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     """Fill the tables; return numbers of items, merges, shares, partial rows and multiply-adds.
 
     Nothing is written beyond the tables' ends: where a number is larger than its table, the

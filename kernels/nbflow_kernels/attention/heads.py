@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 
@@ -16,8 +14,8 @@ def copy_heads(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     split_rows(_copy_heads, len(x), float(x.size), x, out)
 
 
-@njit
-def _copy_heads(x: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _copy_heads(x, out, start, stop):
     for t in range(start, stop):
         for h in range(x.shape[1]):
             for d in range(x.shape[2]):

@@ -24,7 +24,6 @@ from numba.core import types
 from numba.core.extending import overload
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.attention.tiles import (
@@ -46,6 +45,7 @@ from nbflow_kernels.attention.tiles import (
     soft_cap,
     weigh,
 )
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import (
     allocate,
     read_f32,
@@ -79,7 +79,7 @@ def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any)
 
 
 @overload(copy_row, inline="always", strict=False)
-def _copy_row_overload(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any) -> Any:
+def _copy_row_overload(source, kind, row, n, target, padded):
     if source == types.float32:
         return lambda source, kind, row, n, target, padded: copy_floats(
             kind, row, n, 1.0, target, padded
@@ -100,7 +100,7 @@ def rotate(source: Any, row: Any, cos_sin: Any, half: Any) -> None:
 
 
 @overload(rotate, inline="always", strict=False)
-def _rotate_overload(source: Any, row: Any, cos_sin: Any, half: Any) -> Any:
+def _rotate_overload(source, row, cos_sin, half):
     if source in (types.float32, types.uint8):
         return lambda source, row, cos_sin, half: rotate_halves(row, cos_sin, half)
     return lambda source, row, cos_sin, half: None
@@ -109,10 +109,8 @@ def _rotate_overload(source: Any, row: Any, cos_sin: Any, half: Any) -> Any:
 # ---- where the keys are -------------------------------------------------------------------------
 
 
-@part
-def find_rows(
-    pages: Any, page_size: Any, first: Any, last: Any, k: Any, v: Any, strides: Any, table: Any
-) -> None:
+@jit.device_function
+def find_rows(pages, page_size, first, last, k, v, strides, table):
     """Write the addresses of keys, and behind them of values, [first, last) of one chunk."""
     key_at = first
     while key_at < last:
@@ -129,10 +127,8 @@ def find_rows(
         key_at += count
 
 
-@part
-def pack_rows(
-    source: Any, kind: Any, table: Any, first: Any, last: Any, n: Any, target: Any, padded: Any
-) -> None:
+@jit.device_function
+def pack_rows(source, kind, table, first, last, n, target, padded):
     """Copy rows [first, last) to float32 rows at `target`, and let the table point there."""
     for j in range(first, last):
         place = target + 4 * padded * j
@@ -140,11 +136,8 @@ def pack_rows(
         write_i64(table + 8 * j, place)
 
 
-@part
-def join_rows(
-    source: Any, kind: Any, tables: Any, first: Any, last: Any, n: Any, n_more: Any, target: Any,
-    padded: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def join_rows(source, kind, tables, first, last, n, n_more, target, padded):
     """Copy rows of keys and of values, one behind the other; both tables point there."""
     for j in range(first, last):
         place, key, value = target + 4 * padded * j, tables + 8 * j, tables + TABLE + 8 * j
@@ -154,8 +147,8 @@ def join_rows(
         write_i64(value, place)
 
 
-@part
-def fill_ends(table: Any, first: Any, last: Any) -> None:
+@jit.device_function
+def fill_ends(table, first, last):
     """Give keys beside [first, last) an address: tiles of four keys may reach over the ends."""
     for j in range(first // 4 * 4, first):
         write_i64(table + 8 * j, read_word(table, first))
@@ -168,17 +161,14 @@ def fill_ends(table: Any, first: Any, last: Any) -> None:
 # ---- one chunk ----------------------------------------------------------------------------------
 
 
-@part
-def score_chunk(
-    like: Any, M: Any, q: Any, row_bytes: Any, table: Any, state: Any, s: Any, room: Any,
-    ahead: Any, n_ahead: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def score_chunk(like, M, q, row_bytes, table, state, s, room, ahead, n_ahead):
     """Write the scores of a chunk."""
     for j in range(0, CHUNK, 16):
         m = np.int64(0)
         while m < M:
-            first: Any = np.int64(CHUNK)
-            last: Any = np.int64(0)
+            first = np.int64(CHUNK)
+            last = np.int64(0)
             for i in range(m, min(m + 4, M)):
                 first = min(first, read_i64(state + RECORD * i + FIRST))
                 last = max(last, read_i64(state + RECORD * i + LAST))
@@ -198,11 +188,8 @@ def score_chunk(
                 m += 1
 
 
-@part
-def mix_chunk(
-    like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, s: Any, values: Any, ahead: Any,
-    n_ahead: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def mix_chunk(like, M, acc, row_bytes, state, s, values, ahead, n_ahead):
     """Add a chunk's values to the accumulators.
 
     Four query vectors go together over the keys that all of them see; each goes alone over its keys
@@ -235,11 +222,8 @@ def mix_chunk(
         m += n
 
 
-@part
-def mix_row(
-    like: Any, acc: Any, row_bytes: Any, record: Any, p: Any, values: Any, first: Any, last: Any,
-    ahead: Any, n_ahead: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def mix_row(like, acc, row_bytes, record, p, values, first, last, ahead, n_ahead):
     """Shrink one accumulator and add the values [first, last) times the weights at `p`."""
     if first >= last:
         return
@@ -256,11 +240,8 @@ def mix_row(
     write_f32(shrink, 1.0)
 
 
-@part
-def mix_four(
-    like: Any, acc: Any, row_bytes: Any, records: Any, p: Any, values: Any, first: Any, last: Any,
-    ahead: Any, n_ahead: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def mix_four(like, acc, row_bytes, records, p, values, first, last, ahead, n_ahead):
     """Do as `mix_row` for four query vectors in a row."""
     if first >= last:
         return
@@ -275,11 +256,8 @@ def mix_four(
         write_f32(shrink + RECORD * i, 1.0)
 
 
-@part
-def weigh_chunk(
-    header: Any, cap: Any, M: Any, group: Any, head: Any, request: Any, row: Any, position: Any,
-    base: Any, s: Any, state: Any, ramp: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp):
     """Turn the scores of the chunk that begins at key `base` into weights, and update the state."""
     mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
     table = read_word(header, at.BIAS)
@@ -327,11 +305,8 @@ def weigh_chunk(
 # ---- before and behind the chunks ---------------------------------------------------------------
 
 
-@part
-def load_queries(
-    header: Any, source: Any, q: Any, q_row_bytes: Any, M: Any, group: Any, row: Any, head: Any,
-    position: Any, target: Any, padded: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def load_queries(header, source, q, q_row_bytes, M, group, row, head, position, target, padded):
     """Copy a tile's query vectors times their factors, rotated if the plan says so."""
     D, rope = read_word(header, at.DIM_QK), read_word(header, at.ROPE)
     factors = read_word(header, at.SCORE_FACTORS)
@@ -344,8 +319,8 @@ def load_queries(
             rotate(source, place, rope + 4 * D * max(position + m // group, 0), D // 2)
 
 
-@part
-def limit_rows(header: Any, request: Any, row: Any, end_row: Any, group: Any, record: Any) -> None:
+@jit.device_function
+def limit_rows(header, request, row, end_row, group, record):
     """Write which keys the rows of an item see, and that no split is finished."""
     window = read_word(header, at.WINDOW)
     while row < end_row:
@@ -364,8 +339,8 @@ def limit_rows(header: Any, request: Any, row: Any, end_row: Any, group: Any, re
         request, row = request + 1, row + rows
 
 
-@part
-def own_part(header: Any, request: Any, row: Any, end_row: Any, end_key: Any) -> Any:
+@jit.device_function
+def own_part(header, request, row, end_row, end_key):
     """Return how many rows of an item are a request's, the first one's position, their last key."""
     kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
     own_end = read_i32(read_word(header, at.QO_INDPTR) + 4 * request + 4)
@@ -376,8 +351,8 @@ def own_part(header: Any, request: Any, row: Any, end_row: Any, end_key: Any) ->
     return rows, position, end
 
 
-@part
-def reset(M: Any, acc: Any, row_bytes: Any, state: Any) -> None:
+@jit.device_function
+def reset(M, acc, row_bytes, state):
     """Empty the accumulators."""
     for m in range(M):
         write_f32(state + RECORD * m + TOP, HIDDEN)
@@ -387,10 +362,8 @@ def reset(M: Any, acc: Any, row_bytes: Any, state: Any) -> None:
         simd.store_f32(acc + d, simd.splat(0.0))
 
 
-@part
-def finish(
-    header: Any, acc: Any, top: Any, total: Any, row: Any, qo_head: Any, out: Any, lse: Any
-) -> None:
+@jit.device_function
+def finish(header, acc, top, total, row, qo_head, out, lse):
     """Divide an accumulator by the sum of its weights; write the result and the LSE of a row."""
     H, D = read_word(header, at.QO_HEADS), read_word(header, at.DIM_VO)
     factors, sinks = read_word(header, at.OUT_FACTORS), read_word(header, at.SINKS)
@@ -420,8 +393,8 @@ def finish(
         write_f32(lse + 4 * place, value)
 
 
-@part
-def store_partial(M: Any, acc: Any, row_bytes: Any, state: Any, target: Any) -> None:
+@jit.device_function
+def store_partial(M, acc, row_bytes, state, target):
     """Put a partial result aside for `merge_items`."""
     for m in range(M):
         place = target + m * (row_bytes + 4 * at.PARTIAL_TAIL)
@@ -431,8 +404,8 @@ def store_partial(M: Any, acc: Any, row_bytes: Any, state: Any, target: Any) -> 
         write_f32(place + row_bytes + 4, read_f32(state + RECORD * m + TOTAL))
 
 
-@part
-def fold_split(M: Any, running: Any, acc: Any, row_bytes: Any, state: Any) -> None:
+@jit.device_function
+def fold_split(M, running, acc, row_bytes, state):
     """Add the finished split's sums to those of the splits before, and start anew."""
     for m in range(M):
         record = state + RECORD * m
@@ -445,11 +418,10 @@ def fold_split(M: Any, running: Any, acc: Any, row_bytes: Any, state: Any) -> No
     reset(M, acc, row_bytes, state)
 
 
-@njit
+@jit.kernel
 def attend_items(
-    plan: Any, cap: Any, key_reader: Any, value_reader: Any, q: Any, q_row_bytes: Any, k: Any,
-    v: Any, strides: Any, out: Any, lse: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    plan, cap, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
+):
     """Work on the items of the shares [start, stop); see `layout` for the plan's tables.
 
     A reader says how keys, or values, are read: (source, like, kind, pack).  The types of `source`
@@ -569,8 +541,8 @@ def attend_items(
     release(memory)
 
 
-@njit
-def merge_items(plan: Any, out: Any, lse: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def merge_items(plan, out, lse, start, stop):
     """Add the partial results of the merges [start, stop) in order."""
     header = simd.address(plan)
     group = read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS)

@@ -10,17 +10,16 @@ results of `layout.SPLIT` keys in the same way.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.scalars import fma, tree_sum
 
 
-@strict_njit
-def attend(q: Any, k: Any, v: Any, sm_scale: Any, causal: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def attend(q, k, v, sm_scale, causal, out):
     """Attend with queries (T, H, D) to keys and values (S, H_kv, D), the last rows aligned."""
     group = q.shape[1] // k.shape[1]
     for t in range(q.shape[0]):
@@ -30,8 +29,8 @@ def attend(q: Any, k: Any, v: Any, sm_scale: Any, causal: Any, out: Any) -> None
             _attend_one(one, k[:n_keys, h // group], v[:n_keys, h // group], out[t, h])
 
 
-@strict_njit
-def _attend_one(q: Any, k: Any, v: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def _attend_one(q, k, v, out):
     """Attend with one query vector, chunk by chunk."""
     top, total = np.float32(-1e30), np.float32(0.0)
     out[:] = 0.0
@@ -53,8 +52,8 @@ def _attend_one(q: Any, k: Any, v: Any, out: Any) -> None:
     out *= np.float32(1.0) / total if total > 0.0 else np.float32(0.0)
 
 
-@strict_njit
-def _dot(a: Any, b: Any) -> Any:
+@jit.kernel(strict=True)
+def _dot(a, b):
     """Return the dot product: 16 partial sums, added as a tree."""
     lanes = np.zeros(16, np.float32)
     for d in range(len(a)):

@@ -151,8 +151,6 @@ class BatchMLAPagedAttentionWrapper:
         self.current = plan
         return plan
 
-    begin_forward = plan
-
     def run(
         self,
         q_nope: Any,
@@ -230,11 +228,6 @@ class BatchMLAPagedAttentionWrapper:
         variant.latent_attention(plan, q, ckv_cache, kpe_cache, into, lse, format.kind)
         out = narrow_output(q_nope, into, out)
         return (out, lse) if return_lse else out
-
-    forward = run
-
-    def end_forward(self) -> None:
-        """Do nothing; FlashInfer has this name."""
 
 
 def _check_tables(

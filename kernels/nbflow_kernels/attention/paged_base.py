@@ -57,9 +57,6 @@ class PagedWrapper:
         refuse_int_workspace(int_workspace_buffer)
         self._workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
 
-    def end_forward(self) -> None:
-        """Do nothing; FlashInfer's former way to end a step."""
-
     def _plan_pages(
         self,
         qo_indptr: Any,

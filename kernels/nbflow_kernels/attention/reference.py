@@ -131,7 +131,7 @@ def _decode(x: np.ndarray, kv_format: str | None, D: int | None) -> np.ndarray:
     return np.asarray(decode(x, kv_format, D), np.float64)
 
 
-def _per_head(scale: Any) -> Any:
+def _per_head(scale):
     """Return a factor for (rows, heads, D): a number, or one for each head."""
     return 1.0 if scale is None else np.asarray(scale, np.float64).reshape(-1, 1)
 

@@ -150,8 +150,6 @@ class BlockSparseAttentionWrapper:
         self._sizes = (M, N, C, num_qo_heads, num_kv_heads, head_dim)
         return plan
 
-    begin_forward = plan
-
     def run(
         self,
         q: Any,
@@ -198,11 +196,6 @@ class BlockSparseAttentionWrapper:
         check_array("v", v, (N, G, D), k.dtype)
         pages = tuple(a.reshape(N // C, C, G, D) for a in (k, v))
         return self._wrapper.run(q, pages, out=out, lse=lse, return_lse=return_lse)
-
-    forward = run
-
-    def end_forward(self) -> None:
-        """Do nothing; FlashInfer has this name."""
 
 
 class VariableBlockSparseAttentionWrapper:
@@ -328,8 +321,6 @@ class VariableBlockSparseAttentionWrapper:
         self._sizes = (M, N, page, num_qo_heads, G, head_dim)
         return plan
 
-    begin_forward = plan
-
     def run(
         self,
         q: Any,
@@ -390,11 +381,6 @@ class VariableBlockSparseAttentionWrapper:
             lse = empty(q, (H, M))
         lse.reshape(G, group, M)[:] = found_lse.reshape(G, M, group).swapaxes(1, 2)
         return (out, lse) if return_lse else out
-
-    forward = run
-
-    def end_forward(self) -> None:
-        """Do nothing; FlashInfer has this name."""
 
 
 def refuse_positions(pos_encoding_mode: str) -> None:

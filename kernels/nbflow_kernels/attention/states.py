@@ -7,11 +7,10 @@ that merging costs one rounding, whatever the number of states.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 _ALL = np.zeros(0, np.bool_)
@@ -38,11 +37,8 @@ def merge_states(v: np.ndarray, s: np.ndarray, v_out: np.ndarray, s_out: np.ndar
     split_rows(_merge_many, v.shape[0], 2.0 * v.size, v, s, v_out, s_out)
 
 
-@njit
-def _merge_two(
-    v_a: Any, v_b: Any, v_out: Any, s_a: Any, s_b: Any, s_out: Any, mask: Any, H: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _merge_two(v_a, v_b, v_out, s_a, s_b, s_out, mask, H, start, stop):
     for row in range(start, stop):
         if len(mask) and not mask[row // H]:
             continue
@@ -60,8 +56,8 @@ def _merge_two(
             v_out[row, d] = mixed / total
 
 
-@njit
-def _merge_many(v: Any, s: Any, v_out: Any, s_out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _merge_many(v, s, v_out, s_out, start, stop):
     _, n_states, H, D = v.shape
     mixed = np.empty(D, np.float64)
     for row in range(start, stop):

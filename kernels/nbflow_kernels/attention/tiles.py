@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import part
 from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import (
     load_first,
     load_first_bf16,
@@ -42,8 +42,8 @@ RECORD = 64
 """Bytes of what is known about one query vector; see `items`."""
 
 
-@part
-def fetch(ahead: Any, j: Any, n_bytes: Any) -> None:
+@jit.device_function
+def fetch(ahead, j, n_bytes):
     """Ask for the first bytes of the row whose address is entry j of a table."""
     row = read_i64(ahead + 8 * j)
     for d in range(0, n_bytes, 64):
@@ -53,10 +53,8 @@ def fetch(ahead: Any, j: Any, n_bytes: Any) -> None:
 # ---- scores --------------------------------------------------------------------------------------
 
 
-@part
-def score_4x4(
-    like: Any, q: Any, row_bytes: Any, keys: Any, s: Any, ahead: Any, n_ahead: Any
-) -> None:
+@jit.device_function
+def score_4x4(like, q, row_bytes, keys, s, ahead, n_ahead):
     """Write the dot products of four query vectors with four keys, two keys after the other two."""
     for j in range(4):
         fetch(ahead, j, n_ahead)
@@ -71,11 +69,8 @@ def score_4x4(
     store_quarters(s, ROW, registers.lane_sums(registers.beside(a, b)))
 
 
-@part
-def score_1x16(
-    like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, s: Any, ahead: Any,
-    n_ahead: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def score_1x16(like, q, row_bytes, keys, n, room, s, ahead, n_ahead):
     """Write 16 dot products of one query vector, of which the first `n` are with keys.
 
     One row after the other, from end to end: memory delivers that as fast as a plain read.
@@ -105,11 +100,8 @@ def score_1x16(
 def _make_mix(vectors: int, rows: int) -> Any:
     """Make `mix` for 16 * `vectors` columns and a number of query vectors."""
 
-    @part
-    def mix(
-        like: Any, acc: Any, row_bytes: Any, shrink: Any, step: Any, p: Any, values: Any,
-        first: Any, last: Any, d: Any, ahead: Any, n_ahead: Any,
-    ) -> None:  # fmt: skip
+    @jit.device_function
+    def mix(like, acc, row_bytes, shrink, step, p, values, first, last, d, ahead, n_ahead):
         """Shrink columns of some accumulators and add the values [first, last) times weights.
 
         The accumulators lie `row_bytes` apart at `acc`, their factors `step` bytes apart at
@@ -135,8 +127,8 @@ mix_8x1, mix_4x1, mix_1x1 = _make_mix(8, 1), _make_mix(4, 1), _make_mix(1, 1)
 # ---- softmax -------------------------------------------------------------------------------------
 
 
-@part
-def soft_cap(s: Any, cap: Any) -> Any:
+@jit.device_function
+def soft_cap(s, cap):
     """Return cap * tanh(s / cap) lane by lane, relative error below 4e-7; a NaN stays one."""
     # tanh(x) = e / (e + 2) with e = exp(2 x) - 1 = 2**n * (exp(r) - 1) + (2**n - 1)
     x = simd.mul(s, simd.splat(2.0 / cap))
@@ -157,16 +149,16 @@ def soft_cap(s: Any, cap: Any) -> Any:
     return simd.fma(s, simd.splat(0.0), simd.mul(simd.splat(cap), tanh))
 
 
-@part
-def sees(mask: Any, bits: Any, index: Any) -> Any:
+@jit.device_function
+def sees(mask, bits, index):
     """Return whether element `index` of a mask of bytes or bits is set."""
     if bits:
         return (read_u8(mask + (index >> 3)) >> (index & 7)) & 1
     return read_u8(mask + index)
 
 
-@part
-def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> None:
+@jit.device_function
+def hide(s, first, last, mask, bits, index):
     """Overwrite the scores of hidden keys in the blocks of 16 that [first, last) touches.
 
     Hidden are the keys outside the range, and those that the mask hides; `index` is the place in
@@ -182,8 +174,8 @@ def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> Non
                 write_f32(s + 4 * j, HIDDEN)
 
 
-@part
-def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
+@jit.device_function
+def weigh(s, first, last, old_top):
     """Turn scores into weights exp(score - top); return top and the sum of the weights.
 
     Works on the blocks of 16 that [first, last) touches.  The others would add exact zeros.
@@ -206,14 +198,14 @@ def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
     return top, simd.sum(total)
 
 
-@part
-def exp1(x: Any) -> Any:
+@jit.device_function
+def exp1(x):
     """Return e**x of one float32, with the bits that `simd.exp` gives."""
     return simd.max(simd.exp(simd.splat(x)))
 
 
-@part
-def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any, n: Any) -> Any:
+@jit.device_function
+def fold(acc, top, total, new, new_top, new_total, n):
     """Add a partial result of `n` columns to another; return its top and sum of weights.
 
     A partial result is an accumulator, the greatest score and the sum of exp(score - greatest);
@@ -239,8 +231,8 @@ def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any,
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-@part
-def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+@jit.device_function
+def copy_floats(kind, source, n, factor, target, padded):
     """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
     times = simd.splat(factor)
     body = n - n % 16

@@ -136,11 +136,11 @@ def run_variant(variant: AttentionVariant, kernel_args: tuple[Any, ...]) -> Call
     return kernel
 
 
-def _same(params: Any, x: Any, *where: Any) -> Any:
+def _same(params, x, *where):
     return x
 
 
-def _sees_all(params: Any, batch: Any, qo_idx: Any, kv_idx: Any, qo_head: Any, kv_head: Any) -> Any:
+def _sees_all(params, batch, qo_idx, kv_idx, qo_head, kv_head):
     return True
 
 
@@ -151,7 +151,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
     output_transform = compile_one(output or _same)
 
     @compile_one
-    def add_key(q: Any, key: Any, n: Any) -> Any:
+    def add_key(q, key, n):
         total = simd.splat(0.0)
         for d in range(0, 4 * n, 64):
             total = simd.fma(simd.load_f32(q + d), simd.load_f32(key + d), total)
@@ -159,9 +159,8 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
 
     @compile_one
     def attend_one(
-        header: Any, params: Any, source: Any, kinds: Any, k: Any, v: Any, strides: Any,
-        request: Any, qo_idx: Any, low: Any, high: Any, h: Any, q: Any, row: Any, acc: Any,
-    ) -> Any:  # fmt: skip
+        header, params, source, kinds, k, v, strides, request, qo_idx, low, high, h, q, row, acc
+    ):
         """Attend from one query vector; return the top score and the sum of weights."""
         g, page_size = (
             h // (read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS)),
@@ -194,7 +193,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
             copy_row(source, kinds[0], key, D_qk, simd.address(row), wide)
             logit = np.float64(add_key(q, simd.address(row), wide))
             x = np.float64(logits_transform(params, logit, request, qo_idx, j, h, g))
-            weight: Any = x
+            weight = x
             if use_softmax:
                 if x == -np.inf:
                     continue
@@ -211,10 +210,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
         return top, total
 
     @compile_one
-    def kernel(
-        plan: Any, params: Any, source: Any, kinds: Any, q: Any, q_row_bytes: Any, k: Any, v: Any,
-        strides: Any, out: Any, lse: Any, start: Any, stop: Any,
-    ) -> None:  # fmt: skip
+    def kernel(plan, params, source, kinds, q, q_row_bytes, k, v, strides, out, lse, start, stop):
         header = simd.address(plan)
         H = read_word(header, at.QO_HEADS)
         group, D_vo = H // read_word(header, at.KV_HEADS), read_word(header, at.DIM_VO)

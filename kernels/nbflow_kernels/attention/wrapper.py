@@ -267,10 +267,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )  # fmt: skip
         return self._run_pages(q, paged_kv_cache, window_left, call)
 
-    begin_forward = plan
-    forward = run
     run_return_lse = functools.partialmethod(run, return_lse=True)
-    forward_return_lse = run_return_lse
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -463,7 +460,4 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )  # fmt: skip
         return self._run_pages(q, paged_kv_cache, window_left, call)
 
-    begin_forward = plan
-    forward = run
     run_return_lse = functools.partialmethod(run, return_lse=True)
-    forward_return_lse = run_return_lse

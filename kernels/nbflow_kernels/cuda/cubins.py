@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nbflow_kernels._jit import cache_root
+from nbflow_kernels.jit_cache import cache_root
 
 Compiled = tuple[bytes, str]
 """The code, and the name of the kernel in it."""

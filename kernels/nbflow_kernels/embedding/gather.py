@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import (
     address_of,
     load_first,
@@ -41,11 +41,8 @@ def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.flo
     )
 
 
-@njit
-def _gather(
-    ids: Any, table: Any, row_bytes: Any, kind: Any, E: Any, out: Any, out_bytes: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _gather(ids, table, row_bytes, kind, E, out, out_bytes, start, stop):
     """Write rows [start, stop) of the result."""
     size = 4 if kind == F32 else 2
     for t in range(start, stop):

@@ -401,14 +401,14 @@ def _check_tables(
     _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
 
 
-def _check_shapes(kv_indices: Any, kv_indptr: Any, kv_last_page_len: Any) -> None:
+def _check_shapes(kv_indices, kv_indptr, kv_last_page_len):
     """Raise unless a page table on a device has the right types; its values are not waited for."""
     check_array("kv_indptr", kv_indptr, (None,), np.int32)
     check_array("kv_indices", kv_indices, (None,), np.int32)
     check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
 
 
-def _check_places(batch_indices: Any, positions: Any, lens: Any) -> None:
+def _check_places(batch_indices, positions, lens):
     """Raise unless every row's request and position exist."""
     if not len(batch_indices):
         return

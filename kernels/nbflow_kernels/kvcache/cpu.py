@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.kvcache.rows import (
     F16,
     F32,
@@ -98,13 +96,11 @@ def gather_paged_kv_cache(
     )  # fmt: skip
 
 
-@inline
+@jit.device_function(inline="always")
 def _append_rows(
-    write: Any, k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any,
-    value_row_bytes: Any, batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any,
-    strides: Any, kv_indices: Any, kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+    write, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
+    k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     """Write rows [start, stop) with ``write(kind, source, n, target)``."""
     for row in range(start, stop):
         position = np.int64(positions[row])
@@ -118,12 +114,11 @@ def _append_rows(
             write(v_kind, from_value, D_value, v_to + g * strides[5])
 
 
-@njit
+@jit.kernel
 def _append_floats(
-    k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
-    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
-    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
+    v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     _append_rows(
         write_floats, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
         positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
@@ -131,12 +126,11 @@ def _append_floats(
     )  # fmt: skip
 
 
-@njit
+@jit.kernel
 def _append_blocks(
-    k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
-    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
-    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
+    v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     _append_rows(
         write_row, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
         positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
@@ -144,12 +138,11 @@ def _append_blocks(
     )  # fmt: skip
 
 
-@njit
+@jit.kernel
 def _gather(
-    k_kind: Any, v_kind: Any, out_kind: Any, key: Any, value: Any, batch_indices: Any,
-    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
-    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    k_kind, v_kind, out_kind, key, value, batch_indices, positions, k_cache, v_cache, strides,
+    kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     scratch = np.empty(max(D, D_value), np.float32)
     itemsize = 4 if out_kind == F32 else 2
     for row in range(start, stop):
@@ -165,8 +158,8 @@ def _gather(
             _copy(v_kind, v_from + g * strides[5], D_value, out_kind, v_to, scratch)
 
 
-@part
-def _copy(kind: Any, source: Any, n: Any, out_kind: Any, target: Any, scratch: Any) -> None:
+@jit.device_function
+def _copy(kind, source, n, out_kind, target, scratch):
     """Decode one head vector as float32 or, by way of `scratch`, as float16."""
     if out_kind == F32:
         copy_row(kind, source, n, np.float32(1), target, n)

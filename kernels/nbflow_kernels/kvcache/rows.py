@@ -14,12 +14,10 @@ A number that is NaN or infinite makes its block all NaN: a block format has no 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part, strict_njit, strict_part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.kvcache.vectors import (
     choose_odd,
     keep,
@@ -29,21 +27,27 @@ from nbflow_kernels.kvcache.vectors import (
     load_pairs1,
     load_pairs2,
     load_pairs4,
-    load_part,
-    read_bf16,
     store_bf16,
-    store_bytes,
     store_fields1,
     store_fields2,
     store_fields4,
     store_pairs1,
     store_pairs2,
     store_pairs4,
-    store_part,
     swap_pairs,
     write_u16,
 )
-from nbflow_kernels.lanes import read_f16, read_f32, store_f16, write_f16, write_f32
+from nbflow_kernels.lanes import (
+    load_first,
+    read_bf16,
+    read_f16,
+    read_f32,
+    store_f16,
+    store_first,
+    write_f16,
+    write_f32,
+)
+from nbflow_kernels.simd_bytes import store_narrow
 
 F32, F16, BF16 = 0, 1, 2
 FIRST_BLOCK_KIND = 3
@@ -95,8 +99,8 @@ _NAN_HALF = 0x7E00
 # ---- decode ---------------------------------------------------------------------------------
 
 
-@njit
-def copy_row(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+@jit.kernel
+def copy_row(kind, source, n, factor, target, padded):
     """Write one head vector as float32.
 
     `source` is the address of the row in format `kind`, `target` that of `padded` floats: n
@@ -113,12 +117,12 @@ def copy_row(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: A
         if count >= 16:
             simd.store_f32(target + 4 * d, simd.splat(0.0))
         else:
-            store_part(target + 4 * d, count, simd.splat(0.0))
+            store_first(target + 4 * d, count, simd.splat(0.0))
         d += 16
 
 
-@part
-def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> None:
+@jit.device_function
+def _copy_floats(kind, source, n, factor, target):
     f = simd.splat(factor)
     d = 0
     while d + 16 <= n:
@@ -142,8 +146,8 @@ def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> No
         d += 1
 
 
-@part
-def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+@jit.device_function
+def _copy_blocks(kind, source, n, factor, target, padded):
     mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
     n_full = n // LAYOUTS[kind, BLOCK]
     # The 8-bit and 4-bit formats have loops of their own, without a choice in them.  More of them
@@ -162,8 +166,8 @@ def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padde
         _copy_any(kind, at, n - first, factor, target + 4 * first, padded - first)
 
 
-@part
-def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
+@jit.device_function
+def _copy_signed(source, n_blocks, factor, target):
     """Decode whole blocks of a scale and 32 int8."""
     f = simd.splat(factor)
     for b in range(n_blocks):
@@ -174,10 +178,8 @@ def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
             simd.store_f32(to + 64 * i, simd.mul(v, f))
 
 
-@part
-def _copy_4_bits(
-    kind: Any, source: Any, n_blocks: Any, halves: Any, factor: Any, target: Any
-) -> None:
+@jit.device_function
+def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
     """Decode whole blocks of a scale, perhaps a base, and 32 codes in 16 bytes."""
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
@@ -197,8 +199,8 @@ def _copy_4_bits(
         simd.store_f32(to + 64, simd.mul(w, f))
 
 
-@part
-def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+@jit.device_function
+def _copy_any(kind, source, n, factor, target, padded):
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     mode, low_at, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_AT], LAYOUTS[kind, LOW_BITS]
@@ -218,12 +220,12 @@ def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: 
             if d + 16 <= padded:
                 simd.store_f32(target + 4 * d, v)
             else:
-                store_part(target + 4 * d, padded - d, v)
+                store_first(target + 4 * d, padded - d, v)
         at += block_bytes
 
 
-@part
-def _load_codes(mode: Any, low: Any, high: Any, i: Any, high_bits: Any, low_bits: Any) -> Any:
+@jit.device_function
+def _load_codes(mode, low, high, i, high_bits, low_bits):
     """Return codes i .. i + 15 of a block; `low` and `high` are the addresses of its planes."""
     if mode == SIGNED:
         return simd.load_i8(low + i)
@@ -245,8 +247,8 @@ def _load_codes(mode: Any, low: Any, high: Any, i: Any, high_bits: Any, low_bits
     return code
 
 
-@part
-def _load_pair_codes(at: Any, i: Any) -> Any:
+@jit.device_function
+def _load_pair_codes(at, i):
     """Return 16 codes of q3h, whose planes of pair codes x + 11 * y start at `at`."""
     c = simd.or_(
         load_pairs4(at + 12 + (i >> 2)), simd.shl(load_pairs2(at + 4 + (i >> 3)), simd.splat_i32(4))
@@ -259,8 +261,8 @@ def _load_pair_codes(at: Any, i: Any) -> Any:
 # ---- encode ---------------------------------------------------------------------------------
 
 
-@strict_njit
-def write_row(kind: Any, source: Any, n: Any, target: Any) -> None:
+@jit.kernel(strict=True)
+def write_row(kind, source, n, target):
     """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
         write_floats(kind, source, n, target)
@@ -272,8 +274,8 @@ def write_row(kind: Any, source: Any, n: Any, target: Any) -> None:
         at += block_bytes
 
 
-@strict_part
-def write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
+@jit.device_function(strict=True)
+def write_floats(kind, source, n, target):
     """Do as `write_row` for the float kinds alone: little to compile."""
     d = 0
     while d + 16 <= n:
@@ -296,8 +298,8 @@ def write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
         d += 1
 
 
-@strict_part
-def _bf16_bits(x: Any) -> Any:
+@jit.device_function(strict=True)
+def _bf16_bits(x):
     """Return the bits of the bfloat16 nearest to x, halves to even; NaN stays NaN."""
     bits = np.int64(np.float32(x).view(np.uint32))
     if x != x:
@@ -305,8 +307,8 @@ def _bf16_bits(x: Any) -> Any:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-@strict_part
-def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
+@jit.device_function(strict=True)
+def _write_block(kind, x, count, at):
     """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
     block, encoder = LAYOUTS[kind, BLOCK], LAYOUTS[kind, ENCODER]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
@@ -334,8 +336,8 @@ def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
             write_u16(at + base_at, _NAN_HALF)
     top = np.float32(LAYOUTS[kind, N_CODES] - 1)
     for i in range(0, block, 32):
-        v = load_part(x + 4 * i, count - i, last)
-        w = load_part(x + 4 * (i + 16), count - i - 16, last)
+        v = load_first(x + 4 * i, count - i, last)
+        w = load_first(x + 4 * (i + 16), count - i - 16, last)
         if encoder in (SYMMETRIC, ABSMAX):
             a = _signed_codes(v, inverse, encoder == ABSMAX)
             b = _signed_codes(w, inverse, encoder == ABSMAX)
@@ -344,13 +346,13 @@ def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
         _store_codes(kind, at, i, a, b)
 
 
-@strict_part
-def _parameters(encoder: Any, x: Any, count: Any, block: Any, last: Any, divisor: Any) -> Any:
+@jit.device_function(strict=True)
+def _parameters(encoder, x, count, block, last, divisor):
     """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
     low = high = simd.splat(last)
     bad = simd.splat(0.0)
     for i in range(0, block, 16):
-        v = load_part(x + 4 * i, count - i, last)
+        v = load_first(x + 4 * i, count - i, last)
         low, high = simd.minimum(low, v), simd.maximum(high, v)
         bad = simd.add(bad, simd.sub(v, v))  # 0, or NaN from a NaN or an infinity
     largest = simd.max(high)
@@ -375,8 +377,8 @@ def _parameters(encoder: Any, x: Any, count: Any, block: Any, last: Any, divisor
     return base, scale, inverse, finite
 
 
-@strict_part
-def _first_extreme(x: Any, count: Any, magnitude: Any) -> Any:
+@jit.device_function(strict=True)
+def _first_extreme(x, count, magnitude):
     """Return the first of the numbers whose magnitude is the largest."""
     for i in range(count):
         value = read_f32(x + 4 * i)
@@ -385,8 +387,8 @@ def _first_extreme(x: Any, count: Any, magnitude: Any) -> Any:
     return np.float32(0)
 
 
-@strict_part
-def _codes(x: Any, base: Any, inverse: Any, half: Any, top: Any) -> Any:
+@jit.device_function(strict=True)
+def _codes(x, base, inverse, half, top):
     """Return ``floor((x - base) * inverse + half)`` within 0 .. top; NaN gives 0."""
     steps = simd.mul(simd.sub(x, simd.splat(base)), simd.splat(inverse))
     steps = simd.add(steps, simd.splat(half))
@@ -394,8 +396,8 @@ def _codes(x: Any, base: Any, inverse: Any, half: Any, top: Any) -> Any:
     return simd.to_i32(steps)
 
 
-@strict_part
-def _signed_codes(x: Any, inverse: Any, exact: Any) -> Any:
+@jit.device_function(strict=True)
+def _signed_codes(x, inverse, exact):
     """Return ``x * inverse`` as -128 .. 127, halves away from zero; NaN gives 0."""
     steps = simd.mul(x, simd.splat(inverse))
     zero = simd.splat(0.0)
@@ -405,8 +407,8 @@ def _signed_codes(x: Any, inverse: Any, exact: Any) -> Any:
     return simd.sub(positive, negative)
 
 
-@strict_part
-def _half_up(x: Any, exact: Any) -> Any:
+@jit.device_function(strict=True)
+def _half_up(x, exact):
     """Return x >= 0 rounded, halves up; not `exact`: after adding 0.5, which rounds itself."""
     if not exact:
         return simd.to_i32(simd.add(x, simd.splat(0.5)))
@@ -415,15 +417,15 @@ def _half_up(x: Any, exact: Any) -> Any:
     return simd.add(whole, simd.to_i32(simd.add(twice, twice)))  # 1 from 0.5 on, exactly
 
 
-@strict_part
-def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
+@jit.device_function(strict=True)
+def _store_codes(kind, at, i, a, b):
     """Write codes i .. i + 31 of the block at `at`."""
     mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
     high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
     low = at + LAYOUTS[kind, LOW_AT]
     if mode in (SIGNED, BYTES):
-        store_bytes(low + i, a)
-        store_bytes(low + i + 16, b)
+        store_narrow(low + i, a)
+        store_narrow(low + i + 16, b)
         return
     if mode == PAIRS:
         _store_pair_codes(low, i, a)
@@ -432,7 +434,7 @@ def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
     mask = simd.splat_i32((1 << low_bits) - 1)
     low_a, low_b = simd.and_(a, mask), simd.and_(b, mask)
     if mode == HALVES:
-        store_bytes(low, simd.or_(low_a, simd.shl(low_b, simd.splat_i32(4))))
+        store_narrow(low, simd.or_(low_a, simd.shl(low_b, simd.splat_i32(4))))
     elif mode == NIBBLES:
         store_fields4(low + (i >> 1), low_a)
         store_fields4(low + (i >> 1) + 8, low_b)
@@ -448,8 +450,8 @@ def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
         store_fields2(high + (i >> 2) + 4, simd.shr(b, shift))
 
 
-@strict_part
-def _store_pair_codes(at: Any, i: Any, code: Any) -> None:
+@jit.device_function(strict=True)
+def _store_pair_codes(at, i, code):
     """Write 16 codes of q3h as 8 pair codes x + 11 * y."""
     # the even lanes hold x, the odd ones y; only the even lanes of c count
     c = simd.add(code, simd.mul(swap_pairs(code), simd.splat_i32(11)))

@@ -374,7 +374,7 @@ def _check_rows(name: str, logits: Any) -> None:
         raise UsageError(f"{name} must have at least one column, got shape {logits.shape}")
 
 
-def _output(like: Any, out: Any) -> Any:
+def _output(like, out):
     """Return `out` after its check, or a new array."""
     if out is None:
         return empty(like, like.shape)

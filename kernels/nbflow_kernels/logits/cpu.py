@@ -7,12 +7,10 @@ float64 over blocks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import helper, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, read_f32, read_u8, write_f32
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 from nbflow_kernels.vector_math import select, tanh
@@ -104,23 +102,23 @@ def _places(x: np.ndarray | None) -> tuple[int, int, int, int]:
     return address_of(x), x.strides[0], x.strides[1], x.strides[2]
 
 
-@helper
-def _capped(v: Any, cap: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _capped(v, cap):
     """Return cap * tanh(v / cap), or `v` for a cap of 0."""
     if cap == 0.0:
         return v
     return simd.mul(tanh(simd.div(v, simd.splat(cap))), simd.splat(cap))
 
 
-@helper
-def _nan_sign(v: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _nan_sign(v):
     """Return int32 that are negative exactly where `v` is NaN."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
     return simd.sub(simd.splat_i32(0x7F800000), magnitude)
 
 
-@part
-def _top(row: Any, n: Any) -> Any:
+@jit.device_function
+def _top(row, n):
     """Return the largest of the `n` elements at `row`, NaN if one is NaN or the largest infinite.
 
     A row without an element above -inf has no distribution either: it gives NaN.
@@ -143,22 +141,22 @@ def _top(row: Any, n: Any) -> Any:
     return largest
 
 
-@part
-def _end(row: Any, n: Any, stage: Any) -> None:
+@jit.device_function
+def _end(row, n, stage):
     """Copy the last n % 16 elements at `row` to `stage`, and -inf behind them."""
     body = n - n % 16
     for d in range(16):
         write_f32(stage + 4 * d, read_f32(row + 4 * (body + d)) if body + d < n else -np.inf)
 
 
-@helper
-def _seen(x: Any) -> Any:
+@jit.device_function(inline="llvm")
+def _seen(x):
     """Return 0 where `x`, which is not below the lowest finite number, is that; else 1."""
     return simd.minimum(simd.sub(x, simd.splat(LOWEST)), simd.splat(1.0))
 
 
-@part
-def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
+@jit.device_function
+def _exps(row, n, top, factor, cap):
     """Return the sum of exp((c(x) - top) * factor) for `n` elements, a multiple of 16."""
     total = simd.splat(0.0)
     for d in range(0, n, 16):
@@ -168,8 +166,8 @@ def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
     return simd.sum(total)
 
 
-@part
-def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
+@jit.device_function
+def _sum_exp(row, n, top, factor, cap):
     """Return the sum of exp((c(x) - top) * factor) in float64; c caps, `top` is capped."""
     total = 0.0
     body = n - n % 16
@@ -181,14 +179,14 @@ def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
     return total
 
 
-@part
-def _capped_one(x: Any, cap: Any) -> Any:
+@jit.device_function
+def _capped_one(x, cap):
     """Return one number capped."""
     return simd.max(_capped(simd.splat(x), cap))
 
 
-@part
-def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any) -> Any:
+@jit.device_function
+def _top_and_sum(row, n, factor, cap):
     """Return the largest element, capped, and the sum of the others' exponentials relative to it.
 
     The largest is NaN for a row without a distribution.
@@ -200,10 +198,8 @@ def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any) -> Any:
     return top, _sum_exp(row, n, top, factor, cap)
 
 
-@njit
-def _log_softmax(
-    logits: Any, V: Any, temperature: Any, cap: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _log_softmax(logits, V, temperature, cap, out, start, stop):
     body = V - V % 16
     for b in range(start, stop):
         row, target = logits + 4 * V * b, out + 4 * V * b
@@ -219,17 +215,8 @@ def _log_softmax(
             write_f32(target + 4 * d, y - np.log(total))
 
 
-@njit
-def _token_log_probs(
-    logits: Any,
-    V: Any,
-    temperature: Any,
-    cap: Any,
-    ids: Any,
-    out: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+@jit.kernel
+def _token_log_probs(logits, V, temperature, cap, ids, out, start, stop):
     for b in range(start, stop):
         row = logits + 4 * V * b
         factor = np.float32(1.0) / read_f32(temperature + 4 * b)
@@ -239,8 +226,8 @@ def _token_log_probs(
             out[b, i] = (x - np.float64(top)) * np.float64(factor) - np.log(total)
 
 
-@part
-def _add_kl_sums(p: Any, q: Any, n: Any, top_p: Any, top_q: Any, sums: Any) -> None:
+@jit.device_function
+def _add_kl_sums(p, q, n, top_p, top_q, sums):
     """Add to `sums` those over `n` elements, a multiple of 16, of four terms.
 
     With a = exp(p - top_p): a; exp(q - top_q); a * ((p - top_p) - (q - top_q)); a where q is -inf.
@@ -263,8 +250,8 @@ def _add_kl_sums(p: Any, q: Any, n: Any, top_p: Any, top_q: Any, sums: Any) -> N
     sums[3] += np.float64(simd.sum(lost))
 
 
-@njit
-def _kl_divergence(p: Any, q: Any, V: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _kl_divergence(p, q, V, out, start, stop):
     room = np.zeros(32, np.float32)
     sums = np.zeros(4, np.float64)
     stage = simd.address(room)
@@ -288,8 +275,8 @@ def _kl_divergence(p: Any, q: Any, V: Any, out: Any, start: Any, stop: Any) -> N
         out[b] = np.inf if sums[3] > 0.0 else max(divergence, 0.0)
 
 
-@njit
-def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _soft_cap(logits, n, cap, out, start, stop):
     """Cap blocks [start, stop) of `BLOCK` elements."""
     for d in range(start * BLOCK, min(stop * BLOCK, n), 16):
         if d + 16 <= n:
@@ -299,8 +286,8 @@ def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) ->
                 write_f32(out + 4 * i, _capped_one(read_f32(logits + 4 * i), cap))
 
 
-@part
-def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any) -> Any:
+@jit.device_function
+def _score(x, bias, mask, has_bias, sm_scale, cap):
     """Return 16 scores, scaled, capped, with bias; -inf where `mask` (int32) is 0."""
     s = _capped(simd.mul(x, simd.splat(sm_scale)), cap)
     if has_bias:
@@ -308,19 +295,8 @@ def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any)
     return select(mask, s, simd.splat(-np.inf))
 
 
-@part
-def _write_scores(
-    row: Any,
-    mask: Any,
-    bias: Any,
-    n: Any,
-    Tk: Any,
-    sm_scale: Any,
-    cap: Any,
-    room: Any,
-    marks: Any,
-    out: Any,
-) -> Any:
+@jit.device_function
+def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, room, marks, out):
     """Write `n` masked scores and -inf up to the next multiple of 16; return where that ends.
 
     It ends with the row at the latest, and then its ragged end goes through `room` (float32) and
@@ -348,8 +324,8 @@ def _write_scores(
     return min(n + (16 - n % 16) % 16, Tk)
 
 
-@part
-def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
+@jit.device_function
+def _normalize(row, n, top, room):
     """Replace `n` scores by their softmax, in place."""
     stage = simd.address(room)
     body = n - n % 16
@@ -374,8 +350,8 @@ def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
         write_f32(row + 4 * d, room[d - body] * factor)
 
 
-@part
-def _clear(row: Any, n: Any) -> None:
+@jit.device_function
+def _clear(row, n):
     """Write `n` zeros."""
     body = n - n % 16
     for d in range(0, body, 16):
@@ -384,27 +360,27 @@ def _clear(row: Any, n: Any) -> None:
         write_f32(row + 4 * d, 0.0)
 
 
-@njit
+@jit.kernel
 def _masked_softmax(
-    scores: Any,
-    mask: Any,
-    mask_b: Any,
-    mask_h: Any,
-    mask_i: Any,
-    bias: Any,
-    bias_b: Any,
-    bias_h: Any,
-    bias_i: Any,
-    H: Any,
-    Tq: Any,
-    Tk: Any,
-    sm_scale: Any,
-    cap: Any,
-    causal: Any,
-    out: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    scores,
+    mask,
+    mask_b,
+    mask_h,
+    mask_i,
+    bias,
+    bias_b,
+    bias_h,
+    bias_i,
+    H,
+    Tq,
+    Tk,
+    sm_scale,
+    cap,
+    causal,
+    out,
+    start,
+    stop,
+):
     room = np.zeros(32, np.float32)
     marks = np.arange(-16, 16).astype(np.uint8)  # room for a mask, then the numbers of the lanes
     for r in range(start, stop):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import not_capturable, split_rows
 
 
@@ -40,10 +40,8 @@ def convert_bsr_mask_layout(mask: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     return flat
 
 
-@njit
-def _pack_segments(
-    x: Any, indptr: Any, starts: Any, little: Any, y: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _pack_segments(x, indptr, starts, little, y, start, stop):
     for b in range(start, stop):
         end = indptr[b + 1]
         for byte in range(starts[b], starts[b + 1]):
@@ -55,8 +53,8 @@ def _pack_segments(
             y[byte] = value
 
 
-@njit
-def _convert(mask: Any, indptr: Any, flat: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _convert(mask, indptr, flat, start, stop):
     R, C = mask.shape[1], mask.shape[2]
     for i in range(start, stop):
         n = indptr[i + 1] - indptr[i]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +11,12 @@ from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cpu, cuda
 
-if TYPE_CHECKING:
-    from nbflow_kernels.quants import QuantTensor
-
 __all__ = ["matmul"]
 
 
 def matmul(
     x: NDArray[np.float32],
-    w: NDArray[Any] | QuantTensor,
+    w: NDArray[Any],
     *,
     bias: NDArray[np.float32] | None = None,
     accumulate: bool = False,
@@ -33,9 +30,8 @@ def matmul(
     ----------
     x : array of float32, shape (T, K)
         Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
-    w : array of float32, float16 or uint16, shape (N, K), or QuantTensor
-        Weights, a row for each output; uint16 holds the bits of bfloat16.  A QuantTensor goes to
-        `nbflow_kernels.qmatmul`.
+    w : array of float32, float16 or uint16, shape (N, K)
+        Weights, a row for each output; uint16 holds the bits of bfloat16.
     bias : array of float32, shape (N,), optional
         Added to every row of the result.
     accumulate : bool
@@ -54,7 +50,7 @@ def matmul(
         If the shapes do not fit, `out` overlaps `x`, `accumulate` is given without `out`, or some
         arrays are on a CUDA device and others are not.
     TypeError
-        If an array has another dtype.
+        If an array has another dtype, or `w` is a QuantTensor, which `qmatmul` takes.
 
     See Also
     --------
@@ -79,9 +75,10 @@ def matmul(
         from nbflow_kernels.quants import QuantTensor
 
         if isinstance(w, QuantTensor):
-            from nbflow_kernels.qmatmul import qmatmul
-
-            return qmatmul(x, w, bias=bias, accumulate=accumulate, out=out)
+            raise TypeError(
+                "w must be an array of float32, float16 or uint16, got a QuantTensor of format "
+                f"{w.format.name}; call qmatmul"
+            )
     check_together(x=x, w=w, bias=bias, out=out)
     check_array("x", x, (None, None))
     check_array("w", w, (None, x.shape[1]), (np.float32, np.float16, np.uint16))

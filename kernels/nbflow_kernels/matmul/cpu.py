@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import read_f32, write_f32
 from nbflow_kernels.matmul import transposed
 from nbflow_kernels.matmul.transposed import PANEL
@@ -53,8 +53,8 @@ def matmul(
     split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
-@part
-def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.device_function
+def _begin(bias, accumulate, out, start, stop):
     """Write what the sums are added to: nothing, the bias, the old output, or both."""
     for t in range(out.shape[0]):
         for n in range(start, stop):
@@ -62,10 +62,8 @@ def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
             out[t, n] = out[t, n] + y if accumulate else y
 
 
-@njit
-def _matmul_stream(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _matmul_stream(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
     _begin(bias, accumulate, out, start, stop)
     n_columns, x_at, sums = w.shape[1], simd.address(x), lanes.allocate(64)
@@ -88,11 +86,8 @@ def _matmul_stream(
     lanes.release(sums)
 
 
-@inline
-def _tile(
-    n_tokens: Any, w: Any, row: Any, distance: Any, x: Any, token: Any, n_columns: Any, ahead: Any,
-    stride: Any,
-) -> Any:  # fmt: skip
+@jit.device_function(inline="always")
+def _tile(n_tokens, w, row, distance, x, token, n_columns, ahead, stride):
     """Return the lanes of 4 rows, `distance` bytes apart, times a literal number of tokens.
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for each vector.
@@ -109,11 +104,8 @@ def _tile(
     return tile
 
 
-@part
-def _rows_panel(
-    x: Any, w: Any, first: Any, distance: Any, n: Any, n_rows: Any, k: Any, stop: Any, out: Any,
-    sums: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def _rows_panel(x, w, first, distance, n, n_rows, k, stop, out, sums):
     """Add columns [k, stop) of rows [n, n + n_rows) to `out`, of the 4 rows from `first` on.
 
     The rows lie `distance` bytes apart.  Meanwhile ask for the panel of the 4 rows after them.
@@ -147,10 +139,8 @@ def _rows_panel(
         tile_number += 1
 
 
-@njit
-def _matmul_tiles(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _matmul_tiles(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for any number of tokens."""
     _begin(bias, accumulate, out, start, stop)
     sums = lanes.allocate(5 * 64)

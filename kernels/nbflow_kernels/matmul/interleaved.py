@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.threads import split_rows
 
@@ -46,8 +46,8 @@ def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
     return float(x.shape[0]) * w.size
 
 
-@njit
-def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _one(x, w, bias, accumulate, out, start, stop):
     """One token; groups [start, stop), read as one stream."""
     sums, n_units = lanes.allocate(tiles.TOKEN_BYTES), x.shape[1]
     for group in range(start, stop):
@@ -59,8 +59,8 @@ def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop:
     lanes.release(sums)
 
 
-@njit
-def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _many(x, w, bias, accumulate, out, start, stop):
     """Two tokens and more; groups [start, stop), multiplied as they lie."""
     n_tokens, n_units = x.shape
     sums = lanes.allocate(tiles.TOKEN_BYTES * min(n_tokens, tiles.BLOCK_TOKENS))
@@ -76,8 +76,8 @@ def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop
     lanes.release(sums)
 
 
-@inline
-def _rounded(w: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+@jit.device_function(inline="always")
+def _rounded(w, at, k, n, to):
     """Write pairs of columns k to k + n of the group at address `at` as bfloat16."""
     size = 16 * w.itemsize
     at += 2 * k * size
@@ -87,8 +87,8 @@ def _rounded(w: Any, at: Any, k: Any, n: Any, to: Any) -> None:
         simd.store_i32(to + 64 * i, registers.to_pairs(even, odd))
 
 
-@njit
-def _bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _bf16(x, w, bias, accumulate, out, start, stop):
     """Activations and weights rounded to bfloat16; groups [start, stop)."""
     like = np.empty(0, np.int32)
     tiles.multiply_decoded(

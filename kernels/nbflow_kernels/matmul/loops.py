@@ -6,17 +6,15 @@ not to what: each output has sums of its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul.transposed import PANEL
 from nbflow_kernels.scalars import fma, tree_sum
 
 
-@strict_njit
-def row_major(x: Any, w: Any, bias: Any, accumulate: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def row_major(x, w, bias, accumulate, out):
     """Multiply `x` (T, K) by rows of `w` (N, K): 16 sums along K, a panel after the other."""
     for t in range(x.shape[0]):
         for n in range(w.shape[0]):
@@ -30,8 +28,8 @@ def row_major(x: Any, w: Any, bias: Any, accumulate: Any, out: Any) -> None:
             out[t, n] = y
 
 
-@strict_njit
-def interleaved(x: Any, w: Any, bias: Any, accumulate: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def interleaved(x, w, bias, accumulate, out):
     """Multiply `x` (T, K) by `w` (groups, K, 16), 16 rows side by side: four chains along K."""
     for t in range(x.shape[0]):
         for n in range(out.shape[1]):

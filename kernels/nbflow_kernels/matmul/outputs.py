@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nbflow_kernels import simd
-from nbflow_kernels._jit import helper
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import load_first, store_first
 
 
-@helper
-def write_group(total: Any, bias: Any, accumulate: Any, out: Any, token: Any, group: Any) -> None:
+@jit.device_function(inline="llvm")
+def write_group(total, bias, accumulate, out, token, group):
     """Write the sums of a row group and a token, with the bias and the old output added."""
     first = 16 * group
     at = simd.address(out) + token * out.strides[0] + 4 * first

@@ -19,12 +19,10 @@ and adds it to the chains of a block of tokens; meanwhile it asks for the panel 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import helper, inline, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul.outputs import write_group
 
 WIDE = registers.has_wide_registers()
@@ -34,8 +32,8 @@ TOKEN_BYTES = 4 * 64  # of a token's four chains
 PREFETCH = 4096 + 64  # bytes ahead in a stream: of a pair of lines the second, which comes last
 
 
-@inline
-def tile_width(n_tokens: Any) -> Any:
+@jit.device_function(inline="always")
+def tile_width(n_tokens):
     """Return how many of `n_tokens` tokens the next tile takes."""
     if n_tokens >= 6:
         return 6
@@ -44,15 +42,15 @@ def tile_width(n_tokens: Any) -> Any:
     return min(n_tokens, 2)
 
 
-@helper
-def clear(sums: Any, n_tokens: Any) -> None:
+@jit.device_function(inline="llvm")
+def clear(sums, n_tokens):
     """Start the chains of some tokens."""
     for at in range(sums, sums + TOKEN_BYTES * n_tokens, 64):
         simd.store_f32(at, simd.splat(0.0))
 
 
-@helper
-def ask(ahead: Any, stride: Any) -> None:
+@jit.device_function(inline="llvm")
+def ask(ahead, stride):
     """Ask for one, two or four cache lines at `ahead`: no fewer than `stride` bytes up to 256."""
     lanes.prefetch(ahead)
     if stride > 64:
@@ -62,11 +60,8 @@ def ask(ahead: Any, stride: Any) -> None:
         lanes.prefetch(ahead + 192)
 
 
-@inline
-def add_to_tile(
-    like: Any, n_tokens: Any, w: Any, x: Any, token: Any, n_units: Any, sums: Any, ahead: Any,
-    stride: Any,
-) -> None:  # fmt: skip
+@jit.device_function(inline="always")
+def add_to_tile(like, n_tokens, w, x, token, n_units, sums, ahead, stride):
     """Add units of a group to the four chains of a literal number of tokens, at address `sums`.
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for every four units.
@@ -100,11 +95,8 @@ def add_to_tile(
             registers.store_apart(sums + 64 * i, TOKEN_BYTES, chain)
 
 
-@part
-def add_units(
-    like: Any, w: Any, x: Any, token: Any, n_tokens: Any, n_units: Any, sums: Any, ahead: Any,
-    n_bytes: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def add_units(like, w, x, token, n_tokens, n_units, sums, ahead, n_bytes):
     """Add units of a group, at address `w`, times tokens at x, x + token, ... to their chains.
 
     Meanwhile ask for `n_bytes` bytes at address `ahead`.
@@ -129,10 +121,8 @@ def add_units(
         ahead += stride * n_units // 4
 
 
-@part
-def finish(
-    sums: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any, group: Any
-) -> None:
+@jit.device_function
+def finish(sums, bias, accumulate, out, token, n_tokens, group):
     """Write the outputs of a group and of tokens from `token` on, whose chains are at `sums`."""
     for t in range(n_tokens):
         at = sums + TOKEN_BYTES * t
@@ -141,8 +131,8 @@ def finish(
         write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
 
 
-@part
-def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
+@jit.device_function
+def round_rows(x, token, n_tokens, pairs):
     """Write rows of `x`, rounded to bfloat16, to the rows of `pairs`, zeros after the last."""
     n_columns = x.shape[1]
     full = n_columns // 32 * 32
@@ -161,11 +151,11 @@ def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
             simd.store_i32(to + 2 * full, halves)
 
 
-@inline
+@jit.device_function(inline="always")
 def multiply_decoded(
-    decode: Any, is_pairs: Any, source: Any, first: Any, group_bytes: Any, n_units: Any,
-    panel: Any, like: Any, x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    decode, is_pairs, source, first, group_bytes, n_units, panel, like, x, bias, accumulate, out,
+    start, stop
+):  # fmt: skip
     """Multiply the activations `x` by weight groups [start, stop).
 
     ``decode(source, at, k, n, to)`` writes units k to k + n of the weight group at address `at` to

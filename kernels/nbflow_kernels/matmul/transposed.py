@@ -7,23 +7,18 @@ added as the tree `simd.sum`, and the panels to the output, from left to right.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 
 PANEL = 2048  # columns; as float32, 16 rows of a panel are 128 KB, a part of a second-level cache
 QUARTER_BYTES = 16 * PANEL  # of a transposed panel: columns 0, 4, 8, ..., then 1, 5, 9, ...
 
 
-@inline
-def _four_chains(
-    like: Any, n_tokens: Any, w: Any, x: Any, token: Any, width: Any, first: Any, to: Any,
-    ahead: Any, stride: Any,
-) -> None:  # fmt: skip
+@jit.device_function(inline="always")
+def _four_chains(like, n_tokens, w, x, token, width, first, to, ahead, stride):
     """Write (c0 + c8) + (c4 + c12), the chains counted from chain `first` on, to address `to`."""
     w += QUARTER_BYTES * first
     x += 4 * first
@@ -52,11 +47,8 @@ def _four_chains(
     registers.store(to, registers.add(registers.add(a, c), registers.add(b, d)))
 
 
-@part
-def _quarter(
-    like: Any, n_tokens: Any, w: Any, x: Any, token: Any, width: Any, first: Any, to: Any,
-    ahead: Any, stride: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def _quarter(like, n_tokens, w, x, token, width, first, to, ahead, stride):
     """Do `_four_chains` for 6, 4, 2 or 1 tokens."""
     if n_tokens == 6:
         _four_chains(like, 6, w, x, token, width, first, to, ahead, stride)
@@ -68,11 +60,8 @@ def _quarter(
         _four_chains(like, 1, w, x, token, width, first, to, ahead, stride)
 
 
-@part
-def _add_panel(
-    w: Any, x: Any, token: Any, n_tokens: Any, width: Any, quarters: Any, sums: Any, ahead: Any,
-    row_bytes: Any, item_bytes: Any,
-) -> None:  # fmt: skip
+@jit.device_function
+def _add_panel(w, x, token, n_tokens, width, quarters, sums, ahead, row_bytes, item_bytes):
     """Add a transposed panel of `width` columns times some tokens to their `sums` (tokens, 16).
 
     Meanwhile ask for what is transposed next: as many columns of 16 rows at address `ahead`.
@@ -98,8 +87,8 @@ def _add_panel(
         x += count * token
 
 
-@part
-def _transpose(w: Any, row: Any, k: Any, width: Any, scratch: Any, panel: Any) -> None:
+@jit.device_function
+def _transpose(w, row, k, width, scratch, panel):
     """Write columns k to k + width of 16 rows as float32 to the quarters of the address `panel`."""
     n_rows = min(16, w.shape[0] - row)
     at = simd.address(w) + row * w.strides[0] + k * w.itemsize
@@ -120,8 +109,8 @@ def _transpose(w: Any, row: Any, k: Any, width: Any, scratch: Any, panel: Any) -
         to += 256
 
 
-@njit
-def multiply(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def multiply(x, w, bias, accumulate, out, start, stop):
     """Rows 16 * start to 16 * stop of `w`; any number of columns."""
     n_tokens, n_columns = x.shape
     room = np.empty(16 * PANEL + 16, np.float32)
@@ -151,11 +140,8 @@ def multiply(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, s
                     out[token + t, row + r] = sums[t, r]
 
 
-@inline
-def _begin(
-    sums: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any, row: Any,
-    n_rows: Any,
-) -> None:  # fmt: skip
+@jit.device_function(inline="always")
+def _begin(sums, bias, accumulate, out, token, n_tokens, row, n_rows):
     """Write what the panels are added to: nothing, the bias, the old output, or both."""
     for t in range(n_tokens):
         for r in range(16):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import cpu as float_cpu
 from nbflow_kernels.qmatmul import cpu as quant_cpu
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -102,8 +102,8 @@ def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.
     split_rows(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
 
 
-@part
-def _best(values: Any, first: Any, stop: Any) -> Any:
+@jit.device_function
+def _best(values, first, stop):
     """Return the place of the largest value above -inf, the lowest of equals, or -1."""
     place, most = -1, -np.inf
     for i in range(first, stop):
@@ -112,8 +112,8 @@ def _best(values: Any, first: Any, stop: Any) -> Any:
     return place
 
 
-@part
-def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
+@jit.device_function
+def _score(logits, sigmoid, scores):
     """Write the scores of a row; return whether it has any."""
     top, total = -np.inf, 0.0
     for e in range(len(logits)):
@@ -134,8 +134,8 @@ def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
     return True
 
 
-@part
-def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, groups: Any) -> None:
+@jit.device_function
+def _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups):
     """Set the choice values of the experts outside the best groups to -inf."""
     size = len(choice) // n_groups
     for g in range(n_groups):
@@ -155,8 +155,8 @@ def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, g
             choice[e] = -np.inf
 
 
-@part
-def _largest(values: Any, first: Any, stop: Any) -> Any:
+@jit.device_function
+def _largest(values, first, stop):
     """Return the largest of some values, -inf of none."""
     most = -np.inf
     for i in range(first, stop):
@@ -164,11 +164,11 @@ def _largest(values: Any, first: Any, stop: Any) -> Any:
     return most
 
 
-@njit
+@jit.kernel
 def _routing(
-    logits: Any, bias: Any, sigmoid: Any, renormalize: Any, n_groups: Any, top_k_groups: Any,
-    top2_sum: Any, scale: Any, min_score: Any, weights: Any, ids: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    logits, bias, sigmoid, renormalize, n_groups, top_k_groups, top2_sum, scale, min_score, weights,
+    ids, start, stop
+):  # fmt: skip
     E, k = logits.shape[1], weights.shape[1]
     scores, choice, groups = np.empty(E), np.empty(E), np.empty(n_groups)
     for t in range(start, stop):
@@ -197,8 +197,8 @@ def _routing(
                 weights[t, j] = scores[ids[t, j]] * factor
 
 
-@njit
-def _permute(ids: Any, rows: Any, indptr: Any, inverse: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _permute(ids, rows, indptr, inverse, start, stop):
     T, k = ids.shape
     E = len(indptr) - 1
     for e in range(E + 1):
@@ -227,10 +227,8 @@ def _permute(ids: Any, rows: Any, indptr: Any, inverse: Any, start: Any, stop: A
     indptr[0] = 0
 
 
-@njit
-def _combine(
-    y: Any, weights: Any, inverse: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _combine(y, weights, inverse, accumulate, out, start, stop):
     H = y.shape[1]
     for t in range(start, stop):
         to = simd.address(out) + 4 * H * t
@@ -250,8 +248,8 @@ def _combine(
             out[t, d] = sum_here
 
 
-@njit
-def _scale_rows(x: Any, gate: Any, y: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _scale_rows(x, gate, y, start, stop):
     for t in range(start, stop):
         total = 0.0
         for d in range(x.shape[1]):

@@ -107,7 +107,7 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
         _clear_unused(grid, 256, args)
 
 
-def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any) -> None:
+def _one_by_one(x, matrices, indptr, bias, out, rows):
     """Multiply matrix after matrix, those that have rows."""
     if rows is not None:
         x = x[rows]

@@ -259,7 +259,7 @@ def fused_moe(
     return out
 
 
-def _device(x: Any) -> Any:
+def _device(x):
     """Return the variant for an array."""
     return cuda if is_cuda(x) else cpu
 

@@ -451,7 +451,7 @@ def linear_norm(
     return out
 
 
-def _variant(x: Any) -> Any:
+def _variant(x):
     return cuda if is_cuda(x) else cpu
 
 
@@ -467,7 +467,7 @@ def _check_columns(name: str, weight: Any, x: Any) -> None:
         check_array(name, weight, x.shape[1:] if per_head else x.shape[-1:])
 
 
-def _output(x: Any, out: Any) -> Any:
+def _output(x, out):
     """Return `out` after its check, or a new array."""
     if out is None:
         return empty(x, x.shape)

@@ -7,13 +7,11 @@ matrix), heads, and calls without a weight.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, load_first, read_f32, store_first
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 
@@ -145,8 +143,8 @@ def _heads(x: NDArray[np.float32]) -> tuple[int, int]:
     return x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
 
 
-@part
-def _sum(a: Any, E: Any) -> Any:
+@jit.device_function
+def _sum(a, E):
     """Return the sum of the vector at `a`: four times 16 lanes, then the ragged end."""
     s0 = s1 = s2 = s3 = simd.splat(0.0)
     body = E - E % 64
@@ -161,8 +159,8 @@ def _sum(a: Any, E: Any) -> Any:
     return total
 
 
-@part
-def _sum_of_squares(a: Any, E: Any, mean: Any) -> Any:
+@jit.device_function
+def _sum_of_squares(a, E, mean):
     """Return the sum of (x - mean)**2 in the order of `_sum`."""
     m = simd.splat(mean)
     s0 = s1 = s2 = s3 = simd.splat(0.0)
@@ -183,8 +181,8 @@ def _sum_of_squares(a: Any, E: Any, mean: Any) -> Any:
     return total
 
 
-@part
-def _add_to(target: Any, source: Any, E: Any) -> None:
+@jit.device_function
+def _add_to(target, source, E):
     """Add the vector at `source` to the one at `target`."""
     body, rest = E - E % 16, E % 16
     for i in range(0, body * 4, 64):
@@ -196,25 +194,25 @@ def _add_to(target: Any, source: Any, E: Any) -> None:
         store_first(target, rest, v)
 
 
-@njit
+@jit.kernel
 def _rmsnorm(
-    x: Any,
-    x_bytes: Any,
-    residual: Any,
-    residual_bytes: Any,
-    weight: Any,
-    weight_head_bytes: Any,
-    weight_bytes: Any,
-    out: Any,
-    out_bytes: Any,
-    H: Any,
-    E: Any,
-    divisor: Any,
-    eps: Any,
-    offset: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    x,
+    x_bytes,
+    residual,
+    residual_bytes,
+    weight,
+    weight_head_bytes,
+    weight_bytes,
+    out,
+    out_bytes,
+    H,
+    E,
+    divisor,
+    eps,
+    offset,
+    start,
+    stop,
+):
     """Normalize rows [start, stop) of `x`, or of `residual` after adding `x` to it, into `out`."""
     body, rest = E - E % 16, E % 16
     shift = np.float32(offset)
@@ -240,26 +238,26 @@ def _rmsnorm(
                 store_first(y + body * 4, rest, v)
 
 
-@njit
+@jit.kernel
 def _layernorm(
-    x: Any,
-    x_bytes: Any,
-    residual: Any,
-    residual_bytes: Any,
-    weight: Any,
-    weight_head_bytes: Any,
-    weight_bytes: Any,
-    bias: Any,
-    bias_head_bytes: Any,
-    bias_bytes: Any,
-    out: Any,
-    out_bytes: Any,
-    H: Any,
-    E: Any,
-    eps: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    x,
+    x_bytes,
+    residual,
+    residual_bytes,
+    weight,
+    weight_head_bytes,
+    weight_bytes,
+    bias,
+    bias_head_bytes,
+    bias_bytes,
+    out,
+    out_bytes,
+    H,
+    E,
+    eps,
+    start,
+    stop,
+):
     """Normalize rows [start, stop): mean first, then the mean square of the differences."""
     body, rest = E - E % 16, E % 16
     for t in range(start, stop):

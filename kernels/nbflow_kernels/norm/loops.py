@@ -7,16 +7,14 @@ last multiple of 64 follow one by one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.scalars import fma, tree_sum
 
 
-@strict_njit
-def _sum(x: Any, mean: Any, squares: Any) -> Any:
+@jit.kernel(strict=True)
+def _sum(x, mean, squares):
     """Return the sum of x, or of (x - mean) ** 2."""
     body = len(x) - len(x) % 64
     lanes = np.zeros((4, 16), np.float32)
@@ -31,8 +29,8 @@ def _sum(x: Any, mean: Any, squares: Any) -> Any:
     return total
 
 
-@strict_njit
-def rmsnorm(x: Any, weight: Any, eps: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def rmsnorm(x, weight, eps, out):
     """Divide each row of `x` (T, E) by its root mean square, times `weight` (E)."""
     for t in range(x.shape[0]):
         mean_square = _sum(x[t], np.float32(0.0), True) / np.float32(x.shape[1])
@@ -41,8 +39,8 @@ def rmsnorm(x: Any, weight: Any, eps: Any, out: Any) -> None:
             out[t, i] = x[t, i] * scale * weight[i]
 
 
-@strict_njit
-def layernorm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def layernorm(x, weight, bias, eps, out):
     """Subtract each row's mean and divide by its standard deviation, times `weight` plus `bias`."""
     E = np.float32(x.shape[1])
     for t in range(x.shape[0]):

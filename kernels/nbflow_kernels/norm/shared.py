@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 
@@ -29,8 +27,8 @@ def rmsnorm_with_sums(
     split_rows(_scale, len(x), float(x.size), x, sums, weight, float(width), eps, offset, out)
 
 
-@njit
-def _sum_squares(x: Any, factor: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _sum_squares(x, factor, out, start, stop):
     for t in range(start, stop):
         total = 0.0
         for d in range(x.shape[1]):
@@ -38,11 +36,8 @@ def _sum_squares(x: Any, factor: Any, out: Any, start: Any, stop: Any) -> None:
         out[t] = np.float32(total * factor)
 
 
-@njit
-def _scale(
-    x: Any, sums: Any, weight: Any, width: Any, eps: Any, offset: Any, out: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _scale(x, sums, weight, width, eps, offset, out, start, stop):
     for t in range(start, stop):
         factor = 1.0 / np.sqrt(np.float64(sums[t]) / width + eps)
         for d in range(x.shape[1]):

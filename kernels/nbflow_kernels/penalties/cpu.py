@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
@@ -75,10 +73,8 @@ def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
     split_rows(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
 
 
-@njit
-def _penalties(
-    logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _penalties(logits, token_ids, indptr, parameters, spans, start, stop):
     # bit 0: the token occurred; above: how often after the prompt
     counts = np.zeros(logits.shape[1], np.int32)
     for b in range(start, stop):
@@ -103,10 +99,8 @@ def _penalties(
                 counts[token] = 0
 
 
-@njit
-def _no_repeat_ngram(
-    logits: Any, token_ids: Any, indptr: Any, sizes: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _no_repeat_ngram(logits, token_ids, indptr, sizes, start, stop):
     for b in range(start, stop):
         end, n = np.int64(indptr[b + 1]), sizes[b]
         if n < 1:
@@ -120,8 +114,8 @@ def _no_repeat_ngram(
                 logits[b, token_ids[i]] = -np.inf
 
 
-@part
-def _first_from(token: Any, j: Any, low: Any, high: Any, words: Any, edges: Any) -> Any:
+@jit.device_function
+def _first_from(token, j, low, high, words, edges):
     """Return the first breaker of [low, high) whose token j from its end is not below `token`."""
     while low < high:
         middle = (low + high) // 2
@@ -132,8 +126,8 @@ def _first_from(token: Any, j: Any, low: Any, high: Any, words: Any, edges: Any)
     return low
 
 
-@part
-def _ends_breaker(tokens: Any, i: Any, words: Any, edges: Any) -> Any:
+@jit.device_function
+def _ends_breaker(tokens, i, words, edges):
     """Return whether token i is the last of a breaker that lies in `tokens`."""
     low, high, j = 0, len(edges) - 1, 0
     while low < high and j <= i:
@@ -147,8 +141,8 @@ def _ends_breaker(tokens: Any, i: Any, words: Any, edges: Any) -> Any:
     return False
 
 
-@part
-def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
+@jit.device_function
+def _free_tokens(tokens, words, edges):
     """Return how many tokens follow the last breaker."""
     n = len(tokens)
     for after in range(n):
@@ -157,8 +151,8 @@ def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
     return n
 
 
-@part
-def _common_suffixes(tokens: Any, lengths: Any) -> None:
+@jit.device_function
+def _common_suffixes(tokens, lengths):
     """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
 
     The Z algorithm on the reversed sequence: linear time.
@@ -176,18 +170,15 @@ def _common_suffixes(tokens: Any, lengths: Any) -> None:
             left, right = k, k + z
 
 
-@part
-def _is_breaker(token: Any, words: Any, edges: Any) -> Any:
+@jit.device_function
+def _is_breaker(token, words, edges):
     n = len(edges) - 1
     w = _first_from(np.int64(token), 0, 0, n, words, edges)
     return w < n and edges[w + 1] - edges[w] == 1 and words[edges[w]] == token
 
 
-@njit
-def _dry(
-    logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any, words: Any, edges: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _dry(logits, token_ids, indptr, parameters, spans, words, edges, start, stop):
     longest = np.zeros(logits.shape[1], np.int64)
     lengths = np.zeros(len(token_ids), np.int64)
     for b in range(start, stop):
@@ -215,17 +206,15 @@ def _dry(
                 longest[token] = 0
 
 
-@njit
-def _logit_bias(
-    logits: Any, token_ids: Any, biases: Any, indptr: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _logit_bias(logits, token_ids, biases, indptr, start, stop):
     for b in range(start, stop):
         for i in range(indptr[b], indptr[b + 1]):
             logits[b, token_ids[i]] += biases[i]
 
 
-@njit
-def _mask(logits: Any, token_ids: Any, indptr: Any, keep: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _mask(logits, token_ids, indptr, keep, start, stop):
     V = logits.shape[1]
     kept = np.empty(V if keep else 0, np.float32)
     for b in range(start, stop):
@@ -242,8 +231,8 @@ def _mask(logits: Any, token_ids: Any, indptr: Any, keep: Any, start: Any, stop:
             logits[b, token_ids[i]] = kept[token_ids[i]] if keep else -np.inf
 
 
-@njit
-def _bitmask(logits: Any, bits: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _bitmask(logits, bits, start, stop):
     V, excluded = logits.shape[1], simd.splat(-np.inf)
     for b in range(start, stop):
         at = simd.address(logits) + 4 * V * b

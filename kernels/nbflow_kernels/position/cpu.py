@@ -6,12 +6,10 @@ speed of memory without anything to compile.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import shuffles, simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import hold, split_rows
 
@@ -118,8 +116,8 @@ def add_learned_positions(
     np.add(x, rows, out=out)
 
 
-@part
-def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
+@jit.device_function
+def _rotate_pair(a, b, cos, sin):
     """Rotate one pair of elements; products of float32 are exact in float64."""
     x, y = np.float64(read_f32(a)), np.float64(read_f32(b))
     c, s = np.float64(read_f32(cos)), np.float64(read_f32(sin))
@@ -127,8 +125,8 @@ def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
     write_f32(b, y * c + x * s)
 
 
-@part
-def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
+@jit.device_function
+def _rotate_halves(x, cos, half):
     """Rotate the pairs (j, j + half) of one head; `cos` has the sines behind it."""
     sin, y = cos + 4 * half, x + 4 * half
     d = 0
@@ -145,8 +143,8 @@ def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
         d += 1
 
 
-@part
-def _rotate_pairs(x: Any, cos: Any, half: Any) -> None:
+@jit.device_function
+def _rotate_pairs(x, cos, half):
     """Rotate the pairs (2j, 2j + 1) of one head; `cos` has the sines behind it."""
     sin = cos + 4 * half
     d = 0
@@ -167,22 +165,22 @@ def _rotate_pairs(x: Any, cos: Any, half: Any) -> None:
         d += 1
 
 
-@njit
+@jit.kernel
 def _rope(
-    positions: Any,
-    query: Any,
-    query_row_bytes: Any,
-    H: Any,
-    key: Any,
-    key_row_bytes: Any,
-    G: Any,
-    D: Any,
-    cache: Any,
-    half: Any,
-    is_neox: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    positions,
+    query,
+    query_row_bytes,
+    H,
+    key,
+    key_row_bytes,
+    G,
+    D,
+    cache,
+    half,
+    is_neox,
+    start,
+    stop,
+):
     for row in range(start, stop):
         cos = cache + 8 * half * np.int64(positions[row])
         for h in range(H + G):

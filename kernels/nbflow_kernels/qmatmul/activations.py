@@ -8,13 +8,12 @@ q are 0; where a column is not finite, d is NaN and so is everything computed fr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd, simd_bytes
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 COLUMNS = 32  # that share a scale
@@ -88,10 +87,8 @@ def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
     split_rows(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
 
 
-@njit
-def _quantize(
-    x: Any, codes: Any, scales: Any, sums: Any, half_sums: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _quantize(x, codes, scales, sums, half_sums, start, stop):
     """Quantize rows [start, stop)."""
     tail = np.zeros(COLUMNS, np.float32)
     n_columns = x.shape[1]

@@ -16,7 +16,7 @@ import numpy as np
 from numba.core import extending
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import FAST_MATH, helper, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
@@ -28,11 +28,8 @@ def many_rows(form: PackedForm) -> Any:
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
 
-    @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
+    @jit.kernel
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.float32)
         tiles.multiply_decoded(
             decode_f32, False, form, simd.address(packed), n_blocks * block_bytes,
@@ -48,11 +45,8 @@ def any_rows_bf16(form: PackedForm) -> Any:
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
 
-    @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
+    @jit.kernel
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.int32)
         tiles.multiply_decoded(
             decode_pairs, True, form, simd.address(packed), n_blocks * block_bytes,
@@ -74,16 +68,20 @@ def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
 
 # Chosen by the type of the form, not held by the kernels: a kernel that holds a compiled function
 # is never found in the disk cache again.
-_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+_OPTIONS: Any = {
+    "forceinline": True,
+    "error_model": "numpy",
+    "fastmath": jit.FAST_MATH,
+}  # as `helper`
 
 
 @extending.overload(decode_f32, jit_options=_OPTIONS)
-def _decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., None]:
+def _decode_f32(form, at, k, n, to):
     return _decoder(form.form, form.form.block, _write_f32, 256)
 
 
 @extending.overload(decode_pairs, jit_options=_OPTIONS)
-def _decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., None]:
+def _decode_pairs(form, at, k, n, to):
     return _decoder(form.form, form.form.block // 2, _write_pairs, 128)
 
 
@@ -94,7 +92,7 @@ def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callabl
     piece = min(vectors, per_scale)  # vectors that have one scale
     pieces = vectors // piece
 
-    def decode(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    def decode(form, at, k, n, to):
         at += k // block * block_bytes
         for _ in range(n // block):
             for unit in range(units):
@@ -109,15 +107,15 @@ def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callabl
     return decode
 
 
-@helper
-def _write_f32(form: Any, u: Any, scale: Any, base: Any, to: Any) -> None:
+@jit.device_function(inline="llvm")
+def _write_f32(form, u, scale, base, to):
     """Write four columns of 16 rows."""
     for j in range(4):
         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
 
 
-@helper
-def _write_pairs(form: Any, u: Any, scale: Any, base: Any, to: Any) -> None:
+@jit.device_function(inline="llvm")
+def _write_pairs(form, u, scale, base, to):
     """Write four columns of 16 rows as two pairs."""
     for j in range(2):
         even = weight(form, u, 2 * j, scale, base)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
-from nbflow_kernels.qmatmul.finish import finish
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.matmul.outputs import write_group
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
@@ -27,11 +27,8 @@ def one_row(form: PackedForm) -> Any:
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     block, block_bytes = form.block, form.block_bytes
 
-    @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
+    @jit.kernel
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         n_whole = x.shape[1] // block
         # the columns of the last blocks where x has fewer: storage may be padded by several of them
         tail = np.zeros((n_blocks - n_whole) * block, np.float32)
@@ -60,6 +57,6 @@ def one_row(form: PackedForm) -> Any:
                         x_at += 16
                 at += block_bytes
             total = simd.add(simd.add(chain0, chain1), simd.add(chain2, chain3))
-            finish(total, bias, accumulate, out, 0, group)
+            write_group(total, bias, accumulate, out, 0, group)
 
     return kernel

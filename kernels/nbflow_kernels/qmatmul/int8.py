@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd, simd_bytes, simd_tiles
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import prefetch
-from nbflow_kernels.qmatmul.finish import finish
+from nbflow_kernels.matmul.outputs import write_group
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import (
     base_of,
@@ -70,11 +70,8 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
     halves, bits = 1 if vectors == 4 else 0, 8 if form.values is not None else form.bits
     lines = -(-block_bytes // (units * LINE)) if tokens > 1 else 0  # to ask for with each unit
 
-    @njit
-    def kernel(
-        x: Any, n_tokens: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any,
-        accumulate: Any, out: Any, start: Any, stop: Any,
-    ) -> None:  # fmt: skip
+    @jit.kernel
+    def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * units * pieces
         room = (n_tokens + tokens - 1) // tokens * tokens
         starts = np.empty((room, n_pieces), np.int32)
@@ -123,7 +120,7 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
                 simd_tiles.store(simd.address(result), total)
                 for t in range(min(tokens, n_tokens - first)):
                     one = simd.load_f32(simd.address(result) + 64 * t)
-                    finish(one, bias, accumulate, out, first + t, group)
+                    write_group(one, bias, accumulate, out, first + t, group)
 
     return kernel
 
@@ -143,11 +140,8 @@ def many_rows(form: PackedForm) -> Any:
     bits = 8 if form.values is not None else form.bits
     lines = -(-2 * block_bytes // (units * pieces * LINE))  # of two row groups, with each piece
 
-    @njit
-    def kernel(
-        x: Any, n_tokens: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any,
-        accumulate: Any, out: Any, start: Any, stop: Any,
-    ) -> None:  # fmt: skip
+    @jit.kernel
+    def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * block // (4 * vectors)
         w_step, s_step = n_pieces * vectors * 64, n_pieces * 64
         room = np.empty(2 * w_step + 64, np.uint8)
@@ -214,6 +208,6 @@ def many_rows(form: PackedForm) -> Any:
                 for g in range(n_groups):
                     for t in range(min(TOKENS, n_tokens - token)):
                         one = simd.load_f32(simd.address(result) + 64 * (g * TOKENS + t))
-                        finish(one, bias, accumulate, out, token + t, first + g)
+                        write_group(one, bias, accumulate, out, token + t, first + g)
 
     return kernel

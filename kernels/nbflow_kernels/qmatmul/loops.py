@@ -7,16 +7,14 @@ integers, piece by piece, as here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.scalars import fma
 
 
-@strict_njit
-def read_code(unit: Any, fields: Any, row: Any, column: Any) -> Any:
+@jit.kernel(strict=True)
+def read_code(unit, fields, row, column):
     """Return a code from the packed bytes of a unit (columns) of 16 rows.
 
     Byte ``4 * row + column % 4`` of a word vector holds bits of the code.  `fields` is the table
@@ -31,8 +29,8 @@ def read_code(unit: Any, fields: Any, row: Any, column: Any) -> Any:
     return code
 
 
-@strict_njit
-def quantize_row(x: Any, codes: Any, scales: Any) -> None:
+@jit.kernel(strict=True)
+def quantize_row(x, codes, scales):
     """Round a row to int8; 32 columns share a scale.  For numbers of ordinary size only."""
     for b in range(len(scales)):
         largest = np.float32(0.0)
@@ -43,8 +41,8 @@ def quantize_row(x: Any, codes: Any, scales: Any) -> None:
             codes[k] = np.int8(np.rint(x[k] * (np.float32(127.0) / largest)))
 
 
-@strict_njit
-def int8(values: Any, scales: Any, bases: Any, codes: Any, x_scales: Any, out: Any) -> None:
+@jit.kernel(strict=True)
+def int8(values, scales, bases, codes, x_scales, out):
     """Multiply int8 activations (T, K) by weights scale * value + base; `values` is (N, K).
 
     `scales` and `bases` are (N, pieces): a piece is 32 columns, or 16 if they have a scale of

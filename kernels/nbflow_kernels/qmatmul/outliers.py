@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import threads
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
 from nbflow_kernels.sparse.cpu import sparse_matmul
 from nbflow_kernels.threads import split_rows
@@ -38,10 +38,8 @@ def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
         )  # fmt: skip
 
 
-@njit
-def _add_int8(
-    codes: Any, scales: Any, indptr: Any, indices: Any, values: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _add_int8(codes, scales, indptr, indices, values, out, start, stop):
     """Add to columns [start, stop) of the result, a row's values one after the other."""
     for n in range(start, stop):
         for t in range(out.shape[0]):

@@ -141,7 +141,7 @@ def _panel(device: Any, n_rows: int, n_columns: int) -> Any:
     return panel[: n_rows * n_columns].reshape(n_rows, n_columns)
 
 
-def _to_bits(x: Any, out: Any) -> None:
+def _to_bits(x, out):
     _BITS[x.dtype.name](min(ceil_div(x.size, 256), 4096), 256, (x, out, x.size))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import helper, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
 from nbflow_kernels.quants.user import UserFormat
@@ -52,8 +52,8 @@ def widen(rows: Int8Rows, out: Any) -> None:
     split_rows(_widen, len(out), 2.0 * out.size, rows.codes, rows.scales, out)
 
 
-@njit
-def _widen(codes: Any, scales: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _widen(codes, scales, out, start, stop):
     """Write scale * code of rows [start, stop)."""
     for row in range(start, stop):
         for k in range(out.shape[1]):
@@ -67,9 +67,7 @@ def _rows(code: UserCode) -> Any:
     panel = max(1, tiles.PANEL // size) * size
 
     @code.njit
-    def user_rows(
-        x: Any, data: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-    ) -> None:
+    def user_rows(x, data, bias, accumulate, out, start, stop):
         source = (code, data, np.empty(size, np.float32), n_bytes)
         like = np.empty(0, np.float32)
         tiles.multiply_decoded(
@@ -88,9 +86,7 @@ def _rows_bf16(code: UserCode) -> Any:
     wide = 2 * panel
 
     @code.njit
-    def user_rows_bf16(
-        x: Any, data: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-    ) -> None:
+    def user_rows_bf16(x, data, bias, accumulate, out, start, stop):
         columns = np.empty((wide, DECODED_ROWS), np.float32)
         source = (code, data, np.empty(size, np.float32), n_bytes, columns)
         like = np.empty(0, np.int32)
@@ -103,8 +99,8 @@ def _rows_bf16(code: UserCode) -> Any:
     return user_rows_bf16
 
 
-@helper
-def _decode_pairs(source: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+@jit.device_function(inline="llvm")
+def _decode_pairs(source, at, k, n, to):
     """Write pairs of columns k to k + n of the 16 rows at address `at` as bfloat16."""
     code, data, room, n_bytes, columns = source
     n_columns = min(2 * n, data.shape[1] // n_bytes * len(room) - 2 * k)

@@ -26,13 +26,13 @@ q1_0      0.586  0.586    iq2_xxs   0.338  0.323    q2_0      0.697  0.343
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Floats
 
 F16_MAX = 65504.0
@@ -86,8 +86,8 @@ class Searched(NamedTuple):
     """(rows, blocks): bits of float16, or the index in `Rule.stored`."""
 
 
-@njit
-def _store(value: Any, stored: Any) -> Any:
+@jit.kernel
+def _store(value, stored):
     """Return the index or bits of the storable number nearest to a value."""
     if len(stored) == 0:
         return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
@@ -101,8 +101,8 @@ def _store(value: Any, stored: Any) -> Any:
     return low if value - stored[low] < stored[high] - value else high
 
 
-@njit
-def _number(index: Any, stored: Any) -> Any:
+@jit.kernel
+def _number(index, stored):
     """Return the number of an index or of bits, NaN if there is none."""
     if len(stored) == 0:
         value = simd.half_to_float(np.uint16(index))
@@ -110,8 +110,8 @@ def _number(index: Any, stored: Any) -> Any:
     return stored[index] if 0 <= index < len(stored) else np.float32(np.nan)
 
 
-@njit
-def _normalized(x: Any, value: Any) -> Any:
+@jit.kernel
+def _normalized(x, value):
     """Write weights divided by the largest magnitude; return 1 / that (1 for zeros)."""
     largest = np.float32(0)
     for i in range(len(value)):
@@ -122,17 +122,15 @@ def _normalized(x: Any, value: Any) -> Any:
     return norm
 
 
-@njit
-def _copy(source: Any, target: Any) -> None:
+@jit.kernel
+def _copy(source, target):
     """Fill an array from the beginning of another one."""
     for i in range(len(target)):
         target[i] = source[i]
 
 
-@inline
-def _ideal(
-    evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: Any, scratch: Any
-) -> Any:
+@jit.device_function(inline="always")
+def _ideal(evaluate, value, weight, tables, rule, out, scratch):
     """Return the scale of a sub-block that loses least if any scale could be stored."""
     extreme = np.float32(0)
     for j in range(len(value)):
@@ -150,11 +148,8 @@ def _ideal(
     return best
 
 
-@inline
-def _choose(
-    evaluate: Any, value: Any, weight: Any, d: Any, tables: Any, rule: Any, ideal: Any,
-    integers: Any, out: Any, scratch: Any, chosen: Any,
-) -> Any:  # fmt: skip
+@jit.device_function(inline="always")
+def _choose(evaluate, value, weight, d, tables, rule, ideal, integers, out, scratch, chosen):
     """Choose the integers of a block for a d; return the error and the sums that d is fitted by.
 
     Unless `chosen` is empty, the integers are given, and what `evaluate` writes is put there.
@@ -190,11 +185,8 @@ def _choose(
     return error, sum_x, sum_q
 
 
-@inline
-def search_rows(
-    evaluate: Any, x: Any, weight: Any, tables: Any, rule: Any, chosen: Any, scales: Any, d: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.device_function(inline="always")
+def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, stop):
     """Encode rows [start, stop).
 
     `weight` (1 or rows, columns) is how much the squared error of a weight counts.

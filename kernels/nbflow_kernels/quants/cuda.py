@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels._jit import source_digest
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.jit_cache import source_digest
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.integer_format import IntegerFormat, value_table
 from nbflow_kernels.quants.k_quants import KFormat
@@ -119,7 +119,7 @@ def _decoder(format: Any, half: bool) -> cuda.Kernel:
     @cuda.numba_kernel(
         _declared(format, half), key=key_of(format), fuse=False, name=f"decode_{format.name}"
     )
-    def decode(data, ids, table, values, out, n_rows, T, columns, row_bytes, factor, gathers):  # type: ignore[no-untyped-def]
+    def decode(data, ids, table, values, out, n_rows, T, columns, row_bytes, factor, gathers):
         first = (nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x) * _PIECE
         if first >= columns:
             return
@@ -156,7 +156,7 @@ def _user_decoder(format: UserFormat, half: bool) -> cuda.Kernel:
     @cuda.numba_kernel(
         _declared(format, half), key=user_key(format), fuse=False, name=f"decode_{format.name}"
     )
-    def decode(data, ids, table, values, out, n_rows, T, columns, row_bytes, factor, gathers):  # type: ignore[no-untyped-def]
+    def decode(data, ids, table, values, out, n_rows, T, columns, row_bytes, factor, gathers):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * size >= columns:
             return
@@ -216,13 +216,13 @@ def _reader(format: Any) -> tuple[Any, Any, bool]:
     return _integer_parameters(format), _table_value(format), False
 
 
-def _plain_value(format: Any) -> Any:
+def _plain_value(format):
     from nbflow_kernels.quants.cuda_numbers import device
 
     code, zero = format.code, format.integer_form.zero
 
     @device
-    def value(data, at, i, table, values):  # type: ignore[no-untyped-def]
+    def value(data, at, i, table, values):
         return np.float32(np.int32(code(data, at, i)) - np.int32(zero))
 
     return value
@@ -234,7 +234,7 @@ def _table_value(format: IntegerFormat) -> Any:
     code = format.code
 
     @device
-    def value(data, at, i, table, values):  # type: ignore[no-untyped-def]
+    def value(data, at, i, table, values):
         return values[code(data, at, i, table)]
 
     return value
@@ -246,11 +246,11 @@ def _linear_parameters(format: LinearFormat) -> Any:
     scale_at, base_at = format.scale_at, format.base_at
 
     @device
-    def halves(data, at, s):  # type: ignore[no-untyped-def]
+    def halves(data, at, s):
         return half_at(data, at + scale_at), half_at(data, at + base_at)
 
     @device
-    def bytes_(data, at, s):  # type: ignore[no-untyped-def]
+    def bytes_(data, at, s):
         base = np.float32(data[at + base_at]) / np.float32(100) - np.float32(1)
         return np.float32(data[at + scale_at]) / np.float32(1000), base
 
@@ -263,7 +263,7 @@ def _k_parameters(format: KFormat) -> Any:
     scale, minimum, d_at, has_mins = format.scale, format.minimum, format.d_at, format.has_mins
 
     @device
-    def parameters(data, at, s):  # type: ignore[no-untyped-def]
+    def parameters(data, at, s):
         step = half_at(data, at + d_at) * np.float32(scale(data, at, s))
         base = np.float32(0)
         if has_mins:
@@ -284,19 +284,19 @@ def _integer_parameters(format: IntegerFormat) -> Any:
     ]
 
     @numbers.device
-    def with_d_bits(data, at, s):  # type: ignore[no-untyped-def]
+    def with_d_bits(data, at, s):
         step = numbers.half(np.int32(d_bits(data, at))) * factor
         return step * np.float32(scale(data, at, s)), np.float32(0)
 
     @numbers.device
-    def in_place(data, at, s):  # type: ignore[no-untyped-def]
+    def in_place(data, at, s):
         step = of_block(data, at + d_at) * factor
         if has_scales:
             step *= np.float32(scale(data, at, s))
         return step, np.float32(0)
 
     @numbers.device
-    def for_each_sub_block(data, at, s):  # type: ignore[no-untyped-def]
+    def for_each_sub_block(data, at, s):
         return of_block(data, at + d_at + s) * factor, np.float32(0)
 
     if d_bits is not None:

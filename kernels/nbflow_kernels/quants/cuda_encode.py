@@ -134,7 +134,7 @@ def _linear_encoder(format: LinearFormat) -> cuda.Kernel:
     fit = _inferflow_fit(format) if format.plain is None else _ggml_fit(format)
 
     @cuda.numba_kernel(_DECLARED, key=format.name, fuse=False, name=f"encode_{format.name}")
-    def encode(x, places, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, places, blank, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -167,7 +167,7 @@ def _inferflow_fit(format: LinearFormat) -> Any:
     offset = np.float32(1e-4) if midrise else np.float32(0.5)
 
     @numbers.device
-    def fit(weights, codes, room):  # type: ignore[no-untyped-def]
+    def fit(weights, codes, room):
         low, high = linear_plain.extent(weights, 0, block)
         if kind == F16_SCALE:
             scale = max(abs(low), abs(high)) / divisor
@@ -206,7 +206,7 @@ def _ggml_fit(format: LinearFormat) -> Any:
     half = np.float32(zero + 0.5) if extreme else np.float32(0.5)
 
     @numbers.device
-    def fit(weights, codes, room):  # type: ignore[no-untyped-def]
+    def fit(weights, codes, room):
         low, high = linear_plain.extent(weights, 0, block)
         top = weights[0]
         for i in range(1, block):
@@ -249,7 +249,7 @@ def _user_encoder(format: UserFormat) -> cuda.Kernel:
     @cuda.numba_kernel(
         _DECLARED, key=user_key(format), fuse=False, name=f"encode_{format.name}"
     )  # fmt: skip
-    def encode(x, places, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, places, blank, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -275,7 +275,7 @@ def _float_encoder(format: Any) -> cuda.Kernel:
     bits, n_bytes = getattr(numbers, f"bits_of_{format.name}"), format.block_bytes
 
     @cuda.numba_kernel(_DECLARED, key=format.name, fuse=False, name=f"encode_{format.name}")
-    def encode(x, places, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, places, blank, data, T, columns, row_bytes):
         i = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if i >= columns:
             return

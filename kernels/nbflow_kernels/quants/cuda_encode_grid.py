@@ -62,7 +62,7 @@ def packer(format: IntegerFormat) -> Any:
     block_bytes = format.block_bytes
 
     @device
-    def pack(fields, sources, blank, data, to, thread, n_threads):  # type: ignore[no-untyped-def]
+    def pack(fields, sources, blank, data, to, thread, n_threads):
         for j in range(thread, block_bytes, n_threads):
             byte = np.int32(blank[j])
             for k in range(8):
@@ -97,7 +97,7 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     @cuda.numba_kernel(
         DECLARED, key=key_of(format), fuse=False, name=f"encode_{format.name}"
     )  # fmt: skip
-    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         roots, values = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         gain_x, gain_q = (
@@ -172,7 +172,7 @@ def _sub_block(format: IntegerFormat) -> Any:
     sums = twin(grid_plain.sums)
 
     @device
-    def fit(values, counts, roots, first, lists, grid, gain_x, gain_q, off, points, signs, lane):  # type: ignore[no-untyped-def]
+    def fit(values, counts, roots, first, lists, grid, gain_x, gain_q, off, points, signs, lane):
         losses, codes = nc.local.array(LOSSES, np.float32), nc.local.array(sub, np.uint8)
         tried = nc.local.array(groups, np.int32)
         scale, middle = first_scale(values, counts, nothing, again, n_levels, codes)

@@ -57,7 +57,7 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     @cuda.numba_kernel(
         DECLARED, key=key_of(format), fuse=False, name=f"encode_{format.name}"
     )  # fmt: skip
-    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         order, codes = nc.shared.array(256, np.int32), nc.shared.array(256, np.int32)
         fields, found = nc.shared.array(n_fields, np.int32), nc.shared.array(n_subs, np.float32)
@@ -119,7 +119,7 @@ def _levels() -> Any:
     (a, b, c), (d, e, f) = (tuple(row) for row in iq1_plain.SHIFTED)
 
     @device
-    def fill(levels):  # type: ignore[no-untyped-def]
+    def fill(levels):
         levels[0, 0], levels[0, 1], levels[0, 2] = a, b, c
         levels[1, 0], levels[1, 1], levels[1, 2] = d, e, f
 
@@ -135,7 +135,7 @@ def _sub_block(sub: int) -> Any:
     point_of, sums = twin(iq1_plain.point_of), twin(iq1_plain.sums)
 
     @device
-    def fit(  # type: ignore[no-untyped-def]
+    def fit(
         x, counts, order, codes, sum_x, sum_w, levels, first, lists, grid, points, shifts, lane
     ):
         rank = 0
@@ -180,7 +180,7 @@ def _split(sub: int) -> Any:
     add_up = twin(iq1_plain.add_up_32 if sub == 32 else iq1_plain.add_up_16)
 
     @device
-    def split(x, counts, order, sum_x, sum_w, levels, lane):  # type: ignore[no-untyped-def]
+    def split(x, counts, order, sum_x, sum_w, levels, lane):
         if lane == 0:
             if sub == 32:
                 add_up(x, counts, order, sum_x[0], sum_w[0])
@@ -222,11 +222,11 @@ def _gain(sub: int) -> Any:
     gain_32, half_gain = twin(iq1_plain.gain_32), twin(iq1_plain.half_gain_16)
 
     @device
-    def of_32(sum_x, sum_w, low, high, shift, levels):  # type: ignore[no-untyped-def]
+    def of_32(sum_x, sum_w, low, high, shift, levels):
         return gain_32(sum_x[0, :33], sum_w[0, :33], low, high, levels[shift])
 
     @device
-    def of_16(sum_x, sum_w, low, high, shift, levels):  # type: ignore[no-untyped-def]
+    def of_16(sum_x, sum_w, low, high, shift, levels):
         x0, q0 = half_gain(sum_x[0], sum_w[0], low, high, levels[shift >> 1])
         x1, q1 = half_gain(sum_x[1], sum_w[1], low, high, levels[shift & 1])
         return x0 + x1, q0 + q1

@@ -51,7 +51,7 @@ def _encoder(format: KFormat) -> cuda.Kernel:
         "f32* x, f32* scratch, u8* data, i32 T, i32 columns, i64 row_bytes",
         key=key_of(format), fuse=False, name=f"encode_{format.name}",
     )  # fmt: skip
-    def encode(x, scratch, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, scratch, data, T, columns, row_bytes):
         thread = np.int64(nc.blockIdx.x) * nc.blockDim.x + nc.threadIdx.x
         at = numbers.address(scratch) + offset_of(thread, vectors)
         codes, block = (
@@ -91,7 +91,7 @@ def _fit(format: KFormat) -> Any:
         fit_ranges, recipe = twin(k_plain.fit_ranges), format.recipe(weighted=False)
 
         @device
-        def fit(at):  # type: ignore[no-untyped-def]
+        def fit(at):
             fit_ranges(at, recipe)
 
         return fit

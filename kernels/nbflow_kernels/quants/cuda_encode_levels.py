@@ -84,7 +84,7 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
         "i32 columns, i64 row_bytes",
         key=key_of(format), fuse=False, name=f"encode_{format.name}",
     )  # fmt: skip
-    def encode(x, values, steps, bounds, sources, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+    def encode(x, values, steps, bounds, sources, blank, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -125,7 +125,7 @@ def _fit_iq4(format: IntegerFormat) -> Any:
     scale_of, codes_of = twin(levels_plain.iq4_scale), twin(levels_plain.iq4_codes)
 
     @device
-    def fit(weights, levels, steps, bounds, fields):  # type: ignore[no-untyped-def]
+    def fit(weights, levels, steps, bounds, fields):
         counts, chosen = nc.local.array(32, np.float32), nc.local.array(32, np.int32)
         found, scales = nc.local.array(n_subs, np.float32), nc.local.array(n_subs, np.int16)
         for s in range(n_subs):
@@ -150,7 +150,7 @@ def _fit_fp4(format: IntegerFormat) -> Any:
     code_of = twin(levels_plain.fp4_code)
 
     @numbers.device
-    def fit(weights, levels, steps, bounds, fields):  # type: ignore[no-untyped-def]
+    def fit(weights, levels, steps, bounds, fields):
         for s in range(block // size):
             largest = np.float32(0)
             for i in range(s * size, (s + 1) * size):
@@ -179,11 +179,11 @@ def _fit_few(format: IntegerFormat) -> Any:
     codes_of = twin(published)
 
     @device
-    def fit(weights, levels, steps, bounds, fields):  # type: ignore[no-untyped-def]
+    def fit(weights, levels, steps, bounds, fields):
         fields[block] = codes_of(weights, fields[:block])
 
     @device
-    def fit_in_threes(weights, levels, steps, bounds, fields):  # type: ignore[no-untyped-def]
+    def fit_in_threes(weights, levels, steps, bounds, fields):
         codes = nc.local.array(block, np.int32)
         fields[52] = codes_of(weights, codes)
         for r in range(52):

@@ -5,8 +5,6 @@ A mask is -1 or 0.  Importing it needs numba-cuda.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba.cuda import libdevice
 
@@ -14,138 +12,138 @@ from nbflow_kernels.quants.cuda_numbers import device, half, load_number, narrow
 
 
 @device
-def splat(x):  # type: ignore[no-untyped-def]
+def splat(x):
     """Return a float32."""
     return np.float32(x)
 
 
 @device
-def splat_i32(i):  # type: ignore[no-untyped-def]
+def splat_i32(i):
     """Return an int32."""
     return np.int32(i)
 
 
 @device
-def add(a, b):  # type: ignore[no-untyped-def]
+def add(a, b):
     """Return a + b."""
     return a + b
 
 
 @device
-def sub(a, b):  # type: ignore[no-untyped-def]
+def sub(a, b):
     """Return a - b."""
     return a - b
 
 
 @device
-def mul(a, b):  # type: ignore[no-untyped-def]
+def mul(a, b):
     """Return a * b."""
     return a * b
 
 
 @device
-def div(a, b):  # type: ignore[no-untyped-def]
+def div(a, b):
     """Return a / b."""
     return libdevice.fdiv_rn(a, b)
 
 
 @device
-def and_(a, b):  # type: ignore[no-untyped-def]
+def and_(a, b):
     """Return a & b."""
     return np.int32(a & b)
 
 
 @device
-def or_(a, b):  # type: ignore[no-untyped-def]
+def or_(a, b):
     """Return a | b."""
     return np.int32(a | b)
 
 
 @device
-def less(a, b):  # type: ignore[no-untyped-def]
+def less(a, b):
     """Return the mask of a < b."""
     return np.int32(-1) if a < b else np.int32(0)
 
 
 @device
-def differs(a, b):  # type: ignore[no-untyped-def]
+def differs(a, b):
     """Return the mask of a != b."""
     return np.int32(-1) if a != b else np.int32(0)
 
 
 @device
-def choose(mask, yes, no):  # type: ignore[no-untyped-def]
+def choose(mask, yes, no):
     """Return `yes` where the mask is true."""
     return yes if mask != 0 else no
 
 
 @device
-def any_lane(mask):  # type: ignore[no-untyped-def]
+def any_lane(mask):
     """Return whether the mask is true here: what others do makes no difference."""
     return mask != 0
 
 
 @device
-def absolute(x):  # type: ignore[no-untyped-def]
+def absolute(x):
     """Return |x|."""
     return libdevice.fabsf(x)
 
 
 @device
-def sqrt(x):  # type: ignore[no-untyped-def]
+def sqrt(x):
     """Return the square root."""
     return libdevice.fsqrt_rn(x)
 
 
 @device
-def rint(x):  # type: ignore[no-untyped-def]
+def rint(x):
     """Return the nearest whole number, halves to even."""
     return libdevice.rintf(x)
 
 
 @device
-def smaller(a, b):  # type: ignore[no-untyped-def]
+def smaller(a, b):
     """Return the smaller int32."""
     return a if a < b else b
 
 
 @device
-def larger(a, b):  # type: ignore[no-untyped-def]
+def larger(a, b):
     """Return the larger int32."""
     return a if a > b else b
 
 
 @device
-def to_f32(i):  # type: ignore[no-untyped-def]
+def to_f32(i):
     """Return an int32 as float32."""
     return np.float32(i)
 
 
 @device
-def as_i32(x):  # type: ignore[no-untyped-def]
+def as_i32(x):
     """Return the bits of a float32."""
     return libdevice.float_as_int(x)
 
 
 @device
-def load_f32(at: Any):  # type: ignore[no-untyped-def]
+def load_f32(at):
     """Return the float32 at an address."""
     return libdevice.int_as_float(load_number(at))
 
 
 @device
-def store_f32(at: Any, x: Any):  # type: ignore[no-untyped-def]
+def store_f32(at, x):
     """Write a float32 to an address."""
     store_number(at, libdevice.float_as_int(x))
 
 
 @device
-def load_f16(at: Any):  # type: ignore[no-untyped-def]
+def load_f16(at):
     """Return the float16 in the low half of the number at an address."""
     return half(load_number(at) & 0xFFFF)
 
 
 @device
-def store_f16(at: Any, x: Any):  # type: ignore[no-untyped-def]
+def store_f16(at, x):
     """Write a float16 to the low half of the number at an address."""
     store_number(at, np.int32(narrow(x)))

@@ -24,36 +24,36 @@ def device(function: Any) -> Any:
 _INT32 = ir.IntType(32)
 
 
-def _intrinsic(function: Any) -> Any:
+def _intrinsic(function):
     """Return an intrinsic, whose first argument callers do not give."""
     return intrinsic(function)
 
 
 @_intrinsic
-def address(typing_context: Any, array: Any) -> Any:
+def address(typing_context, array):
     """Return the address of a kernel's array as int64."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return builder.ptrtoint(args[0], ir.IntType(64))
 
     return types.int64(array), codegen
 
 
 @_intrinsic
-def load_number(typing_context: Any, at: Any) -> Any:
+def load_number(typing_context, at):
     """Return the int32 at an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return builder.load(builder.inttoptr(args[0], _INT32.as_pointer(addrspace=1)), align=4)
 
     return types.int32(types.int64), codegen
 
 
 @_intrinsic
-def store_number(typing_context: Any, at: Any, number: Any) -> Any:
+def store_number(typing_context, at, number):
     """Write an int32 to an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         there = builder.inttoptr(args[0], _INT32.as_pointer(addrspace=1))
         builder.store(args[1], there, align=4)
         return context.get_dummy_value()
@@ -65,13 +65,13 @@ def store_number(typing_context: Any, at: Any, number: Any) -> Any:
 
 
 @device
-def fma(a, b, c):  # type: ignore[no-untyped-def]
+def fma(a, b, c):
     """Return a * b + c, rounded once."""
     return libdevice.fmaf(a, b, c)
 
 
 @device
-def half(bits):  # type: ignore[no-untyped-def]
+def half(bits):
     """Return the float16 of 16 bits as float32, exactly."""
     bits = np.int32(bits)
     size = bits & np.int32(0x7FFF)
@@ -82,13 +82,13 @@ def half(bits):  # type: ignore[no-untyped-def]
 
 
 @device
-def half_at(data, at):  # type: ignore[no-untyped-def]
+def half_at(data, at):
     """Return the float16 at byte `at` as float32."""
     return half(np.int32(data[at]) | (np.int32(data[at + 1]) << 8))
 
 
 @device
-def e8m0_at(data, at):  # type: ignore[no-untyped-def]
+def e8m0_at(data, at):
     """Return 2**(e - 128), e the byte at `at`."""
     e = np.int32(data[at])
     if e < 2:  # denormal numbers
@@ -97,7 +97,7 @@ def e8m0_at(data, at):  # type: ignore[no-untyped-def]
 
 
 @device
-def e4m3_at(data, at):  # type: ignore[no-untyped-def]
+def e4m3_at(data, at):
     """Return half of the unsigned E4M3 number in the byte at `at`; 127 is 0."""
     byte = np.int32(data[at]) & np.int32(127)
     exponent, mantissa = byte >> 3, byte & np.int32(7)
@@ -111,19 +111,19 @@ def e4m3_at(data, at):  # type: ignore[no-untyped-def]
 
 
 @device
-def truncated(x):  # type: ignore[no-untyped-def]
+def truncated(x):
     """Return a float32 without its fraction."""
     return libdevice.truncf(x)
 
 
 @device
-def same(x):  # type: ignore[no-untyped-def]
+def same(x):
     """Return a float32 as it is stored."""
     return x
 
 
 @device
-def narrow(x):  # type: ignore[no-untyped-def]
+def narrow(x):
     """Return the bits of the float16 nearest to a float32, halves to even."""
     bits = libdevice.float_as_int(x)
     size = bits & np.int32(0x7FFFFFFF)
@@ -140,19 +140,19 @@ def narrow(x):  # type: ignore[no-untyped-def]
 
 
 @device
-def bits_of_f32(x):  # type: ignore[no-untyped-def]
+def bits_of_f32(x):
     """Return the bits of a float32."""
     return libdevice.float_as_int(x)
 
 
 @device
-def bits_of_f16(x):  # type: ignore[no-untyped-def]
+def bits_of_f16(x):
     """Return the bits of the nearest float16."""
     return np.int32(narrow(x))
 
 
 @device
-def bits_of_bf16(x):  # type: ignore[no-untyped-def]
+def bits_of_bf16(x):
     """Return the bits of the nearest bfloat16, halves to even."""
     bits = libdevice.float_as_int(x)
     return (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
@@ -162,13 +162,13 @@ def bits_of_bf16(x):  # type: ignore[no-untyped-def]
 
 
 @device
-def get_f16(block, at):  # type: ignore[no-untyped-def]
+def get_f16(block, at):
     """See `nbflow_kernels.block_bytes.get_f16`."""
     return half_at(block, at)
 
 
 @device
-def get_f32(block, at):  # type: ignore[no-untyped-def]
+def get_f32(block, at):
     """See `nbflow_kernels.block_bytes.get_f32`."""
     low = np.int32(block[at]) | (np.int32(block[at + 1]) << 8)
     high = np.int32(block[at + 2]) | (np.int32(block[at + 3]) << 8)
@@ -176,14 +176,14 @@ def get_f32(block, at):  # type: ignore[no-untyped-def]
 
 
 @device
-def put_f16(block, at, value):  # type: ignore[no-untyped-def]
+def put_f16(block, at, value):
     """See `nbflow_kernels.block_bytes.put_f16`."""
     bits = narrow(np.float32(value))
     block[at], block[at + 1] = bits & 255, bits >> 8
 
 
 @device
-def put_f32(block, at, value):  # type: ignore[no-untyped-def]
+def put_f32(block, at, value):
     """See `nbflow_kernels.block_bytes.put_f32`."""
     bits = libdevice.float_as_int(np.float32(value))
     for i in range(4):

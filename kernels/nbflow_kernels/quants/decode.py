@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from nbflow_kernels._jit import inline
+from nbflow_kernels.cpu import jit
 
 
-@inline
-def decode_codes(
-    code: Any, block_size: Any, block_bytes: Any, data: Any, codes: Any, start: Any, stop: Any
-) -> None:
+@jit.device_function(inline="always")
+def decode_codes(code, block_size, block_bytes, data, codes, start, stop):
     """Write the codes of rows [start, stop); ``code(row, at, i)`` decodes one of a block."""
     for r in range(start, stop):
         row, out = data[r], codes[r]

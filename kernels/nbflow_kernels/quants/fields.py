@@ -6,11 +6,9 @@ bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 
 
@@ -42,25 +40,25 @@ def unpack_halves(data: Bytes) -> Bytes:
     return np.hstack([data & np.uint8(15), data >> np.uint8(4)])
 
 
-@inline
-def half_nibble(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def half_nibble(row, at, i):
     """Return value `i` of 32 in 16 bytes at `at`: the low nibbles first, then the high ones."""
     return (row[at + (i & 15)] >> (i >> 4 << 2)) & 15
 
 
-@inline
-def nibble(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def nibble(row, at, i):
     """Return value `i` of the 4-bit plane that starts at byte `at`."""
     return (row[at + (i >> 1)] >> (4 * (i & 1))) & 15
 
 
-@inline
-def crumb(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def crumb(row, at, i):
     """Return value `i` of the 2-bit plane that starts at byte `at`."""
     return (row[at + (i >> 2)] >> (2 * (i & 3))) & 3
 
 
-@inline
-def bit(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def bit(row, at, i):
     """Return value `i` of the 1-bit plane that starts at byte `at`."""
     return (row[at + (i >> 3)] >> (i & 7)) & 1

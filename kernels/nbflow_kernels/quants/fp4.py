@@ -35,11 +35,9 @@ ggml-impl.h (ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32) and ggml-quants.c.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import levels_plain
 from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.block_search import rule
@@ -80,25 +78,25 @@ RULE_MXFP4 = rule(_STARTS, stored=E8M0)
 RULE_NVFP4 = rule(_STARTS, stored=E4M3[:127], tops=1.08 ** np.arange(-9, 9), rounds=1)
 
 
-@inline
-def code_mxfp4(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_mxfp4(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 1, i)
 
 
-@inline
-def code_nvfp4(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_nvfp4(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return (row[at + 4 + 8 * (i >> 4) + (i & 7)] >> ((i & 8) >> 1)) & 15
 
 
-@njit
-def _mxfp4(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _mxfp4(data, table, codes, scales, start, stop):
     decode_rows(code_mxfp4, no_scale, 32, 0, 17, data, table, codes, scales, start, stop)
 
 
-@njit
-def _nvfp4(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _nvfp4(data, table, codes, scales, start, stop):
     decode_rows(code_nvfp4, no_scale, 64, 0, 36, data, table, codes, scales, start, stop)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.floats import PackedFloats
 from nbflow_kernels.quants.outliers import add_outliers_of
 from nbflow_kernels.quants.packed import ROWS, PackedForm
@@ -47,8 +47,8 @@ def _gather(form: PackedForm) -> Any:
     """Return the kernel that decodes the 16 rows of a group to get one of them."""
     block, block_bytes = form.block, form.block_bytes
 
-    @njit
-    def kernel(packed: Any, n_blocks: Any, ids: Any, out: Any, start: Any, stop: Any) -> None:
+    @jit.kernel
+    def kernel(packed, n_blocks, ids, out, start, stop):
         room = np.empty((block, ROWS), np.float32)
         for t in range(start, stop):
             row = np.int64(ids[t])

@@ -12,12 +12,10 @@ it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.lockstep import (
     VECTOR,
     absolute,
@@ -34,14 +32,14 @@ TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
 PASSES = 5  # rounds of changing single codes
 
 
-@strict_njit
-def _code(product: Any, low: Any, high: Any) -> Any:
+@jit.kernel(strict=True)
+def _code(product, low, high):
     """Return the nearest code as float32."""
     return simd.to_f32(clamp(nearest(product), low, high))
 
 
-@strict_njit
-def largest(x: Any, n: Any) -> Any:
+@jit.kernel(strict=True)
+def largest(x, n):
     """Return the first value of largest magnitude, and the magnitude."""
     extreme = magnitude = simd.splat(0.0)
     for at in range(x, x + n * VECTOR, VECTOR):
@@ -52,8 +50,8 @@ def largest(x: Any, n: Any) -> Any:
     return extreme, magnitude
 
 
-@strict_njit
-def emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
+@jit.kernel(strict=True)
+def emphasize(x, w, n, sigma):
     """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
     total = simd.splat(0.0)
     for i in range(0, n * VECTOR, VECTOR):
@@ -67,8 +65,8 @@ def emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
 # ---- codes around zero --------------------------------------------------------------------------
 
 
-@strict_njit
-def _projection(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
+@jit.kernel(strict=True)
+def _projection(x, w, n, top, inverse):
     """Return the sums of w x l and w l l for the codes l that `inverse` gives."""
     sum_xl = sum_ll = simd.splat(0.0)
     for i in range(0, n * VECTOR, VECTOR):
@@ -79,8 +77,8 @@ def _projection(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
     return sum_xl, sum_ll
 
 
-@strict_njit
-def fit_signed(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
+@jit.kernel(strict=True)
+def fit_signed(x, w, n, top, codes, scale_at):
     """Fit x = scale * (code - top), code 0 .. 2 top - 1: the best of 19 ranges.
 
     Writes the scale to `scale_at`.  The codes of a block of zeros are 0, and so is its scale.
@@ -110,8 +108,8 @@ def fit_signed(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> N
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@strict_njit
-def fit_signed_by_turns(x: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
+@jit.kernel(strict=True)
+def fit_signed_by_turns(x, n, top, codes, scale_at):
     """Do as `fit_signed` with w = x * x, but change one code at a time while that gains."""
     zero = simd.splat(0.0)
     extreme, magnitude = largest(x, n)
@@ -150,8 +148,8 @@ def fit_signed_by_turns(x: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> 
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@strict_njit
-def _exchange(v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any, high: Any) -> Any:
+@jit.kernel(strict=True)
+def _exchange(v, weight, old, sum_xl, sum_ll, low, high):
     """Return the two sums with the best code for one weight, given all others, and this code."""
     part = simd.mul(weight, v)
     without_xl = simd.sub(sum_xl, simd.mul(part, old))
@@ -164,10 +162,8 @@ def _exchange(v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any,
 # ---- codes above a minimum ----------------------------------------------------------------------
 
 
-@strict_njit
-def _deviation(
-    x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, scale: Any, base: Any, absolutely: Any
-) -> Any:
+@jit.kernel(strict=True)
+def _deviation(x, w, n, top, low, inverse, scale, base, absolutely):
     """Return the weighted error of scale * code + base; (low, inverse) give the codes."""
     total = simd.splat(0.0)
     for i in range(0, n * VECTOR, VECTOR):
@@ -179,8 +175,8 @@ def _deviation(
     return total
 
 
-@strict_njit
-def _line(x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, sum_w: Any, sum_x: Any) -> Any:
+@jit.kernel(strict=True)
+def _line(x, w, n, top, low, inverse, sum_w, sum_x):
     """Return the least squares (slope, base <= 0) for the codes, and the mask where it exists."""
     zero = simd.splat(0.0)
     sum_l = sum_ll = sum_xl = zero
@@ -199,11 +195,8 @@ def _line(x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, sum_w: Any, 
     return slope, choose(above, zero, base), less(zero, spread)
 
 
-@strict_njit
-def fit_range(
-    x: Any, w: Any, n: Any, top: Any, first: Any, step: Any, tries: Any, absolutely: Any,
-    codes: Any, scale_at: Any, minimum_at: Any,
-) -> None:  # fmt: skip
+@jit.kernel(strict=True)
+def fit_range(x, w, n, top, first, step, tries, absolutely, codes, scale_at, minimum_at):
     """Fit x = scale * code - minimum, code 0 .. top, minimum >= 0.
 
     `tries` + 1 ranges of ``first + k * step + top`` steps are tried; `absolutely` compares sums of
@@ -242,8 +235,8 @@ def fit_range(
 # ---- scales of scales ---------------------------------------------------------------------------
 
 
-@strict_njit
-def fit_positive(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
+@jit.kernel(strict=True)
+def fit_positive(x, w, n, top, codes, scale_at):
     """Fit x = scale * code, code 0 .. top, to x >= 0: the best of 9 ranges, then code by code."""
     zero = simd.splat(0.0)
     high = zero
@@ -293,8 +286,8 @@ def fit_positive(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) ->
         simd.store_f32(codes + i, choose(nothing, zero, simd.load_f32(codes + i)))
 
 
-@strict_njit
-def _positive_error(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
+@jit.kernel(strict=True)
+def _positive_error(x, w, n, top, inverse):
     """Return the weighted squared error of the codes that `inverse` gives."""
     scale = simd.div(simd.splat(1.0), inverse)
     total = simd.splat(0.0)

@@ -77,11 +77,10 @@ quantize_row_*_impl).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, half_nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
@@ -94,36 +93,36 @@ from nbflow_kernels.quants.q8 import Q8_B32T2
 # ---- decode -------------------------------------------------------------------------------------
 
 
-@inline
-def code_q4_0(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q4_0(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 2, i)
 
 
-@inline
-def code_q4_1(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q4_1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 4, i)
 
 
-@inline
-def code_q5_0(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q5_0(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 6, i) | (bit(row, at + 2, i) << 4)
 
 
-@njit
-def _codes_q4_0(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q4_0(data, codes, start, stop):
     decode_codes(code_q4_0, 32, 18, data, codes, start, stop)
 
 
-@njit
-def _codes_q4_1(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q4_1(data, codes, start, stop):
     decode_codes(code_q4_1, 32, 20, data, codes, start, stop)
 
 
-@njit
-def _codes_q5_0(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q5_0(data, codes, start, stop):
     decode_codes(code_q5_0, 32, 22, data, codes, start, stop)
 
 

@@ -7,12 +7,12 @@ Source: GGML, ggml-quants.c (quantize_row_q4_0_impl, _q4_1_, _q5_0_, _q5_1_).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import ggml_fits, lockstep
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.threads import split_rows
@@ -25,8 +25,8 @@ LOCKSTEP = 16  # blocks encoded together
 FIT_COST = 250.0  # multiply-adds a weight costs, for the choice of thread count
 
 
-@strict_njit
-def _mean_squares(x: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel(strict=True)
+def _mean_squares(x, out, start, stop):
     """Write the mean square of rows, added up from the first to the last."""
     for row in range(start, stop):
         total = np.float32(0)
@@ -35,18 +35,8 @@ def _mean_squares(x: Any, out: Any, start: Any, stop: Any) -> None:
         out[row] = total / np.float32(x.shape[1])
 
 
-@strict_njit
-def _fit_blocks(
-    x: Any,
-    importance: Any,
-    squares: Any,
-    top: Any,
-    signed: Any,
-    codes: Any,
-    params: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+@jit.kernel(strict=True)
+def _fit_blocks(x, importance, squares, top, signed, codes, params, start, stop):
     """Encode units [start, stop) of 16 blocks of `x` (blocks, 32).
 
     `squares` is the mean square of each row.  `top` is the code of weight 0 if `signed`, else the

@@ -19,13 +19,13 @@ quantize_row_iq2_s_impl, quantize_row_iq3_xxs_impl, quantize_row_iq3_s_impl, mak
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import Encoder
@@ -131,10 +131,8 @@ def grid_fields(
     return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))
 
 
-@strict_njit
-def _plain(
-    x: Any, importance: Any, recipe: Any, near: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel(strict=True)
+def _plain(x, importance, recipe, near, out, start, stop):
     """Encode rows [start, stop)."""
     sub, dimensions = recipe.sub_block, near.dimensions
     weight, root, value = np.empty((3, sub), np.float32)
@@ -160,8 +158,8 @@ def _plain(
             out.d[row, b] = scales_of(found, recipe.factor, scales)
 
 
-@strict_njit
-def mean_square(x: Any) -> Any:
+@jit.kernel(strict=True)
+def mean_square(x):
     """Return the mean square of weights, added up in order."""
     total = np.float32(0)
     for i in range(len(x)):
@@ -169,8 +167,8 @@ def mean_square(x: Any) -> Any:
     return total / np.float32(len(x))
 
 
-@strict_njit
-def largest_of(x: Any) -> Any:
+@jit.kernel(strict=True)
+def largest_of(x):
     """Return the largest magnitude."""
     largest = np.float32(0)
     for i in range(len(x)):
@@ -178,8 +176,8 @@ def largest_of(x: Any) -> Any:
     return largest
 
 
-@strict_njit
-def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -> None:
+@jit.kernel(strict=True)
+def weigh(x, importance, at, mean, plus, weight):
     """Write how much the weights from `at` on count; `importance` is empty where there is none."""
     for j in range(len(weight)):
         square = x[at + j] * x[at + j]
@@ -189,8 +187,8 @@ def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -
             weight[j] = plus + square
 
 
-@strict_njit
-def take_signs(x: Any, weight: Any, seven_signs: Any, value: Any, signs: Any) -> None:
+@jit.kernel(strict=True)
+def take_signs(x, weight, seven_signs, value, signs):
     """Write magnitudes and signs of a sub-block."""
     for k in range(len(x) // 8):
         mask, least = 0, 8 * k
@@ -208,11 +206,8 @@ def take_signs(x: Any, weight: Any, seven_signs: Any, value: Any, signs: Any) ->
         signs[k] = mask
 
 
-@strict_njit
-def _sub_block(
-    value: Any, weight: Any, root: Any, recipe: Any, near: Any, points: Any, signs: Any,
-    scratch: Any,
-) -> Any:  # fmt: skip
+@jit.kernel(strict=True)
+def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
     """Choose the points of a sub-block; return its scale, which is not negative."""
     scale, middle = first_scale(
         value, weight, recipe.nothing, recipe.again, recipe.n_levels, scratch[3]
@@ -230,10 +225,8 @@ def _sub_block(
     return abs(scale)
 
 
-@strict_njit
-def first_scale(
-    value: Any, weight: Any, nothing: Any, again: Any, n_levels: Any, codes: Any
-) -> Any:
+@jit.kernel(strict=True)
+def first_scale(value, weight, nothing, again, n_levels, codes):
     """Return the scale of a sub-block to begin with, and the magnitude around which others lie."""
     largest = value[0]
     for j in range(len(value)):
@@ -247,11 +240,8 @@ def first_scale(
     return scale, middle
 
 
-@strict_njit
-def _best_scale(
-    value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, near: Any,
-    points: Any, scratch: Any,
-) -> Any:  # fmt: skip
+@jit.kernel(strict=True)
+def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch):
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
     tried, off, losses, _ = scratch
     first, lists, grid, dimensions = near.first, near.points, near.grid, near.dimensions
@@ -287,18 +277,15 @@ def _best_scale(
     return scale
 
 
-@strict_njit
-def point_of(
-    value: Any, root: Any, k: Any, inverse: Any, step: Any, first: Any, lists: Any, grid: Any,
-    dimensions: Any, losses: Any,
-) -> Any:  # fmt: skip
+@jit.kernel(strict=True)
+def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, losses):
     """Return the grid point of group `k`, and whether rounding alone does not lead to the grid.
 
     `first`, `lists` and `grid` are those of `Neighbours`.
     """
     width, n_levels = (2, 3) if dimensions == 8 else (3, 8)
     at, highest = k * dimensions, np.float32(n_levels - 1)
-    bits: Any = 0
+    bits = 0
     for i in range(dimensions):
         level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
         bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)
@@ -321,8 +308,8 @@ def point_of(
     return best, True
 
 
-@strict_njit
-def _nearest_of_8(first: Any, lists: Any, grid: Any, bits: Any, losses: Any) -> Any:
+@jit.kernel(strict=True)
+def _nearest_of_8(first, lists, grid, bits, losses):
     """Return the point near `bits` that loses least.
 
     ``losses[8 * i + level]`` is what coordinate `i` loses.  They are added in order; from 64 on is
@@ -344,8 +331,8 @@ def _nearest_of_8(first: Any, lists: Any, grid: Any, bits: Any, losses: Any) -> 
     return best
 
 
-@strict_njit
-def sums(value: Any, weight: Any, grid: Any, dimensions: Any, points: Any) -> Any:
+@jit.kernel(strict=True)
+def sums(value, weight, grid, dimensions, points):
     """Return the weighted sums of level * value and level**2, in order."""
     width = 2 if dimensions == 8 else 3
     qx, qq = np.float32(0), np.float32(0)
@@ -359,8 +346,8 @@ def sums(value: Any, weight: Any, grid: Any, dimensions: Any, points: Any) -> An
     return qx, qq
 
 
-@strict_njit
-def scales_of(found: Any, factor: Any, scales: Any) -> Any:
+@jit.kernel(strict=True)
+def scales_of(found, factor, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(31)
     if d == 0:
@@ -372,8 +359,8 @@ def scales_of(found: Any, factor: Any, scales: Any) -> Any:
     return simd.float_to_half(d * factor)
 
 
-@strict_njit
-def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any, codes: Any) -> Any:
+@jit.kernel(strict=True)
+def _fitted_scale(value, weight, largest, n, codes):
     """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
 
     Codes are bytes, and a value below -1/2 is 255 in the first one tried: as published.
@@ -400,8 +387,8 @@ def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any, codes: Any) -> 
     return _refined(value, weight, codes, top, qx, qq)
 
 
-@strict_njit
-def _refined(value: Any, weight: Any, codes: Any, top: Any, qx: Any, qq: Any) -> Any:
+@jit.kernel(strict=True)
+def _refined(value, weight, codes, top, qx, qq):
     """Return the scale after single codes have been changed where that gains."""
     for _ in range(5):
         changed = False

@@ -7,11 +7,10 @@ only 7 of 8 signs are stored, the weight changes its sign that loses least by it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.block_search import Searched, rows_searched, rule, search_rows
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.grid_plain import RECIPES, OnGrid
@@ -67,16 +66,13 @@ def _on_grid(found: Searched, n_points: int) -> OnGrid:
     )
 
 
-@njit
-def _search(
-    x: Any, weight: Any, tables: Any, how: Any, chosen: Any, scales: Any, d: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _search(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
-@njit
-def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch: Any) -> Any:
+@jit.kernel
+def _evaluate(value, weight, step, tables, out, scratch):
     """Choose points and signs of a sub-block; see `block_search.search_rows`."""
     levels, middles, first, near, grid, dimensions, seven_signs = tables
     n_points, width = len(value) // dimensions, 16 // dimensions - (dimensions == 4)
@@ -88,7 +84,7 @@ def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch
         for k in range(8 * group // dimensions, 8 * (group + 1) // dimensions):
             at = k * dimensions
             shift = mask >> (at & 7)
-            bits: Any = 0
+            bits = 0
             for i in range(dimensions):
                 v = -value[at + i] if (shift >> i) & 1 else value[at + i]
                 bits |= _level(v * inverse, middles) << (width * i)
@@ -115,8 +111,8 @@ def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch
     return error, qx, qq
 
 
-@njit
-def _best_of_8(first: Any, near: Any, grid: Any, bits: Any, losses: Any) -> Any:
+@jit.kernel
+def _best_of_8(first, near, grid, bits, losses):
     """Return the point near `bits` that loses least, and how much.
 
     ``losses[8 * i + level]`` is what coordinate `i` loses; from 64 on is room for the sums of four.
@@ -138,8 +134,8 @@ def _best_of_8(first: Any, near: Any, grid: Any, bits: Any, losses: Any) -> Any:
     return best, least
 
 
-@njit
-def _best_of_4(first: Any, near: Any, grid: Any, bits: Any, losses: Any) -> Any:
+@jit.kernel
+def _best_of_4(first, near, grid, bits, losses):
     """Return the point near `bits` that loses least; see `_best_of_8`."""
     best, least = near[first[bits]], np.float32(np.inf)
     for n in range(first[bits], first[bits + 1]):
@@ -151,11 +147,8 @@ def _best_of_4(first: Any, near: Any, grid: Any, bits: Any, losses: Any) -> Any:
     return best
 
 
-@njit
-def _signs(
-    value: Any, weight: Any, at: Any, step: Any, inverse: Any, levels: Any, middles: Any,
-    seven_signs: Any,
-) -> Any:  # fmt: skip
+@jit.kernel
+def _signs(value, weight, at, step, inverse, levels, middles, seven_signs):
     """Return the sign bits of 8 weights; if need be, one is wrong so that their number is even."""
     mask, odd = 0, 0
     for i in range(8):
@@ -175,8 +168,8 @@ def _signs(
     return mask
 
 
-@njit
-def _level(v: Any, middles: Any) -> Any:
+@jit.kernel
+def _level(v, middles):
     """Return the level nearest to a magnitude."""
     level = 0
     for m in range(len(middles)):
@@ -204,16 +197,13 @@ def best_encoder_iq1(sub_block: int, blocks: Callable[[OnGrid], Bytes]) -> Encod
     return encode
 
 
-@njit
-def _search_iq1(
-    x: Any, weight: Any, tables: Any, how: Any, chosen: Any, scales: Any, d: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _search_iq1(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate_iq1, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
-@njit
-def _evaluate_iq1(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch: Any) -> Any:
+@jit.kernel
+def _evaluate_iq1(value, weight, step, tables, out, scratch):
     """Choose points and shifts of a sub-block; see `block_search.search_rows`."""
     levels, first, near, grid, one_shift = tables
     groups = len(value) // 8
@@ -245,11 +235,8 @@ def _evaluate_iq1(value: Any, weight: Any, step: Any, tables: Any, out: Any, scr
     return error, qx, qq
 
 
-@njit
-def _point_iq1(
-    value: Any, weight: Any, at: Any, step: Any, levels: Any, first: Any, near: Any, grid: Any,
-    losses: Any,
-) -> Any:  # fmt: skip
+@jit.kernel
+def _point_iq1(value, weight, at, step, levels, first, near, grid, losses):
     """Return the best grid point of the 8 weights from `at` on for the levels, and its error."""
     bits = 0
     for i in range(8):

@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 
 Grid = NDArray[np.uint16]
@@ -52,15 +51,15 @@ def _points(levels: int, dimensions: int, bit_map: str) -> Grid:
 # ---- decode, scalar -----------------------------------------------------------------------------
 
 
-@inline
-def word(row: Any, at: Any) -> Any:
+@jit.device_function(inline="always")
+def word(row, at):
     """Return the 32-bit little-endian integer at byte `at`."""
     low = np.int64(row[at]) | (np.int64(row[at + 1]) << 8)
     return low | (np.int64(row[at + 2]) << 16) | (np.int64(row[at + 3]) << 24)
 
 
-@inline
-def sign_of_seven(bits: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def sign_of_seven(bits, j):
     """Return sign bit `j` of 8, the last of which makes the number of ones even."""
     folded = bits ^ (bits >> 4)
     folded ^= folded >> 2

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.block_fields import BlockFields
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
@@ -30,11 +30,8 @@ Encoder = Callable[[Floats, Floats | None, Floats], Bytes]
 (1 or rows, columns) or None; `counts` (columns,) is 1, and 0 for padding."""
 
 
-@inline
-def decode_rows(
-    code: Any, scale: Any, block: Any, n_scales: Any, block_bytes: Any, data: Any, table: Any,
-    codes: Any, scales: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.device_function(inline="always")
+def decode_rows(code, scale, block, n_scales, block_bytes, data, table, codes, scales, start, stop):
     """Write codes and scales of rows [start, stop).
 
     ``code(row, at, i, table)`` decodes weight `i` of the block at byte `at`, ``scale(row, at, s)``
@@ -51,8 +48,8 @@ def decode_rows(
                 out_scales[b * n_scales + s] = scale(row, at, s)
 
 
-@inline
-def no_scale(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def no_scale(row, at, s):
     """Return the scale of a format without integer scales."""
     return 1
 
@@ -208,11 +205,8 @@ def _scaled(importance: Floats) -> Floats:
     return scaled
 
 
-@njit
-def _apply(
-    codes: Any, d: Any, scales: Any, values: Any, block: Any, sub_block: Any, factor: Any,
-    out: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop):
     """Write d * factor * scale * value(code); every product but the last is exact."""
     for row in range(start, stop):
         for s in range((out.shape[1] + sub_block - 1) // sub_block):
@@ -224,11 +218,8 @@ def _apply(
                 out[row, column] = step * values[codes[row, column]]
 
 
-@njit
-def _take_better(
-    x: Any, weight: Any, decoded: Any, other_decoded: Any, data: Any, other: Any, block: Any,
-    block_bytes: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _take_better(x, weight, decoded, other_decoded, data, other, block, block_bytes, start, stop):
     """Copy the blocks of `other` that lose less to `data`."""
     for row in range(start, stop):
         w = weight[min(row, len(weight) - 1)]

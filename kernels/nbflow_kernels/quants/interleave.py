@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from nbflow_kernels import huge_pages, registers, simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
@@ -23,8 +23,8 @@ def interleave(rows: Any) -> Any:
     return out
 
 
-@njit
-def _interleave(rows: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _interleave(rows, out, start, stop):
     """Write groups [start, stop)."""
     n_rows, n_columns = rows.shape
     for group in range(start, stop):

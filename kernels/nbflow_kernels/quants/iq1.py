@@ -38,11 +38,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import iq1_plain
 from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
@@ -56,42 +55,42 @@ from nbflow_kernels.quants.integers import IntegerForm
 VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
 
 
-@inline
-def _high(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def _high(row, at, s):
     """Return the 16-bit little-endian integer `s` from byte `at` on."""
     return np.int64(row[at + 2 * s]) | (np.int64(row[at + 2 * s + 1]) << 8)
 
 
-@inline
-def code_iq1_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq1_s(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     high = _high(row, at + 34, i >> 5)
     point = np.int64(row[at + 2 + (i >> 3)]) | (((high >> (3 * ((i >> 3) & 3))) & 7) << 8)
     return ((grid[point] >> (2 * (i & 7))) & 3) | (high >> 15 << 2)
 
 
-@inline
-def scale_iq1_s(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq1_s(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * ((_high(row, at + 34, s) >> 12) & 7) + 1
 
 
-@inline
-def code_iq1_m(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq1_m(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     high = np.int64(nibble(row, at + 32, i >> 3))
     point = np.int64(row[at + (i >> 3)]) | ((high & 7) << 8)
     return ((grid[point] >> (2 * (i & 7))) & 3) | (high >> 3 << 2)
 
 
-@inline
-def scale_iq1_m(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq1_m(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * ((_high(row, at + 48, s >> 2) >> (3 * (s & 3))) & 7) + 1
 
 
-@inline
-def d_bits_iq1_m(row: Any, at: Any) -> Any:
+@jit.device_function(inline="always")
+def d_bits_iq1_m(row, at):
     """Return the bits of the float16 `d` of the block at byte `at`: the top of its four words."""
     bits = np.int64(0)
     for s in range(4):
@@ -99,13 +98,13 @@ def d_bits_iq1_m(row: Any, at: Any) -> Any:
     return bits
 
 
-@njit
-def _iq1_s(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq1_s(data, grid, codes, scales, start, stop):
     decode_rows(code_iq1_s, scale_iq1_s, 256, 8, 50, data, grid, codes, scales, start, stop)
 
 
-@njit
-def _iq1_m(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq1_m(data, grid, codes, scales, start, stop):
     decode_rows(code_iq1_m, scale_iq1_m, 256, 16, 56, data, grid, codes, scales, start, stop)
 
 

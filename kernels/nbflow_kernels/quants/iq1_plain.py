@@ -13,12 +13,10 @@ Source: GGML, ggml-quants.c (quantize_row_iq1_s_impl, quantize_row_iq1_m_impl).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Floats
 from nbflow_kernels.quants.grid_plain import (
     OnGrid,
@@ -50,11 +48,11 @@ def plain(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
     return out
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _plain(
-    x: Any, importance: Any, shifted: Any, nothing: Any, factor: Any, first: Any, near: Any,
-    grid: Any, points: Any, shifts: Any, scales: Any, d: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    x, importance, shifted, nothing, factor, first, near, grid, points, shifts, scales, d, start,
+    stop
+):  # fmt: skip
     """Encode rows [start, stop)."""
     sub = x.shape[1] // scales.shape[1]
     n_subs, groups = 256 // sub, sub // 8
@@ -82,10 +80,8 @@ def _plain(
             )  # fmt: skip
 
 
-@strict_njit
-def _sub_block(
-    x: Any, weight: Any, shifted: Any, first: Any, near: Any, grid: Any, points: Any, shifts: Any
-) -> Any:
+@jit.kernel(strict=True)
+def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
     """Choose the points and shifts of a sub-block; return its scale."""
     order = np.empty(len(x), np.int64)
     for j in range(len(x)):  # insertion sort: equal weights stay in order
@@ -120,8 +116,8 @@ def _sub_block(
     return scale
 
 
-@strict_njit
-def _split_32(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
+@jit.kernel(strict=True)
+def _split_32(x, weight, order, shifted):
     """Return the best split (low, high), shift (0 or 3) and scale; low is -1 if there is none."""
     n = len(x)
     sum_x, sum_w = np.empty(n + 1, np.float32), np.empty(n + 1, np.float32)
@@ -137,8 +133,8 @@ def _split_32(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
     return found
 
 
-@strict_njit
-def add_up_32(x: Any, weight: Any, order: Any, sum_x: Any, sum_w: Any) -> None:
+@jit.kernel(strict=True)
+def add_up_32(x, weight, order, sum_x, sum_w):
     """Write the sums of the lowest weights, and of what they count."""
     sum_x[0] = sum_w[0] = np.float32(0)
     for j in range(len(x)):
@@ -146,8 +142,8 @@ def add_up_32(x: Any, weight: Any, order: Any, sum_x: Any, sum_w: Any) -> None:
         sum_w[j + 1] = sum_w[j] + weight[order[j]]
 
 
-@strict_njit
-def gain_32(sum_x: Any, sum_w: Any, low: Any, high: Any, values: Any) -> Any:
+@jit.kernel(strict=True)
+def gain_32(sum_x, sum_w, low, high, values):
     """Return the sums of level * x and level**2 of a split."""
     v0, v1, v2 = values[0], values[1], values[2]
     last = len(sum_x) - 1
@@ -158,8 +154,8 @@ def gain_32(sum_x: Any, sum_w: Any, low: Any, high: Any, values: Any) -> Any:
     return qx, qq
 
 
-@strict_njit
-def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
+@jit.kernel(strict=True)
+def _split_16(x, weight, order, shifted):
     """Return the best split (low, high), shifts and scale; low is -1 if there is none.
 
     The shifts are two bits, that of the second group of 8 the lower.
@@ -184,8 +180,8 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
     return found
 
 
-@strict_njit
-def add_up_16(x: Any, weight: Any, order: Any, sum_x: Any, sum_w: Any) -> None:
+@jit.kernel(strict=True)
+def add_up_16(x, weight, order, sum_x, sum_w):
     """Write the sums of the lowest weights, and of what they count, of each group of 8."""
     for half in range(2):
         sum_x[half, 0] = sum_w[half, 0] = np.float32(0)
@@ -197,8 +193,8 @@ def add_up_16(x: Any, weight: Any, order: Any, sum_x: Any, sum_w: Any) -> None:
         sum_w[i >> 3, j + 1] += weight[i]
 
 
-@strict_njit
-def half_gain_16(sum_x: Any, sum_w: Any, low: Any, high: Any, values: Any) -> Any:
+@jit.kernel(strict=True)
+def half_gain_16(sum_x, sum_w, low, high, values):
     """Return the sums of level * x and level**2 of a split, of one group of 8."""
     v0, v1, top = values[0], values[1], values[2]
     qx = sum_x[16] * top - (sum_x[low] + sum_x[high])
@@ -208,11 +204,8 @@ def half_gain_16(sum_x: Any, sum_w: Any, low: Any, high: Any, values: Any) -> An
     return qx, qq
 
 
-@strict_njit
-def point_of(
-    x: Any, weight: Any, codes: Any, k: Any, scale: Any, values: Any, first: Any, near: Any,
-    grid: Any,
-) -> Any:  # fmt: skip
+@jit.kernel(strict=True)
+def point_of(x, weight, codes, k, scale, values, first, near, grid):
     """Return the grid point of group `k`, and whether its codes are on the grid."""
     bits = 0
     for i in range(8):
@@ -231,8 +224,8 @@ def point_of(
     return best, False
 
 
-@strict_njit
-def sums(x: Any, weight: Any, shifted: Any, grid: Any, points: Any, shifts: Any) -> Any:
+@jit.kernel(strict=True)
+def sums(x, weight, shifted, grid, points, shifts):
     """Return the weighted sums of level * x and level**2, in order."""
     qx, qq = np.float32(0), np.float32(0)
     for k in range(len(points)):
@@ -244,11 +237,8 @@ def sums(x: Any, weight: Any, shifted: Any, grid: Any, points: Any, shifts: Any)
     return qx, qq
 
 
-@strict_njit
-def scales_of(
-    x: Any, weight: Any, found: Any, factor: Any, shifted: Any, grid: Any, points: Any,
-    shifts: Any, scales: Any,
-) -> Any:  # fmt: skip
+@jit.kernel(strict=True)
+def scales_of(x, weight, found, factor, shifted, grid, points, shifts, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(15)
     if d == 0:

@@ -53,7 +53,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.grid_plain import OnGrid, grid_fields, plain, plain_encoder
@@ -77,22 +77,22 @@ VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
 MAGNITUDES = (8 / 8, 25 / 8, 43 / 8)
 
 
-@inline
-def code_iq2_xxs(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq2_xxs(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     base, group, j = at + 2 + 8 * (i >> 5), (i >> 3) & 3, i & 7
     sign = sign_of_seven((word(row, base + 4) >> (7 * group)) & 127, j)
     return ((grid[row[base + group]] >> (2 * j)) & 3) | (sign << 2)
 
 
-@inline
-def scale_iq2_xxs(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq2_xxs(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * (row[at + 9 + 8 * s] >> 4) + 1
 
 
-@inline
-def code_iq2_xs(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq2_xs(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     base, j = at + 2 + 2 * (i >> 3), i & 7
     high = np.int64(row[base + 1])
@@ -100,14 +100,14 @@ def code_iq2_xs(row: Any, at: Any, i: Any, grid: Any) -> Any:
     return ((grid[point] >> (2 * j)) & 3) | (sign_of_seven(high >> 1, j) << 2)
 
 
-@inline
-def scale_iq2_xs(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq2_xs(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * nibble(row, at + 66, s) + 1
 
 
-@inline
-def code_iq2_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq2_s(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     group, j = i >> 3, i & 7
     high = (np.int64(row[at + 66 + (group >> 2)]) >> (2 * (group & 3))) & 3
@@ -115,24 +115,24 @@ def code_iq2_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
     return ((grid[point] >> (2 * j)) & 3) | (bit(row, at + 34, i) << 2)
 
 
-@inline
-def scale_iq2_s(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq2_s(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * nibble(row, at + 74, s) + 1
 
 
-@njit
-def _iq2_xxs(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq2_xxs(data, grid, codes, scales, start, stop):
     decode_rows(code_iq2_xxs, scale_iq2_xxs, 256, 8, 66, data, grid, codes, scales, start, stop)
 
 
-@njit
-def _iq2_xs(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq2_xs(data, grid, codes, scales, start, stop):
     decode_rows(code_iq2_xs, scale_iq2_xs, 256, 16, 74, data, grid, codes, scales, start, stop)
 
 
-@njit
-def _iq2_s(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq2_s(data, grid, codes, scales, start, stop):
     decode_rows(code_iq2_s, scale_iq2_s, 256, 16, 82, data, grid, codes, scales, start, stop)
 
 

@@ -41,11 +41,10 @@ dequantize_row_iq3_s).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.grid_plain import OnGrid, grid_fields, plain, plain_encoder
@@ -69,41 +68,41 @@ MAGNITUDES_XXS = tuple(v / 4 for v in VALUES_XXS[:8])
 MAGNITUDES_S = tuple(float(v) for v in VALUES_S[:8])
 
 
-@inline
-def code_iq3_xxs(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq3_xxs(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     signs = (word(row, at + 66 + 4 * (i >> 5)) >> (7 * ((i >> 3) & 3))) & 127
     magnitude = (grid[row[at + 2 + (i >> 2)]] >> (3 * (i & 3))) & 7
     return magnitude | (sign_of_seven(signs, i & 7) << 3)
 
 
-@inline
-def scale_iq3_xxs(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq3_xxs(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * (row[at + 69 + 4 * s] >> 4) + 1
 
 
-@inline
-def code_iq3_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq3_s(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     quad = i >> 2
     point = np.int64(row[at + 2 + quad]) | (np.int64(bit(row, at + 66, quad)) << 8)
     return ((grid[point] >> (3 * (i & 3))) & 7) | (bit(row, at + 74, i) << 3)
 
 
-@inline
-def scale_iq3_s(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq3_s(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * nibble(row, at + 106, s) + 1
 
 
-@njit
-def _iq3_xxs(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq3_xxs(data, grid, codes, scales, start, stop):
     decode_rows(code_iq3_xxs, scale_iq3_xxs, 256, 8, 98, data, grid, codes, scales, start, stop)
 
 
-@njit
-def _iq3_s(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq3_s(data, grid, codes, scales, start, stop):
     decode_rows(code_iq3_s, scale_iq3_s, 256, 8, 110, data, grid, codes, scales, start, stop)
 
 

@@ -38,11 +38,9 @@ Source: GGML, ggml-common.h (block_iq4_nl, block_iq4_xs, kvalues_iq4nl) and ggml
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import levels_plain
 from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.block_search import rule
@@ -76,32 +74,32 @@ RULE_XS = rule(_STARTS, scales=(1, 0, -32, 31), tops=(-32, 31, -31, -30, 29), si
 NO_TABLE = np.zeros(0, np.uint8)
 
 
-@inline
-def code_iq4_nl(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq4_nl(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 2, i)
 
 
-@inline
-def code_iq4_xs(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_iq4_xs(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 8 + 16 * (i >> 5), i & 31)
 
 
-@inline
-def scale_iq4_xs(row: Any, at: Any, s: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_iq4_xs(row, at, s):
     """Return the signed scale of sub-block `s` of the block at byte `at`."""
     high = (row[at + 2 + (s >> 2)] >> (2 * (s & 3))) & 3
     return (nibble(row, at + 4, s) | (high << 4)) - 32
 
 
-@njit
-def _iq4_nl(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq4_nl(data, table, codes, scales, start, stop):
     decode_rows(code_iq4_nl, no_scale, 32, 0, 18, data, table, codes, scales, start, stop)
 
 
-@njit
-def _iq4_xs(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _iq4_xs(data, table, codes, scales, start, stop):
     decode_rows(code_iq4_xs, scale_iq4_xs, 256, 8, 136, data, table, codes, scales, start, stop)
 
 

@@ -12,12 +12,10 @@ the same names with ``_impl`` where there are importance weights).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, simd
-from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import ggml_fits, lockstep
 from nbflow_kernels.quants.lockstep import (
     VECTOR,
@@ -41,8 +39,8 @@ D, DMIN, BITS, BITS_MIN = (3 * SUPER * VECTOR + (5 * 16 + k) * VECTOR for k in r
 VECTORS = 3 * SUPER + 5 * 16 + 4
 
 
-@strict_njit
-def _mean_square(x: Any, times: Any) -> Any:
+@jit.kernel(strict=True)
+def _mean_square(x, times):
     """Return the mean square of each super-block of the panel at `x`, `times` 1 or 2."""
     total = simd.splat(0.0)
     for at in range(x, x + SUPER * VECTOR, VECTOR):
@@ -51,8 +49,8 @@ def _mean_square(x: Any, times: Any) -> Any:
     return simd.div(simd.mul(simd.splat(times), total), simd.splat(SUPER))
 
 
-@strict_njit
-def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
+@jit.kernel(strict=True)
+def _weigh_magnitudes(x, w, n, with_mean):
     """Write |x|, plus the root mean square of the sub-block, to `w`."""
     mean = simd.splat(0.0)
     if with_mean:
@@ -64,8 +62,8 @@ def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
         simd.store_f32(w + i, simd.add(mean, absolute(simd.load_f32(x + i))))
 
 
-@strict_njit
-def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
+@jit.kernel(strict=True)
+def _scale_down(values, count, top, codes):
     """Write round(value * top / largest) to `codes`; return largest / top."""
     zero = simd.splat(0.0)
     largest = zero
@@ -81,16 +79,16 @@ def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
     return simd.div(largest, simd.splat(top))
 
 
-@inline
-def _read(x: Any, importance: Any, blocks: Any, first: Any, scratch: Any) -> None:
+@jit.device_function(inline="always")
+def _read(x, importance, blocks, first, scratch):
     """Fill the panels with 16 super-blocks."""
     lockstep.fill_panel(x, first, scratch[:SUPER])
     if len(importance):
         lockstep.fill_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
 
 
-@strict_njit
-def _choose_codes(at: Any, n: Any, low: Any, high: Any, with_mins: Any) -> None:
+@jit.kernel(strict=True)
+def _choose_codes(at, n, low, high, with_mins):
     """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
     lanes.store_f16(at + BITS, simd.load_f32(at + D))
     lanes.store_f16(at + BITS_MIN, simd.load_f32(at + DMIN))
@@ -107,8 +105,8 @@ def _choose_codes(at: Any, n: Any, low: Any, high: Any, with_mins: Any) -> None:
             simd.store_f32(CODES + i, choose(some, code, simd.load_f32(CODES + i)))
 
 
-@inline
-def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params: Any) -> None:
+@jit.device_function(inline="always")
+def _write(scratch, first, count, codes, scales, params):
     """Write the results of 16 super-blocks, without the minima."""
     lockstep.empty_panel(scratch[2 * SUPER : 3 * SUPER], first, codes)
     row = SCALE_CODES // VECTOR
@@ -121,8 +119,8 @@ def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
-@strict_njit
-def _fit_range(at: Any, j: Any, recipe: Any) -> None:
+@jit.kernel(strict=True)
+def _fit_range(at, j, recipe):
     """Fit sub-block `j`."""
     n, top, _, first, step, tries, absolutely = recipe
     x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
@@ -132,8 +130,8 @@ def _fit_range(at: Any, j: Any, recipe: Any) -> None:
     )  # fmt: skip
 
 
-@strict_njit
-def fit_ranges(at: Any, recipe: Any) -> None:
+@jit.kernel(strict=True)
+def fit_ranges(at, recipe):
     """Fit all sub-blocks, and quantize their scales and minima."""
     n, scale_top = recipe[0], recipe[2]
     count = SUPER // n
@@ -145,8 +143,8 @@ def fit_ranges(at: Any, recipe: Any) -> None:
     simd.store_f32(at + DMIN, _scale_down(at + MINS, count, scale_top, at + MIN_CODES))
 
 
-@strict_njit
-def _fit_weighted_ranges(at: Any, recipe: Any) -> None:
+@jit.kernel(strict=True)
+def _fit_weighted_ranges(at, recipe):
     """Do as `fit_ranges` with importances."""
     n, scale_top = recipe[0], recipe[2]
     count, sums = SUPER // n, at + SUMS
@@ -159,11 +157,8 @@ def _fit_weighted_ranges(at: Any, recipe: Any) -> None:
     ggml_fits.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
 
 
-@strict_njit
-def encode_ranges(
-    x: Any, importance: Any, blocks: Any, recipe: Any, codes: Any, scales: Any, mins: Any,
-    params: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel(strict=True)
+def encode_ranges(x, importance, blocks, recipe, codes, scales, mins, params, start, stop):
     """Encode units [start, stop) of 16 super-blocks of `x` (super-blocks, 256).
 
     `recipe` is (n, top, scale_top, first, step, tries, absolutely): weights of a sub-block, their
@@ -191,8 +186,8 @@ def encode_ranges(
 SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
-@strict_njit
-def fit_q3_k(at: Any) -> None:
+@jit.kernel(strict=True)
+def fit_q3_k(at):
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
@@ -203,8 +198,8 @@ def fit_q3_k(at: Any) -> None:
     _scale_down_signed(at, 32, 1e-45, -32)
 
 
-@strict_njit
-def _fit_weighted_q3_k(at: Any) -> None:
+@jit.kernel(strict=True)
+def _fit_weighted_q3_k(at):
     """Do as `fit_q3_k` with importances."""
     sigma = _mean_square(at + X, 2)
     for j in range(SIGNED):
@@ -217,8 +212,8 @@ def _fit_weighted_q3_k(at: Any) -> None:
         simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
 
 
-@strict_njit
-def fit_q6_k(at: Any) -> None:
+@jit.kernel(strict=True)
+def fit_q6_k(at):
     """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
     for i in range(0, SUPER * VECTOR, VECTOR):
         v = simd.load_f32(at + X + i)
@@ -226,8 +221,8 @@ def fit_q6_k(at: Any) -> None:
     _fit_weighted_q6_k(at)
 
 
-@strict_njit
-def _fit_weighted_q6_k(at: Any) -> None:
+@jit.kernel(strict=True)
+def _fit_weighted_q6_k(at):
     """Do as `fit_q6_k` with importances."""
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
@@ -239,8 +234,8 @@ def _fit_weighted_q6_k(at: Any) -> None:
         simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
 
 
-@strict_njit
-def _scale_down_signed(at: Any, top: Any, tiny: Any, none: Any) -> Any:
+@jit.kernel(strict=True)
+def _scale_down_signed(at, top, tiny, none):
     """Quantize the scales so that the extreme one is -top.
 
     Returns the mask of the super-blocks without a scale of at least `tiny`: their d is 0 and their
@@ -258,11 +253,8 @@ def _scale_down_signed(at: Any, top: Any, tiny: Any, none: Any) -> Any:
     return nothing
 
 
-@strict_njit
-def encode_signed(
-    x: Any, importance: Any, blocks: Any, top: Any, codes: Any, scales: Any, params: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel(strict=True)
+def encode_signed(x, importance, blocks, top, codes, scales, params, start, stop):
     """Encode units [start, stop) of 16 super-blocks, codes -top .. top - 1 (stored plus top).
 
     `top` is 4 for q3_k and 32 for q6_k; the rest is as for `encode_ranges`.

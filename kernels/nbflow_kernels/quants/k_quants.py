@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import k_plain, k_search
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
 from nbflow_kernels.quants.integers import IntegerForm, Integers
@@ -219,10 +219,8 @@ class KFormat(QuantFormat):
             )  # fmt: skip
 
 
-@strict_njit
-def _apply(
-    codes: Any, d: Any, m: Any, scales: Any, mins: Any, zero: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel(strict=True)
+def _apply(codes, d, m, scales, mins, zero, out, start, stop):
     """Write d * scale * (code - zero) - m * min for rows of integers."""
     columns = out.shape[1]
     size = codes.shape[1] // scales.shape[1]
@@ -239,11 +237,10 @@ def _apply(
                     out[row, i] = step * np.float32(np.int32(codes[row, i]) - zero)
 
 
-@inline
+@jit.device_function(inline="always")
 def decode_rows(
-    code: Any, scale: Any, minimum: Any, sub_block: Any, block_bytes: Any, data: Any, codes: Any,
-    scales: Any, mins: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    code, scale, minimum, sub_block, block_bytes, data, codes, scales, mins, start, stop
+):
     """Write the integers of rows [start, stop).
 
     ``code(row, at, i)``, ``scale(row, at, j)`` and ``minimum(row, at, j)`` decode one of the block
@@ -261,28 +258,28 @@ def decode_rows(
                 codes[r, b * 256 + i] = code(row, at, i)
 
 
-@inline
-def no_minimum(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def no_minimum(row, at, j):
     """Return the minimum of a format without minima."""
     return 0
 
 
-@inline
-def put_params(params: Any, count: Any, at: Any, block: Any) -> None:
+@jit.device_function(inline="always")
+def put_params(params, count, at, block):
     """Write the first `count` float16 of a super-block's (d, dmin) to its bytes."""
     for k in range(count):
         block[at + 2 * k] = params[k] & 255
         block[at + 2 * k + 1] = params[k] >> 8
 
 
-@inline
-def quarter(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def quarter(row, at, i):
     """Return 2-bit value `i` of 256 at byte `at`: of each 128, bits 0-1 hold the first 32, ..."""
     return (row[at + (i >> 7 << 5) + (i & 31)] >> (i >> 5 << 1 & 6)) & 3
 
 
-@inline
-def put_quarters(codes: Any, block: Any, at: Any, shift: Any) -> None:
+@jit.device_function(inline="always")
+def put_quarters(codes, block, at, shift):
     """Write bits `shift` and `shift` + 1 of 256 codes so that `quarter` finds them."""
     for half in range(2):
         for i in range(32):

@@ -12,18 +12,16 @@ that are stored.  Plain's super-block is one of the candidates, so no error is l
 A super-block whose weights lie far above zero is encoded as its mirror image, with negative `d` and
 `dmin`: minima are not negative, so upright codes would have to span the way from zero.
 
-Arithmetic is float32, rounded operation by operation (`strict_njit`; where a product is fused with
-a sum it says so): the bytes are the same on every processor.
+Arithmetic is float32, rounded operation by operation (`jit.kernel(strict=True)`; where a product
+is fused with a sum it says so): the bytes are the same on every processor.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, simd
-from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import lockstep
 from nbflow_kernels.quants.lockstep import VECTOR, absolute, choose, differs, less
 
@@ -45,21 +43,21 @@ FACTOR, BACK, D, DMIN, BEST_D, BEST_DMIN, PLAIN_ERROR, BEST_ERROR, BITS, BITS_MI
 VECTORS = 3 * SUPER + 6 * 16 + 10
 
 
-@strict_njit
-def _cut(v: Any, low: Any, high: Any) -> Any:
+@jit.kernel(strict=True)
+def _cut(v, low, high):
     """Return the lanes cut off at the scalars `low` and `high`."""
     return simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high))
 
 
-@strict_njit
-def _reciprocal(v: Any) -> Any:
+@jit.kernel(strict=True)
+def _reciprocal(v):
     """Return 1 / v, 0 for 0."""
     zero = simd.splat(0.0)
     return choose(differs(v, zero), simd.div(simd.splat(1.0), v), zero)
 
 
-@strict_njit
-def _error(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any, shift: Any) -> Any:
+@jit.kernel(strict=True)
+def _error(x, w, n, low, high, step, shift):
     """Return the weighted squared error of step * code - shift with the nearest codes."""
     inverse = _reciprocal(step)
     one = two = simd.splat(0.0)
@@ -77,8 +75,8 @@ def _error(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any, shift: Any) -
     return simd.add(one, two)
 
 
-@strict_njit
-def _largest(values: Any, count: Any) -> Any:
+@jit.kernel(strict=True)
+def _largest(values, count):
     """Return the value of largest magnitude."""
     extreme = simd.splat(0.0)
     for at in range(values, values + count * VECTOR, VECTOR):
@@ -90,8 +88,8 @@ def _largest(values: Any, count: Any) -> Any:
 # ---- targets of the sub-blocks ------------------------------------------------------------------
 
 
-@strict_njit
-def _mean(x: Any, w: Any, n: Any) -> Any:
+@jit.kernel(strict=True)
+def _mean(x, w, n):
     """Return the sum of weights, the weighted mean, the smallest and the largest value."""
     sum_w = sum_x = simd.splat(0.0)
     low = high = simd.load_f32(x)
@@ -102,8 +100,8 @@ def _mean(x: Any, w: Any, n: Any) -> Any:
     return sum_w, simd.mul(sum_x, _reciprocal(sum_w)), low, high
 
 
-@strict_njit
-def _line(x: Any, w: Any, n: Any, top: Any, mean: Any, sum_w: Any, base: Any, step: Any) -> Any:
+@jit.kernel(strict=True)
+def _line(x, w, n, top, mean, sum_w, base, step):
     """Return (gain, base, step) of the best line for the codes that (base, step) give.
 
     The gain is what the line saves of the squared error of the constant `mean`; base <= 0.
@@ -134,10 +132,8 @@ def _line(x: Any, w: Any, n: Any, top: Any, mean: Any, sum_w: Any, base: Any, st
     )
 
 
-@strict_njit
-def _target_range(
-    x: Any, w: Any, n: Any, top: Any, grid: Any, clip: Any, step_at: Any, shift_at: Any
-) -> None:
+@jit.kernel(strict=True)
+def _target_range(x, w, n, top, grid, clip, step_at, shift_at):
     """Write the step and shift >= 0 of the best x = step * code - shift found."""
     zero = simd.splat(0.0)
     sum_w, mean, low, high = _mean(x, w, n)
@@ -162,8 +158,8 @@ def _target_range(
     simd.store_f32(shift_at, simd.sub(zero, best_base))
 
 
-@strict_njit
-def _ray(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any) -> Any:
+@jit.kernel(strict=True)
+def _ray(x, w, n, low, high, step):
     """Return (gain, step) of the best x = step * code for the codes that `step` gives."""
     inverse = _reciprocal(step)
     sum_qq = sum_xq = simd.splat(0.0)
@@ -176,10 +172,8 @@ def _ray(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any) -> Any:
     return simd.mul(slope, sum_xq), slope
 
 
-@strict_njit
-def _target_signed(
-    x: Any, w: Any, n: Any, low: Any, high: Any, grid: Any, clip: Any, step_at: Any
-) -> None:
+@jit.kernel(strict=True)
+def _target_signed(x, w, n, low, high, grid, clip, step_at):
     """Write the step, of either sign, of the best x = step * code found."""
     extreme = _largest(x, n)
     best_gain, best_step = simd.splat(-HUGE), simd.splat(0.0)
@@ -206,8 +200,8 @@ def _target_signed(
 # of the scratch memory.
 
 
-@strict_njit
-def _polish(at: Any, form: Any, j: Any) -> Any:
+@jit.kernel(strict=True)
+def _polish(at, form, j):
     """Move the integers of sub-block `j` to their best neighbours; return its error."""
     n, low, high, scale_low, scale_high, min_high = form
     x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
@@ -229,8 +223,8 @@ def _polish(at: Any, form: Any, j: Any) -> Any:
     return best
 
 
-@strict_njit
-def _refit(at: Any, form: Any) -> None:
+@jit.kernel(strict=True)
+def _refit(at, form):
     """Make d and dmin the least squares solution for the present codes, scales and minima."""
     n, low, high = form[:3]
     d, dmin = simd.load_f32(at + D), simd.load_f32(at + DMIN)
@@ -259,8 +253,8 @@ def _refit(at: Any, form: Any) -> None:
     _set_d(at, choose(solvable, both, alone), choose(solvable, shifted, dmin))
 
 
-@strict_njit
-def _set_d(at: Any, d: Any, dmin: Any) -> None:
+@jit.kernel(strict=True)
+def _set_d(at, d, dmin):
     """Round d and dmin to float16 (their bits are kept too) and make them the present ones."""
     factor, back = simd.load_f32(at + FACTOR), simd.load_f32(at + BACK)
     for value, bits, kept in ((d, BITS, D), (dmin, BITS_MIN, DMIN)):
@@ -269,8 +263,8 @@ def _set_d(at: Any, d: Any, dmin: Any) -> None:
         simd.store_f32(at + kept, simd.mul(simd.load_f16(at + bits), factor))
 
 
-@strict_njit
-def _away_from_zero(v: Any, factor: Any) -> Any:
+@jit.kernel(strict=True)
+def _away_from_zero(v, factor):
     """Return `v`, or the smallest float16 with its sign where `v` is smaller but not 0."""
     smallest = simd.mul(absolute(factor), simd.splat(2.0**-24))
     signed = choose(less(v, simd.splat(0.0)), simd.mul(smallest, simd.splat(-1.0)), smallest)
@@ -278,8 +272,8 @@ def _away_from_zero(v: Any, factor: Any) -> Any:
     return choose(small, signed, v)
 
 
-@strict_njit
-def _start(at: Any, form: Any, k: Any) -> None:
+@jit.kernel(strict=True)
+def _start(at, form, k):
     """Begin start `k` >= 1: another d and dmin, and the integers nearest to the targets."""
     n, _, _, scale_low, scale_high, min_high = form
     count = SUPER // n
@@ -298,8 +292,8 @@ def _start(at: Any, form: Any, k: Any) -> None:
         simd.store_f32(MINS + i, _cut(m, 0, min_high))
 
 
-@strict_njit
-def _improve(at: Any, form: Any, starts: Any) -> None:
+@jit.kernel(strict=True)
+def _improve(at, form, starts):
     """Leave the best d, dmin, scales and minima of all starts and rounds in the scratch memory."""
     count = SUPER // form[0]
     for k in range(starts):
@@ -320,8 +314,8 @@ def _improve(at: Any, form: Any, starts: Any) -> None:
                 _keep(simd.load_f32(MINS + i), more, BEST_MINS + i)
 
 
-@strict_njit
-def _keep(v: Any, mask: Any, target: Any) -> None:
+@jit.kernel(strict=True)
+def _keep(v, mask, target):
     """Replace the lanes of the vector at `target` where the mask is true."""
     simd.store_f32(target, choose(mask, v, simd.load_f32(target)))
 
@@ -329,8 +323,8 @@ def _keep(v: Any, mask: Any, target: Any) -> None:
 # ---- whole super-blocks -------------------------------------------------------------------------
 
 
-@strict_njit
-def _normalize(at: Any) -> None:
+@jit.kernel(strict=True)
+def _normalize(at):
     """Scale the panels in place: weights to about 1, importances to at most 1.
 
     Keeps the factor of the weights, a power of two, and its reciprocal.
@@ -351,8 +345,8 @@ def _normalize(at: Any) -> None:
     simd.store_f32(at + BACK, back)
 
 
-@strict_njit
-def _mirror(at: Any, n: Any) -> None:
+@jit.kernel(strict=True)
+def _mirror(at, n):
     """Negate the super-blocks whose sub-blocks lie above zero more than below it."""
     zero = simd.splat(0.0)
     above = below = zero
@@ -370,8 +364,8 @@ def _mirror(at: Any, n: Any) -> None:
         simd.store_f32(at + i, simd.mul(simd.load_f32(at + i), sign))
 
 
-@strict_njit
-def _prepare(at: Any, form: Any, grid: Any, clip: Any) -> None:
+@jit.kernel(strict=True)
+def _prepare(at, form, grid, clip):
     """Find the sub-blocks' targets and the error of plain's parameters, the first candidate."""
     n, low, high, _, _, min_high = form
     _normalize(at)
@@ -400,8 +394,8 @@ def _prepare(at: Any, form: Any, grid: Any, clip: Any) -> None:
     simd.store_f32(at + BEST_ERROR, total)
 
 
-@strict_njit
-def _finish(at: Any, form: Any) -> None:
+@jit.kernel(strict=True)
+def _finish(at, form):
     """Write the codes of the best parameters, from 0, and the bits of d and dmin."""
     n, low, high = form[:3]
     for j in range(SUPER // n):
@@ -415,11 +409,10 @@ def _finish(at: Any, form: Any) -> None:
     _set_d(at, simd.load_f32(at + BEST_D), simd.load_f32(at + BEST_DMIN))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def search(
-    x: Any, importance: Any, blocks: Any, form: Any, starts: Any, grid: Any, clip: Any, codes: Any,
-    scales: Any, mins: Any, params: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    x, importance, blocks, form, starts, grid, clip, codes, scales, mins, params, start, stop
+):
     """Improve plain's super-blocks: units [start, stop) of 16.
 
     `x` float32 (super-blocks, 256); `importance` float32 (1 or rows, columns), 0 for padding, rows
@@ -455,8 +448,8 @@ def search(
                 params[s, 0], params[s, 1] = halves[0][lane], halves[1][lane]
 
 
-@inline
-def _write(values: Any, target: Any) -> None:
+@jit.device_function(inline="always")
+def _write(values, target):
     """Write small whole numbers to an array of integers."""
     for i in range(len(values)):
         target[i] = np.int32(values[i])

@@ -24,13 +24,11 @@ quantize_row_q1_0_ref).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.threads import split_rows
 
@@ -66,8 +64,8 @@ def iq4(
     return codes, scales, d
 
 
-@strict_njit
-def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
+@jit.kernel(strict=True)
+def _nearest_levels(values, x, inverse, codes):
     """Choose the codes of weights divided by a scale, of ascending levels; halves go up."""
     for j in range(len(codes)):
         codes[j] = 0
@@ -78,8 +76,8 @@ def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
             codes[j] += np.int32(v - low >= high - v)
 
 
-@strict_njit
-def iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
+@jit.kernel(strict=True)
+def iq4_scale(x, weight, values, codes):
     """Return the scale of a sub-block."""
     extreme = np.float32(0)
     for j in range(len(x)):
@@ -105,11 +103,8 @@ def iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
     return scale
 
 
-@strict_njit
-def _iq4(
-    x: Any, importance: Any, values: Any, block: Any, codes: Any, scales: Any, d: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel(strict=True)
+def _iq4(x, importance, values, block, codes, scales, d, start, stop):
     """Encode rows [start, stop)."""
     weight = np.empty(32, np.float32)
     found = np.empty(block // 32, np.float32)
@@ -134,10 +129,8 @@ def _iq4(
             d[row, b] = iq4_codes(x[row], first, values, found, codes[row], scales[row], chosen)
 
 
-@strict_njit
-def iq4_codes(
-    x: Any, first: Any, values: Any, found: Any, codes: Any, scales: Any, chosen: Any
-) -> Any:  # fmt: skip
+@jit.kernel(strict=True)
+def iq4_codes(x, first, values, found, codes, scales, chosen):
     """Write codes and integer scales of a block; return its stored d."""
     largest = np.float32(0)
     for s in range(len(found)):
@@ -192,8 +185,8 @@ def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
     return codes
 
 
-@strict_njit
-def _fp4(x: Any, values: Any, steps: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel(strict=True)
+def _fp4(x, values, steps, codes, start, stop):
     """Choose the codes of rows [start, stop)."""
     size = x.shape[1] // steps.shape[1]
     for row in range(start, stop):
@@ -201,8 +194,8 @@ def _fp4(x: Any, values: Any, steps: Any, codes: Any, start: Any, stop: Any) -> 
             codes[row, i] = fp4_code(x[row, i], values, steps[row, i // size])
 
 
-@strict_njit
-def fp4_code(x: Any, values: Any, step: Any) -> Any:
+@jit.kernel(strict=True)
+def fp4_code(x, values, step):
     """Return the nearest code of a weight, the lowest of equals."""
     best, error = 0, abs(x)
     for code in range(1, 16):
@@ -223,8 +216,8 @@ def rounded(x: Floats, block: int) -> tuple[Bytes, Halves]:
     return codes, d
 
 
-@strict_njit
-def _rounded(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
+@jit.kernel(strict=True)
+def _rounded(x, codes, d, start, stop):
     """Encode rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
@@ -233,8 +226,8 @@ def _rounded(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
             d[row, b] = rounded_block(x[row, first:last], codes[row, first:last])
 
 
-@strict_njit
-def rounded_block(x: Any, codes: Any) -> Any:
+@jit.kernel(strict=True)
+def rounded_block(x, codes):
     """Write the codes of a block; return the bits of its scale."""
     largest = np.float32(0)
     for i in range(len(x)):
@@ -254,8 +247,8 @@ def signs(x: Floats, block: int) -> tuple[Bytes, Halves]:
     return codes, d
 
 
-@strict_njit
-def _signs(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
+@jit.kernel(strict=True)
+def _signs(x, codes, d, start, stop):
     """Encode rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
@@ -264,8 +257,8 @@ def _signs(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
             d[row, b] = signs_block(x[row, first:last], codes[row, first:last])
 
 
-@strict_njit
-def signs_block(x: Any, codes: Any) -> Any:
+@jit.kernel(strict=True)
+def signs_block(x, codes):
     """Write the codes of a block; return the bits of its scale."""
     total = np.float32(0)
     for i in range(len(x)):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.block_search import Rule, Searched, rows_searched, search_rows
 from nbflow_kernels.quants.formats import Floats
 from nbflow_kernels.threads import split_rows
@@ -27,16 +25,13 @@ def search(
     return out
 
 
-@njit
-def _search(
-    x: Any, weight: Any, tables: Any, how: Any, chosen: Any, scales: Any, d: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _search(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
-@njit
-def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch: Any) -> Any:
+@jit.kernel
+def _evaluate(value, weight, step, tables, out, scratch):
     """Choose the nearest levels of a sub-block; see `block_search.search_rows`."""
     levels, middles = tables
     n = len(value)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import linear_plain
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
@@ -231,8 +231,8 @@ class LinearFormat(QuantFormat):
         return Integers(self.codes_of_rows(data), scale.reshape(len(data), -1), m)
 
 
-@njit
-def _apply(codes: Any, base: Any, scale: Any, zero: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _apply(codes, base, scale, zero, out, start, stop):
     """Write base + scale * (code - zero), rounded once, for rows of codes."""
     block = codes.shape[1] // base.shape[1]
     for row in range(start, stop):

@@ -6,20 +6,18 @@ code: bytes are compared with its output.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
 
 CUTOFF = np.float32(1e-5)  # a smaller scale counts as zero
 COST = 10.0  # operations a weight costs, for the choice of thread count
 
 
-@inline
-def _floored(step: Any, n_codes: Any) -> Any:
+@jit.device_function(inline="always")
+def _floored(step, n_codes):
     """Return the code of a step: 0 for NaN, else its floor within the codes."""
     if not step >= np.float32(0):
         return 0
@@ -28,8 +26,8 @@ def _floored(step: Any, n_codes: Any) -> Any:
     return int(step)
 
 
-@inline
-def extent(x: Any, at: Any, block: Any) -> Any:
+@jit.device_function(inline="always")
+def extent(x, at, block):
     """Return the least and the greatest of the `block` weights from index `at` on."""
     low = high = x[at]
     for i in range(1, block):
@@ -37,14 +35,14 @@ def extent(x: Any, at: Any, block: Any) -> Any:
     return low, high
 
 
-@inline
-def inverse_of(scale: Any) -> Any:
+@jit.device_function(inline="always")
+def inverse_of(scale):
     """Return 1 / scale, 0 for a scale that counts as zero."""
     return np.float32(0) if scale < CUTOFF else np.float32(1) / scale
 
 
-@inline
-def on_grid(low: Any) -> Any:
+@jit.device_function(inline="always")
+def on_grid(low):
     """Return a base snapped down to the grid a byte can hold."""
     steps = np.float32(100) * low + np.float32(100.01)
     if abs(steps) < np.float32(2**24):  # else it is whole
@@ -52,22 +50,22 @@ def on_grid(low: Any) -> Any:
     return steps / np.float32(100) - np.float32(1)
 
 
-@inline
-def base_byte(base: Any) -> Any:
+@jit.device_function(inline="always")
+def base_byte(base):
     """Return the byte of a base."""
     u = np.float32(100) * base + np.float32(100.5)
     return int(min(max(u, np.float32(0)), np.float32(255)))
 
 
-@inline
-def scale_byte(scale: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_byte(scale):
     """Return the byte of a scale."""
     v = np.float32(1000) * scale + np.float32(0.5)
     return int(min(max(v, np.float32(0)), np.float32(255)))
 
 
-@inline
-def signed_code(x: Any, inverse: Any, n_codes: Any, zero: Any) -> Any:
+@jit.device_function(inline="always")
+def signed_code(x, inverse, n_codes, zero):
     """Return the code of a weight, halves rounded away from zero."""
     step = x * inverse
     size = int(abs(step) + np.float32(0.5))
@@ -75,17 +73,14 @@ def signed_code(x: Any, inverse: Any, n_codes: Any, zero: Any) -> Any:
     return min(max(code, 0), n_codes - 1)
 
 
-@inline
-def range_code(x: Any, low: Any, inverse: Any, offset: Any, n_codes: Any) -> Any:
+@jit.device_function(inline="always")
+def range_code(x, low, inverse, offset, n_codes):
     """Return the code of a weight in a range that begins at `low`."""
     return _floored((x - low) * inverse + offset, n_codes)
 
 
-@strict_njit
-def plain(
-    x: Any, block: Any, n_codes: Any, divisor: Any, kind: Any, midrise: Any, zero: Any, codes: Any,
-    parameters: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel(strict=True)
+def plain(x, block, n_codes, divisor, kind, midrise, zero, codes, parameters, start, stop):
     """Write codes and stored base and scale of rows [start, stop); `kind` as in `parameters`."""
     offset = np.float32(1e-4) if midrise else np.float32(0.5)
     for row in range(start, stop):

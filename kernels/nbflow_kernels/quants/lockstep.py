@@ -21,27 +21,29 @@ A *mask* is an int32 vector whose lanes are -1 (true) or 0; `simd.and_` and `sim
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 
-from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels import simd, stepping
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.simd import LANES, f32x16, i32x16
-from nbflow_kernels.stepping import intrinsic
+
+intrinsic = functools.partial(stepping.intrinsic, fallback="quants_lockstep")
 
 VECTOR = 64  # bytes
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
 
 def _make_comparison(name: str, emit: Any) -> Any:
-    def compare(typing_context: Any, a: Any, b: Any) -> Any:
+    def compare(typing_context, a, b):
         if a != f32x16 or b != f32x16:
             raise errors.TypingError(f"lockstep.{name}: wanted two vectors of float32")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return builder.sext(emit(builder, args[0], args[1]), i32x16.llvm)
 
         return i32x16(a, b), codegen
@@ -55,12 +57,12 @@ differs = _make_comparison("differs", lambda builder, a, b: builder.fcmp_unorder
 
 
 @intrinsic
-def choose(typing_context: Any, mask: Any, yes: Any, no: Any) -> Any:
+def choose(typing_context, mask, yes, no):
     """Return `yes` where the mask is true, else `no`."""
     if mask != i32x16 or yes not in (f32x16, i32x16) or no != yes:
         raise errors.TypingError(f"lockstep.choose: wanted a mask and two vectors, got {yes}, {no}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         zeros = ir.Constant(i32x16.llvm, [0] * LANES)
         return builder.select(builder.icmp_signed("!=", args[0], zeros), args[1], args[2])
 
@@ -68,12 +70,12 @@ def choose(typing_context: Any, mask: Any, yes: Any, no: Any) -> Any:
 
 
 @intrinsic
-def any_lane(typing_context: Any, mask: Any) -> Any:
+def any_lane(typing_context, mask):
     """Return whether the mask is true in any lane."""
     if mask != i32x16:
         raise errors.TypingError(f"lockstep.any_lane: wanted a mask, got {mask}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         zeros = ir.Constant(i32x16.llvm, [0] * LANES)
         bits = builder.bitcast(builder.icmp_signed("!=", args[0], zeros), ir.IntType(LANES))
         return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
@@ -82,11 +84,11 @@ def any_lane(typing_context: Any, mask: Any) -> Any:
 
 
 def _make_unary(name: str, llvm_name: str) -> Any:
-    def unary(typing_context: Any, v: Any) -> Any:
+    def unary(typing_context, v):
         if v != f32x16:
             raise errors.TypingError(f"lockstep.{name}: wanted a vector of float32, got {v}")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             function_type = ir.FunctionType(f32x16.llvm, [f32x16.llvm])
             function = cgutils.get_or_insert_function(builder.module, function_type, llvm_name)
             return builder.call(function, args)
@@ -101,8 +103,8 @@ absolute = _make_unary("absolute", "llvm.fabs.v16f32")
 sqrt = _make_unary("sqrt", "llvm.sqrt.v16f32")
 
 
-@strict_njit
-def nearest(v: Any) -> Any:
+@jit.kernel(strict=True)
+def nearest(v):
     """Return the nearest integers of |v| <= 2**22 as int32, halves to even.
 
     This is GGML's rounding, also in what it makes of other numbers: NaN gives 0, infinities give
@@ -113,11 +115,11 @@ def nearest(v: Any) -> Any:
 
 
 def _make_extreme(name: str, op: str) -> Any:
-    def extreme(typing_context: Any, a: Any, b: Any) -> Any:
+    def extreme(typing_context, a, b):
         if a != i32x16 or b != i32x16:
             raise errors.TypingError(f"lockstep.{name}: wanted two vectors of int32")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return builder.select(builder.icmp_signed(op, args[0], args[1]), args[0], args[1])
 
         return i32x16(a, b), codegen
@@ -130,8 +132,8 @@ smaller = _make_extreme("smaller", "<")
 larger = _make_extreme("larger", ">")
 
 
-@strict_njit
-def clamp(v: Any, low: Any, high: Any) -> Any:
+@jit.kernel(strict=True)
+def clamp(v, low, high):
     """Return the int32 lanes cut off at the scalars `low` and `high`."""
     return smaller(larger(v, simd.splat_i32(low)), simd.splat_i32(high))
 
@@ -139,8 +141,8 @@ def clamp(v: Any, low: Any, high: Any) -> Any:
 # ---- panels -------------------------------------------------------------------------------------
 
 
-@strict_njit
-def fill_panel(source: Any, first: Any, panel: Any) -> None:
+@jit.kernel(strict=True)
+def fill_panel(source, first, panel):
     """Write blocks `first`.. of `source` (blocks, size) side by side to `panel` (size, 16).
 
     After the last block come copies of it, which nobody reads back.
@@ -151,8 +153,8 @@ def fill_panel(source: Any, first: Any, panel: Any) -> None:
             panel[i, lane] = block[i]
 
 
-@strict_njit
-def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> None:
+@jit.kernel(strict=True)
+def fill_importance(importance, blocks, first, panel):
     """Do as `fill_panel` with importances (1 or rows, columns) of rows of `blocks` blocks."""
     size = panel.shape[0]
     for lane in range(LANES):
@@ -162,8 +164,8 @@ def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> Non
             panel[i, lane] = importance[row, column + i]
 
 
-@strict_njit
-def empty_panel(panel: Any, first: Any, target: Any) -> None:
+@jit.kernel(strict=True)
+def empty_panel(panel, first, target):
     """Write a panel (size, 16) of small whole numbers back to blocks of `target`."""
     for lane in range(min(LANES, len(target) - first)):
         block = target[first + lane]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import split_rows
@@ -120,11 +120,8 @@ def quantize_with_outliers(
     return data, sparse
 
 
-@njit
-def _find(
-    x: Any, n_columns: Any, size: Any, low: Any, high: Any, mask: Any, inside: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _find(x, n_columns, size, low, high, mask, inside, start, stop):
     """Mark the outliers of rows [start, stop), and write the nearest weights within instead."""
     span = high - low
     for row in range(start, stop):
@@ -173,11 +170,8 @@ def _find(
                     inside[row, i] = min(max(x[row, i], least), most)
 
 
-@njit
-def _choose(
-    x: Any, weight: Any, n_columns: Any, size: Any, before: Any, after: Any, mask: Any, data: Any,
-    other: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _choose(x, weight, n_columns, size, before, after, mask, data, other, start, stop):
     """Take the blocks of `other` that lose no more with their outliers than those of `data`."""
     n_bytes = data.shape[1] // (x.shape[1] // size)
     for row in range(start, stop):
@@ -215,17 +209,15 @@ def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None
     )  # fmt: skip
 
 
-@njit
-def _add(indptr: Any, indices: Any, values: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _add(indptr, indices, values, out, start, stop):
     for row in range(start, stop):
         for j in range(indptr[row], indptr[row + 1]):
             out[row, indices[j]] += values[j]
 
 
-@njit
-def _add_of(
-    indptr: Any, indices: Any, values: Any, ids: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _add_of(indptr, indices, values, ids, out, start, stop):
     for row in range(start, stop):
         for j in range(indptr[ids[row]], indptr[ids[row] + 1]):
             out[row, indices[j]] += values[j]

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import huge_pages
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.integers import IntegerForm, Integers
 from nbflow_kernels.threads import split_rows
@@ -384,11 +384,8 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
     return stored
 
 
-@njit
-def _pack_codes(
-    codes: Any, out: Any, bits: Any, fields: Any, n_blocks: Any, segments: Any, units: Any,
-    vectors: Any, sizes: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
     """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
@@ -411,8 +408,8 @@ def _pack_codes(
                     at += bits * ROWS
 
 
-@njit
-def _pack_planes(row: Any, words: Any, at: Any, bits: Any, per_word: Any) -> None:
+@jit.kernel
+def _pack_planes(row, words, at, bits, per_word):
     """Do as `_pack_fields` where each code vector is one field, and words are full of them."""
     v = 0
     for word in range(bits):
@@ -423,8 +420,8 @@ def _pack_planes(row: Any, words: Any, at: Any, bits: Any, per_word: Any) -> Non
         words[at + word * ROWS] = four
 
 
-@njit
-def _pack_fields(row: Any, words: Any, at: Any, fields: Any) -> None:
+@jit.kernel
+def _pack_fields(row, words, at, fields):
     """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
     for i in range(len(fields)):
         mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
@@ -432,8 +429,8 @@ def _pack_fields(row: Any, words: Any, at: Any, fields: Any) -> None:
         words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
 
 
-@njit
-def _pack_pairs(row: Any, words: Any, at: Any) -> None:
+@jit.kernel
+def _pack_pairs(row, words, at):
     """Write the 16 code vectors of one row and unit as pairs."""
     for w in range(7):
         words[at + w * ROWS] = row[2 * w] + np.uint32(11) * row[2 * w + 1]

@@ -19,9 +19,7 @@ Source: Inferflow, quant_types.h (formats Q2_B32T1A and Q2_B32T1B).
 
 from __future__ import annotations
 
-from typing import Any
-
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import crumb, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -29,14 +27,14 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR
 
 
-@inline
-def code_q2(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q2(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return crumb(row, at + 4, i)
 
 
-@njit
-def _codes_q2(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q2(data, codes, start, stop):
     decode_codes(code_q2, 32, 12, data, codes, start, stop)
 
 

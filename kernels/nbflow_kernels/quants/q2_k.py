@@ -16,12 +16,10 @@ Source: GGML, ggml-common.h (block_q2_K).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import (
@@ -34,33 +32,31 @@ from nbflow_kernels.quants.k_quants import (
 )
 
 
-@inline
-def code_q2_k(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q2_k(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return quarter(row, at + 16, i)
 
 
-@inline
-def scale_q2_k(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_q2_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`."""
     return row[at + j] & 15
 
 
-@inline
-def min_q2_k(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def min_q2_k(row, at, j):
     """Return the minimum of sub-block `j` of the block at byte `at`."""
     return row[at + j] >> 4
 
 
-@njit
-def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q2_k, scale_q2_k, min_q2_k, 16, 84, data, codes, scales, mins, start, stop)
 
 
-@njit
-def _pack(
-    codes: Any, scales: Any, mins: Any, params: Any, data: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block = data[s]
         for j in range(16):

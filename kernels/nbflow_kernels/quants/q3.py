@@ -20,11 +20,9 @@ Source: Inferflow, quant_types.h (formats Q3_B32T1A and Q3_B32T1B).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -32,14 +30,14 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR
 
 
-@inline
-def code_q3(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q3(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return crumb(row, at + 8, i) | (bit(row, at + 4, i) << 2)
 
 
-@njit
-def _codes_q3(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q3(data, codes, start, stop):
     decode_codes(code_q3, 32, 16, data, codes, start, stop)
 
 

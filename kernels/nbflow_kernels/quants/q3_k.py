@@ -17,12 +17,10 @@ Source: GGML, ggml-common.h (block_q3_K).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import (
@@ -36,29 +34,27 @@ from nbflow_kernels.quants.k_quants import (
 )
 
 
-@inline
-def code_q3_k(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q3_k(row, at, i):
     """Return code `i` of the block at byte `at`, plus 4."""
     return quarter(row, at + 32, i) | (((row[at + (i & 31)] >> (i >> 5)) & 1) << 2)
 
 
-@inline
-def scale_q3_k(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_q3_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`, -32 .. 31."""
     low = (row[at + 96 + (j & 7)] >> (j >> 3 << 2)) & 15
     high = (row[at + 104 + (j & 3)] >> (j >> 2 << 1)) & 3
     return np.int16(low | (high << 4)) - 32
 
 
-@njit
-def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q3_k, scale_q3_k, no_minimum, 16, 110, data, codes, scales, mins, start, stop)
 
 
-@njit
-def _pack(
-    codes: Any, scales: Any, mins: Any, params: Any, data: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block, code = data[s], codes[s]
         for r in range(32):

@@ -22,11 +22,9 @@ Source: Inferflow, quant_types.h (format Q3H_B64T1).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, crumb, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -34,14 +32,14 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR
 
 
-@inline
-def second_of_pair(c: Any) -> Any:
+@jit.device_function(inline="always")
+def second_of_pair(c):
     """Return y = c // 11 without a division, exact for c in 0..120: 373 / 4096 = 1 / 10.981."""
     return (c * 373) >> 12
 
 
-@inline
-def code_q3h_b64t1(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q3h_b64t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     pair = i >> 1
     low, middle = nibble(row, at + 16, pair), crumb(row, at + 8, pair)
@@ -50,8 +48,8 @@ def code_q3h_b64t1(row: Any, at: Any, i: Any) -> Any:
     return y if i & 1 else c - 11 * y
 
 
-@njit
-def _codes_q3h_b64t1(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q3h_b64t1(data, codes, start, stop):
     decode_codes(code_q3h_b64t1, 64, 32, data, codes, start, stop)
 
 

@@ -35,9 +35,7 @@ Source: Inferflow, quant_types.h (formats Q4_B32T1A, Q4_B32T1B, Q4_B64T1, Q4_B16
 
 from __future__ import annotations
 
-from typing import Any
-
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -45,30 +43,30 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR, U8_PAIR
 
 
-@inline
-def code_q4(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q4(row, at, i):
     """Return code `i` of the block at byte `at`: all formats here but ``q4_b16``."""
     return nibble(row, at + 4, i)
 
 
-@inline
-def code_q4_b16(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q4_b16(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return nibble(row, at + 2, i)
 
 
-@njit
-def _codes_q4_b32(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q4_b32(data, codes, start, stop):
     decode_codes(code_q4, 32, 20, data, codes, start, stop)
 
 
-@njit
-def _codes_q4_b64(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q4_b64(data, codes, start, stop):
     decode_codes(code_q4, 64, 36, data, codes, start, stop)
 
 
-@njit
-def _codes_q4_b16(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q4_b16(data, codes, start, stop):
     decode_codes(code_q4_b16, 16, 10, data, codes, start, stop)
 
 

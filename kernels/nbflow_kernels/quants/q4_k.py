@@ -19,19 +19,17 @@ Source: GGML, ggml-common.h (block_q4_K).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import KFormat, decode_rows, put_params
 
 
-@inline
-def sixes(row: Any, at: Any, other: Any, nibble: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def sixes(row, at, other, nibble, j):
     """Return 6-bit value `j` of 8 of the 12 bytes of scales and minima.
 
     Those below 4 and the high bits are at byte `at`; the low bits of the others are in the nibbles
@@ -42,26 +40,26 @@ def sixes(row: Any, at: Any, other: Any, nibble: Any, j: Any) -> Any:
     return ((row[other + j - 4] >> nibble) & 15) | ((row[at + j - 4] >> 6) << 4)
 
 
-@inline
-def scale_q4_k(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_q4_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`."""
     return sixes(row, at + 4, at + 12, 0, j)
 
 
-@inline
-def min_q4_k(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def min_q4_k(row, at, j):
     """Return the minimum of sub-block `j` of the block at byte `at`."""
     return sixes(row, at + 8, at + 12, 4, j)
 
 
-@inline
-def code_q4_k(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q4_k(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return (row[at + 16 + (i >> 6 << 5) + (i & 31)] >> (i >> 3 & 4)) & 15
 
 
-@inline
-def put_sixes(scales: Any, mins: Any, block: Any) -> None:
+@jit.device_function(inline="always")
+def put_sixes(scales, mins, block):
     """Write the 12 bytes of 8 scales and 8 minima from byte 4 on."""
     for j in range(4):
         block[4 + j] = scales[j] | ((scales[j + 4] >> 4) << 6)
@@ -69,8 +67,8 @@ def put_sixes(scales: Any, mins: Any, block: Any) -> None:
         block[12 + j] = (scales[j + 4] & 15) | ((mins[j + 4] & 15) << 4)
 
 
-@inline
-def put_nibbles(codes: Any, block: Any, at: Any) -> None:
+@jit.device_function(inline="always")
+def put_nibbles(codes, block, at):
     """Write the low 4 bits of 256 codes to 128 bytes from byte `at` on."""
     for p in range(4):
         for r in range(32):
@@ -95,15 +93,13 @@ def unpack_nibbles(data: Bytes) -> Bytes:
     return ((data.reshape(-1, 4, 1, 32) >> shifts) & np.uint8(15)).reshape(-1, 256)
 
 
-@njit
-def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q4_k, scale_q4_k, min_q4_k, 32, 144, data, codes, scales, mins, start, stop)
 
 
-@njit
-def _pack(
-    codes: Any, scales: Any, mins: Any, params: Any, data: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         put_params(params[s], 2, 0, data[s])
         put_sixes(scales[s], mins[s], data[s])

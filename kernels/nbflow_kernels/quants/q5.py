@@ -32,11 +32,9 @@ Source: Inferflow, quant_types.h (formats Q5_B64T1 and Q5_B32T1).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -44,25 +42,25 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR
 
 
-@inline
-def code_q5_b64t1(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q5_b64t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return nibble(row, at + 12, i) | (bit(row, at + 4, i) << 4)
 
 
-@inline
-def code_q5_b32t1(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q5_b32t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return ((row[at + 8 + (i & 15)] >> (i >> 4 << 2)) & 15) | (bit(row, at + 4, i) << 4)
 
 
-@njit
-def _codes_q5_b64t1(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q5_b64t1(data, codes, start, stop):
     decode_codes(code_q5_b64t1, 64, 44, data, codes, start, stop)
 
 
-@njit
-def _codes_q5_b32t1(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q5_b32t1(data, codes, start, stop):
     decode_codes(code_q5_b32t1, 32, 24, data, codes, start, stop)
 
 

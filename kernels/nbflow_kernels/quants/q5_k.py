@@ -18,12 +18,10 @@ Source: GGML, ggml-common.h (block_q5_K).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import KFormat, decode_rows, put_params
@@ -37,22 +35,20 @@ from nbflow_kernels.quants.q4_k import (
 )
 
 
-@inline
-def code_q5_k(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q5_k(row, at, i):
     """Return code `i` of the block at byte `at`."""
     low = (row[at + 48 + (i >> 6 << 5) + (i & 31)] >> (i >> 3 & 4)) & 15
     return low | (((row[at + 16 + (i & 31)] >> (i >> 5)) & 1) << 4)
 
 
-@njit
-def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q5_k, scale_q4_k, min_q4_k, 32, 176, data, codes, scales, mins, start, stop)
 
 
-@njit
-def _pack(
-    codes: Any, scales: Any, mins: Any, params: Any, data: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block, code = data[s], codes[s]
         put_params(params[s], 2, 0, block)

@@ -19,11 +19,9 @@ Source: Inferflow, quant_types.h (format Q6_B64T1).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import crumb, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -31,14 +29,14 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR
 
 
-@inline
-def code_q6_b64t1(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q6_b64t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return nibble(row, at + 20, i) | (crumb(row, at + 4, i) << 4)
 
 
-@njit
-def _codes_q6_b64t1(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q6_b64t1(data, codes, start, stop):
     decode_codes(code_q6_b64t1, 64, 52, data, codes, start, stop)
 
 

@@ -17,12 +17,10 @@ Source: GGML, ggml-common.h (block_q6_K).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import (
@@ -36,28 +34,26 @@ from nbflow_kernels.quants.k_quants import (
 )
 
 
-@inline
-def code_q6_k(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q6_k(row, at, i):
     """Return code `i` of the block at byte `at`, plus 32."""
     low = (row[at + (i >> 7 << 6) + (i & 63)] >> (i >> 4 & 4)) & 15
     return low | (quarter(row, at + 128, i) << 4)
 
 
-@inline
-def scale_q6_k(row: Any, at: Any, j: Any) -> Any:
+@jit.device_function(inline="always")
+def scale_q6_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`, -128 .. 127."""
     return np.int16(row[at + 192 + j] ^ 128) - 128
 
 
-@njit
-def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q6_k, scale_q6_k, no_minimum, 16, 210, data, codes, scales, mins, start, stop)
 
 
-@njit
-def _pack(
-    codes: Any, scales: Any, mins: Any, params: Any, data: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block, code = data[s], codes[s]
         for h in range(2):

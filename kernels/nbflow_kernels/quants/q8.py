@@ -29,35 +29,33 @@ Source: Inferflow, quant_types.h (formats Q8_B32T1 and Q8_B32T2).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR, F16_SCALE
 
 
-@inline
-def code_q8_b32t1(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q8_b32t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return row[at + 4 + i]
 
 
-@inline
-def code_q8_b32t2(row: Any, at: Any, i: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q8_b32t2(row, at, i):
     """Return code `i` of the block at byte `at`, plus 128."""
     return row[at + 2 + i] ^ 128
 
 
-@njit
-def _codes_q8_b32t1(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q8_b32t1(data, codes, start, stop):
     decode_codes(code_q8_b32t1, 32, 36, data, codes, start, stop)
 
 
-@njit
-def _codes_q8_b32t2(data: Any, codes: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _codes_q8_b32t2(data, codes, start, stop):
     decode_codes(code_q8_b32t2, 32, 34, data, codes, start, stop)
 
 

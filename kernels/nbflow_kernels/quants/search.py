@@ -12,12 +12,10 @@ the parameters that are stored.  So the error of no block is larger than plain's
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
 
 F16_MAX = 65504.0
@@ -26,8 +24,8 @@ CLIP = 0.3  # distance of the clippings, in quantization steps
 REFINEMENTS = 3
 
 
-@njit
-def _stored(value: Any, parameters: Any, is_base: Any) -> Any:
+@jit.kernel
+def _stored(value, parameters, is_base):
     """Return the storable integer nearest to a parameter; out of range: the largest."""
     if parameters == U8_PAIR:
         steps = 100.0 * value + 100.0 if is_base else 1000.0 * value
@@ -35,8 +33,8 @@ def _stored(value: Any, parameters: Any, is_base: Any) -> Any:
     return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
 
 
-@njit
-def _value(stored: Any, parameters: Any, is_base: Any) -> Any:
+@jit.kernel
+def _value(stored, parameters, is_base):
     """Return the float32 parameter of a stored integer."""
     if parameters == U8_PAIR:
         if is_base:
@@ -45,16 +43,14 @@ def _value(stored: Any, parameters: Any, is_base: Any) -> Any:
     return simd.half_to_float(np.uint16(stored))
 
 
-@njit
-def _codes(x: Any, base: Any, inverse: Any, low: Any, high: Any) -> Any:
+@jit.kernel
+def _codes(x, base, inverse, low, high):
     """Return the nearest codes of 16 weights, as float32."""
     return simd.minimum(simd.maximum(simd.rint(simd.mul(simd.sub(x, base), inverse)), low), high)
 
 
-@njit
-def _error(
-    x: Any, weight: Any, size: Any, low: Any, high: Any, base: Any, scale: Any, norm: Any
-) -> Any:
+@jit.kernel
+def _error(x, weight, size, low, high, base, scale, norm):
     """Return the sum of ``((decoded - x) * norm) ** 2`` over the block at address `x`."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
     base_v, scale_v, norm_v = simd.splat(base), simd.splat(scale), simd.splat(norm)
@@ -68,11 +64,8 @@ def _error(
     return simd.sum(total)
 
 
-@njit
-def _refit(
-    x: Any, weight: Any, size: Any, low: Any, high: Any, base: Any, scale: Any, parameters: Any,
-    origin: Any, norm: Any,
-) -> Any:  # fmt: skip
+@jit.kernel
+def _refit(x, weight, size, low, high, base, scale, parameters, origin, norm):
     """Return the stored base and scale that suit the codes of (base, scale) best."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
     base_v, low_v, high_v = simd.splat(base), simd.splat(low), simd.splat(high)
@@ -92,11 +85,8 @@ def _refit(
     )  # fmt: skip
 
 
-@njit
-def _solve(
-    count: Any, sum_q: Any, sum_qq: Any, sum_u: Any, sum_uq: Any, parameters: Any, origin: Any,
-    norm: Any,
-) -> Any:  # fmt: skip
+@jit.kernel
+def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
     """Return stored (base, scale) of the least squares line u = b + s * q."""
     if parameters == F16_SCALE:
         slope = sum_uq / sum_qq if sum_qq > 0 else 0.0
@@ -110,11 +100,8 @@ def _solve(
     return _stored(np.float64(origin) + mean, parameters, True), scale
 
 
-@njit
-def _try(
-    x: Any, weight: Any, size: Any, low: Any, high: Any, parameters: Any, norm: Any, base: Any,
-    scale: Any, best: Any,
-) -> Any:  # fmt: skip
+@jit.kernel
+def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
     """Return (stored base, stored scale, error): the better of `best` and the given ones."""
     base_value = np.float32(0) if parameters == F16_SCALE else _value(base, parameters, True)
     scale_value = _value(scale, parameters, False)
@@ -127,11 +114,8 @@ def _try(
     return best
 
 
-@njit
-def _search_block(
-    x: Any, weight: Any, size: Any, low: Any, high: Any, parameters: Any, base: Any, scale: Any,
-    smallest: Any, largest: Any,
-) -> Any:  # fmt: skip
+@jit.kernel
+def _search_block(x, weight, size, low, high, parameters, base, scale, smallest, largest):
     """Return the best stored (base, scale) of one block; `base`, `scale` are plain's."""
     symmetric = parameters == F16_SCALE
     extent = max(-smallest, largest) if symmetric else largest - smallest
@@ -166,10 +150,8 @@ def _search_block(
     return _neighbours(x, weight, size, low, high, parameters, norm, best)
 
 
-@njit
-def _neighbours(
-    x: Any, weight: Any, size: Any, low: Any, high: Any, parameters: Any, norm: Any, best: Any
-) -> Any:
+@jit.kernel
+def _neighbours(x, weight, size, low, high, parameters, norm, best):
     """Return the best of `best` and the stored values next to it."""
     base, scale = best[0], best[1]
     limit = 255 if parameters == U8_PAIR else 0xFFFF
@@ -181,11 +163,8 @@ def _neighbours(
     return best
 
 
-@njit
-def search(
-    x: Any, weight: Any, size: Any, low: Any, high: Any, parameters: Any, codes: Any, stored: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def search(x, weight, size, low, high, parameters, codes, stored, start, stop):
     """Improve the stored parameters of rows [start, stop) and choose their codes.
 
     `x` is float32 (rows, columns), `weight` float32 (1 or rows, columns): how much an error counts,

@@ -61,7 +61,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import levels_plain
 from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.block_search import rule
@@ -83,8 +83,8 @@ POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
 REACH = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the highest level to try, in largest weights
 
 
-@inline
-def code_tq1_0(row: Any, at: Any, i: Any, powers: Any) -> Any:
+@jit.device_function(inline="always")
+def code_tq1_0(row, at, i, powers):
     """Return code `i` of the block at byte `at`."""
     if i < 160:
         byte, n = i & 31, i >> 5
@@ -96,41 +96,41 @@ def code_tq1_0(row: Any, at: Any, i: Any, powers: Any) -> Any:
     return (fraction * 3) >> 8
 
 
-@inline
-def code_tq2_0(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_tq2_0(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return (row[at + 32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3
 
 
-@inline
-def code_q2_0(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q2_0(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return crumb(row, at + 2, i)
 
 
-@inline
-def code_q1_0(row: Any, at: Any, i: Any, table: Any) -> Any:
+@jit.device_function(inline="always")
+def code_q1_0(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return bit(row, at + 2, i)
 
 
-@njit
-def _tq1_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _tq1_0(data, table, codes, scales, start, stop):
     decode_rows(code_tq1_0, no_scale, 256, 0, 54, data, table, codes, scales, start, stop)
 
 
-@njit
-def _tq2_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _tq2_0(data, table, codes, scales, start, stop):
     decode_rows(code_tq2_0, no_scale, 256, 0, 66, data, table, codes, scales, start, stop)
 
 
-@njit
-def _q2_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _q2_0(data, table, codes, scales, start, stop):
     decode_rows(code_q2_0, no_scale, 64, 0, 18, data, table, codes, scales, start, stop)
 
 
-@njit
-def _q1_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _q1_0(data, table, codes, scales, start, stop):
     decode_rows(code_q1_0, no_scale, 128, 0, 18, data, table, codes, scales, start, stop)
 
 

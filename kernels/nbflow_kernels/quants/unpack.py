@@ -5,7 +5,7 @@ here emit the instructions that this form needs, so what a format does not have 
 
     @functools.cache
     def make(form: PackedForm):
-        @njit
+        @jit.kernel
         def kernel(...):
             u = codes(form, unit_at, v)
             scale, base = parameters(form, block_at, s)
@@ -40,13 +40,14 @@ from numba.core import cgutils, datamodel, errors, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels import isa, simd
-from nbflow_kernels._jit import FAST_MATH
+from nbflow_kernels import isa, simd, stepping
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.quants.packed import D_BYTES, FIELDS, PAIRS, PackedForm
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.simd_bytes import emit_lookup16, emit_move, emit_pair
-from nbflow_kernels.stepping import intrinsic
+
+intrinsic = functools.partial(stepping.intrinsic, fallback="quants_unpack")
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
@@ -66,12 +67,12 @@ class _FormModel(datamodel.models.OpaqueModel):
 
 
 @typeof_impl.register(PackedForm)
-def _typeof_form(form: PackedForm, context: Any) -> FormType:
+def _typeof_form(form, context):
     return FormType(form)
 
 
 @lower_constant(FormType)
-def _constant_form(context: Any, builder: Any, form_type: Any, value: Any) -> Any:
+def _constant_form(context, builder, form_type, value):
     return context.get_dummy_value()
 
 
@@ -298,7 +299,7 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
             if (wanted in vectors or found in vectors) and wanted != found:
                 raise errors.TypingError(f"unpack.{name}: wanted {arguments}, got {given}")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             found = signature.args[1:]
             values = [
                 value if have == want else context.cast(builder, value, have, want)
@@ -311,13 +312,13 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
 
         return result(form, *given), codegen
 
-    def two(typing_context: Any, form: Any, a: Any, b: Any) -> Any:
+    def two(typing_context, form, a, b):
         return define(form, (a, b))
 
-    def three(typing_context: Any, form: Any, a: Any, b: Any, c: Any) -> Any:
+    def three(typing_context, form, a, b, c):
         return define(form, (a, b, c))
 
-    def four(typing_context: Any, form: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    def four(typing_context, form, a, b, c, d):
         return define(form, (a, b, c, d))
 
     chosen = (two, three, four)[len(arguments) - 2]
@@ -380,11 +381,15 @@ def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
     _decoder(form)(form, at, n_blocks, to)
 
 
-_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+_OPTIONS: Any = {
+    "forceinline": True,
+    "error_model": "numpy",
+    "fastmath": jit.FAST_MATH,
+}  # as `helper`
 
 
 @extending.overload(decode_blocks, jit_options=_OPTIONS)
-def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., Any]:
+def _decode_blocks(form, at, n_blocks, to):
     decode: Callable[..., Any] = _decoder(form.form)
     return decode
 
@@ -395,7 +400,7 @@ def _decoder(known: PackedForm) -> Callable[..., Any]:
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
     block_bytes = known.block_bytes
 
-    def decode(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
+    def decode(form, at, n_blocks, to):
         for _ in range(n_blocks):
             for unit in range(units):
                 for v in range(vectors):

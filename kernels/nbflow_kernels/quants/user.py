@@ -147,7 +147,7 @@ class UserFormat(QuantFormat):
             raise user_error(self.name, function, self.code.functions, error) from error
 
 
-def _read_only(array: Any) -> Any:
+def _read_only(array):
     view = array.view()
     view.flags.writeable = False
     return view

@@ -19,9 +19,9 @@ from numba.core import datamodel, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels import _jit, simd
-from nbflow_kernels._jit import helper
-from nbflow_kernels._parts import KernelCompiler
+from nbflow_kernels import simd
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.jit import KernelCompiler
 from nbflow_kernels.lanes import write_f32
 from nbflow_kernels.quants.integers import IntegerForm
 
@@ -73,8 +73,8 @@ class UserCode:
     def njit(self, function: Callable[..., Any]) -> Any:
         """Compile a kernel, kept on disk if the format's source is a file."""
         if self.on_disk:
-            return _jit.njit(function)
-        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": _jit.FAST_MATH}
+            return jit.kernel(function)
+        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": jit.FAST_MATH}
         return numba.njit(**options)(function)
 
 
@@ -96,12 +96,12 @@ class _CodeModel(datamodel.models.OpaqueModel):
 
 
 @typeof_impl.register(UserCode)
-def _typeof_code(code: UserCode, context: Any) -> CodeType:
+def _typeof_code(code, context):
     return CodeType(code)
 
 
 @lower_constant(CodeType)
-def _constant_code(context: Any, builder: Any, code_type: Any, value: Any) -> Any:
+def _constant_code(context, builder, code_type, value):
     return context.get_dummy_value()
 
 
@@ -111,10 +111,10 @@ _OPTIONS: Any = {"error_model": "numpy"}
 def _user_function(name: str) -> Callable[..., Any]:
     """Return ``f(code, *args)``, which calls the function `name` of a format in compiled code."""
 
-    def function(code: Any, *args: Any) -> Any:
+    def function(code, *args):
         return code.functions[name](*args)
 
-    def chosen(code: Any, *args: Any) -> Any:
+    def chosen(code, *args):
         compiled = code.code.compiled[name]
         return lambda code, *args: compiled(*args)
 
@@ -141,7 +141,7 @@ def encoder(code: UserCode) -> Any:
     size, n_bytes = code.block_size, code.block_bytes
 
     @code.njit
-    def encode(x: Any, data: Any, start: Any, stop: Any) -> None:
+    def encode(x, data, start, stop):
         for row in range(start, stop):
             for b in range(x.shape[1] // size):
                 block = data[row, b * n_bytes : (b + 1) * n_bytes]
@@ -156,7 +156,7 @@ def weighted_encoder(code: UserCode) -> Any:
     size, n_bytes = code.block_size, code.block_bytes
 
     @code.njit
-    def encode_weighted(x: Any, weight: Any, data: Any, start: Any, stop: Any) -> None:
+    def encode_weighted(x, weight, data, start, stop):
         for row in range(start, stop):
             w = weight[min(row, len(weight) - 1)]
             for b in range(x.shape[1] // size):
@@ -173,7 +173,7 @@ def decoder(code: UserCode) -> Any:
     size, n_bytes = code.block_size, code.block_bytes
 
     @code.njit
-    def decode(data: Any, out: Any, start: Any, stop: Any) -> None:
+    def decode(data, out, start, stop):
         room = np.empty(size, np.float32)
         n_columns = out.shape[1]
         for row in range(start, stop):
@@ -193,9 +193,7 @@ def integer_decoder(code: UserCode, form: IntegerForm) -> Any:
     n_scales = size // form.sub_block
 
     @code.njit
-    def decode(
-        data: Any, codes: Any, d: Any, m: Any, scales: Any, mins: Any, start: Any, stop: Any
-    ) -> None:
+    def decode(data, codes, d, m, scales, mins, start, stop):
         for row in range(start, stop):
             for b in range(data.shape[1] // n_bytes):
                 block = data[row, b * n_bytes : (b + 1) * n_bytes]
@@ -217,8 +215,8 @@ def integer_decoder(code: UserCode, form: IntegerForm) -> Any:
 # ---- panels of decoded weights for products ------------------------------------------------------
 
 
-@helper
-def decode_panel(source: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+@jit.device_function(inline="llvm")
+def decode_panel(source, at, k, n, to):
     """Write columns k to k + n of the 16 rows at address `at` to address `to`, column by column.
 
     `source` is the code, the rows' bytes and room for a block; k and n are whole blocks.

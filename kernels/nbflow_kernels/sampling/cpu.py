@@ -6,12 +6,10 @@ matter (`select`, `filters`); a draw is a function of its row, seed and offset (
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.filters import RANKED, TOP_K, draw, filter_row, float_at_least
 from nbflow_kernels.sampling.philox import uniform
 from nbflow_kernels.sampling.rows import (
@@ -144,8 +142,8 @@ def n_sigma_mask(logits: np.ndarray, n: np.ndarray, out: np.ndarray, valid: np.n
     split_rows(_n_sigma_mask, B, 6.0 * B * V, logits, n, out, valid)
 
 
-@njit
-def _softmax(logits: Any, temperature: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _softmax(logits, temperature, out, start, stop):
     V = logits.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for b in range(start, stop):
@@ -158,8 +156,8 @@ def _softmax(logits: Any, temperature: Any, out: Any, start: Any, stop: Any) -> 
         scale(out[b], np.float32(1.0 / total))
 
 
-@njit
-def _argmax(logits: Any, out: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _argmax(logits, out, start, stop):
     tops = np.empty(n_chunks(logits.shape[1]), np.float32)
     for b in range(start, stop):
         top, bad = logits_pass(logits[b], tops)
@@ -173,11 +171,8 @@ def _argmax(logits: Any, out: Any, start: Any, stop: Any) -> None:
             out[b] = place
 
 
-@njit
-def _sample(
-    ranks: Any, probs: Any, rows: Any, limits: Any, top_k_first: Any, seeds: Any, offsets: Any,
-    out: Any, shares: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _sample(ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares, start, stop):
     V = probs.shape[1]
     room = make_room(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -194,11 +189,10 @@ def _sample(
             out[i], shares[i] = chosen, np.float64(row[chosen]) / kept
 
 
-@njit
+@jit.kernel
 def _sample_logits(
-    logits: Any, rows: Any, temperature: Any, limits: Any, top_k_first: Any, seeds: Any,
-    offsets: Any, out: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    logits, rows, temperature, limits, top_k_first, seeds, offsets, out, start, stop
+):
     V = logits.shape[1]
     room, spare = make_room(V), np.empty(V + 16, np.float32)
     weights, places = np.empty(V + 16, np.float32), np.empty(V, np.int32)
@@ -225,8 +219,8 @@ def _sample_logits(
         out[i] = places[chosen] if few else chosen
 
 
-@part
-def _keep_top(row: Any, tops: Any, count: Any, values: Any, places: Any, room: Any) -> Any:
+@jit.device_function
+def _keep_top(row, tops, count, values, places, room):
     """Write the `count` largest of a row and their places, in order of index; return `count`."""
     low = kth_largest(tops, count, room[5]) if count <= len(tops) else np.float32(-np.inf)
     n = candidates(row, row, tops, low, np.float32(np.inf), room)
@@ -240,10 +234,8 @@ def _keep_top(row: Any, tops: Any, count: Any, values: Any, places: Any, room: A
     return m
 
 
-@njit
-def _renorm(
-    ranks: Any, probs: Any, limits: Any, out: Any, valid: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _renorm(ranks, probs, limits, out, valid, start, stop):
     V = probs.shape[1]
     room = make_room(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -266,11 +258,8 @@ def _renorm(
                 fill(out[i, first:end], 0.0)
 
 
-@njit
-def _xtc(
-    probs: Any, parameters: Any, seeds: Any, offsets: Any, out: Any, valid: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+@jit.kernel
+def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
     V = probs.shape[1]
     room = make_room(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -296,8 +285,8 @@ def _xtc(
             out[i, j] = np.float64(out[i, j]) / total
 
 
-@njit
-def _top_k(x: Any, k: Any, in_order: Any, values: Any, indices: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _top_k(x, k, in_order, values, indices, start, stop):
     V = x.shape[1]
     room = make_room(V)
     spare_keys, places = np.empty(k, np.int64), np.empty(k, np.int32)
@@ -318,8 +307,8 @@ def _top_k(x: Any, k: Any, in_order: Any, values: Any, indices: Any, start: Any,
             values[b, j] = x[b, indices[b, j]]
 
 
-@njit
-def _top_k_mask(logits: Any, counts: Any, out: Any, valid: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _top_k_mask(logits, counts, out, valid, start, stop):
     V = logits.shape[1]
     room = make_room(V)
     values, places = np.empty(V, np.float32), np.empty(V, np.int32)
@@ -334,8 +323,8 @@ def _top_k_mask(logits: Any, counts: Any, out: Any, valid: Any, start: Any, stop
             out[b, places[j]] = values[j]
 
 
-@part
-def _deviation(row: Any) -> Any:
+@jit.device_function
+def _deviation(row):
     """Return the standard deviation of the finite elements of a row, in float64."""
     at, n = simd.address(row), len(row)
     zero, one, lowest = simd.splat(0.0), simd.splat(1.0), simd.splat(LOWEST)
@@ -362,8 +351,8 @@ def _deviation(row: Any) -> Any:
     return np.sqrt((wide_sum(squares) + rest_squares) / count)
 
 
-@njit
-def _n_sigma_mask(logits: Any, n: Any, out: Any, valid: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _n_sigma_mask(logits, n, out, valid, start, stop):
     V = logits.shape[1]
     tops = np.empty(n_chunks(V), np.float32)
     for b in range(start, stop):

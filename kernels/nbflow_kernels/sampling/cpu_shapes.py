@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.rows import n_chunks, probs_pass, typical_pass
 from nbflow_kernels.sampling.select import key_of, sort_falling
 from nbflow_kernels.threads import split_rows
@@ -30,8 +28,8 @@ def tail_free_counts(
     split_rows(_tail_free_counts, B, 40.0 * B * V, probs, rows, z, first, counts)
 
 
-@njit
-def _typical_ranks(probs: Any, ranks: Any, start: Any, stop: Any) -> None:
+@jit.kernel
+def _typical_ranks(probs, ranks, start, stop):
     V = probs.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for b in range(start, stop):
@@ -43,10 +41,8 @@ def _typical_ranks(probs: Any, ranks: Any, start: Any, stop: Any) -> None:
                 ranks[b, j] = -np.inf
 
 
-@njit
-def _tail_free_counts(
-    probs: Any, rows: Any, z: Any, first: Any, counts: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _tail_free_counts(probs, rows, z, first, counts, start, stop):
     V = probs.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     keys, ids = np.empty(V, np.int64), np.empty(V, np.int32)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.philox import uniform
 from nbflow_kernels.sampling.rows import n_chunks, probs_pass
 from nbflow_kernels.sampling.vectors import wide_add, wide_sum, wide_zero
@@ -32,8 +30,8 @@ def chain_speculative(
     )  # fmt: skip
 
 
-@part
-def _excess(target: Any, draft: Any, to: Any) -> Any:
+@jit.device_function
+def _excess(target, draft, to):
     """Write max(target - draft, 0) to `to`; return the sum in float64."""
     n, total, rest, zero = len(target), wide_zero(), 0.0, simd.splat(0.0)
     q, p, at = simd.address(target), simd.address(draft), simd.address(to)
@@ -48,10 +46,10 @@ def _excess(target: Any, draft: Any, to: Any) -> Any:
     return wide_sum(total) + rest
 
 
-@part
-def _draw(weights: Any, target: Any) -> Any:
+@jit.device_function
+def _draw(weights, target):
     """Return the first element where the running sum passes `target`, or the last positive one."""
-    chosen: Any = -1
+    chosen = -1
     reached = 0.0
     for j in range(len(weights)):
         if weights[j] > 0.0:
@@ -62,11 +60,10 @@ def _draw(weights: Any, target: Any) -> Any:
     return chosen
 
 
-@njit
+@jit.kernel
 def _chain(
-    draft_probs: Any, draft_token_ids: Any, target_probs: Any, seeds: Any, offsets: Any,
-    out: Any, accepted: Any, emitted: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    draft_probs, draft_token_ids, target_probs, seeds, offsets, out, accepted, emitted, start, stop
+):
     n, V = draft_probs.shape[1], draft_probs.shape[2]
     weights = np.empty(V, np.float32)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)

@@ -6,11 +6,9 @@ has a value that switches it off.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.rows import CHUNK
 from nbflow_kernels.sampling.select import (
     SLACK,
@@ -27,17 +25,15 @@ TOP_K, SHARE, MIN_P, FLOOR, RANKED = range(5)
 OFF = (np.inf, 1.0, 0.0, 0.0, 0.0)
 
 
-@part
-def float_at_least(bound: Any) -> Any:
+@jit.device_function
+def float_at_least(bound):
     """Return the least float32 that is not below a float64."""
     near = np.float32(bound)
     return near if np.float64(near) >= bound else np.nextafter(near, np.float32(np.inf))
 
 
-@part
-def filter_row(
-    rank: Any, weight: Any, tops: Any, sums: Any, total: Any, limits: Any, k_first: Any, room: Any
-) -> Any:
+@jit.device_function
+def filter_row(rank, weight, tops, sums, total, limits, k_first, room):
     """Return the cut (see `select`) of all filters together, and the sum of what is kept.
 
     `tops` are those of the ranks.  `sums` comes in with the sums of the chunks' weights and leaves
@@ -75,15 +71,15 @@ def filter_row(
     return cut, last, kept
 
 
-@part
-def draw(rank: Any, weight: Any, cut: Any, last: Any, sums: Any, total: Any, u: Any) -> Any:
+@jit.device_function
+def draw(rank, weight, cut, last, sums, total, u):
     """Return the element where the kept weights, added in order of index, pass `u` of their sum."""
     reached = 0.0
     c = 0
     while c < len(sums) and not reached + sums[c] > u * total:
         reached += sums[c]
         c += 1
-    chosen: Any = -1
+    chosen = -1
     while chosen < 0:
         # rounding may have passed the end of the row: then the last kept element is drawn
         c = min(c, len(sums) - 1)

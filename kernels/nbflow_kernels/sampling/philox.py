@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 
 
-@njit
-def uniform(seed: Any, offset: Any, index: Any) -> Any:
+@jit.kernel
+def uniform(seed, offset, index):
     """Return number `index` in [0, 1) of a seed and an offset (all uint64).
 
     The counter is (offset, index), the key the seed; J. Salmon et al., "Parallel random numbers: as

@@ -246,7 +246,7 @@ def xtc_renorm_probs(
     return out
 
 
-def _renorm(probs: Any, out: Any, ranks: Any = None, **filters: Any) -> Any:
+def _renorm(probs, out, ranks=None, **filters):
     """Check, filter, and raise if a row was no distribution; filters are those of `limits_of`."""
     check_array("probs", probs, (None, None))
     limits = limits_of(len(probs), **filters)

@@ -7,12 +7,10 @@ needs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.vectors import log, where_ge, wide_add, wide_sum, wide_zero
 
 # A chunk is 8 vectors: the tree over its lanes costs about as much as they do, and a vocabulary of
@@ -23,14 +21,14 @@ LOWEST = np.float32(-3.4028234663852886e38)
 TINY = np.float32(1.1754943508222875e-38)  # the least normal float32
 
 
-@part
-def n_chunks(n: Any) -> Any:
+@jit.device_function
+def n_chunks(n):
     """Return the number of chunks of a row of `n`."""
     return (n + CHUNK - 1) // CHUNK
 
 
-@part
-def fill(row: Any, value: Any) -> None:
+@jit.device_function
+def fill(row, value):
     """Write one value to a whole row."""
     n, at, values = len(row), simd.address(row), simd.splat(value)
     for d in range(0, n - 15, 16):
@@ -39,8 +37,8 @@ def fill(row: Any, value: Any) -> None:
         row[d] = value
 
 
-@part
-def scale(row: Any, factor: Any) -> None:
+@jit.device_function
+def scale(row, factor):
     """Multiply a row by one value."""
     n, at, factors = len(row), simd.address(row), simd.splat(factor)
     for d in range(0, n - 15, 16):
@@ -49,8 +47,8 @@ def scale(row: Any, factor: Any) -> None:
         row[d] *= factor
 
 
-@part
-def keep_from(row: Any, least: Any, to: Any) -> None:
+@jit.device_function
+def keep_from(row, least, to):
     """Copy a row with -inf for the elements below `least`."""
     n, at, target = len(row), simd.address(row), simd.address(to)
     bound, excluded = simd.splat(least), simd.splat(-np.inf)
@@ -61,8 +59,8 @@ def keep_from(row: Any, least: Any, to: Any) -> None:
         to[d] = row[d] if row[d] >= least else -np.inf
 
 
-@part
-def logits_pass(row: Any, tops: Any) -> Any:
+@jit.device_function
+def logits_pass(row, tops):
     """Return the largest element and whether the row has a NaN."""
     n, at = len(row), simd.address(row)
     sign = simd.splat_i32(0)
@@ -87,8 +85,8 @@ def logits_pass(row: Any, tops: Any) -> Any:
     return largest, bad or negative > 0.0
 
 
-@part
-def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
+@jit.device_function
+def probs_pass(row, tops, sums):
     """Return the sum of a row, or -1 if an element is negative, infinite or NaN."""
     n, at = len(row), simd.address(row)
     zero = simd.splat(0.0)
@@ -115,8 +113,8 @@ def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
     return total
 
 
-@part
-def _exp_vector(x: Any, minus: Any, times: Any) -> Any:
+@jit.device_function
+def _exp_vector(x, minus, times):
     """Return exp((x - minus) * times), 0 for -inf."""
     low = simd.splat(LOWEST)
     x = simd.maximum(x, low)
@@ -124,8 +122,8 @@ def _exp_vector(x: Any, minus: Any, times: Any) -> Any:
     return simd.mul(simd.exp(simd.mul(simd.sub(x, minus), times)), seen)
 
 
-@part
-def exp_pass(row: Any, shift: Any, factor: Any, target: Any, tops: Any, sums: Any) -> Any:
+@jit.device_function
+def exp_pass(row, shift, factor, target, tops, sums):
     """Write exp((x - shift) * factor) to `target`; return the sum.
 
     A chunk is added in float32, 8 numbers a lane: that loses less than exp itself.
@@ -157,8 +155,8 @@ def exp_pass(row: Any, shift: Any, factor: Any, target: Any, tops: Any, sums: An
     return total
 
 
-@part
-def _log_pass(row: Any, target: Any) -> Any:
+@jit.device_function
+def _log_pass(row, target):
     """Write ln x to `target`, of a subnormal x that of the least normal; return sum x ln x."""
     n, at, to = len(row), simd.address(row), simd.address(target)
     tail = np.zeros(16, np.float32)
@@ -178,8 +176,8 @@ def _log_pass(row: Any, target: Any) -> Any:
     return wide_sum(wide_add(total, simd.mul(x, logs)))  # the lanes past the end add 0
 
 
-@part
-def typical_pass(row: Any, total: Any, ranks: Any) -> None:
+@jit.device_function
+def typical_pass(row, total, ranks):
     """Write -abs(ln p - E[ln p]) to `ranks`, -inf for p = 0: the larger, the more typical.
 
     The row's sum `total` cancels: ln(x / total) differs from ln x as much as its mean does.

@@ -18,12 +18,10 @@ Few functions, few levels of calls: each level is compiled again into the one ab
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.rows import CHUNK
 from nbflow_kernels.sampling.vectors import (
     any_ge,
@@ -44,8 +42,8 @@ NARROW = 1 << 19
 SLACK = 1.0 - 1e-13
 
 
-@part
-def make_room(n: Any) -> Any:
+@jit.device_function
+def make_room(n):
     """Return the arrays the functions below work in, for rows of up to `n` elements."""
     return (
         np.empty(n, np.float32),  # weights of the candidates
@@ -57,22 +55,22 @@ def make_room(n: Any) -> Any:
     )
 
 
-@inline
-def key_of(x: Any) -> Any:
+@jit.device_function(inline="always")
+def key_of(x):
     """Return an integer in 0..2**32 - 1 in the order of float32; -0 = 0."""
     b = bits_of(x)
     return 2147483648 + (b if b >= 0 else -(b & 0x7FFFFFFF))
 
 
-@inline
-def value_of(key: Any) -> Any:
+@jit.device_function(inline="always")
+def value_of(key):
     """Return the float32 of a key."""
     b = key - 2147483648
     return float_of(b if b >= 0 else -b - 2147483648)
 
 
-@part
-def kth_largest(values: Any, k: Any, work: Any) -> Any:
+@jit.device_function
+def kth_largest(values, k, work):
     """Return the k-th largest of `values`, by partitioning a copy."""
     low, high, target = 0, len(values) - 1, k - 1
     for i in range(len(values)):
@@ -99,8 +97,8 @@ def kth_largest(values: Any, k: Any, work: Any) -> Any:
     return work[target]
 
 
-@part
-def candidates(rank: Any, weight: Any, tops: Any, least: Any, below: Any, room: Any) -> Any:
+@jit.device_function
+def candidates(rank, weight, tops, least, below, room):
     """Collect the elements of a rank in [least, below), in order of index; return how many."""
     values, keys, ids = room[0], room[1], room[2]
     at, bound = simd.address(rank), simd.splat(least)
@@ -122,8 +120,8 @@ def candidates(rank: Any, weight: Any, tops: Any, least: Any, below: Any, room: 
     return n
 
 
-@part
-def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
+@jit.device_function
+def resolve(n, count, mass, room):
     """Return the cut among `n` candidates and the sum of what it keeps; see the module.
 
     `count` and `mass` are those of the candidates.  One element at least is kept.
@@ -141,8 +139,8 @@ def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
                 bucket = (keys[j] >> shift) & (buckets - 1)
                 counts[bucket] += 1
                 masses[bucket] += np.float64(values[j])
-        found: Any = 0
-        here: Any = 0
+        found = 0
+        here = 0
         mass_here = 0.0
         for step in range(buckets):
             place = buckets - 1 - step
@@ -155,7 +153,7 @@ def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
                     break
         prefix = (prefix << width) | found
     ties, tie_mass = count - seen, max(mass - sum_seen, 1e-300)
-    last: Any = -1
+    last = -1
     for j in range(n):
         if keys[j] == prefix and ties > 0 and tie_mass > 0.0:
             ties -= 1
@@ -165,8 +163,8 @@ def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
     return value_of(prefix), last, sum_seen
 
 
-@part
-def kept_pass(rank: Any, weight: Any, tops: Any, cut: Any, last: Any, sums: Any) -> Any:
+@jit.device_function
+def kept_pass(rank, weight, tops, cut, last, sums):
     """Write the sum of what each chunk keeps; return the sum of all."""
     n, total = len(rank), 0.0
     at, weights = simd.address(rank), simd.address(weight)
@@ -198,8 +196,8 @@ def kept_pass(rank: Any, weight: Any, tops: Any, cut: Any, last: Any, sums: Any)
     return total
 
 
-@part
-def _above(rank: Any, weight: Any, keys: Any, sums: Any) -> None:
+@jit.device_function
+def _above(rank, weight, keys, sums):
     """Write the weights' sums of the elements of at least four ranks, given as keys."""
     a, b, c, d = value_of(keys[0]), value_of(keys[1]), value_of(keys[2]), value_of(keys[3])
     va, vb, vc, vd = simd.splat(a), simd.splat(b), simd.splat(c), simd.splat(d)
@@ -221,10 +219,8 @@ def _above(rank: Any, weight: Any, keys: Any, sums: Any) -> None:
         sums[3] += w if rank[i] >= d else 0.0
 
 
-@part
-def mass_window(
-    rank: Any, weight: Any, tops: Any, mass: Any, floor: Any, sums: Any, room: Any
-) -> Any:
+@jit.device_function
+def mass_window(rank, weight, tops, mass, floor, sums, room):
     """Return ranks [low, high) with the cut of `mass` between, and the weight from `high` on.
 
     The elements of rank `floor` and more have the mass.
@@ -250,10 +246,8 @@ def mass_window(
     return value_of(low_key), value_of(high_key), above
 
 
-@part
-def _digit_pass(
-    n: Any, shift: Any, keys: Any, ids: Any, to_keys: Any, to_ids: Any, counts: Any
-) -> None:
+@jit.device_function
+def _digit_pass(n, shift, keys, ids, to_keys, to_ids, counts):
     """Write the elements in falling order of one digit of 11 bits, equals in their old order."""
     for b in range(2048):
         counts[b] = 0
@@ -269,8 +263,8 @@ def _digit_pass(
         to_keys[to], to_ids[to] = keys[j], ids[j]
 
 
-@part
-def sort_falling(n: Any, keys: Any, ids: Any, to_keys: Any, to_ids: Any, counts: Any) -> None:
+@jit.device_function
+def sort_falling(n, keys, ids, to_keys, to_ids, counts):
     """Write `n` elements in falling order of their keys, equals in their old order.
 
     Three passes, the lowest digit first; `keys` and `ids` are overwritten.

@@ -14,16 +14,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
 from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
-from nbflow_kernels import simd
-from nbflow_kernels._jit import inline
-from nbflow_kernels.simd import LANES, f32x16
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels import simd, stepping
+from nbflow_kernels.cpu import jit, llvm
+from nbflow_kernels.cpu.llvm import LANES
+from nbflow_kernels.simd import f32x16
+
+intrinsic = functools.partial(stepping.intrinsic, fallback="sampling_vectors")
 
 _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 
@@ -38,7 +41,7 @@ class Wide(types.Type):
 @extending.register_model(Wide)
 class _WideModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Wide) -> None:
-        super().__init__(manager, fe_type, _DOUBLES)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, _DOUBLES)
 
 
 f64x16 = Wide()
@@ -49,10 +52,10 @@ def _want_floats(name: str, *values: Any) -> None:
         raise errors.TypingError(f"vectors.{name}: wanted vectors of float32, got {values}")
 
 
-def _any_ge(typing_context: Any, a: Any, b: Any) -> Any:
+def _any_ge(typing_context, a, b):
     _want_floats("any_ge", a, b)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         lanes = builder.fcmp_ordered(">=", args[0], args[1])
         bits = builder.bitcast(lanes, ir.IntType(LANES))
         return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
@@ -60,57 +63,48 @@ def _any_ge(typing_context: Any, a: Any, b: Any) -> Any:
     return types.boolean(a, b), codegen
 
 
-def _where_ge(typing_context: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+def _where_ge(typing_context, a, b, x, y):
     _want_floats("where_ge", a, b, x, y)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered(">=", args[0], args[1]), args[2], args[3])
 
     return f32x16(a, b, x, y), codegen
 
 
-def _wide_zero(typing_context: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _wide_zero(typing_context):
+    def codegen(context, builder, signature, args):
         return ir.Constant(_DOUBLES, [0.0] * LANES)
 
     return f64x16(), codegen
 
 
-def _wide_add(typing_context: Any, total: Any, v: Any) -> Any:
+def _wide_add(typing_context, total, v):
     _want_floats("wide_add", v)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return builder.fadd(args[0], builder.fpext(args[1], _DOUBLES))
 
     return f64x16(total, v), codegen
 
 
-def _wide_sum(typing_context: Any, total: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            index = ir.VectorType(ir.IntType(32), width)
-            low, high = (
-                builder.shuffle_vector(value, value, ir.Constant(index, list(lanes)))
-                for lanes in (range(width), range(width, 2 * width))
-            )
-            value = builder.fadd(low, high)
-        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+def _wide_sum(typing_context, total):
+    def codegen(context, builder, signature, args):
+        return llvm.tree_reduce(builder, args[0], builder.fadd)
 
     return types.float64(total), codegen
 
 
-def _bits_of(typing_context: Any, x: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _bits_of(typing_context, x):
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.float32)
         return builder.sext(builder.bitcast(value, ir.IntType(32)), ir.IntType(64))
 
     return types.int64(x), codegen
 
 
-def _float_of(typing_context: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _float_of(typing_context, bits):
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.int64)
         return builder.bitcast(builder.trunc(value, ir.IntType(32)), ir.FloatType())
 
@@ -126,8 +120,8 @@ bits_of: Any = intrinsic(_bits_of)
 float_of: Any = intrinsic(_float_of)
 
 
-@inline
-def log(v: Any) -> Any:
+@jit.device_function(inline="always")
+def log(v):
     """Return ln v = e ln 2 + 2 artanh(s), v = 2**e m, s = (m - 1) / (m + 1), m around 1.
 
     |s| is at most 0.172, so the first term left out of artanh is below 2 s**11 / 11 = 7e-10.

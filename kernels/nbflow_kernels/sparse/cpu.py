@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import split_rows
 
@@ -19,10 +17,8 @@ def sparse_matmul(x: np.ndarray, w: CsrMatrix, accumulate: bool, out: np.ndarray
     split_rows(_sparse_matmul, w.shape[0], work, x, w.indptr, w.indices, w.values, accumulate, out)
 
 
-@njit
-def _sparse_matmul(
-    x: Any, indptr: Any, indices: Any, values: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+@jit.kernel
+def _sparse_matmul(x, indptr, indices, values, accumulate, out, start, stop):
     """Write columns [start, stop) of the result."""
     for n in range(start, stop):
         first, last = indptr[n], indptr[n + 1]

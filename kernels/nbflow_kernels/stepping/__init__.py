@@ -50,7 +50,6 @@ import numpy as np
 from numba.core import config, extending
 
 numba_config: Any = config  # its settings are made at run time, unseen by type checkers
-_PACKAGE = __name__.rpartition(".")[0]
 
 
 def is_on() -> bool:
@@ -58,28 +57,22 @@ def is_on() -> bool:
     return bool(numba_config.DISABLE_JIT)
 
 
-def twin_module(module: str) -> str:
-    """Return the name of the module that holds the twins of a module's intrinsics.
-
-    Examples
-    --------
-    >>> twin_module("nbflow_kernels.quants.lockstep")
-    'nbflow_kernels.stepping.quants_lockstep'
-    """
-    return f"{__name__}.{module.removeprefix(_PACKAGE + '.').replace('.', '_')}"
+FALLBACKS: dict[str, str] = {}
+"""Module with intrinsics to the module of this folder that holds their twins."""
 
 
-def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def intrinsic(function: Callable[..., Any] | None = None, *, fallback: str, **options: Any) -> Any:
     """Make an intrinsic, as `numba.extending.intrinsic` does, or return its twin.
 
-    The twin is the function of the same name in the module `twin_module` names.
+    The twin is the function of the same name in the module `fallback` of this folder.
     """
     if function is None:
-        return lambda later: intrinsic(later, **options)
+        return lambda later: intrinsic(later, fallback=fallback, **options)
+    FALLBACKS[function.__module__] = f"{__name__}.{fallback}"
     if not is_on():
         make: Any = extending.intrinsic
         return make(**options)(function) if options else make(function)
-    twins = importlib.import_module(twin_module(function.__module__))
+    twins = importlib.import_module(FALLBACKS[function.__module__])
     return getattr(twins, function.__name__.lstrip("_"))
 
 
@@ -90,12 +83,12 @@ class _Array(np.ndarray):
     array's 8 to 32 bits.
     """
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         value = super().__getitem__(key)
         return value if isinstance(value, np.ndarray) else int(value)
 
 
-def _argument(value: Any) -> Any:
+def _argument(value):
     if isinstance(value, np.ndarray):
         return value.view(_Array) if value.dtype.kind in "iu" and value.itemsize < 8 else value
     return tuple(_argument(item) for item in value) if type(value) is tuple else value
@@ -108,7 +101,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args):
         with np.errstate(all="ignore"):
             return function(*(_argument(arg) for arg in args))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import Any
 
 import numpy as np
 
@@ -15,31 +14,31 @@ _RowRange = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, cty
 _Int = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
-def exchange(addr: Any, x: Any) -> int:
+def exchange(addr, x):
     """Store an int64 and return the old one."""
     before = read_i64(addr)
     store(addr, x)
     return before
 
 
-def add(addr: Any, x: Any) -> int:
+def add(addr, x):
     """Add to an int64 and return the old one."""
     before = read_i64(addr)
     store(addr, before + int(x))
     return before
 
 
-def load(addr: Any) -> int:
+def load(addr):
     """Return the int64 at an address."""
     return read_i64(addr)
 
 
-def load_in_order(addr: Any) -> int:
+def load_in_order(addr):
     """Return the int64 at an address."""
     return read_i64(addr)
 
 
-def store(addr: Any, x: Any) -> None:
+def store(addr, x):
     """Write an int64."""
     write(addr, np.array([x], np.int64))
 
@@ -53,11 +52,11 @@ def cycles() -> int:
     return time.perf_counter_ns()
 
 
-def call_row_range(function: Any, args_at: Any, start: Any, stop: Any) -> int:
+def call_row_range(function, args_at, start, stop):
     """Call a trampoline for rows [start, stop)."""
     return int(_RowRange(int(function))(int(args_at), int(start), int(stop)))
 
 
-def call_int(function: Any, x: Any) -> int:
+def call_int(function, x):
     """Call the C function ``int f(int)`` at an address."""
     return int(_Int(int(function))(int(x)))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.stepping.memory import LANES, bf16_to_f32, f32_to_bf16, read, write
+from nbflow_kernels.stepping.memory import LANES, f32_to_bf16, read, write
 
 Vector = NDArray[Any]
 
@@ -43,11 +43,6 @@ load_pairs2, store_pairs2 = _make_fields(2, 2)
 load_pairs1, store_pairs1 = _make_fields(1, 2)
 
 
-def store_bytes(addr: Any, v: Vector) -> None:
-    """Write the low bytes of 16 int32."""
-    write(addr, v.astype(np.uint8))
-
-
 def swap_pairs(v: Vector) -> Vector:
     """Return int32 lanes 1, 0, 3, 2, ..."""
     return v.reshape(-1, 2)[:, ::-1].reshape(LANES)
@@ -63,31 +58,9 @@ def store_bf16(addr: Any, v: Vector) -> None:
     write(addr, f32_to_bf16(v))
 
 
-def read_bf16(addr: Any) -> Any:
-    """Return one bfloat16 as float32."""
-    return bf16_to_f32(read(addr, np.uint16, 1))[0]
-
-
-def write_u16(addr: Any, value: Any) -> None:
+def write_u16(addr, value):
     """Write the low 16 bits of an integer."""
     write(addr, np.array([int(value) & 0xFFFF], np.uint16))
-
-
-def _count(count: Any) -> int:
-    return min(max(int(count), 0), LANES)
-
-
-def load_part(addr: Any, count: Any, fill: Any) -> Vector:
-    """Return the lanes below `count` from memory, the others `fill`."""
-    n = _count(count)
-    lanes = np.full(LANES, fill, np.float32)
-    lanes[:n] = read(addr, np.float32, n)
-    return lanes
-
-
-def store_part(addr: Any, count: Any, v: Vector) -> None:
-    """Write the lanes below `count`."""
-    write(addr, v[: _count(count)])
 
 
 def keep(v: Vector, count: Any) -> Vector:

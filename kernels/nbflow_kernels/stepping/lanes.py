@@ -13,27 +13,27 @@ from nbflow_kernels.stepping.memory import LANES, bf16_to_f32, read, write
 Vector = NDArray[Any]
 
 
-def read_f32(addr: Any) -> Any:
+def read_f32(addr):
     """Return one float32."""
     return read(addr, np.float32, 1)[0]
 
 
-def read_f16(addr: Any) -> Any:
+def read_f16(addr):
     """Return one float16 as float32."""
     return np.float32(read(addr, np.float16, 1)[0])
 
 
-def read_bf16(addr: Any) -> Any:
+def read_bf16(addr):
     """Return one bfloat16 as float32."""
     return bf16_to_f32(read(addr, np.uint16, 1))[0]
 
 
-def read_i32(addr: Any) -> int:
+def read_i32(addr):
     """Return one int32."""
     return int(read(addr, np.int32, 1)[0])
 
 
-def write_i64(addr: Any, x: Any) -> None:
+def write_i64(addr, x):
     """Write one int64."""
     write(addr, np.array([x], np.int64))
 
@@ -44,32 +44,32 @@ def store_quarters(addr: Any, step: Any, v: Vector) -> None:
         write(addr + i * step, v[4 * i : 4 * i + 4])
 
 
-def read_i64(addr: Any) -> int:
+def read_i64(addr):
     """Return one int64."""
     return int(read(addr, np.int64, 1)[0])
 
 
-def read_word(addr: Any, i: Any) -> int:
+def read_word(addr, i):
     """Return the i-th int64 behind an address."""
     return read_i64(addr + 8 * int(i))
 
 
-def read_u8(addr: Any) -> int:
+def read_u8(addr):
     """Return one unsigned byte."""
     return int(read(addr, np.uint8, 1)[0])
 
 
-def read_u16(addr: Any) -> int:
+def read_u16(addr):
     """Return one uint16."""
     return int(read(addr, np.uint16, 1)[0])
 
 
-def write_f32(addr: Any, x: Any) -> None:
+def write_f32(addr, x):
     """Write one float32."""
     write(addr, np.array([x], np.float32))
 
 
-def write_f16(addr: Any, x: Any) -> None:
+def write_f16(addr, x):
     """Write one float32 rounded to float16."""
     write(addr, np.array([x], np.float32).astype(np.float16))
 
@@ -79,7 +79,7 @@ def store_f16(addr: Any, v: Vector) -> None:
     write(addr, v.astype(np.float16))
 
 
-def _first(n: Any) -> int:
+def _first(n):
     return max(0, min(int(n), LANES))
 
 
@@ -116,19 +116,19 @@ def store_first(addr: Any, n: Any, v: Vector) -> None:
 _allocated: dict[int, NDArray[Any]] = {}
 
 
-def allocate(n_bytes: Any) -> int:
+def allocate(n_bytes):
     """Return the address of new memory, until `release`."""
     memory = np.full(max(1, int(n_bytes)), 0xFF, np.uint8)  # NaN
     _allocated[memory.ctypes.data] = memory
     return memory.ctypes.data
 
 
-def release(addr: Any) -> None:
+def release(addr):
     """Give back memory from `allocate`."""
     del _allocated[int(addr)]
 
 
-def prefetch(addr: Any) -> None:
+def prefetch(addr):
     """Do nothing."""
 
 

@@ -12,7 +12,7 @@ LANES = 16
 _FIRST_PAGE = 4096  # never mapped: an address below is an index or an offset gone astray
 
 
-def _checked(addr: Any) -> int:
+def _checked(addr):
     if isinstance(addr, float | np.floating) or addr < _FIRST_PAGE:
         raise IndexError(f"a kernel used {addr!r} as an address")
     return int(addr)

@@ -51,7 +51,7 @@ def _pair_word(at: Any, word: int) -> Vector:
     return joined
 
 
-def unit_of(form: Any, at: Any, i: Any) -> Any:
+def unit_of(form, at, i):
     """Return the address of the codes of a unit."""
     segment, unit = divmod(i, form.segment // form.unit)
     first = at + form.d_bytes + form.codes_at
@@ -78,13 +78,13 @@ def _stored(form: Any, at: Any, base: bool) -> Vector:
     return quotient - np.float32(1) if base else quotient
 
 
-def _of_block(form: Any, at: Any, s: Any) -> Any:
+def _of_block(form, at, s):
     """Return the address of the number for sub-block s among those of a block."""
     per_d = form.d_block // form.sub_block
     return at + (0 if form.block == form.d_block else s // per_d * LANES * D_BYTES[form.d_type])
 
 
-def _of_segment(form: Any, at: Any, s: Any) -> Any:
+def _of_segment(form, at, s):
     """Return the address of the integer scales of sub-block s."""
     segment, scale = divmod(s, form.segment_scales)
     return at + form.d_bytes + segment * form.segment_bytes + LANES * scale
@@ -130,7 +130,7 @@ def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:
 # ---- weights ------------------------------------------------------------------------------------
 
 
-def _folds_zero(form: Any) -> bool:
+def _folds_zero(form):
     power_of_two = form.zero & (form.zero - 1) == 0
     exact = power_of_two or (form.d_type == "f16" and form.scales == "none")
     return bool(form.base == "none" and exact)

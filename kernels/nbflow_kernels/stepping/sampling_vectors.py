@@ -39,11 +39,11 @@ def wide_sum(total: Vector) -> Any:
     return simd.sum(total)
 
 
-def bits_of(x: Any) -> int:
+def bits_of(x):
     """Return the bits of a float32."""
     return int(np.float32(x).view(np.int32))
 
 
-def float_of(bits: Any) -> Any:
+def float_of(bits):
     """Return the float32 with these bits."""
     return np.uint32(int(bits) & 0xFFFFFFFF).view(np.float32)

@@ -35,7 +35,7 @@ def load_as(like: Any, addr: Any) -> Vector:
     return {"f4": load_f32, "i2": load_f16, "u2": load_bf16}[like.dtype.str[1:]](addr)
 
 
-def size_of(like: Any) -> int:
+def size_of(like):
     """Return the bytes of the scalar `like`."""
     return int(like.itemsize)
 
@@ -218,17 +218,17 @@ def max(v: Vector) -> Any:
 # ---- scalars --------------------------------------------------------------------------------
 
 
-def half_to_float(bits: Any) -> Any:
+def half_to_float(bits):
     """Return the float16 with these bits as float32."""
     return np.float32(np.uint16(int(bits) & 0xFFFF).view(np.float16))
 
 
-def float_to_half(x: Any) -> Any:
+def float_to_half(x):
     """Return the bits of the float16 nearest to `x`, halves to even."""
     return np.float32(x).astype(np.float16).view(np.uint16)
 
 
-def bits_to_float(bits: Any) -> Any:
+def bits_to_float(bits):
     """Return the float32 with these bits."""
     return np.uint32(int(bits) & 0xFFFFFFFF).view(np.float32)
 

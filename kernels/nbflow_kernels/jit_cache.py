@@ -1,6 +1,16 @@
-"""Compiled kernels on disk, a file for each, so that processes cannot mix them up.
+"""Compiled kernels on disk: a folder for each state of the sources, a file for each kernel.
 
-Numba keeps an index beside the numbered files of a function.  Two processes that compile the same
+Numba's disk cache looks only at the file of the cached function: it would go on serving old
+machine code after an edit in a function that was inlined from another file.  The cache folder of a
+module is therefore named after a digest of its source and of all sources of this package that it
+imports, directly or through others.  `NUMBA_CACHE_DIR` moves the folders, as usual.
+
+A source that was edited after the process began may differ from the code that the process runs,
+and many kernels are made long after their module was imported.  Machine code of the old source must
+not be kept under the new one's digest, nor the new one's be called by old Python code: as soon as
+one of its sources has changed, a kernel is compiled for this process alone.
+
+Numba keeps an index of the numbered files of a function.  Two processes that compile the same
 function for different types at the same time both take the next number; afterwards the index may
 name a file that holds the other's machine code, which then runs on the wrong types.  MPI ranks and
 parallel tests do just that.  Here a file is named by what it was compiled for, says so inside, and
@@ -9,14 +19,111 @@ is put in its place by a rename; there is no index.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba.core import caching
+
+_ROOT = Path(__file__).parent
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return when a file was last written and its size; None if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+# Of the files as this process began to import them; of others, when they were first looked at.
+_stamps = {
+    path: _stamp(path)
+    for folder, _, names in os.walk(_ROOT)
+    for path in (Path(folder, name) for name in names if name.endswith(".py"))
+}
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(nbflow_kernels[.\w]*)[ \t]+import[ \t]*(\([^)]*\)|[^\n]*)"
+    r"|import[ \t]+(nbflow_kernels[.\w]+))",
+    re.MULTILINE,
+)
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the source file of a module of this package, if there is such a module."""
+    path = _ROOT.joinpath(*module.split(".")[1:])
+    if path.with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    path = path / "__init__.py"
+    return path if path.is_file() and path.parent != _ROOT else None
+
+
+@functools.cache
+def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
+    """Return a file's bytes and the files of this package that it imports."""
+    _stamps.setdefault(path, _stamp(path))
+    source = path.read_bytes()
+    found: set[Path] = set()
+    for match in _IMPORT.finditer(source.decode()):
+        package, names, module = match.groups()
+        if module:
+            found.add(_file_of(module) or path)
+            continue
+        for name in re.findall(r"\w+", re.sub(r"\bas\s+\w+|#[^\n]*", "", names)):
+            found.add(_file_of(f"{package}.{name}") or _file_of(package) or path)
+    return source, tuple(sorted(found - {path}))
+
+
+@functools.cache
+def _sources(path: Path) -> tuple[Path, ...]:
+    """Return a module's file and the files of this package that it imports, also through others."""
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in seen:
+            seen.add(file)
+            waiting.extend(_source(file)[1])
+    return tuple(sorted(seen, key=lambda f: (f != path, f)))
+
+
+@functools.cache
+def source_digest(path: Path) -> str:
+    """Return the digest of a module's source and of what it imports from this package."""
+    digest = hashlib.sha256()
+    for file in _sources(path):
+        digest.update(_source(file)[0])
+    return digest.hexdigest()[:16]
+
+
+def is_as_imported(path: Path) -> bool:
+    """Return whether no source that a kernel of this module is made of was edited meanwhile."""
+    return all(_stamp(file) == _stamps[file] for file in _sources(path))
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a source file belongs to this package."""
+    return path.is_relative_to(_ROOT)
+
+
+def cache_root() -> Path:
+    """Return the folder that holds the cache folders of all modules."""
+    base = os.environ.get("NUMBA_CACHE_DIR")
+    if base:
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nbflow"
+
+
+def cache_folder(path: Path) -> Path:
+    """Return the folder of compiled kernels of the module at `path`, for its present sources."""
+    return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
 class KeyedFiles(caching.IndexDataCacheFile):
@@ -48,7 +155,7 @@ class KeyedFiles(caching.IndexDataCacheFile):
         """Write what was compiled for a key."""
         if not self._may_save():
             return
-        content = self._dump((self._stamp, key, self._dump(data)))  # type: ignore[no-untyped-call]
+        content = self._dump((self._stamp, key, self._dump(data)))
         with self._open_for_write(str(self._path(key))) as file:
             file.write(content)
 
@@ -87,7 +194,7 @@ class _Locator(caching._CacheLocator):
         if by_time:
             found = Path(self._py_file).stat()
             self._stamp = found.st_mtime, found.st_size
-            self._folder /= self.get_suitable_cache_subpath(self._py_file)  # type: ignore[no-untyped-call]
+            self._folder /= self.get_suitable_cache_subpath(self._py_file)
 
     def get_cache_path(self) -> str:
         """Return the folder."""
@@ -109,7 +216,7 @@ class _Kernels(caching.CompileResultCacheImpl):
         self._lineno = function.__code__.co_firstlineno
         self._locator = locator
         name = f"{Path(locator._py_file).stem}.{function.__qualname__}"
-        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))  # type: ignore[no-untyped-call]
+        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
 
 
 class KernelCache(caching.FunctionCache):
@@ -143,11 +250,11 @@ class KernelCache(caching.FunctionCache):
             ),
             may_save,
         )
-        self.enable()  # type: ignore[no-untyped-call]
+        self.enable()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for a signature; None if there is nothing that can be used."""
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            return super().load_overload(sig, target_context)
         except Exception:  # bytes that another program has left can do anything
             return None

@@ -1,0 +1,1 @@
+"""Toolkit of the CPU kernels: compiling, threads, SIMD vectors and register tiles."""
