@@ -29,6 +29,13 @@ if TYPE_CHECKING:  # for type checkers and completion; `families` lists the name
     from nbflow_kernels.errors import MissingExtraError as MissingExtraError
     from nbflow_kernels.errors import UsageError as UsageError
     from nbflow_kernels.format_checks import check_format as check_format
+    from nbflow_kernels.formats import FORMATS as FORMATS
+    from nbflow_kernels.formats import QuantFormat as QuantFormat
+    from nbflow_kernels.formats import QuantTensor as QuantTensor
+    from nbflow_kernels.formats import dequantize as dequantize
+    from nbflow_kernels.formats.user import load_formats as load_formats
+    from nbflow_kernels.formats.user import register_format as register_format
+    from nbflow_kernels.formats.user import unregister_format as unregister_format
     from nbflow_kernels.kvcache import *
     from nbflow_kernels.logits import *
     from nbflow_kernels.masks import *
@@ -38,14 +45,7 @@ if TYPE_CHECKING:  # for type checkers and completion; `families` lists the name
     from nbflow_kernels.penalties import *
     from nbflow_kernels.position import *
     from nbflow_kernels.qmatmul import qmatmul as qmatmul
-    from nbflow_kernels.quants import FORMATS as FORMATS
-    from nbflow_kernels.quants import QuantFormat as QuantFormat
-    from nbflow_kernels.quants import QuantTensor as QuantTensor
-    from nbflow_kernels.quants import dequantize as dequantize
-    from nbflow_kernels.quants import quantize as quantize
-    from nbflow_kernels.quants.user import load_formats as load_formats
-    from nbflow_kernels.quants.user import register_format as register_format
-    from nbflow_kernels.quants.user import unregister_format as unregister_format
+    from nbflow_kernels.quantizers import quantize as quantize
     from nbflow_kernels.sampling import *
     from nbflow_kernels.sparse import *
     from nbflow_kernels.threads import get_num_threads as get_num_threads

@@ -35,7 +35,7 @@ from nbflow.weights_policy import WeightFormats, weight_formats
 from nbflow.writing.importance_names import known_inputs
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kvcache.formats import kv_formats
-from nbflow_kernels.quants.outliers import check_ratio
+from nbflow_kernels.quantizers.outliers import check_ratio
 
 
 @documents(LoadOptions)

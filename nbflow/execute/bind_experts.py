@@ -10,8 +10,8 @@ from nbflow.execute.executor import BindingTarget
 from nbflow.execute.fusions import ExpertFusion
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import device_of
+from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.moe import fused
-from nbflow_kernels.quants import QuantTensor
 
 
 def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None:

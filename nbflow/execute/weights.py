@@ -24,7 +24,7 @@ from nbflow.status import status
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import Weights, weight_formats
-from nbflow_kernels.quants.outliers import sample_rows, soft_range
+from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 
 FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
 

@@ -10,13 +10,13 @@ import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.embedding import cuda as embedding
+from nbflow_kernels.formats import cuda_dequantize as quants
+from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.logits import cuda as logits
 from nbflow_kernels.matmul import wgmma
 from nbflow_kernels.norm import cuda as norm
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.qmatmul import unit_tiles
-from nbflow_kernels.quants import cuda as quants
-from nbflow_kernels.quants.units import unit_form
 from nbflow_kernels.sparse import cuda as sparse
 
 pytestmark = pytest.mark.compiler

@@ -14,10 +14,12 @@ from gguf import GGMLQuantizationType
 from golden_weights import bell, importances, inputs, integers
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, fp4, grids
-from nbflow_kernels.quants.integer_format import IntegerFormat
-from nbflow_kernels.quants.integers import weights
-from nbflow_kernels.quants.neighbours import neighbours
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.formats.block_format import BlockFormat
+from nbflow_kernels.formats.codec_spec import weights
+from nbflow_kernels.formats.ggml import iq_grids as grids
+from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
+from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.threads import set_num_threads
 
 GOLDEN = json.loads(
@@ -75,7 +77,7 @@ def without_nan(y: np.ndarray) -> np.ndarray:
 
 
 def test_these_are_all():
-    assert [n for n, format in FORMATS.items() if isinstance(format, IntegerFormat)] == NAMES
+    assert [n for n, format in FORMATS.items() if isinstance(format, BlockFormat)] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

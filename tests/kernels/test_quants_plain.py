@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nbflow_kernels.quants import FORMATS, quantize
-from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
+from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
-NAMES = [n for n, f in FORMATS.items() if isinstance(f, LinearFormat) and f.plain is None]
+NAMES = [n for n, f in FORMATS.items() if isinstance(f, AffineFormat) and f.plain is None]
 
 
 def numpy_plain(format, x):

@@ -199,8 +199,8 @@ def test_the_same_choices_and_bounds_as_below():
     """Rooms that do not import the options have constants of their own."""
     from nbflow.parallel.plan import EXCHANGES
     from nbflow_kernels.qmatmul import ACTIVATIONS
-    from nbflow_kernels.quants.encoders import DAMPING
-    from nbflow_kernels.quants.outliers import check_ratio
+    from nbflow_kernels.quantizers import DAMPING
+    from nbflow_kernels.quantizers.outliers import check_ratio
 
     load = fields(LoadOptions)
     assert load["exchange"].choices == EXCHANGES

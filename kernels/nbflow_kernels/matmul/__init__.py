@@ -72,7 +72,7 @@ def matmul(
     array([[1. , 1.5, 7. ]], dtype=float32)
     """
     if not isinstance(w, np.ndarray) and not is_cuda(w):
-        from nbflow_kernels.quants import QuantTensor
+        from nbflow_kernels.formats import QuantTensor
 
         if isinstance(w, QuantTensor):
             raise TypeError(

@@ -1,0 +1,244 @@
+"""Formats whose weight is ``base + scale * (code - zero)``, with one base and scale per block.
+
+``zero`` belongs to the format: 0 if it stores a base, else the code of weight 0.
+
+The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
+has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
+
+Two encoders write the same bytes' meaning:
+
+* ``plain``: the published one.  Minimum and range of the block, one pass, plain rounding; codes
+  chosen with the float32 parameters, which are rounded to storage afterwards; a scale below 1e-5
+  gives codes 0.  A format of another origin brings its own (`AffineFormat.plain`).
+* ``best``: `search.search`.  Starts from plain's parameters, so it is never worse.
+
+With importance weights, plain is the published encoder that knows them, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.quantizers.reference import inferflow as linear_plain
+from nbflow_kernels.quantizers.search.affine import search
+from nbflow_kernels.threads import split_rows
+
+Encoded = tuple[Bytes, NDArray[np.uint16]]
+"""Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
+
+SIGN = np.uint16(0x8000)  # of a float16
+SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count
+CHUNK = 1 << 22  # weights encoded or decoded at once: bounds the temporary arrays to some 30 MB
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AffineFormat(QuantFormat):
+    """One block format of the family; see the fields."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+    n_codes: int
+    """Codes the decoder understands, 0 .. n_codes - 1."""
+    divisor: float
+    """Plain's scale is the block's range divided by this."""
+    parameters: int
+    """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
+    base_at: int
+    """Byte of the base in the block; not used with F16_SCALE."""
+    scale_at: int
+    """Byte of the scale in the block."""
+    pack_codes: Callable[[Bytes], Bytes]
+    """Codes (n, block_size) to the block's bytes without parameters (n, rest), NumPy."""
+    unpack_codes: Callable[[Bytes], Bytes]
+    """Blocks (n, block_bytes) to codes (n, block_size), NumPy."""
+    codes_kernel: Callable[..., None]
+    """Kernel ``(data, codes, start, stop)``: the codes of rows, through the scalar decoder."""
+    code: Callable[..., Any]
+    """That scalar decoder ``(row, at, i)``: code i of the block at byte `at`; CUDA kernels share
+    it."""
+    codes_at: int = 4
+    """First byte after the parameters."""
+    midrise: bool = False
+    """Plain puts the codes at the middles of `n_codes` equal intervals (variant B)."""
+    zero: int = 0
+    """With F16_SCALE: the code of weight 0."""
+    plain: Callable[[AffineFormat, Floats], Encoded] | None = None
+    """The published encoder of blocks (n, block_size), where it is not the family's."""
+    plain_weighted: Callable[[AffineFormat, Floats, Floats], Encoded] | None = None
+    """The published encoder of rows with importance (1 or rows, columns), if there is one."""
+
+    # ---- encode -----------------------------------------------------------------------------
+
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
+        """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
+        n_rows, width = x.shape
+        n_blocks = width // self.block_size
+        data = np.empty((n_rows, n_blocks * self.block_bytes), np.uint8)
+        if encoder == "plain" and importance is not None and self.plain_weighted is None:
+            raise UsageError(
+                f"encoder 'plain' of {self.name} is the published one, which knows no importance; "
+                "use encoder='best'"
+            )
+        weight = self._search_weight(width, n_columns, importance)
+        step = max(1, CHUNK // max(width, 1))
+        for row in range(0, n_rows, step):
+            part = x[row : row + step]
+            own = slice(None) if len(weight) == 1 else slice(row, row + step)
+            if importance is not None and self.plain_weighted is not None:
+                codes, parameters = self.plain_weighted(self, part, importance[own])
+            else:
+                codes, parameters = self._plain(part)
+            codes = codes.reshape(part.shape)
+            if encoder == "best":
+                parameters = parameters.reshape(len(part), n_blocks, 2)
+                self._search(part, weight[own], codes, parameters)
+            blocks = self._blocks(codes.reshape(-1, self.block_size), parameters.reshape(-1, 2))
+            data[row : row + step] = blocks.reshape(len(part), -1)
+        return data
+
+    def _search_weight(self, width: int, n_columns: int, importance: Floats | None) -> Floats:
+        """Return how much each column's error counts (1 or rows, width), at most 1."""
+        if importance is None:
+            return (np.arange(width) < n_columns).astype(np.float32)[None]
+        blocks = importance.reshape(len(importance), -1, self.block_size)
+        # only ratios within a block matter: products with tiny importances must not underflow
+        largest = blocks.max(axis=2, keepdims=True)
+        weight = np.divide(blocks, np.where(largest > 0, largest, 1), dtype=np.float32)
+        return weight.reshape(importance.shape)
+
+    def _search(
+        self, x: Floats, weight: Floats, codes: Bytes, parameters: NDArray[np.uint16]
+    ) -> None:
+        """Improve plain's codes and parameters (rows, blocks, 2) of rows in place."""
+        # the search knows scales >= 0: a block with a negative one is searched as its mirror image
+        sign = parameters[:, :, 1] & (SIGN if self.parameters == F16_SCALE else np.uint16(0))
+        if sign.any():
+            x = np.where(np.repeat(sign != 0, self.block_size, axis=1), -x, x)
+            parameters[:, :, 1] ^= sign
+        low, high = -self.zero, self.n_codes - 1 - self.zero
+        split_rows(
+            search, len(x), SEARCH_COST * x.size, x, weight, self.block_size,
+            low, high, self.parameters, codes, parameters,
+        )  # fmt: skip
+        parameters[:, :, 1] ^= sign
+
+    def _plain(self, x: Floats) -> Encoded:
+        """Return codes and stored parameters of the published encoder, for rows of blocks."""
+        if self.plain is not None:
+            return self.plain(self, x.reshape(-1, self.block_size))
+        codes = np.empty(x.shape, np.uint8)
+        parameters = np.empty((len(x), x.shape[1] // self.block_size, 2), np.uint16)
+        split_rows(
+            linear_plain.plain, len(x), linear_plain.COST * x.size, x, self.block_size,
+            self.n_codes, np.float32(self.divisor), self.parameters, self.midrise, self.zero, codes,
+            parameters,
+        )  # fmt: skip
+        return codes, parameters
+
+    def _blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
+        """Return blocks (n, block_bytes) of codes and stored parameters."""
+        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
+        size = 1 if self.parameters == U8_PAIR else 2
+        where = (self.base_at, self.scale_at)
+        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
+            column = np.ascontiguousarray(parameters[:, i]).astype(f"<u{size}")
+            blocks[:, where[i] : where[i] + size] = column.view(np.uint8).reshape(-1, size)
+        blocks[:, self.codes_at :] = self.pack_codes(codes)
+        return blocks
+
+    # ---- decode -----------------------------------------------------------------------------
+
+    def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
+        """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
+        result = np.zeros((len(blocks), 2), np.uint16)
+        size = 1 if self.parameters == U8_PAIR else 2
+        where = (self.base_at, self.scale_at)
+        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
+            column = np.ascontiguousarray(blocks[:, where[i] : where[i] + size])
+            result[:, i] = column.view(f"<u{size}")[:, 0]
+        return result
+
+    def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
+        """Return the parameters of blocks (n, block_bytes) as float32 (n,) each.
+
+        Without a stored base it is -0, which added to any number, 0 and -0 too, gives that number.
+        """
+        base, scale = self.stored_parameters(blocks).T
+        if self.parameters == U8_PAIR:
+            hundred, thousand = np.float32(100), np.float32(1000)
+            return base.astype(np.float32) / hundred - 1, scale.astype(np.float32) / thousand
+        scale_f32 = np.ascontiguousarray(scale).view(np.float16).astype(np.float32)
+        if self.parameters == F16_SCALE:
+            return np.full_like(scale_f32, -0.0), scale_f32
+        return np.ascontiguousarray(base).view(np.float16).astype(np.float32), scale_f32
+
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return ``base + scale * (code - zero)`` (n, block_size), rounded once to float32."""
+        base, scale = (v.astype(np.float64)[:, None] for v in self.base_and_scale(blocks))
+        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
+            steps = self.unpack_codes(blocks).astype(np.int16) - np.int16(self.zero)
+            return (base + scale * steps).astype(np.float32)
+
+    def codes_of_rows(self, data: Bytes) -> Bytes:
+        """Return the codes (rows, blocks * block_size) of rows, through the scalar decoder."""
+        n_blocks = data.shape[1] // self.block_bytes
+        codes = np.empty((len(data), n_blocks * self.block_size), np.uint8)
+        split_rows(self.codes_kernel, len(data), 8.0 * codes.size, data, codes)
+        return codes
+
+    def dequantize_rows(self, data: Bytes, out: Floats) -> None:
+        """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
+        step = max(1, CHUNK // max(out.shape[1], 1))
+        for row in range(0, len(data), step):
+            part = data[row : row + step]
+            codes = self.codes_of_rows(part)
+            base, scale = self.base_and_scale(part.reshape(-1, self.block_bytes))
+            split_rows(
+                _apply, len(part), 2.0 * codes.size, codes, base.reshape(len(part), -1),
+                scale.reshape(len(part), -1), self.zero, out[row : row + step],
+            )  # fmt: skip
+
+    @property
+    def integer_form(self) -> CodecSpec:
+        """See `QuantFormat.integer_form`."""
+        return CodecSpec(
+            block=self.block_size,
+            sub_block=self.block_size,
+            code_bits=(self.n_codes - 1).bit_length(),
+            zero=self.zero,
+            base="none" if self.parameters == F16_SCALE else "d",
+            pairs=self.n_codes == 11,
+            d_type="u8" if self.parameters == U8_PAIR else "f16",
+        )
+
+    def integers(self, data: Bytes) -> DecodedBlocks:
+        """See `QuantFormat.integers`."""
+        base, scale = self.base_and_scale(data.reshape(-1, self.block_bytes))
+        m = None if self.parameters == F16_SCALE else base.reshape(len(data), -1)
+        return DecodedBlocks(self.codes_of_rows(data), scale.reshape(len(data), -1), m)
+
+
+@jit.kernel
+def _apply(codes, base, scale, zero, out, start, stop):
+    """Write base + scale * (code - zero), rounded once, for rows of codes."""
+    block = codes.shape[1] // base.shape[1]
+    for row in range(start, stop):
+        for column in range(out.shape[1]):
+            b = column // block
+            # float64 holds the product and the sum exactly enough to round once
+            step = np.int64(codes[row, column]) - zero
+            wide = np.float64(base[row, b]) + np.float64(scale[row, b]) * step
+            out[row, column] = np.float32(wide)

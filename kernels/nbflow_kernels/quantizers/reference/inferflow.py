@@ -1,0 +1,110 @@
+"""The published encoder of Inferflow's formats: scalar parts, which CUDA kernels share, and rows.
+
+All arithmetic is float32 with a rounding after every operation, in the order of the published
+code: bytes are compared with its output.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
+
+CUTOFF = np.float32(1e-5)  # a smaller scale counts as zero
+COST = 10.0  # operations a weight costs, for the choice of thread count
+
+
+@jit.device_function(inline="always")
+def _floored(step, n_codes):
+    """Return the code of a step: 0 for NaN, else its floor within the codes."""
+    if not step >= np.float32(0):
+        return 0
+    if step >= np.float32(n_codes):
+        return n_codes - 1
+    return int(step)
+
+
+@jit.device_function(inline="always")
+def extent(x, at, block):
+    """Return the least and the greatest of the `block` weights from index `at` on."""
+    low = high = x[at]
+    for i in range(1, block):
+        low, high = min(low, x[at + i]), max(high, x[at + i])
+    return low, high
+
+
+@jit.device_function(inline="always")
+def inverse_of(scale):
+    """Return 1 / scale, 0 for a scale that counts as zero."""
+    return np.float32(0) if scale < CUTOFF else np.float32(1) / scale
+
+
+@jit.device_function(inline="always")
+def on_grid(low):
+    """Return a base snapped down to the grid a byte can hold."""
+    steps = np.float32(100) * low + np.float32(100.01)
+    if abs(steps) < np.float32(2**24):  # else it is whole
+        steps = np.float32(int(steps))
+    return steps / np.float32(100) - np.float32(1)
+
+
+@jit.device_function(inline="always")
+def base_byte(base):
+    """Return the byte of a base."""
+    u = np.float32(100) * base + np.float32(100.5)
+    return int(min(max(u, np.float32(0)), np.float32(255)))
+
+
+@jit.device_function(inline="always")
+def scale_byte(scale):
+    """Return the byte of a scale."""
+    v = np.float32(1000) * scale + np.float32(0.5)
+    return int(min(max(v, np.float32(0)), np.float32(255)))
+
+
+@jit.device_function(inline="always")
+def signed_code(x, inverse, n_codes, zero):
+    """Return the code of a weight, halves rounded away from zero."""
+    step = x * inverse
+    size = int(abs(step) + np.float32(0.5))
+    code = (size if step >= 0 else -size) + zero
+    return min(max(code, 0), n_codes - 1)
+
+
+@jit.device_function(inline="always")
+def range_code(x, low, inverse, offset, n_codes):
+    """Return the code of a weight in a range that begins at `low`."""
+    return _floored((x - low) * inverse + offset, n_codes)
+
+
+@jit.kernel(strict=True)
+def plain(x, block, n_codes, divisor, kind, midrise, zero, codes, parameters, start, stop):
+    """Write codes and stored base and scale of rows [start, stop); `kind` as in `parameters`."""
+    offset = np.float32(1e-4) if midrise else np.float32(0.5)
+    for row in range(start, stop):
+        weights = x[row]
+        for b in range(x.shape[1] // block):
+            first = b * block
+            low, high = extent(weights, first, block)
+            if kind == F16_SCALE:
+                scale = max(abs(low), abs(high)) / divisor
+                inverse = inverse_of(scale)
+                for i in range(first, first + block):
+                    codes[row, i] = signed_code(weights[i], inverse, n_codes, zero)
+                base = np.float32(0)
+            else:
+                if kind == U8_PAIR:  # the base is snapped down to its grid first
+                    low = on_grid(low)
+                scale = (high - low) / divisor
+                inverse = inverse_of(scale)
+                for i in range(first, first + block):
+                    codes[row, i] = range_code(weights[i], low, inverse, offset, n_codes)
+                base = low + scale / np.float32(2) if midrise else low
+            if kind == U8_PAIR:
+                parameters[row, b, 0] = base_byte(base)
+                parameters[row, b, 1] = scale_byte(scale)
+            else:
+                parameters[row, b, 0] = simd.float_to_half(base)
+                parameters[row, b, 1] = simd.float_to_half(scale)
