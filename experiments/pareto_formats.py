@@ -24,12 +24,11 @@ import numpy as np
 
 from nbflow_kernels import FORMATS
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants import q3, q4
-from nbflow_kernels.quants.decode import decode_codes
-from nbflow_kernels.quants.fields import bit, crumb, nibble, pack_fields, unpack_fields
-from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.parameters import F16_PAIR
-from nbflow_kernels.quants.q3h import second_of_pair
+from nbflow_kernels.formats.affine_format import F16_PAIR, AffineFormat
+from nbflow_kernels.formats.bit_fields import bit, crumb, nibble, pack_fields, unpack_fields
+from nbflow_kernels.formats.decode import decode_codes
+from nbflow_kernels.formats.inferflow import q3, q4
+from nbflow_kernels.formats.inferflow.q3h import second_of_pair
 
 
 @inline
@@ -110,11 +109,11 @@ def _unpack_q3h(blocks: Any) -> Any:
 
 def _larger(
     name: str, like: str, size: int, n_bytes: int, codes: Callable[..., None], code: Any, **how: Any
-) -> LinearFormat:
+) -> AffineFormat:
     """Return a format with the codes of another one in blocks of `size`."""
     known = FORMATS[like]
-    assert isinstance(known, LinearFormat)
-    return LinearFormat(
+    assert isinstance(known, AffineFormat)
+    return AffineFormat(
         name=name, block_size=size, block_bytes=n_bytes, n_codes=known.n_codes,
         divisor=known.n_codes - 1, parameters=F16_PAIR, base_at=0, scale_at=2, codes_kernel=codes,
         code=code, **how,

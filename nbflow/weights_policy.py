@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS
+from nbflow_kernels.formats import FORMATS
 
 ENDING = ".toml"
 """What the name of a policy file ends in, where a weight format or such a file can be given."""

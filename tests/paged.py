@@ -9,7 +9,7 @@ import numpy as np
 from nbflow_kernels.attention import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.kvcache.cases import page_table
 from nbflow_kernels.kvcache.formats import kv_format, split_names
-from nbflow_kernels.quants import quantize
+from nbflow_kernels.quantizers import quantize
 
 
 def ints(*values: int) -> np.ndarray:

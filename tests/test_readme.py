@@ -14,11 +14,12 @@ from launching import SOURCES
 from nbflow import cli
 from nbflow_kernels.bench_formats import measure_errors
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.user import unregister_format
 from nbflow_kernels.kvcache.formats import kv_format
 from nbflow_kernels.qmatmul import qmatmul
-from nbflow_kernels.quants import FORMATS, quantize
-from nbflow_kernels.quants.support import OPERATIONS, cells
-from nbflow_kernels.quants.user import unregister_format
+from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.testing.format_support import OPERATIONS, cells
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ("formats", "ops", "performance", "tolerances", "experiments")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.block_bytes import get_f16, put_f16
-from nbflow_kernels.quants.integers import IntegerForm
+from nbflow_kernels.formats.codec_spec import CodecSpec
 
 
 class Base3:
@@ -84,7 +84,7 @@ class Nibbles(NoForm):
     """The same, with its integer form."""
 
     name = "nibbles_b32"
-    integer_form = IntegerForm(block=32, sub_block=32, code_bits=4, zero=8)
+    integer_form = CodecSpec(block=32, sub_block=32, code_bits=4, zero=8)
 
     @staticmethod
     def code(block, i):

@@ -47,11 +47,11 @@ from nbflow_kernels.attention import cpu as attention
 from nbflow_kernels.attention.layout import SPLIT
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
+from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
 from nbflow_kernels.peaks import compute_peak
 from nbflow_kernels.qmatmul import int8
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
-from nbflow_kernels.quants.packed import Packed, PackedForm
-from nbflow_kernels.quants.unpack import codes, d_of, unit_of
 from nbflow_kernels.read_probe import ReadProbe
 from nbflow_kernels.threads import capture, get_num_threads, run_list, set_num_threads
 
@@ -163,7 +163,7 @@ def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
 
 
 @functools.cache
-def in_chains(form: PackedForm, tokens: int, n: int) -> Any:
+def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
     """Return `int8.few_rows` for blocks like q4_0's, with one or two sums for each output."""
     block_bytes, zero, one = form.block_bytes, np.int32(-form.zero), n == 1
 
@@ -211,7 +211,7 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
     some = rng.standard_normal((512, K), dtype=np.float32)
     weight = nk.quantize(some, "q4_0", encoder="plain")
     packed = nk.QuantTensor("q4_0", (N, K), weight.data[np.arange(N) % 512]).packed()
-    assert isinstance(packed, Packed)
+    assert isinstance(packed, CpuPacked)
     # as many copies as do not fit into a cache
     matrices = [packed.data.copy() for _ in range(-(-POOL_BYTES // 4 // packed.data.nbytes))]
     x, out = rng.standard_normal((T, K), dtype=np.float32), np.empty((T, N), np.float32)

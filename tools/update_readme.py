@@ -72,7 +72,7 @@ def cuda_table() -> str:
 def formats_excerpt() -> str:
     """Return some rows and columns of the table of formats."""
     from nbflow_kernels import FORMATS
-    from nbflow_kernels.quants.table import short_names, table
+    from nbflow_kernels.testing.format_table import short_names, table
 
     short = short_names()
     names = [name for name in FORMATS if name in short or name in EXCERPT]
@@ -82,7 +82,7 @@ def formats_excerpt() -> str:
 
 def formats_table() -> str:
     """Return the table of all formats."""
-    from nbflow_kernels.quants.table import table
+    from nbflow_kernels.testing.format_table import table
 
     return table(measured()["formats"])
 
@@ -170,14 +170,14 @@ def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
 
 def support_table() -> str:
     """Return the table of formats and operations."""
-    from nbflow_kernels.quants.support import support_table as make
+    from nbflow_kernels.testing.format_support import support_table as make
 
     return make().split("\n\n")[0]
 
 
 def support_notes() -> str:
     """Return the reasons for what there is not."""
-    from nbflow_kernels.quants.support import support_table as make
+    from nbflow_kernels.testing.format_support import support_table as make
 
     return make().split("\n\n")[1]
 

@@ -138,8 +138,8 @@ def format_digest(name: str, importance: str = "") -> str:
 
 def kv_format_names() -> tuple[str, ...]:
     """Return the names of the formats of the key/value cache."""
+    from nbflow_kernels.formats import FORMATS
     from nbflow_kernels.kvcache.rows import KINDS
-    from nbflow_kernels.quants import FORMATS
 
     short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
     return (*KINDS, *short)

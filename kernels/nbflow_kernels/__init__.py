@@ -79,6 +79,13 @@ if TYPE_CHECKING:
     from nbflow_kernels.errors import MissingExtraError as MissingExtraError
     from nbflow_kernels.errors import UsageError as UsageError
     from nbflow_kernels.format_checks import check_format as check_format
+    from nbflow_kernels.formats import FORMATS as FORMATS
+    from nbflow_kernels.formats import QuantFormat as QuantFormat
+    from nbflow_kernels.formats import QuantTensor as QuantTensor
+    from nbflow_kernels.formats import dequantize as dequantize
+    from nbflow_kernels.formats.user import load_formats as load_formats
+    from nbflow_kernels.formats.user import register_format as register_format
+    from nbflow_kernels.formats.user import unregister_format as unregister_format
     from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
     from nbflow_kernels.kvcache import append_paged_mla_kv_cache as append_paged_mla_kv_cache
     from nbflow_kernels.kvcache import gather_paged_kv_cache as gather_paged_kv_cache
@@ -151,14 +158,7 @@ if TYPE_CHECKING:
         sinusoidal_position_embedding as sinusoidal_position_embedding,
     )
     from nbflow_kernels.qmatmul import qmatmul as qmatmul
-    from nbflow_kernels.quants import FORMATS as FORMATS
-    from nbflow_kernels.quants import QuantFormat as QuantFormat
-    from nbflow_kernels.quants import QuantTensor as QuantTensor
-    from nbflow_kernels.quants import dequantize as dequantize
-    from nbflow_kernels.quants import quantize as quantize
-    from nbflow_kernels.quants.user import load_formats as load_formats
-    from nbflow_kernels.quants.user import register_format as register_format
-    from nbflow_kernels.quants.user import unregister_format as unregister_format
+    from nbflow_kernels.quantizers import quantize as quantize
     from nbflow_kernels.sampling import argmax as argmax
     from nbflow_kernels.sampling import chain_speculative_sampling as chain_speculative_sampling
     from nbflow_kernels.sampling import min_p_renorm_probs as min_p_renorm_probs

@@ -26,11 +26,12 @@ import numpy as np
 
 from nbflow_kernels import bench
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize
+from nbflow_kernels.formats.user import load_formats
 from nbflow_kernels.qmatmul import qmatmul
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, quantize
-from nbflow_kernels.quants.table import relative_rmse, sample
-from nbflow_kernels.quants.user import load_formats
+from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.read_probe import ReadProbe, read_bandwidth
+from nbflow_kernels.testing.format_table import relative_rmse, sample
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
 SHAPE = (11008, 4096)  # the widest matrix of Llama 2 7B

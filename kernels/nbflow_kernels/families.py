@@ -189,8 +189,9 @@ Rows of a quantized table (`embedding`) are decoded by the format's compiled ker
 """
 
 SUPPORT: dict[str, tuple[str, ...]] = {
-    "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
-    "quants.user": ("load_formats", "register_format", "unregister_format"),
+    "formats": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize"),
+    "quantizers": ("quantize",),
+    "formats.user": ("load_formats", "register_format", "unregister_format"),
     "format_checks": ("check_format",),
     "kvcache.formats": ("KVFormat", "kv_format", "kv_formats"),
     "threads": ("get_num_threads", "set_num_threads"),

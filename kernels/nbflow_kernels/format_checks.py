@@ -16,17 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.checking import CheckError
+from nbflow_kernels.formats import FORMATS, QuantFormat, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.user_validation import sample_blocks
 from nbflow_kernels.qmatmul import qmatmul, reference
-from nbflow_kernels.quants import (
-    FORMATS,
-    QuantFormat,
-    QuantTensor,
-    dequantize,
-    dequantize_rows,
-    quantize,
-)
-from nbflow_kernels.quants.floats import FloatFormat
-from nbflow_kernels.quants.user_check import sample_blocks
+from nbflow_kernels.quantizers import quantize
 
 __all__ = ["FormatReport", "check_format"]
 

@@ -38,8 +38,8 @@ from nbflow.weights import WeightFile, open_weights
 from nbflow.weights_policy import WeightFormats, is_quantized, write_policy
 from nbflow.writing.importance_names import known_inputs
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.encoders import DAMPING
-from nbflow_kernels.quants.gptq import output_errors
+from nbflow_kernels.quantizers import DAMPING
+from nbflow_kernels.quantizers.gptq import output_errors
 
 ROWS = 4096  # encoded at once
 Progress = Callable[[str, int, int], None]

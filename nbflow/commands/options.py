@@ -14,7 +14,7 @@ from nbflow.engine.placement import Placement, is_host
 from nbflow.parallel import world
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.encoders import DAMPING
+from nbflow_kernels.quantizers import DAMPING
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

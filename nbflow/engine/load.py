@@ -35,8 +35,8 @@ from nbflow.weights_policy import WeightFormats, weight_formats
 from nbflow.writing.importance_names import known_inputs
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.kvcache.formats import kv_formats
-from nbflow_kernels.quants.encoders import DAMPING
-from nbflow_kernels.quants.outliers import check_ratio
+from nbflow_kernels.quantizers import DAMPING
+from nbflow_kernels.quantizers.outliers import check_ratio
 
 ACTIVATIONS = ("f32", "bf16", "int8")
 
@@ -89,7 +89,7 @@ def load(
         Only with `weights` a block format.
     encoder : str
         How matrices are put into their formats: "best", "plain", "gptq", "hqq", "outliers"
-        (`nbflow_kernels.quants.encoders.quantize_with`); "awq" or "hadamard", which change the
+        (`nbflow_kernels.quantizers.quantize_calibrated`); "awq" or "hadamard", which change the
         model first in a way that leaves its results the same (`nbflow.folding`); or such parts
         joined, "hadamard+gptq".  Only with `weights`.  docs/quantization.md explains them.
     importance : path or mapping, optional

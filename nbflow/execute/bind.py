@@ -28,12 +28,12 @@ from nbflow_kernels.attention.layout import SINKS, SLOPES, SPLIT
 from nbflow_kernels.attention.options import alibi_slopes
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call
+from nbflow_kernels.formats import QuantTensor
+from nbflow_kernels.formats.cpu_dequantize import gather
 from nbflow_kernels.lanes import address_of
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.qmatmul import cpu as quantized
 from nbflow_kernels.qmatmul.activations import Int8Rows
-from nbflow_kernels.quants import QuantTensor
-from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.threads import capture, get_num_threads
 
 if TYPE_CHECKING:

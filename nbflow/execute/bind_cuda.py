@@ -28,7 +28,7 @@ from nbflow_kernels.attention.device_plan import FixedTables, device_plan
 from nbflow_kernels.attention.layout import SINKS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.formats import QuantTensor
 
 if TYPE_CHECKING:
     from nbflow.execute.cuda import CudaExecutor

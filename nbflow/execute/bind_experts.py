@@ -9,8 +9,8 @@ from nbflow.execute.bind_fused import norm_of
 from nbflow.execute.fusions import ExpertFusion
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import device_of
+from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.moe import fused
-from nbflow_kernels.quants import QuantTensor
 
 if TYPE_CHECKING:
     from nbflow.execute.bind_cuda import CudaBinder

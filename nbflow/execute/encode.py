@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.encoders import DAMPING, quantize_with
-from nbflow_kernels.quants.gptq import SecondMoments
+from nbflow_kernels.quantizers import DAMPING, quantize_calibrated
+from nbflow_kernels.quantizers.gptq import SecondMoments
 
 Importance = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
@@ -34,7 +34,7 @@ class Encoding:
     """
 
     encoder: str = "best"
-    """One of `nbflow_kernels.quants.encoders.ENCODERS`."""
+    """One of `nbflow_kernels.quantizers.ENCODERS`."""
     importance: Importance = field(default_factory=dict)
     """Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs."""
     act_order: bool = False
@@ -112,7 +112,7 @@ class Encoding:
         """
         if nk.FORMATS[format].block_size == 1:
             return nk.quantize(rows, format)
-        if self.encoder in nk.quants.ENCODERS:
+        if self.encoder in nk.quantizers.FORMAT_ENCODERS:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
                 rows, format, encoder=self.encoder, importance=squares, outliers=self.outliers,
@@ -123,7 +123,7 @@ class Encoding:
             if known is None or known.ndim != 2:
                 raise UsageError(GPTQ_NEEDS)
             statistics = self._moments(known)
-        return quantize_with(
+        return quantize_calibrated(
             rows, format, self.encoder, statistics, act_order=self.act_order, outliers=self.outliers
         )
 

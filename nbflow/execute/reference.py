@@ -18,11 +18,11 @@ from nbflow.execute.weights import RankWeights
 from nbflow.program.records import COMMUNICATION, Op, Program
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
+from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
-from nbflow_kernels.quants import QuantTensor
 
 Cache = dict[int, tuple[np.ndarray, np.ndarray]]
 """Keys and values of each layer, (tokens, heads, head_dim)."""

@@ -26,7 +26,7 @@ from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import Weights, weight_formats
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.outliers import sample_rows, soft_range
+from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}

@@ -34,7 +34,7 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.awq import search_scales
+from nbflow_kernels.quantizers.awq import search_scales
 
 FormatOf = Callable[[str], str | None]
 """Our name of a matrix -> the format it will be put into; None where it stays as it is."""

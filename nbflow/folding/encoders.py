@@ -23,7 +23,7 @@ from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights_policy import is_matrix
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quants.encoders import DAMPING, ENCODERS
+from nbflow_kernels.quantizers import DAMPING, ENCODERS
 
 FOLDINGS = ("awq", "hadamard")
 """Parts of an encoder's name that change the model first."""
@@ -122,7 +122,7 @@ def prepare(
     importance : mapping, optional
         Name of a matrix, ours or the checkpoint's -> mean squares (K,) or second moments (K, K).
     act_order, damping
-        Of GPTQ; see `nbflow_kernels.quants.encoders.quantize_with`.
+        Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
     outliers : float
         Share of the weights that stay exact: of encoders "best" and "plain", which may be 0, and
         of "outliers".

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.spec.model_spec import ModelSpec
-from nbflow_kernels.quants.rotations import Rotation
+from nbflow_kernels.quantizers.hadamard import Rotation
 
 Wide = NDArray[np.float64]
 

@@ -30,7 +30,7 @@ from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.rotations import Rotation
+from nbflow_kernels.quantizers.hadamard import Rotation
 
 
 def check_rotation(spec: ModelSpec) -> None:

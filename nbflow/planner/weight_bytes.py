@@ -9,7 +9,7 @@ from itertools import groupby
 import nbflow_kernels as nk
 from nbflow.planner.model import PlannedModel
 from nbflow.program.records import Op, Operand, Program
-from nbflow_kernels.quants.layout_bytes import layout_bytes, storage_bytes
+from nbflow_kernels.formats.memory_size import layout_bytes, storage_bytes
 
 FLOAT32_BYTES = 4
 OUTLIER_BYTES = 8

@@ -146,7 +146,7 @@ class _GgufFile(WeightFile):
                 f"{self.path}: tensor {entry.name!r:.120} of {entry.dtype} cannot be read from a "
                 f"big-endian file; of block formats only {', '.join(BIG_ENDIAN_FIELDS)} can"
             )
-        from nbflow_kernels.quants import FORMATS
+        from nbflow_kernels.formats import FORMATS
 
         each = blocks.reshape(-1, FORMATS[entry.dtype].block_bytes)
         for at in BIG_ENDIAN_FIELDS[entry.dtype]:

@@ -154,7 +154,7 @@ def _blocks(
     file: ByteFile, name: str, record: Any, dtype: str, shape: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
     """Return format and shape of a tensor of bytes that holds blocks, checked."""
-    from nbflow_kernels.quants import FORMATS
+    from nbflow_kernels.formats import FORMATS
 
     where = f"{file.path}: tensor {shown(name)}"
     if not isinstance(record, dict) or set(record) != {"format", "shape", "block"}:

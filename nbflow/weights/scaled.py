@@ -45,7 +45,7 @@ def multiply_scales(
 
 
 def mxfp4_blocks(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return rows of MXFP4 in blocks of 17 bytes (`nbflow_kernels.quants.fp4`).
+    """Return rows of MXFP4 in blocks of 17 bytes (`nbflow_kernels.formats.ggml.mxfp4_nvfp4`).
 
     Parameters
     ----------

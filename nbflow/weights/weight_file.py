@@ -20,7 +20,7 @@ from nbflow.weights.strided import is_contiguous, read_strided
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from nbflow_kernels.quants import QuantTensor
+    from nbflow_kernels.formats import QuantTensor
 
 __all__ = ["ITEM_BYTES", "Scaled", "Span", "TensorEntry", "WeightFile", "tensor_bytes"]
 
@@ -47,7 +47,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
         if n_bits % 8:
             raise UsageError(f"{where}: shape {shape} of {dtype} is no whole number of bytes")
         return n_bits // 8
-    from nbflow_kernels.quants import FORMATS
+    from nbflow_kernels.formats import FORMATS
 
     known = FORMATS.get(dtype)
     if known is None:
@@ -271,7 +271,7 @@ class WeightFile:
         UsageError
             If the tensor is not stored in blocks, or the columns cut one; otherwise as `array`.
         """
-        from nbflow_kernels.quants import FORMATS, QuantTensor
+        from nbflow_kernels.formats import FORMATS, QuantTensor
 
         entry = _flat(self.entry(name)) if flat else self.entry(name)
         if entry.dtype in ITEM_BYTES:
@@ -332,7 +332,7 @@ class WeightFile:
         self, entry: TensorEntry, rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
         """Read the whole blocks around a rectangle and cut it out."""
-        from nbflow_kernels.quants import FORMATS, dequantize
+        from nbflow_kernels.formats import FORMATS, dequantize
 
         flat = entry.shape != self.entry(entry.name).shape
         if columns is None:

@@ -26,7 +26,7 @@ from nbflow.writing.output import check_output, new_file, new_folder
 from nbflow.writing.plan import Choice, NewTensor, plan_as_stored
 from nbflow.writing.safetensors_file import write_safetensors
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.encoders import DAMPING
+from nbflow_kernels.quantizers import DAMPING
 
 _WEIGHTS = "model.safetensors"
 

@@ -10,13 +10,13 @@ import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.embedding import cuda as embedding
+from nbflow_kernels.formats import cuda_dequantize
+from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.logits import cuda as logits
 from nbflow_kernels.matmul import wgmma
 from nbflow_kernels.norm import cuda as norm
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.qmatmul import unit_tiles
-from nbflow_kernels.quants import cuda as quants
-from nbflow_kernels.quants.units import unit_form
 from nbflow_kernels.sparse import cuda as sparse
 
 pytestmark = pytest.mark.compiler
@@ -67,7 +67,7 @@ def test_float32_kernels_have_no_float64(kernel: Any, arch: str) -> None:
 
 @pytest.mark.parametrize("name", ["q4_k", "q3h", "q8", "mxfp4"])
 def test_decoders_have_no_float64_and_no_local_memory(name: str) -> None:
-    facts = _facts(quants._decoder(nk.FORMATS[name], False), "sm_90")
+    facts = _facts(cuda_dequantize._decoder(nk.FORMATS[name], False), "sm_90")
     assert (facts.fp64, facts.local_accesses) == (0, 0)
 
 

@@ -13,11 +13,13 @@ import user_formats
 import nbflow_kernels as nk
 from nbflow_kernels import cuda
 from nbflow_kernels.block_bytes import get_f16, put_f16
-from nbflow_kernels.quants import dequantize_rows, fp4, levels_plain
-from nbflow_kernels.quants.block_fields import bit_sources
-from nbflow_kernels.quants.cuda_encode import bit_places
-from nbflow_kernels.quants.cuda_encode_levels import thresholds
-from nbflow_kernels.quants.linear import LinearFormat
+from nbflow_kernels.formats import dequantize_rows
+from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.block_fields import bit_sources
+from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
+from nbflow_kernels.quantizers.cuda import bit_places
+from nbflow_kernels.quantizers.cuda.codebook import thresholds
+from nbflow_kernels.quantizers.reference import codebook as levels_plain
 
 pytestmark = pytest.mark.compiler
 ENCODERS = list(nk.FORMATS)
@@ -146,7 +148,7 @@ def _check_encoder(name: str, cupy: Any) -> None:
     np.testing.assert_array_equal(found.data.get(), nk.quantize(x, name, encoder="plain").data)
 
 
-@pytest.mark.parametrize("name", [n for n in ENCODERS if isinstance(nk.FORMATS[n], LinearFormat)])
+@pytest.mark.parametrize("name", [n for n in ENCODERS if isinstance(nk.FORMATS[n], AffineFormat)])
 def test_the_bits_of_codes_are_in_one_place_each(name: str) -> None:
     format: Any = nk.FORMATS[name]
     places, blank = bit_places(format)

@@ -9,10 +9,10 @@ import pytest
 
 import nbflow_kernels as nk
 import nbflow_ptx
+from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.moe import cuda as moe
 from nbflow_kernels.moe import fused
 from nbflow_kernels.qmatmul.fused import Norm
-from nbflow_kernels.quants.units import unit_form
 
 pytestmark = pytest.mark.compiler
 

@@ -9,6 +9,7 @@ import pytest
 
 import nbflow_kernels as nk
 import nbflow_ptx
+from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.kvcache import cuda as kvcache
 from nbflow_kernels.kvcache.cuda import format_type
 from nbflow_kernels.kvcache.formats import kv_format
@@ -16,7 +17,6 @@ from nbflow_kernels.kvcache.rows import F16
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.qmatmul import fused
 from nbflow_kernels.qmatmul.cuda import Arithmetic
-from nbflow_kernels.quants.units import unit_form
 
 pytestmark = pytest.mark.compiler
 K = 300  # three chunks of a norm, the last one cut off

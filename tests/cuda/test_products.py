@@ -13,11 +13,12 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats import layout_mma as units
+from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.moe import cuda as experts
 from nbflow_kernels.qmatmul import cuda as products
 from nbflow_kernels.qmatmul import reference, rounded
-from nbflow_kernels.quants import FORMATS, units
-from nbflow_kernels.quants.units import unit_form
 
 pytestmark = pytest.mark.compiler
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_bytes / f.block_size < 2]

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.quants import QuantTensor
-from nbflow_kernels.quants.formats import QuantFormat
-from nbflow_kernels.quants.integers import IntegerForm, Integers, weights
+from nbflow_kernels.formats import QuantTensor
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, weights
+from nbflow_kernels.formats.registry import QuantFormat
 
 
 class SyntheticFormat(QuantFormat):
     """A format of any integer form."""
 
-    def __init__(self, name: str, form: IntegerForm) -> None:
+    def __init__(self, name: str, form: CodecSpec) -> None:
         self.name = name
         self._form = form
         n = form.block // form.sub_block
@@ -31,14 +31,14 @@ class SyntheticFormat(QuantFormat):
         self.block_size, self.block_bytes = form.block, self.dtype.itemsize
 
     @property
-    def integer_form(self) -> IntegerForm:
+    def integer_form(self) -> CodecSpec:
         return self._form
 
     def integers(self, data):
         blocks = np.ascontiguousarray(data).view(self.dtype)
         form, rows = self.integer_form, len(data)
         columns = {name: blocks[name].reshape(rows, -1) for name in self.dtype.names}
-        return Integers(
+        return DecodedBlocks(
             columns["codes"],
             columns["d"],
             None if form.base == "none" else columns["m"],
@@ -51,9 +51,6 @@ class SyntheticFormat(QuantFormat):
 
     def dequantize_rows(self, data, out):
         out[...] = weights(self.integer_form, self.integers(data))[:, : out.shape[1]]
-
-    def quantize_rows(self, x, n_columns, encoder, importance=None):
-        raise NotImplementedError
 
     def random(self, rng: np.random.Generator, rows: int, columns: int) -> QuantTensor:
         """Return a tensor of random blocks whose numbers use the whole range of the form."""
@@ -90,23 +87,23 @@ FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 # the shapes that GGML's formats have, and a few that none has
 FORMS = {
-    "like_q2_k": IntegerForm(256, 16, 2, base="min", scales=True, scale_bits=4),
-    "like_q3_k": IntegerForm(256, 16, 3, zero=4, scales=True),
-    "like_q4_k": IntegerForm(256, 32, 4, base="min", scales=True),
-    "like_q5_k": IntegerForm(256, 32, 5, base="min", scales=True),
-    "like_q6_k": IntegerForm(256, 16, 6, zero=32, scales=True),
-    "like_iq4_nl": IntegerForm(32, 32, 4, values=SIXTEEN),
-    "like_iq4_xs": IntegerForm(256, 32, 4, values=SIXTEEN, scales=True),
-    "like_iq2": IntegerForm(256, 16, 3, values=EIGHT, factor=0.125, scales=True),
-    "like_iq1": IntegerForm(256, 32, 3, values=NINTHS, factor=0.125, scales=True),
-    "like_tq": IntegerForm(256, 256, 2, zero=1),
-    "like_mxfp4": IntegerForm(32, 32, 4, values=FP4, d_type="e8m0"),
-    "like_nvfp4": IntegerForm(16, 16, 4, values=FP4, d_type="e4m3"),
-    "one_bit": IntegerForm(128, 128, 1, zero=0, base="d"),
-    "seven_bits": IntegerForm(64, 32, 7, zero=64, scales=True),
-    "float32_scales": IntegerForm(32, 32, 8, zero=128, d_type="f32"),
-    "pairs_of_32": IntegerForm(32, 32, 4, pairs=True, base="d"),
-    "zero_and_base": IntegerForm(64, 64, 5, zero=11, base="d"),
-    "odd_zero": IntegerForm(64, 32, 4, zero=7, scales=True),
+    "like_q2_k": CodecSpec(256, 16, 2, base="min", scales=True, scale_bits=4),
+    "like_q3_k": CodecSpec(256, 16, 3, zero=4, scales=True),
+    "like_q4_k": CodecSpec(256, 32, 4, base="min", scales=True),
+    "like_q5_k": CodecSpec(256, 32, 5, base="min", scales=True),
+    "like_q6_k": CodecSpec(256, 16, 6, zero=32, scales=True),
+    "like_iq4_nl": CodecSpec(32, 32, 4, values=SIXTEEN),
+    "like_iq4_xs": CodecSpec(256, 32, 4, values=SIXTEEN, scales=True),
+    "like_iq2": CodecSpec(256, 16, 3, values=EIGHT, factor=0.125, scales=True),
+    "like_iq1": CodecSpec(256, 32, 3, values=NINTHS, factor=0.125, scales=True),
+    "like_tq": CodecSpec(256, 256, 2, zero=1),
+    "like_mxfp4": CodecSpec(32, 32, 4, values=FP4, d_type="e8m0"),
+    "like_nvfp4": CodecSpec(16, 16, 4, values=FP4, d_type="e4m3"),
+    "one_bit": CodecSpec(128, 128, 1, zero=0, base="d"),
+    "seven_bits": CodecSpec(64, 32, 7, zero=64, scales=True),
+    "float32_scales": CodecSpec(32, 32, 8, zero=128, d_type="f32"),
+    "pairs_of_32": CodecSpec(32, 32, 4, pairs=True, base="d"),
+    "zero_and_base": CodecSpec(64, 64, 5, zero=11, base="d"),
+    "odd_zero": CodecSpec(64, 32, 4, zero=7, scales=True),
 }
 FORMATS = {name: SyntheticFormat(name, form) for name, form in FORMS.items()}

@@ -177,8 +177,8 @@ def test_natural_logarithm_and_half_precision_results() -> None:
 
 @pytest.mark.parametrize("format", ["bf16", "f16", "q8_0", "q4_0", "q5_1", "q8", "q6", "q3h", "q2"])
 def test_every_kind_of_cache_gives_the_bits_of_its_decoded_rows(format: str) -> None:
+    from nbflow_kernels.formats import FORMATS
     from nbflow_kernels.kvcache.reference import decode
-    from nbflow_kernels.quants import FORMATS
 
     rng = np.random.default_rng(13)
     explicit = FORMATS.short_names.get(format, format)

@@ -7,13 +7,14 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, gptq_reference
-from nbflow_kernels.quants.affine import affine, is_affine, with_codes
-from nbflow_kernels.quants.encoders import quantize_with
-from nbflow_kernels.quants.gptq import SecondMoments, gptq_rows
-from nbflow_kernels.quants.hqq import Settings, hqq_rows, lp_errors
-from nbflow_kernels.quants.k_quants import KFormat
-from nbflow_kernels.quants.linear import LinearFormat
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.ggml.k_format import KQuantFormat
+from nbflow_kernels.quantizers import gptq_reference, quantize_calibrated
+from nbflow_kernels.quantizers.affine_grid import affine, is_affine, with_codes
+from nbflow_kernels.quantizers.gptq import SecondMoments, gptq_rows
+from nbflow_kernels.quantizers.hqq import Settings, hqq_rows, lp_errors
+from nbflow_kernels.quantizers.registry import quantize_rows
 
 AFFINE = [name for name in FORMATS if is_affine(FORMATS[name])]
 K = 256
@@ -57,10 +58,10 @@ def test_grid_is_what_the_decoder_gives(name: str) -> None:
 def test_gptq_loses_less_than_rounding(name: str, act_order: bool) -> None:
     w, x = weights(), inputs()
     moments = SecondMoments(x.T @ x)
-    gptq = losses(quantize_with(w, name, "gptq", moments, act_order=act_order), w, x)
+    gptq = losses(quantize_calibrated(w, name, "gptq", moments, act_order=act_order), w, x)
     squares = moments.matrix.diagonal()
     for other in (
-        quantize_with(w, name, "best", squares),
+        quantize_calibrated(w, name, "best", squares),
         nk.quantize(w, name, encoder="plain"),
     ):
         rounding = losses(other, w, x)
@@ -94,7 +95,7 @@ def test_gptq_of_uncorrelated_inputs_is_rounding() -> None:
 def test_gptq_of_rows_with_padding_and_dead_inputs() -> None:
     w, x = weights(5, 70), inputs(70)
     x[:, 10:20] = 0
-    qt = quantize_with(w, "q3h", "gptq", x.T @ x)
+    qt = quantize_calibrated(w, "q3h", "gptq", x.T @ x)
     assert qt.shape == (5, 70)
     assert losses(qt, w, x).sum() < losses(nk.quantize(w, "q3h"), w, x).sum()
     dead = np.abs(nk.dequantize(qt) - w)[:, 10:20]
@@ -114,12 +115,12 @@ def test_hqq_lowers_its_sum_in_every_block(name: str) -> None:
         error = (decoded.astype(np.float64) - w).reshape(6, -1, format.block_size)
         return lp_errors(error, p)
 
-    plain = sums(format.quantize_rows(w, K, "plain"))
+    plain = sums(quantize_rows(format, w, K, "plain"))
     hqq = sums(hqq_rows(format, w, K))
     # decoded float32 values are off by 2**-23 of errors' size / 1e-3, to the power p
     assert (hqq <= plain * (1 + 1e-4)).all()
     # bases of 8 bits and minima of K-quants are coarse: there the first turn may well be the last
-    if isinstance(format, LinearFormat) and format.bits_per_weight < 5.5 and name != "q4_b16":
+    if isinstance(format, AffineFormat) and format.bits_per_weight < 5.5 and name != "q4_b16":
         assert hqq.sum() < 0.995 * plain.sum()
 
 
@@ -127,7 +128,7 @@ def test_hqq_with_statistics_loses_no_more_than_plain() -> None:
     w, x = weights(), inputs()
     for statistics in (x.T @ x, np.square(x).sum(axis=0)):
         hqq, plain = (
-            nk.dequantize(quantize_with(w, "q3", e, s)).astype(np.float64) - w
+            nk.dequantize(quantize_calibrated(w, "q3", e, s)).astype(np.float64) - w
             for e, s in (("hqq", statistics), ("plain", None))
         )
         full = statistics if statistics.ndim == 2 else np.diag(statistics)
@@ -148,8 +149,8 @@ def test_wrong_use() -> None:
         (("q4", "gptk", None), "unknown encoder 'gptk'; did you mean 'gptq'"),
     ):
         with pytest.raises(UsageError, match=message):
-            quantize_with(w, *arguments)
+            quantize_calibrated(w, *arguments)
     flat = SecondMoments(np.ones((K, K)), damping=0.0)
     with pytest.raises(UsageError, match="not positive definite; raise the damping"):
-        quantize_with(w, "q4", "gptq", flat)
-    assert {type(FORMATS[name]) for name in AFFINE} == {LinearFormat, KFormat}
+        quantize_calibrated(w, "q4", "gptq", flat)
+    assert {type(FORMATS[name]) for name in AFFINE} == {AffineFormat, KQuantFormat}

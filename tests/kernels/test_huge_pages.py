@@ -12,7 +12,7 @@ import pytest
 
 from nbflow_kernels import huge_pages
 from nbflow_kernels.huge_pages import ALIGNMENT, CHUNK, LEAST, PAGE, zeros
-from nbflow_kernels.quants import quantize
+from nbflow_kernels.quantizers import quantize
 
 HUGE_PAGES = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages"

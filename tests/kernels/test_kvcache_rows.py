@@ -9,11 +9,11 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.kvcache import rows
 from nbflow_kernels.kvcache.rows import FIRST_BLOCK_KIND, KINDS, LAYOUTS, copy_row, write_row
 from nbflow_kernels.lanes import address_of
-from nbflow_kernels.quants import FORMATS
-from nbflow_kernels.quants.linear import LinearFormat
 
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
 SIZES = (1, 15, 16, 20, 31, 33, 64, 80, 100, 128)
@@ -57,7 +57,7 @@ def numbers(rng: np.random.Generator, n: int) -> np.ndarray:
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_layout_is_that_of_the_weight_format(name: str) -> None:
     layout, format = LAYOUTS[KINDS[name]], FORMATS[name]
-    assert isinstance(format, LinearFormat)
+    assert isinstance(format, AffineFormat)
     assert layout[rows.BLOCK] == format.block_size
     assert layout[rows.BLOCK_BYTES] == format.block_bytes
     assert layout[rows.DIVISOR] == format.divisor

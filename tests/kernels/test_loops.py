@@ -9,12 +9,12 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention.loops import attend
+from nbflow_kernels.formats import codec_spec as integers
+from nbflow_kernels.formats.layout_cpu import FIELDS
 from nbflow_kernels.matmul import loops as matmul_loops
 from nbflow_kernels.norm import loops as norm_loops
 from nbflow_kernels.qmatmul import loops as qmatmul_loops
 from nbflow_kernels.qmatmul.cpu import Int8Rows, quantize_activations
-from nbflow_kernels.quants import integers
-from nbflow_kernels.quants.packed import FIELDS
 from nbflow_kernels.scalars import fma
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
 from nbflow_kernels.moe import grouped_matmul
 from nbflow_kernels.qmatmul import cpu, qmatmul, reference
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
-from nbflow_kernels.quants.outliers import SAMPLE, sample_rows, soft_range
+from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.quantizers.outliers import SAMPLE, sample_rows, soft_range
 from nbflow_kernels.sparse import CsrMatrix
 from nbflow_kernels.threads import capture
 

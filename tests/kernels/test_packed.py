@@ -13,11 +13,12 @@ import nbflow_kernels as nk
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.formats.codec_spec import CodecSpec, weights
+from nbflow_kernels.formats.decode_cpu import decode_blocks
+from nbflow_kernels.formats.layout_cpu import PAIRS, packed_form
 from nbflow_kernels.qmatmul import cases
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
-from nbflow_kernels.quants.integers import IntegerForm, weights
-from nbflow_kernels.quants.packed import PAIRS, packed_form
-from nbflow_kernels.quants.unpack import decode_blocks
+from nbflow_kernels.quantizers import quantize
 
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_size > 1]
 
@@ -72,7 +73,7 @@ def test_packed_weights_cost_what_they_say(name):
 
 
 def test_a_thousandth_is_divided_exactly():
-    form = IntegerForm(32, 32, 4, base="d", d_type="u8")
+    form = CodecSpec(32, 32, 4, base="d", d_type="u8")
     format = SyntheticFormat("all_bytes", form)
     blocks = np.zeros((256, 1), format.dtype)
     u = np.arange(256, dtype=np.float32)
@@ -109,7 +110,7 @@ def test_all_floats_of_seven_bits():
 
 
 def test_numbers_that_do_not_fit_get_more_room():
-    form = IntegerForm(64, 32, 4, zero=8, scales=True)
+    form = CodecSpec(64, 32, 4, zero=8, scales=True)
     format = SyntheticFormat("roomy", form)
     blocks = np.zeros((3, 2), format.dtype)
     blocks["codes"] = np.arange(64) % 16
@@ -134,11 +135,11 @@ def test_infinite_scales_of_a_file_are_packed():
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (IntegerForm(60, 20, 4), "a sub_block of 16 or a multiple of 32"),
-        (IntegerForm(32, 32, 5, values=(0,) * 32), "`values` only up to 4 bits"),
-        (IntegerForm(32, 32, 9), "code_bits 1..8"),
-        (IntegerForm(96, 32, 4, pairs=True), "multiple of 64, got 96"),
-        (IntegerForm(32, 32, 4, base="min"), "needs integer scales"),
+        (CodecSpec(60, 20, 4), "a sub_block of 16 or a multiple of 32"),
+        (CodecSpec(32, 32, 5, values=(0,) * 32), "`values` only up to 4 bits"),
+        (CodecSpec(32, 32, 9), "code_bits 1..8"),
+        (CodecSpec(96, 32, 4, pairs=True), "multiple of 64, got 96"),
+        (CodecSpec(32, 32, 4, base="min"), "needs integer scales"),
     ],
 )
 def test_forms_that_cannot_be_packed_are_refused(form, message):

@@ -9,9 +9,10 @@ import pytest
 import synthetic_formats
 
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS, dequantize
+from nbflow_kernels.formats.layout_cpu import packed_form
 from nbflow_kernels.qmatmul import ACTIVATIONS, cases, qmatmul, reference
-from nbflow_kernels.quants import FORMATS, dequantize, quantize
-from nbflow_kernels.quants.packed import packed_form
+from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_size > 1]

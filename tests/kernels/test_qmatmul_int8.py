@@ -12,7 +12,7 @@ import pytest
 
 from nbflow_kernels.qmatmul import cpu, int8, qmatmul, reference
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
-from nbflow_kernels.quants import quantize
+from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.threads import capture
 
 

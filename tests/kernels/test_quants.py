@@ -12,12 +12,13 @@ from numba import njit
 
 from nbflow_kernels import simd
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
-from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.q3h import code_q3h_b64t1, second_of_pair
-from nbflow_kernels.quants.table import table
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.inferflow.q3h import code_q3h_b64t1, second_of_pair
+from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.testing.format_table import table
 
-BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, LinearFormat)]
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, AffineFormat)]
 FLOAT_FORMATS = ["f32", "f16", "bf16"]
 
 # The published encoder's bytes for the first block of v[i] = (((37 i) mod 64) - 20) / 32.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nbflow_kernels.quants import FORMATS, dequantize, quantize
-from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.table import relative_rmse, sample
+from nbflow_kernels.formats import FORMATS, dequantize
+from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.testing.format_table import relative_rmse, sample
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
-BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, LinearFormat)]
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, AffineFormat)]
 
 # Relative root mean square error of the published encoders on N(0, 0.02), 4.2 million samples,
 # three digits.

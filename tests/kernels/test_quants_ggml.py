@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.quantizers import quantize
 
 NAMES = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 

@@ -14,10 +14,13 @@ from gguf import GGMLQuantizationType
 from golden_weights import bell, importances, inputs, integers
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, fp4, grids
-from nbflow_kernels.quants.integer_format import IntegerFormat
-from nbflow_kernels.quants.integers import weights
-from nbflow_kernels.quants.neighbours import neighbours
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.formats.block_format import BlockFormat
+from nbflow_kernels.formats.codec_spec import weights
+from nbflow_kernels.formats.ggml import iq_grids as grids
+from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
+from nbflow_kernels.quantizers.grid_neighbours import neighbours
+from nbflow_kernels.quantizers.registry import quantize_rows
 from nbflow_kernels.threads import set_num_threads
 
 GOLDEN = json.loads(
@@ -57,7 +60,7 @@ def encoded(name: str, x: np.ndarray, encoder: str, importance=None) -> QuantTen
     rows = np.ascontiguousarray(np.pad(x, ((0, 0), (0, pad)), mode="edge"))
     if importance is not None:
         importance = np.pad(np.atleast_2d(importance), ((0, 0), (0, pad)))
-    data = format.quantize_rows(rows, n_columns, encoder, importance)
+    data = quantize_rows(format, rows, n_columns, encoder, importance)
     return QuantTensor(name, (n_rows, n_columns), data)
 
 
@@ -75,7 +78,7 @@ def without_nan(y: np.ndarray) -> np.ndarray:
 
 
 def test_these_are_all():
-    assert [n for n, format in FORMATS.items() if isinstance(format, IntegerFormat)] == NAMES
+    assert [n for n, format in FORMATS.items() if isinstance(format, BlockFormat)] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,8 @@ import pytest
 from golden_weights import bell
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, dequantize, quantize
+from nbflow_kernels.formats import FORMATS, dequantize
+from nbflow_kernels.quantizers import quantize
 
 FLOATS = ["f32", "f16", "bf16"]
 BLOCKS = [name for name in FORMATS if name not in FLOATS]

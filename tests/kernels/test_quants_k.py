@@ -13,10 +13,11 @@ import pytest
 from gguf import GGMLQuantizationType
 from golden_weights import bell, importances, inputs
 
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
-from nbflow_kernels.quants.integers import weights
-from nbflow_kernels.quants.k_quants import KFormat
-from nbflow_kernels.quants.table import relative_rmse
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
+from nbflow_kernels.formats.codec_spec import weights
+from nbflow_kernels.formats.ggml.k_format import KQuantFormat
+from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.testing.format_table import relative_rmse
 from nbflow_kernels.threads import set_num_threads
 
 NAMES = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
@@ -230,4 +231,4 @@ def test_no_rows(name):
 
 
 def test_there_is_no_other_k_quant():
-    assert [name for name, format in FORMATS.items() if isinstance(format, KFormat)] == NAMES
+    assert [name for name, format in FORMATS.items() if isinstance(format, KQuantFormat)] == NAMES

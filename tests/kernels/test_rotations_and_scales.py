@@ -7,10 +7,10 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.awq import column_scales, search_scales
-from nbflow_kernels.quants.delta import _chosen_steps, delta_rows
-from nbflow_kernels.quants.encoders import quantize_with
-from nbflow_kernels.quants.rotations import Rotation, paley_order
+from nbflow_kernels.quantizers import quantize_calibrated
+from nbflow_kernels.quantizers.awq import column_scales, search_scales
+from nbflow_kernels.quantizers.hadamard import Rotation, paley_order
+from nbflow_kernels.quantizers.outliers import _chosen_steps, delta_rows
 
 
 def output_error(w: np.ndarray, approximate: np.ndarray, x: np.ndarray) -> float:
@@ -97,7 +97,7 @@ def test_outliers_by_gain_lose_less_than_without(name: str) -> None:
     rng = np.random.default_rng(7)
     w = rng.standard_t(3, size=(16, 256)).astype(np.float32)
     importance = np.exp(rng.normal(size=256))
-    qt = quantize_with(w, name, "outliers", importance, outliers=0.02)
+    qt = quantize_calibrated(w, name, "outliers", importance, outliers=0.02)
     assert qt.outliers is not None
     counts = np.diff(qt.outliers.indptr)
     assert counts.max() == int(0.02 * 256)
@@ -140,7 +140,7 @@ def test_wrong_use() -> None:
         (("q4", "gptq", np.eye(64)), {"damping": 2.0}, r"damping must lie in 0\.\.1"),
     ):
         with pytest.raises(UsageError, match=message):
-            quantize_with(w, *arguments, **options)
+            quantize_calibrated(w, *arguments, **options)
     with pytest.raises(UsageError, match=r"statistics must have shape \(64,\)"):
         search_scales([(w, nk.FORMATS["q4"])], np.ones(63))
     with pytest.raises(UsageError, match="not negative"):
@@ -154,7 +154,7 @@ def test_damping_and_order_change_gptq() -> None:
     x = rng.normal(size=(200, 8)) @ rng.normal(size=(8, 64)) + 0.3 * rng.normal(size=(200, 64))
     w = rng.normal(size=(16, 64))
     plain, damped, ordered = (
-        quantize_with(w, "q3", "gptq", x.T @ x, **options).data
+        quantize_calibrated(w, "q3", "gptq", x.T @ x, **options).data
         for options in ({}, {"damping": 0.5}, {"act_order": True})
     )
     assert not np.array_equal(plain, damped)

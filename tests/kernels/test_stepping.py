@@ -24,7 +24,7 @@ from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow.weights import open_weights
 from nbflow_kernels import families
-from nbflow_kernels.quants.packed import packed_form
+from nbflow_kernels.formats.layout_cpu import packed_form
 from nbflow_kernels.stepping import memory, simd, twin_module
 from nbflow_kernels.stepping import simd_bytes as simd_bytes_twin
 

@@ -19,10 +19,12 @@ from nbflow_kernels.bench_formats import measure_speed
 from nbflow_kernels.checking import CheckError, check
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.format_checks import check_format
+from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize
+from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.user import load_formats, register_format, unregister_format
 from nbflow_kernels.qmatmul import cpu, qmatmul, reference, user_rows
 from nbflow_kernels.qmatmul.cases import user_cases
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, quantize
-from nbflow_kernels.quants.user import load_formats, register_format, unregister_format
+from nbflow_kernels.quantizers import quantize
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def raises(x, out):
         ({"block_bytes": 2.5}, "block_bytes must be an integer"),
         ({"quantize_block": 3}, "quantize_block must be a function, got int"),
         ({"quantize_block": staticmethod(lambda x: x)}, "must take 2 arguments, it takes 1"),
-        ({"integer_form": 4}, "integer_form must be a .*IntegerForm, got int"),
+        ({"integer_form": 4}, "integer_form must be a .*CodecSpec, got int"),
         (
             {"quantize_block": staticmethod(bad_line)},
             rf"quantize_block, line {bad_line.__code__.co_firstlineno + 1}: .*Unknown attribute",
@@ -231,11 +233,11 @@ def test_an_integer_form_that_says_something_else_is_refused():
 
 
 def test_the_battery_finds_a_format_whose_result_depends_on_other_rows():
-    class Moody(type(FORMATS["q8_0"])):
+    class Moody(FloatFormat):
         def quantize_rows(self, x, n_columns, encoder, importance=None):
             return super().quantize_rows(x * np.float32(len(x)), n_columns, encoder, importance)
 
-    old = FORMATS["q8_0"]
+    old = FORMATS["f32"]
     moody = Moody(**{f: getattr(old, f) for f in old.__dataclass_fields__})
     with pytest.raises(CheckError, match="a row's bytes depend on the other rows"):
         check_format(moody)
@@ -303,7 +305,7 @@ def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
         import numpy as np
         import nbflow_kernels as nk
         from nbflow_kernels.qmatmul import user_rows
-        from nbflow_kernels.quants import user_code
+        from nbflow_kernels.formats import user_jit as user_code
         (f,) = nk.load_formats({str(file)!r})
         w = nk.quantize(np.ones((3, 24), np.float32), f)
         nk.qmatmul(np.ones((1, 24), np.float32), w)

@@ -14,9 +14,10 @@ import numpy as np
 
 from nbflow_kernels import atomics, lanes, registers, shuffles, simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
+from nbflow_kernels.formats import decode_cpu as unpack
+from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.kvcache import vectors as cache_vectors
-from nbflow_kernels.quants import lockstep, unpack
-from nbflow_kernels.quants.packed import PackedForm
+from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.sampling import vectors as sampling_vectors
 from nbflow_kernels.stepping import kernel as python_kernel
 from nbflow_kernels.stepping import twin_module
@@ -272,7 +273,7 @@ def use_sampling_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out + 256, simd.splat(sampling_vectors.float_of(bits + 1)))
 
 
-def use_form(form: PackedForm) -> Any:
+def use_form(form: CpuLayout) -> Any:
     """Return a kernel that uses all functions that read packed weights of a form."""
     vectors, per_scale = form.unit // 4, form.sub_block // 4
     units = form.block // form.unit

@@ -26,7 +26,7 @@ from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile, open_weights
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.rotations import Rotation
+from nbflow_kernels.quantizers.hadamard import Rotation
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 IDS = np.array([1, 5, 9, 2, 7, 3])

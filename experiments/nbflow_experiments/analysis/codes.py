@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.integers import IntegerForm
+from nbflow_kernels.formats.codec_spec import CodecSpec
 
 PIECE_WEIGHTS = 1 << 22
 PAIR_BITS = 3.5  # two codes 0..10 are stored in 7 bits
@@ -70,7 +70,7 @@ def code_use(tensor: QuantTensor) -> CodeUse | None:
     return CodeUse(counts, bits if bits <= format.bits_per_weight else math.nan)
 
 
-def _levels(form: IntegerForm, n_codes: int | None) -> NDArray[np.int64]:
+def _levels(form: CodecSpec, n_codes: int | None) -> NDArray[np.int64]:
     """Return which level each code has, 0 being the least."""
     if form.values is None:
         return np.arange(n_codes or 2**form.code_bits)

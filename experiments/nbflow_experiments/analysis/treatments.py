@@ -23,8 +23,8 @@ from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of, with_our_names
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quants.encoders import ENCODERS, quantize_with
-from nbflow_kernels.quants.outliers import check_ratio
+from nbflow_kernels.quantizers import ENCODERS, quantize_calibrated
+from nbflow_kernels.quantizers.outliers import check_ratio
 
 
 class Treatment(Protocol):
@@ -79,7 +79,7 @@ class Format:
     format : str
         Its name in `nbflow_kernels.FORMATS`.
     encoder : str
-        One of `nbflow_kernels.quants.encoders.ENCODERS`.
+        One of `nbflow_kernels.quantizers.ENCODERS`.
     outliers : float
         Share of the weights that are kept aside exactly, as in `nbflow_kernels.quantize`.
     statistics : mapping, optional
@@ -101,7 +101,10 @@ class Format:
         nk.FORMATS[self.format]  # raises for an unknown name
         if self.encoder not in ENCODERS:
             raise unknown_name("encoder", self.encoder, ENCODERS)
-        if check_ratio(self.outliers) and self.encoder not in (*nk.quants.ENCODERS, "outliers"):
+        if check_ratio(self.outliers) and self.encoder not in (
+            *nk.quantizers.FORMAT_ENCODERS,
+            "outliers",
+        ):
             raise UsageError(
                 f"encoder {self.encoder!r} keeps no outliers aside; take 'best', 'plain' or "
                 "'outliers'"
@@ -122,7 +125,7 @@ class Format:
         known = None if self.statistics is None else self.statistics.get(name)
         try:
             if not self.outliers or self.encoder == "outliers":
-                return quantize_with(
+                return quantize_calibrated(
                     matrix, self.format, self.encoder, known, outliers=self.outliers
                 )
             squares = known.diagonal() if known is not None and known.ndim == 2 else known

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_kernels.kvcache.formats import kv_formats
 from nbflow_kernels.opcase import OpCase
-from nbflow_kernels.quants import quantize
+from nbflow_kernels.quantizers import quantize
 
 # Scores are dot products of D products with unit variance after scaling: float32 with 16 partial
 # sums gives about sqrt(D / 16 + 8) * 2**-24 * 4 = 1e-6 at |score| < 4, which is the relative error

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.attention.reference import single_prefill_with_kv_cache
+from nbflow_kernels.formats import dequantize
 from nbflow_kernels.kvcache.formats import kv_format
 from nbflow_kernels.kvcache.rows import KINDS
-from nbflow_kernels.quants import dequantize, quantize
+from nbflow_kernels.quantizers import quantize
 
 HEAD_DIM = 128
 HEADER = (

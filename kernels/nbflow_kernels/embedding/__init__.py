@@ -12,7 +12,7 @@ from nbflow_kernels.embedding import cpu, cuda
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow_kernels.quants import QuantTensor
+    from nbflow_kernels.formats import QuantTensor
 
 __all__ = ["embedding"]
 
@@ -85,6 +85,6 @@ def _is_quantized(table: object) -> TypeGuard[QuantTensor]:
     """Return whether `table` is a QuantTensor, without importing the formats for an array."""
     if isinstance(table, np.ndarray) or is_cuda(table):
         return False
-    from nbflow_kernels.quants import QuantTensor
+    from nbflow_kernels.formats import QuantTensor
 
     return isinstance(table, QuantTensor)

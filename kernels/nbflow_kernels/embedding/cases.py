@@ -28,7 +28,7 @@ def _inputs(T: int, V: int, E: int, dtype: str) -> Callable[[np.random.Generator
 
 def _quantized(T: int, V: int, E: int, format: str) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
-        from nbflow_kernels.quants import quantize
+        from nbflow_kernels.quantizers import quantize
 
         table = quantize(_table(rng, V, E, "float32"), format, encoder="plain")
         return {"ids": rng.integers(0, V, T).astype(np.int32), "table": table}

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from nbflow_kernels.quants import QuantTensor
+    from nbflow_kernels.formats import QuantTensor
 
 
 def embedding(
@@ -23,7 +23,7 @@ def embedding(
 ) -> None:
     """See `nbflow_kernels.embedding`."""
     if not isinstance(table, np.ndarray):
-        from nbflow_kernels.quants.gather import gather
+        from nbflow_kernels.formats.cpu_dequantize import gather
 
         gather(table, ids, out)
     elif table.dtype == np.float32:

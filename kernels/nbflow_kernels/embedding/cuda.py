@@ -30,7 +30,7 @@ def embedding(ids: Any, table: Any, scale: float, out: Any) -> None:
     if not out.size:
         return
     if hasattr(table, "format"):
-        from nbflow_kernels.quants.cuda import decode
+        from nbflow_kernels.formats.cuda_dequantize import decode
 
         decode(table, ids, scale, out)
     else:

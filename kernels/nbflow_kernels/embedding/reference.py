@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 def embedding(ids: Any, table: Any, *, scale: float = 1.0) -> NDArray[np.float64]:
     """See `nbflow_kernels.embedding`."""
     if not isinstance(table, np.ndarray):
-        from nbflow_kernels.quants import dequantize
+        from nbflow_kernels.formats import dequantize
 
         table = dequantize(table)
     if table.dtype == np.uint16:  # bfloat16 is the upper half of a float32

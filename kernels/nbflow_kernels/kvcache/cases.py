@@ -10,7 +10,7 @@ import numpy as np
 from nbflow_kernels.kvcache.formats import kv_format, kv_formats, split_names
 from nbflow_kernels.kvcache.rows import FIRST_BLOCK_KIND, KINDS
 from nbflow_kernels.opcase import OpCase
-from nbflow_kernels.quants import quantize
+from nbflow_kernels.quantizers import quantize
 
 COPY = "copies, rounded or encoded once in the cache's format"
 INTEGERS = "integers"

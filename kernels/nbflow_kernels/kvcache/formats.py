@@ -9,8 +9,8 @@ import numpy as np
 
 from nbflow_kernels._dispatch import is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kvcache.rows import BLOCK, BLOCK_BYTES, FIRST_BLOCK_KIND, KINDS, LAYOUTS
-from nbflow_kernels.quants import FORMATS
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),

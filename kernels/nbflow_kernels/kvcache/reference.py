@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kvcache.formats import split_names
-from nbflow_kernels.quants import FORMATS, quantize
+from nbflow_kernels.quantizers import quantize
 
 
 def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:

@@ -6,7 +6,7 @@ last number: the bytes of ``nk.quantize(row, format, encoder="plain")``.
 
 `KINDS` numbers the formats.  The kernels take a format as such a number at run time, so that they
 are compiled once for all of them.  Where a block's fields lie is in `LAYOUTS`; the tables are
-those of the format's file in `nbflow_kernels.quants`, and `tests/kernels/test_kvcache_rows.py`
+those of the format's file in `nbflow_kernels.formats`, and `tests/kernels/test_kvcache_rows.py`
 compares every byte.
 
 A number that is NaN or infinite makes its block all NaN: a block format has no place for it.
@@ -50,7 +50,7 @@ FIRST_BLOCK_KIND = 3
 
 # How the low bits of 32 codes lie in the block.
 SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS = range(6)
-# How base and scale are found; see `nbflow_kernels.quants`.
+# How base and scale are found; see `nbflow_kernels.formats`.
 FAMILY, MIDRISE, SYMMETRIC, EXTREME, RANGE, ABSMAX = range(6)
 
 # Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 where there is no base.

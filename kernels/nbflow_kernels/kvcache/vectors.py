@@ -1,7 +1,7 @@
 """Small integers in bytes to and from the lanes of a `simd` vector, and parts of vectors.
 
 A plane of width `w` holds ``8 // w`` values per byte, the first in the lowest bits (see
-`nbflow_kernels.quants.fields`).
+`nbflow_kernels.formats.bit_fields`).
 
 ====================================  =========================================================
 `load_fields4 load_fields2            16 values of a plane of 4, 2 or 1 bits, as int32 lanes; the

@@ -12,7 +12,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cpu, cuda
 
 if TYPE_CHECKING:
-    from nbflow_kernels.quants import QuantTensor
+    from nbflow_kernels.formats import QuantTensor
 
 __all__ = ["matmul"]
 
@@ -76,7 +76,7 @@ def matmul(
     array([[1. , 1.5, 7. ]], dtype=float32)
     """
     if not isinstance(w, np.ndarray) and not is_cuda(w):
-        from nbflow_kernels.quants import QuantTensor
+        from nbflow_kernels.formats import QuantTensor
 
         if isinstance(w, QuantTensor):
             from nbflow_kernels.qmatmul import qmatmul

@@ -1,4 +1,4 @@
-"""Matrix product with float weights that lie 16 rows side by side (`quants.floats.pack`).
+"""Matrix product with float weights that lie 16 rows side by side (`formats.floats.pack`).
 
 Weights are an array (groups, columns, 16) of float32, int16 (the bits of float16) or uint16 (the
 bits of bfloat16), columns padded with zeros to a multiple of 8, rows to a multiple of 16.

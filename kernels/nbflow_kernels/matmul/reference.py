@@ -13,7 +13,7 @@ def matmul(
 ) -> NDArray[np.float64]:
     """See `nbflow_kernels.matmul`."""
     if not isinstance(w, np.ndarray):
-        from nbflow_kernels.quants import dequantize
+        from nbflow_kernels.formats import dequantize
 
         w = dequantize(w)
     if w.dtype == np.uint16:  # bfloat16 is the upper half of a float32

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.formats import FORMATS, QuantTensor
 from nbflow_kernels.moe.layer import SharedExpert
 from nbflow_kernels.opcase import OpCase
-from nbflow_kernels.quants import FORMATS, QuantTensor, quantize
+from nbflow_kernels.quantizers import quantize
 
 PRODUCT = "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers: 3 * sqrt(K/2) * 2.4e-7"
 

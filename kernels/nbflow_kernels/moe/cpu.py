@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit, part
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu as float_cpu
 from nbflow_kernels.qmatmul import cpu as quant_cpu
-from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import not_capturable, split_rows, together
 
 _NO_BIAS = np.zeros(0, np.float32)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.qmatmul import cuda as quant_cuda
-from nbflow_kernels.quants.tensor import QuantTensor
 
 ROWS_TOGETHER = 16
 """Rows of a matrix, on average, from which on it is worth waiting for `indptr`."""

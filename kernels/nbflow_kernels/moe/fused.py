@@ -20,6 +20,8 @@ import numpy as np
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, MmaLayout
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import tensor_cores
 from nbflow_kernels.moe.cuda import ROUTING
 from nbflow_kernels.qmatmul.cuda import (
@@ -31,8 +33,6 @@ from nbflow_kernels.qmatmul.cuda import (
     record_bytes,
 )
 from nbflow_kernels.qmatmul.fused import NORM_NUMBERS, NORM_PARAMETERS, Norm
-from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.quants.units import CHUNK, ROWS, UnitForm
 
 ROUTER_ROWS, _ROUTER_BYTES = 16, 4 * (8 * 128 + 16)  # as in `router.cuh`
 _ROUTERS = {"float32": ("ROUTER_F32", "f32"), "float16": ("ROUTER_F16", "f16")}
@@ -291,7 +291,7 @@ def _up_bytes(experts: Experts, n_tokens: int, tokens: int) -> int:
 
 
 def _divided(
-    form: UnitForm, tokens: int, columns: list[int], room: int
+    form: MmaLayout, tokens: int, columns: list[int], room: int
 ) -> tuple[list[int], int] | None:
     """Return into how many parts columns are cut so that tokens fit, and the bytes for these."""
     room -= _SUM_BYTES * tokens
@@ -364,7 +364,7 @@ def _pieces(
 
 @cache
 def _up_kernel(
-    form: UnitForm, tokens: int, whole: bool, norm: int, router: str, name: str, function: str
+    form: MmaLayout, tokens: int, whole: bool, norm: int, router: str, name: str, function: str
 ) -> Kernel:
     parameters = (
         f"f32* x, i64 x_stride, {NORM_PARAMETERS + ', ' if norm else ''}{_ROUTER.format(name)}, "
@@ -376,7 +376,7 @@ def _up_kernel(
 
 
 @cache
-def _down_kernel(form: UnitForm, tokens: int, whole: bool) -> Kernel:
+def _down_kernel(form: MmaLayout, tokens: int, whole: bool) -> Kernel:
     parameters = (
         f"{_DOWN.format('experts')}, {_DOWN.format('shared')}, {_SUMS}, i32* plan, i32* arrived, "
         "i32 n_tokens, i32 n_rows, i32 record_bytes, i32 end"
@@ -385,6 +385,6 @@ def _down_kernel(form: UnitForm, tokens: int, whole: bool) -> Kernel:
     return cpp_kernel(__file__, "experts_down.cu", "experts_down", parameters, defines=defines)
 
 
-def _defines(form: UnitForm, tokens: int, whole: bool) -> dict[str, str | int]:
+def _defines(form: MmaLayout, tokens: int, whole: bool) -> dict[str, str | int]:
     own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole)}
     return {**form.defines(), **own}

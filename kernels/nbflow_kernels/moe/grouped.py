@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.moe import cpu, cuda
-from nbflow_kernels.quants.tensor import QuantTensor
 
 DTYPES = (np.float32, np.float16, np.uint16)
 

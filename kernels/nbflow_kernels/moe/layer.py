@@ -12,10 +12,10 @@ from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda
 from nbflow_kernels.activation import cpu as activation_cpu
 from nbflow_kernels.activation import cuda as activation_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.moe import cpu, cuda
 from nbflow_kernels.moe.grouped import check_matrix, grouped_matmul, list_matrices
 from nbflow_kernels.moe.routing import moe_permute
-from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import together
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.activation import reference as activation_reference
+from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.qmatmul import reference as quant_reference
-from nbflow_kernels.quants import QuantTensor
 
 
 def moe_routing(

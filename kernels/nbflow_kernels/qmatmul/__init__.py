@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.qmatmul import cpu, cuda
-from nbflow_kernels.quants.tensor import QuantTensor
 
 __all__ = ["ACTIVATIONS", "qmatmul"]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.formats import FORMATS, QuantTensor
+from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.opcase import OpCase
-from nbflow_kernels.quants import FORMATS, QuantTensor, quantize
-from nbflow_kernels.quants.user import UserFormat
+from nbflow_kernels.quantizers import quantize
 
 _F32_REASON = (
     "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers in 4 chains: partial sums below "

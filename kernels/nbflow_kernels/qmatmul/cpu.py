@@ -1,8 +1,8 @@
 """Quantized matrix product on the CPU: a lane of a vector is a weight row.
 
-Weights are read in the packed layout (`nbflow_kernels.quants.packed`), by kernels made for its form
-when they are first needed: `floats` for one row of float32 activations, `dense` for several and
-for bfloat16 ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
+Weights are read in the packed layout (`formats.layout_cpu`), by kernels made for its form when they
+are first needed: `floats` for one row of float32 activations, `dense` for several and for bfloat16
+ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.formats.floats import PackedFloats
+from nbflow_kernels.formats.layout_cpu import ROWS, CpuPacked
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import interleaved
 from nbflow_kernels.qmatmul import dense, floats, int8, outliers, user_rows
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
-from nbflow_kernels.quants.floats import PackedFloats
-from nbflow_kernels.quants.packed import ROWS, Packed
-from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import split_rows
 
 __all__ = [
@@ -66,7 +66,7 @@ def matmul(
 
 def _matmul(
     x: NDArray[np.float32],
-    packed: Packed | PackedFloats,
+    packed: CpuPacked | PackedFloats,
     bias: NDArray[np.float32],
     accumulate: bool,
     out: NDArray[np.float32],
@@ -100,7 +100,7 @@ def matmul_bf16(
 
 def _matmul_bf16(
     x: NDArray[np.float32],
-    packed: Packed | PackedFloats,
+    packed: CpuPacked | PackedFloats,
     bias: NDArray[np.float32],
     accumulate: bool,
     out: NDArray[np.float32],
@@ -133,13 +133,13 @@ def matmul_int8(
 
 def _matmul_int8(
     rows: Int8Rows,
-    packed: Packed | PackedFloats,
+    packed: CpuPacked | PackedFloats,
     bias: NDArray[np.float32] | None,
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
     """Multiply quantized rows by packed weights."""
-    assert isinstance(packed, Packed), "int8 activations go with integer codes"
+    assert isinstance(packed, CpuPacked), "int8 activations go with integer codes"
     if rows.n_rows == 0:  # the kernels read a first row
         return
     bias = _NO_BIAS if bias is None else bias
@@ -151,6 +151,6 @@ def _matmul_int8(
     )  # fmt: skip
 
 
-def _work(packed: Packed, n_rows: int) -> float:
+def _work(packed: CpuPacked, n_rows: int) -> float:
     """Return the multiply-adds of a product."""
     return float(n_rows) * packed.n_columns * packed.n_groups * ROWS

@@ -1,4 +1,4 @@
-"""Quantized matrix product on CUDA devices, by tensor cores, from `quants.units`.
+"""Quantized matrix product on CUDA devices, by tensor cores, from `formats.layout_mma`.
 
 There are three arithmetics (`staging.cuh`), whose sums are all float32:
 
@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaPacked
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as dense
 from nbflow_kernels.qmatmul import rounded
-from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.quants.units import CHUNK, ROWS, UNIT, UnitForm, Units
 from nbflow_kernels.sparse import cuda as sparse
 
 SLOTS = 8
@@ -68,7 +68,7 @@ class Arithmetic(IntEnum):
     BF16 = 2
 
     @classmethod
-    def of(cls, form: UnitForm, activations: str) -> Arithmetic:
+    def of(cls, form: MmaLayout, activations: str) -> Arithmetic:
         """Return that of a kind of activations; of 8 bits it may be float32."""
         if activations == "bf16":
             return cls.BF16
@@ -99,7 +99,7 @@ def qmatmul(
         sparse.sparse_matmul(x, w.outliers, True, out)
 
 
-def multiply(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
+def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply by a matrix in units."""
     for row in range(0, len(x), ROWS_AT_ONCE):
         part = slice(row, row + ROWS_AT_ONCE)
@@ -122,7 +122,7 @@ class FewShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, device: KernelDevice, w: Units, n_tokens: int, arithmetic: Arithmetic = F32
+        cls, device: KernelDevice, w: MmaPacked, n_tokens: int, arithmetic: Arithmetic = F32
     ) -> FewShape | None:
         """Return the shape, or None where the tokens do not fit the shared memory."""
         tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
@@ -140,7 +140,7 @@ class FewShape(NamedTuple):
         return cls(tokens, parts, grid, shared, n_groups)
 
 
-def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
+def few_rows(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply up to 8 rows."""
     arithmetic = Arithmetic.of(w.form, activations)
     shape = FewShape.of(device_of(x), w, len(x), arithmetic)
@@ -158,7 +158,7 @@ def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, ou
 
 
 def few_arguments(
-    shape: FewShape, x: Any, w: Units, bias: Any, added: float, activations: str, out: Any,
+    shape: FewShape, x: Any, w: MmaPacked, bias: Any, added: float, activations: str, out: Any,
     rows: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of `few_rows` for one matrix."""
@@ -170,13 +170,13 @@ def few_arguments(
     )  # fmt: skip
 
 
-def _rounds_first(form: UnitForm, activations: str) -> int:
+def _rounds_first(form: MmaLayout, activations: str) -> int:
     """Return whether activations are rounded to 8 bits and then multiplied as float32."""
     return int(activations == "int8" and Arithmetic.of(form, activations) == F32)
 
 
 def grouped(
-    x: Any, w: Units, n_matrices: int, indptr: Any, rows: Any, bias: Any, n_rows: int, out: Any
+    x: Any, w: MmaPacked, n_matrices: int, indptr: Any, rows: Any, bias: Any, n_rows: int, out: Any
 ) -> None:
     """Multiply rows ``indptr[e]:indptr[e + 1]`` (of `rows` of `x`) by matrix e of `n_rows` rows.
 
@@ -229,7 +229,7 @@ def bands(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
     return _bands(x, w.units(), activations, out)
 
 
-def _bands(x: Any, w: Units, activations: str, out: Any) -> bool:
+def _bands(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
     """Do as `bands` with matrices in units, if there are few rows and they fit."""
     n_tokens, n_bands, n_rows = out.shape
     device, form = device_of(x), w.form
@@ -264,7 +264,7 @@ class ManyShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, form: UnitForm, n_groups: int, arithmetic: Arithmetic = F32,
+        cls, form: MmaLayout, n_groups: int, arithmetic: Arithmetic = F32,
         max_shared_bytes: int | None = None,
     ) -> ManyShape:  # fmt: skip
         """Return the shape for a number of groups of 8 tokens: what a warp has registers for."""
@@ -276,7 +276,7 @@ class ManyShape(NamedTuple):
             most -= 1
         return cls(row_tiles, ceil_div(n_groups, ceil_div(n_groups, most)))
 
-    def shared_bytes(self, form: UnitForm, arithmetic: Arithmetic) -> int:
+    def shared_bytes(self, form: MmaLayout, arithmetic: Arithmetic) -> int:
         """Return the bytes of the ring and of the totals."""
         results = 4 * self.row_tiles * self.token_tiles
         record = record_bytes(form, 8, arithmetic)
@@ -294,7 +294,9 @@ class ManyShape(NamedTuple):
         return ceil_div(n_tiles, block_tiles), parts, n_pieces, block_tiles
 
 
-def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
+def many_rows(
+    x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any
+) -> None:
     """Multiply any number of rows."""
     device, form, arithmetic = device_of(x), w.form, Arithmetic.of(w.form, activations)
     n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
@@ -320,7 +322,7 @@ def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, o
     )  # fmt: skip
 
 
-def record_bytes(form: UnitForm, tokens: int, arithmetic: Arithmetic = F32) -> int:
+def record_bytes(form: MmaLayout, tokens: int, arithmetic: Arithmetic = F32) -> int:
     """Return the bytes of a staged chunk (`staging.cuh`)."""
     if arithmetic == Arithmetic.BF16:
         return 256 * tokens
@@ -342,7 +344,7 @@ def _few_bytes(record: int, n_columns: int, parts: int, arithmetic: Arithmetic =
     return 2 * most * record + 2 * 512 * WARPS
 
 
-def is_whole(w: Units, arithmetic: Arithmetic = F32) -> bool:
+def is_whole(w: MmaPacked, arithmetic: Arithmetic = F32) -> bool:
     """Return whether all units have two chunks and all slots whole units."""
     if arithmetic == Arithmetic.BF16:
         return ceil_div(w.n_columns, STEP) % (SLOTS * UNIT_STEPS) == 0
@@ -369,7 +371,7 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 @cache
 def few_kernel(
-    form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic = F32, *, bands: bool = False
+    form: MmaLayout, tokens: int, whole: bool, arithmetic: Arithmetic = F32, *, bands: bool = False
 ) -> Kernel:
     """Return `few_rows` compiled for a form; `whole`: as `is_whole` says."""
     defines, parameters = few_defines(form, tokens, whole, arithmetic), FEW_PARAMETERS
@@ -380,7 +382,7 @@ def few_kernel(
 
 
 def few_defines(
-    form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic
+    form: MmaLayout, tokens: int, whole: bool, arithmetic: Arithmetic
 ) -> dict[str, str | int]:
     """Return the macros of `few_rows`."""
     own = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "ARITHMETIC": int(arithmetic)}
@@ -389,7 +391,7 @@ def few_defines(
 
 @cache
 def many_kernel(
-    form: UnitForm, shape: ManyShape, whole: bool, arithmetic: Arithmetic = F32
+    form: MmaLayout, shape: ManyShape, whole: bool, arithmetic: Arithmetic = F32
 ) -> Kernel:
     """Return `many_rows` compiled for a form; `whole`: as `is_whole` says."""
     defines = _many(form, shape, whole, arithmetic)
@@ -397,14 +399,14 @@ def many_kernel(
 
 
 @cache
-def _stage_kernel(form: UnitForm, arithmetic: Arithmetic) -> Kernel:
+def _stage_kernel(form: MmaLayout, arithmetic: Arithmetic) -> Kernel:
     """Return `stage_rows` compiled for a form."""
     defines = _many(form, ManyShape(1, 1), False, arithmetic)  # of which it needs nothing
     return cpp_kernel(__file__, "many_rows.cu", "stage_rows", _STAGE, defines=defines)
 
 
 def _many(
-    form: UnitForm, shape: ManyShape, whole: bool, arithmetic: Arithmetic
+    form: MmaLayout, shape: ManyShape, whole: bool, arithmetic: Arithmetic
 ) -> dict[str, str | int]:
     tiles = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles}
     return {**form.defines(), **tiles, "WHOLE": int(whole), "ARITHMETIC": int(arithmetic)}

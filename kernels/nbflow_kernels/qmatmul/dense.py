@@ -17,13 +17,13 @@ from numba.core import extending
 
 from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import FAST_MATH, helper, njit
+from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
+from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul import tiles
-from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 
 
 @functools.cache
-def many_rows(form: PackedForm) -> Any:
+def many_rows(form: CpuLayout) -> Any:
     """Return the kernel for rows of float32 activations and row groups [start, stop)."""
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
@@ -43,7 +43,7 @@ def many_rows(form: PackedForm) -> Any:
 
 
 @functools.cache
-def any_rows_bf16(form: PackedForm) -> Any:
+def any_rows_bf16(form: CpuLayout) -> Any:
     """Return the kernel for rows of activations rounded to bfloat16."""
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
@@ -87,7 +87,7 @@ def _decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., 
     return _decoder(form.form, form.form.block // 2, _write_pairs, 128)
 
 
-def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callable[..., None]:
+def _decoder(known: CpuLayout, block: int, write: Any, written: int) -> Callable[..., None]:
     """Return the decoder of a form, of which a block has `block` units."""
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
     block_bytes = known.block_bytes

@@ -15,14 +15,14 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
+from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
+from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.qmatmul.finish import finish
-from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
 
 
 @functools.cache
-def one_row(form: PackedForm) -> Any:
+def one_row(form: CpuLayout) -> Any:
     """Return the kernel for one row of activations and row groups [start, stop)."""
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     block, block_bytes = form.block, form.block_bytes

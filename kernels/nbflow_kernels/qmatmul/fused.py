@@ -15,6 +15,8 @@ from typing import Any
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.formats.layout_mma import MmaLayout
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.kvcache.cuda import format_type, strides
 from nbflow_kernels.qmatmul.cuda import (
     FEW,
@@ -26,8 +28,6 @@ from nbflow_kernels.qmatmul.cuda import (
     few_defines,
     is_whole,
 )
-from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.quants.units import UnitForm
 
 NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 """Names in `prologue.cuh`."""
@@ -392,7 +392,7 @@ def product(
 
 @cache
 def _kernel(
-    form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic, norm: int, then: int,
+    form: MmaLayout, tokens: int, whole: bool, arithmetic: Arithmetic, norm: int, then: int,
     then_parameters: str, more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""

@@ -19,10 +19,7 @@ import numpy as np
 
 from nbflow_kernels import simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
-from nbflow_kernels.lanes import prefetch
-from nbflow_kernels.qmatmul.finish import finish
-from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import (
+from nbflow_kernels.formats.decode_cpu import (
     base_of,
     codes,
     d_of,
@@ -30,6 +27,9 @@ from nbflow_kernels.quants.unpack import (
     scale_of,
     unit_of,
 )
+from nbflow_kernels.formats.layout_cpu import CpuLayout
+from nbflow_kernels.lanes import prefetch
+from nbflow_kernels.qmatmul.finish import finish
 
 TOKENS = 4  # of a register tile of `many_rows`, with 2 row groups
 FEW = {4: 32, 8: 64}  # most tokens for `few_rows`, by bits; 8 where codes take more to unpack
@@ -37,12 +37,12 @@ AHEAD_BYTES = 8192  # that `few_rows` asks for before it comes to them
 LINE = 64  # bytes of a cache line
 
 
-def piece_vectors(form: PackedForm) -> int:
+def piece_vectors(form: CpuLayout) -> int:
     """Return how many code vectors (of 4 columns) make a piece."""
     return min(form.sub_block, 32) // 4
 
 
-def kernel_for(form: PackedForm, n_tokens: int) -> Any:
+def kernel_for(form: CpuLayout, n_tokens: int) -> Any:
     """Return the kernel for a number of rows of activations."""
     if n_tokens > (8 if form.values is not None else FEW.get(form.bits, 8)):
         return many_rows(form)
@@ -52,7 +52,7 @@ def kernel_for(form: PackedForm, n_tokens: int) -> Any:
 
 
 @functools.cache
-def few_rows(form: PackedForm, tokens: int) -> Any:
+def few_rows(form: CpuLayout, tokens: int) -> Any:
     """Return the kernel that takes `tokens` rows at a time, of row groups [start, stop).
 
     Codes are taken from memory to registers and multiplied by these rows; further rows find the
@@ -129,7 +129,7 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
 
 
 @functools.cache
-def many_rows(form: PackedForm) -> Any:
+def many_rows(form: CpuLayout) -> Any:
     """Return the kernel for many rows of activations and row groups [start, stop).
 
     The codes of two row groups are unpacked to bytes, then multiplied by `TOKENS` rows at a time.

@@ -20,7 +20,7 @@ def read_code(unit: Any, fields: Any, row: Any, column: Any) -> Any:
     """Return a code from the packed bytes of a unit (columns) of 16 rows.
 
     Byte ``4 * row + column % 4`` of a word vector holds bits of the code.  `fields` is the table
-    `quants.packed.FIELDS` of the format's bits: code vector, first bit, bits, word, place.
+    `formats.layout_cpu.FIELDS` of the format's bits: code vector, first bit, bits, word, place.
     """
     code = 0
     for i in range(len(fields)):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.formats import QuantTensor
 
 ROWS = 1024  # rows decoded at once
 

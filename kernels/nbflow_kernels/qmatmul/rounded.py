@@ -15,11 +15,11 @@ from typing import Any
 from nbflow_kernels._dispatch import empty
 from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.formats.layout_mma import ROWS, MmaLayout, MmaPacked
+from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as dense
 from nbflow_kernels.matmul import tensor_cores, wgmma
 from nbflow_kernels.qmatmul import unit_tiles
-from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.quants.units import ROWS, UnitForm, Units
 
 PANEL_BYTES = 24 << 20  # half of the second-level cache of large devices
 
@@ -50,7 +50,7 @@ def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> No
 
 def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
     """Multiply by weights of a format that is decoded from storage."""
-    from nbflow_kernels.quants import dequantize
+    from nbflow_kernels.formats import dequantize
 
     if int8:
         x = to_int8_grid(x)
@@ -74,7 +74,7 @@ def to_int8_grid(x: Any) -> Any:
     return _rounded(x, int8=True)
 
 
-def unpack(w: Units, row: int, out: Any) -> None:
+def unpack(w: MmaPacked, row: int, out: Any) -> None:
     """Write rows from `row`, a multiple of 16, to `out`: float32 (rows, K), or bits of bfloat16.
 
     These are (rows, K rounded up to 32), in the order of `column_at` (`matmul/sums.cuh`).
@@ -117,7 +117,7 @@ def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:
     if w.is_float:
         _to_bits(w.array[row:stop], panel)
         return panel
-    from nbflow_kernels.quants import dequantize
+    from nbflow_kernels.formats import dequantize
 
     part = QuantTensor(w.format, panel.shape, w.data[row:stop])
     wide = workspace(device_of(w.data), "qmatmul panel f32", panel.size, "f4")
@@ -154,7 +154,7 @@ def _rounded(x: Any, int8: bool) -> Any:
 
 
 @cache
-def _unpack(form: UnitForm, number: str) -> Kernel:
+def _unpack(form: MmaLayout, number: str) -> Kernel:
     """Return the kernel that writes rows of a type of numbers."""
     pointer = "f32*" if number == "float" else "bf16*"
     parameters = f"u8* weights, {pointer} out, i64 tile_bytes, i32 row_0, i32 n_rows, i32 n_columns"

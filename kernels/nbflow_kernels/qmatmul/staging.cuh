@@ -18,7 +18,7 @@
 //   scales     [4 groups of 32 columns][token]: float32, of 8-bit activations
 //   factors    [token]: float32, the power of two that takes the scaling back
 #pragma once
-#include "quants/units.cuh"
+#include "formats/decode_mma.cuh"
 
 #ifndef ARITHMETIC
 #define ARITHMETIC 0

@@ -1,7 +1,7 @@
 // The product of many tokens, rounded to bfloat16, with weights that are decoded from units and rounded to
 // bfloat16, by `wgmma`: the weights of a step are decoded in registers while the step before is multiplied.
 //
-// A lane's part of a unit is its part of the operands (`quants/units.cuh`), a weight is the number that
+// A lane's part of a unit is its part of the operands (`formats/decode_mma.cuh`), a weight is the number that
 // `unpack.cu` writes, and sums are those of `matmul/tensor_cores.cu`: the same bits as by panels.
 #include "matmul/wgmma.cuh"
 #include "qmatmul/bf16.cuh"

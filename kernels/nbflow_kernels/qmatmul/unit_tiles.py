@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from nbflow_kernels.cuda import Kernel, cpp_kernel, device_of
+from nbflow_kernels.formats.layout_mma import MmaLayout, MmaPacked
 from nbflow_kernels.matmul import wgmma
-from nbflow_kernels.quants.units import UnitForm, Units
 
 MOST_TOKENS = 128
 """Of a thread block: registers hold the sums twice, and the weights of two steps."""
@@ -22,7 +22,7 @@ _PARAMETERS = (
 )
 
 
-def multiply(x: Any, w: Units, bias: Any, accumulate: bool, out: Any) -> None:
+def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply float32 rows, rounded to bfloat16, by a matrix in units, rounded to bfloat16."""
     device = device_of(x)
     for row in range(0, len(x), wgmma.ROWS_AT_ONCE):
@@ -44,7 +44,7 @@ def multiply(x: Any, w: Units, bias: Any, accumulate: bool, out: Any) -> None:
 
 
 @cache
-def kernel(form: UnitForm, tiling: wgmma.Tiling) -> Kernel:
+def kernel(form: MmaLayout, tiling: wgmma.Tiling) -> Kernel:
     """Return the kernel for a form and a tiling."""
     return cpp_kernel(
         __file__, "unit_tiles.cu", f"unit_tile<{tiling.tokens}>", _PARAMETERS,

@@ -15,10 +15,10 @@ import numpy as np
 
 from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import helper, njit
+from nbflow_kernels.formats.user import UserFormat
+from nbflow_kernels.formats.user_jit import DECODED_ROWS, UserCode, decode_panel
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
-from nbflow_kernels.quants.user import UserFormat
-from nbflow_kernels.quants.user_code import DECODED_ROWS, UserCode, decode_panel
 from nbflow_kernels.threads import in_order, split_rows
 
 _NO_BIAS = np.zeros(0, np.float32)

@@ -63,8 +63,8 @@ def twin_module(module: str) -> str:
 
     Examples
     --------
-    >>> twin_module("nbflow_kernels.quants.lockstep")
-    'nbflow_kernels.stepping.quants_lockstep'
+    >>> twin_module("nbflow_kernels.quantizers.simd_panel")
+    'nbflow_kernels.stepping.quantizers_simd_panel'
     """
     return f"{__name__}.{module.removeprefix(_PACKAGE + '.').replace('.', '_')}"
 

@@ -1,0 +1,165 @@
+"""Formats whose weight is ``base + scale * (code - zero)``, with one base and scale per block.
+
+``zero`` belongs to the format: 0 if it stores a base, else the code of weight 0.
+
+The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
+has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._jit import njit
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.threads import split_rows
+
+CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB
+
+
+F16_PAIR = 0
+"""Base and scale, float16 each."""
+F16_SCALE = 1
+"""A scale, float16, which may be negative, and no base."""
+U8_PAIR = 2
+"""Scale u / 1000 and base v / 100 - 1, uint8 each."""
+
+RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX = range(6)
+"""Rules of published quantizers.  Inferflow's: `RANGE`, base = min and scale = range / divisor;
+`MIDRISE`, the middles of `n_codes` equal parts of the range; `ABSMAX`, scale = max|x| / divisor.  A
+scale below 1e-5 gives codes 0.  GGML's: `GGML_EXTREME`, the weight of largest magnitude gets code
+0; `GGML_RANGE` and `GGML_ABSMAX` as above, where only a scale of 0 gives codes 0."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AffineFormat(QuantFormat):
+    """One block format of the family; see the fields."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+    n_codes: int
+    """Codes the decoder understands, 0 .. n_codes - 1."""
+    rule: int
+    """Rule by which the published quantizer finds base and scale, one of those above."""
+    divisor: float
+    """The published scale is the block's range, or largest magnitude, divided by this."""
+    parameters: int
+    """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
+    base_at: int
+    """Byte of the base in the block; not used with F16_SCALE."""
+    scale_at: int
+    """Byte of the scale in the block."""
+    pack_codes: Callable[[Bytes], Bytes]
+    """Codes (n, block_size) to the block's bytes without parameters (n, rest), NumPy."""
+    unpack_codes: Callable[[Bytes], Bytes]
+    """Blocks (n, block_bytes) to codes (n, block_size), NumPy."""
+    codes_kernel: Callable[..., None]
+    """Kernel ``(data, codes, start, stop)``: the codes of rows, through the scalar decoder."""
+    code: Callable[..., Any]
+    """That scalar decoder ``(row, at, i)``: code i of the block at byte `at`; CUDA kernels share
+    it."""
+    codes_at: int = 4
+    """First byte after the parameters."""
+    zero: int = 0
+    """With F16_SCALE: the code of weight 0."""
+
+    def blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
+        """Return blocks (n, block_bytes) of codes and stored parameters."""
+        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
+        size = 1 if self.parameters == U8_PAIR else 2
+        where = (self.base_at, self.scale_at)
+        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
+            column = np.ascontiguousarray(parameters[:, i]).astype(f"<u{size}")
+            blocks[:, where[i] : where[i] + size] = column.view(np.uint8).reshape(-1, size)
+        blocks[:, self.codes_at :] = self.pack_codes(codes)
+        return blocks
+
+    def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
+        """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
+        result = np.zeros((len(blocks), 2), np.uint16)
+        size = 1 if self.parameters == U8_PAIR else 2
+        where = (self.base_at, self.scale_at)
+        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
+            column = np.ascontiguousarray(blocks[:, where[i] : where[i] + size])
+            result[:, i] = column.view(f"<u{size}")[:, 0]
+        return result
+
+    def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
+        """Return the parameters of blocks (n, block_bytes) as float32 (n,) each.
+
+        Without a stored base it is -0, which added to any number, 0 and -0 too, gives that number.
+        """
+        base, scale = self.stored_parameters(blocks).T
+        if self.parameters == U8_PAIR:
+            hundred, thousand = np.float32(100), np.float32(1000)
+            return base.astype(np.float32) / hundred - 1, scale.astype(np.float32) / thousand
+        scale_f32 = np.ascontiguousarray(scale).view(np.float16).astype(np.float32)
+        if self.parameters == F16_SCALE:
+            return np.full_like(scale_f32, -0.0), scale_f32
+        return np.ascontiguousarray(base).view(np.float16).astype(np.float32), scale_f32
+
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return ``base + scale * (code - zero)`` (n, block_size), rounded once to float32."""
+        base, scale = (v.astype(np.float64)[:, None] for v in self.base_and_scale(blocks))
+        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
+            steps = self.unpack_codes(blocks).astype(np.int16) - np.int16(self.zero)
+            return (base + scale * steps).astype(np.float32)
+
+    def codes_of_rows(self, data: Bytes) -> Bytes:
+        """Return the codes (rows, blocks * block_size) of rows, through the scalar decoder."""
+        n_blocks = data.shape[1] // self.block_bytes
+        codes = np.empty((len(data), n_blocks * self.block_size), np.uint8)
+        split_rows(self.codes_kernel, len(data), 8.0 * codes.size, data, codes)
+        return codes
+
+    def dequantize_rows(self, data: Bytes, out: Floats) -> None:
+        """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
+        step = max(1, CHUNK // max(out.shape[1], 1))
+        for row in range(0, len(data), step):
+            part = data[row : row + step]
+            codes = self.codes_of_rows(part)
+            base, scale = self.base_and_scale(part.reshape(-1, self.block_bytes))
+            split_rows(
+                _apply, len(part), 2.0 * codes.size, codes, base.reshape(len(part), -1),
+                scale.reshape(len(part), -1), self.zero, out[row : row + step],
+            )  # fmt: skip
+
+    @property
+    def integer_form(self) -> CodecSpec:
+        """See `QuantFormat.integer_form`."""
+        return CodecSpec(
+            block=self.block_size,
+            sub_block=self.block_size,
+            code_bits=(self.n_codes - 1).bit_length(),
+            zero=self.zero,
+            base="none" if self.parameters == F16_SCALE else "d",
+            pairs=self.n_codes == 11,
+            d_type="u8" if self.parameters == U8_PAIR else "f16",
+        )
+
+    def integers(self, data: Bytes) -> DecodedBlocks:
+        """See `QuantFormat.integers`."""
+        base, scale = self.base_and_scale(data.reshape(-1, self.block_bytes))
+        m = None if self.parameters == F16_SCALE else base.reshape(len(data), -1)
+        return DecodedBlocks(self.codes_of_rows(data), scale.reshape(len(data), -1), m)
+
+
+@njit
+def _apply(codes: Any, base: Any, scale: Any, zero: Any, out: Any, start: Any, stop: Any) -> None:
+    """Write base + scale * (code - zero), rounded once, for rows of codes."""
+    block = codes.shape[1] // base.shape[1]
+    for row in range(start, stop):
+        for column in range(out.shape[1]):
+            b = column // block
+            # float64 holds the product and the sum exactly enough to round once
+            step = np.int64(codes[row, column]) - zero
+            wide = np.float64(base[row, b]) + np.float64(scale[row, b]) * step
+            out[row, column] = np.float32(wide)

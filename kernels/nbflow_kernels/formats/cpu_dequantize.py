@@ -1,0 +1,63 @@
+"""Some rows of a tensor as float32: from the storage bytes, or from the packed layout alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.formats.decode_cpu import decode_blocks
+from nbflow_kernels.formats.floats import PackedFloats
+from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout
+from nbflow_kernels.formats.outliers import add_outliers_of
+from nbflow_kernels.formats.tensor import QuantTensor
+from nbflow_kernels.threads import not_capturable, split_rows
+
+
+def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+    """Write rows `ids` (each in 0..rows - 1) of a tensor to `out` (T, columns)."""
+    if qt.has_storage:
+        not_capturable()
+        qt.format.dequantize_rows(qt.data[ids], out)
+    else:
+        _from_packed(qt, ids, out)
+    if qt.outliers is not None:
+        add_outliers_of(qt.outliers, ids, out)
+
+
+def _from_packed(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+    """Write rows of a tensor without storage bytes."""
+    packed = qt.packed()
+    if isinstance(packed, PackedFloats):
+        not_capturable()
+        out[...] = packed.rows(ids)
+        return
+    split_rows(
+        _gather(packed.form), len(ids), float(ROWS * out.size),
+        packed.data, packed.n_blocks, ids, out,
+    )  # fmt: skip
+
+
+@functools.cache
+def _gather(form: CpuLayout) -> Any:
+    """Return the kernel that decodes the 16 rows of a group to get one of them."""
+    block, block_bytes = form.block, form.block_bytes
+
+    @njit
+    def kernel(packed: Any, n_blocks: Any, ids: Any, out: Any, start: Any, stop: Any) -> None:
+        room = np.empty((block, ROWS), np.float32)
+        for t in range(start, stop):
+            row = np.int64(ids[t])
+            group, lane = row // ROWS, row % ROWS
+            for b in range(n_blocks):
+                at = simd.address(packed) + (group * n_blocks + b) * block_bytes
+                decode_blocks(form, at, 1, simd.address(room))
+                first = b * block
+                for column in range(min(block, out.shape[1] - first)):
+                    out[t, first + column] = room[column, lane]
+
+    return kernel

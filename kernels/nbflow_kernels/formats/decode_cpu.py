@@ -1,0 +1,410 @@
+"""Reading the packed layout inside kernels: code vectors, and what turns codes into weights.
+
+A kernel is made for a `CpuLayout` by a factory and holds the form as a constant.  The functions
+here emit the instructions that this form needs, so what a format does not have costs nothing::
+
+    @functools.cache
+    def make(form: CpuLayout):
+        @njit
+        def kernel(...):
+            u = codes(form, unit_at, v)
+            scale, base = parameters(form, block_at, s)
+            w = weight(form, u, j, scale, base)
+
+================================  =================================================================
+`codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, of which byte
+                                  ``4 * row + j`` is the code of column ``4 * v + j``; the value
+                                  plus 128, if the form has values
+`unit_of(form, at, i)`            address of the codes of unit i of the block at address `at`
+`d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
+`m_of(form, at, s)`               `m` in the same way; -0, which changes no sum, if there is none
+`scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
+`base_of(form, at, s, m)`         m, or -m times the integer min of sub-block s, exact
+`parameters(form, at, s)`         scale and base for `weight`: -zero * scale is part of the base
+                                  where that is exact
+`weight(form, u, j, scale, base)` column ``4 * v + j``, 16 float32: scale * value + base, rounded
+                                  once, bit-equal to `dequantize`
+`decode_blocks(form, at, n, to)`  all columns of n blocks, 16 float32 each, to address `to`
+================================  =================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, datamodel, errors, extending, types
+from numba.core.imputils import lower_constant
+from numba.core.typing.typeof import typeof_impl
+
+from nbflow_kernels import isa, simd
+from nbflow_kernels._jit import FAST_MATH
+from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
+from nbflow_kernels.halves import emit_widen
+from nbflow_kernels.simd import f32x16, i8x64, i32x16
+from nbflow_kernels.simd_bytes import emit_lookup16, emit_move, emit_pair
+from nbflow_kernels.stepping import intrinsic
+
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+
+
+class CpuLayoutType(types.Type):
+    """The Numba type of one `CpuLayout`: all that is known of it is known to the compiler."""
+
+    def __init__(self, form: CpuLayout) -> None:
+        self.form = form
+        super().__init__(name=f"quants.{form}")
+
+
+@extending.register_model(CpuLayoutType)
+class _FormModel(datamodel.models.OpaqueModel):
+    pass
+
+
+@typeof_impl.register(CpuLayout)
+def _typeof_form(form: CpuLayout, context: Any) -> CpuLayoutType:
+    return CpuLayoutType(form)
+
+
+@lower_constant(CpuLayoutType)
+def _constant_form(context: Any, builder: Any, form_type: Any, value: Any) -> Any:
+    return context.get_dummy_value()
+
+
+# ---- what the functions emit --------------------------------------------------------------------
+
+
+class _Emit:
+    """The instructions that read one form."""
+
+    def __init__(self, builder: Any, form: CpuLayout) -> None:
+        self.builder = builder
+        self.form = form
+        self.features = isa.features()
+
+    def load(self, at: Any, offset: int, element: Any, lanes: int = 16) -> Any:
+        """Return the vector `offset` bytes behind an address."""
+        builder = self.builder
+        pointer_type = ir.PointerType(ir.VectorType(element, lanes))
+        place = builder.add(at, ir.Constant(_I64, offset))
+        value = builder.load(builder.inttoptr(place, pointer_type))
+        value.align = 1
+        return value
+
+    def splat(self, scalar: Any, vector: Any) -> Any:
+        """Return a Python number or an LLVM scalar in all lanes."""
+        if isinstance(scalar, int | float):
+            return ir.Constant(vector, [scalar] * vector.count)
+        first = self.builder.insert_element(
+            ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0)
+        )
+        lanes = ir.VectorType(_I32, vector.count)
+        return self.builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * vector.count))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c."""
+        declared = ir.FunctionType(a.type, [a.type] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, declared, "llvm.fma.v16f32")
+        return self.builder.call(function, [a, b, c])
+
+    def floats(self, at: Any, offset: int, signed: bool) -> Any:
+        """Return 16 bytes as float32."""
+        loaded = self.load(at, offset, _I8)
+        if signed:
+            return self.builder.sitofp(loaded, f32x16.llvm)
+        return self.builder.uitofp(loaded, f32x16.llvm)
+
+    def code(self, at: Any, v: int) -> Any:
+        """Return code vector v as it is stored."""
+        if self.form.bits == PAIRS:
+            return emit_pair(self.builder, self._pair_word(at, v // 2), v % 2 == 1, self.features)
+        parts = [field[1:] for field in FIELDS[self.form.bits] if field[0] == v]
+        moved = [
+            self._move(self._word(at, word), place, bit, width) for bit, width, word, place in parts
+        ]
+        return self._all(moved)
+
+    def _word(self, at: Any, word: int) -> Any:
+        return self.load(at, 64 * word, _I8, 64)
+
+    def _pair_word(self, at: Any, word: int) -> Any:
+        """Return pair codes in the low 7 bits; those of word 7 are the top bits of the others."""
+        if word < PAIRS:
+            return self._word(at, word)
+        return self._all([self._move(self._word(at, i), 7, i, 1) for i in range(PAIRS)])
+
+    def _move(self, v: Any, source: int, target: int, width: int) -> Any:
+        if width == 8:
+            return v
+        if source == target:
+            mask = ((1 << width) - 1) << target
+            return self.builder.and_(v, self.splat(mask, i8x64.llvm))
+        return emit_move(self.builder, v, source, target, width, self.features)
+
+    def _all(self, parts: list[Any]) -> Any:
+        result = parts[0]
+        for part in parts[1:]:
+            result = self.builder.or_(result, part)
+        return result
+
+    def value(self, at: Any, v: int) -> Any:
+        """Return code vector v, looked up plus 128 if the form has values."""
+        code = self.code(at, v)
+        if self.form.values is None:
+            return code
+        table = ([value + 128 for value in self.form.values] * 16)[:16]
+        constant = ir.Constant(i8x64.llvm, table * 4)
+        return emit_lookup16(self.builder, constant, code, self.features)
+
+    def stored(self, at: Any, offset: int, base: bool) -> Any:
+        """Return 16 numbers `d` or `m`."""
+        builder, kind = self.builder, self.form.d_type
+        if kind == "f16":
+            return emit_widen(builder, self.load(at, offset, _I16))
+        if kind == "f32":
+            return self.load(at, offset, _F32)
+        if kind == "e8m0":
+            return self._power(at, offset)
+        if kind == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+            wide = builder.zext(self.load(at, offset, _I8), ir.VectorType(_I16, 16))
+            bits = builder.shl(wide, self.splat(7, wide.type))
+            return builder.fmul(emit_widen(builder, bits), self.splat(128.0, f32x16.llvm))
+        quotient = self._quotient(at, offset, 100.0 if base else 1000.0)
+        return builder.fsub(quotient, self.splat(1.0, f32x16.llvm)) if base else quotient
+
+    def _power(self, at: Any, offset: int) -> Any:
+        """Return 2 ** (e - 128) in two factors, since 2 ** -128 is no normal number."""
+        builder, words = self.builder, i32x16.llvm
+        e = builder.zext(self.load(at, offset, _I8), words)
+        half = builder.lshr(e, self.splat(1, words))
+        factors = []
+        for part in (half, builder.sub(e, half)):
+            exponent = builder.add(part, self.splat(63, words))
+            bits = builder.shl(exponent, self.splat(23, words))
+            factors.append(builder.bitcast(bits, f32x16.llvm))
+        return builder.fmul(*factors)
+
+    def _quotient(self, at: Any, offset: int, divisor: float) -> Any:
+        """Return bytes over a divisor, rounded as by a division: one correction is enough."""
+        u = self.floats(at, offset, signed=False)
+        # a float32, or LLVM would refuse the constant
+        inverse = self.splat(float(np.float32(1 / divisor)), f32x16.llvm)
+        q = self.builder.fmul(u, inverse)
+        rest = self.fma(q, self.splat(-divisor, f32x16.llvm), u)
+        return self.fma(rest, inverse, q)
+
+    def d(self, at: Any, s: Any) -> Any:
+        """Return `d` of sub-block s."""
+        d = self.stored(self._of_block(at, s), 0, base=False)
+        if self.form.factor == 1.0:
+            return d
+        return self.builder.fmul(d, self.splat(self.form.factor, f32x16.llvm))
+
+    def m(self, at: Any, s: Any) -> Any:
+        """Return `m` of sub-block s, or -0."""
+        form = self.form
+        if form.base == "none":
+            return self.splat(-0.0, f32x16.llvm)
+        offset = 16 * D_BYTES[form.d_type] * (form.block // form.d_block)
+        return self.stored(self._of_block(at, s), offset, base=True)
+
+    def _of_block(self, at: Any, s: Any) -> Any:
+        """Return the address of the number for sub-block s among those of a block."""
+        form, builder = self.form, self.builder
+        if form.block == form.d_block:
+            return at
+        per_d = ir.Constant(_I64, form.d_block // form.sub_block)
+        size = ir.Constant(_I64, 16 * D_BYTES[form.d_type])
+        return builder.add(at, builder.mul(builder.udiv(s, per_d), size))
+
+    def scale(self, at: Any, s: Any, d: Any) -> Any:
+        """Return d times the integer scale of sub-block s."""
+        form, builder = self.form, self.builder
+        if form.scales == "none":
+            return d
+        place = self._of_segment(at, s)
+        if form.scales == "u4":
+            both = self.load(place, 0, _I8)
+            low = builder.and_(both, self.splat(15, both.type))
+            return builder.fmul(d, builder.uitofp(low, f32x16.llvm))
+        return builder.fmul(d, self.floats(place, 0, signed=form.scales == "i8"))
+
+    def _of_segment(self, at: Any, s: Any) -> Any:
+        """Return the address of the integer scales of sub-block s."""
+        form, builder = self.form, self.builder
+        count = ir.Constant(_I64, form.segment_scales)
+        segment = builder.mul(builder.udiv(s, count), ir.Constant(_I64, form.segment_bytes))
+        scale = builder.mul(builder.urem(s, count), ir.Constant(_I64, 16))
+        first = builder.add(at, ir.Constant(_I64, form.d_bytes))
+        return builder.add(first, builder.add(segment, scale))
+
+    def unit(self, at: Any, i: Any) -> Any:
+        """Return the address of the codes of unit i."""
+        form, builder = self.form, self.builder
+        count = ir.Constant(_I64, form.segment // form.unit)
+        segment = builder.mul(builder.udiv(i, count), ir.Constant(_I64, form.segment_bytes))
+        unit = builder.mul(builder.urem(i, count), ir.Constant(_I64, form.unit_bytes))
+        first = builder.add(at, ir.Constant(_I64, form.d_bytes + form.codes_at))
+        return builder.add(first, builder.add(segment, unit))
+
+    def base(self, at: Any, s: Any, m: Any) -> Any:
+        """Return m, or -m times the integer min of sub-block s."""
+        form, builder = self.form, self.builder
+        if form.base != "min":
+            return m
+        place = self._of_segment(at, s)
+        if form.scales == "u4":
+            both = self.load(place, 0, _I8)
+            high = builder.lshr(both, self.splat(4, both.type))
+            number = builder.uitofp(high, f32x16.llvm)
+        else:
+            number = self.floats(place, 16 * form.segment_scales, signed=False)
+        return builder.fmul(builder.fmul(m, self.splat(-1.0, f32x16.llvm)), number)
+
+    def weight(self, u: Any, j: Any, scale: Any, base: Any) -> Any:
+        """Return column j of a code vector as weights."""
+        builder, words = self.builder, i32x16.llvm
+        shift = builder.trunc(builder.shl(j, ir.Constant(_I64, 3)), _I32)
+        code = builder.lshr(builder.bitcast(u, words), self.splat(shift, words))
+        number = builder.sitofp(builder.and_(code, self.splat(255, words)), f32x16.llvm)
+        if self.form.zero and not folds_zero(self.form):
+            number = builder.fsub(number, self.splat(float(self.form.zero), f32x16.llvm))
+        return self.fma(scale, number, base)
+
+
+def folds_zero(form: CpuLayout) -> bool:
+    """Return whether ``zero * scale`` is exact (while it is finite) and can stand for the base."""
+    power_of_two = form.zero & (form.zero - 1) == 0
+    return form.base == "none" and (
+        power_of_two or (form.d_type == "f16" and form.scales == "none")
+    )
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
+    """Make a function for kernels: ``emit(_Emit, *LLVM values)`` with a form as first argument."""
+
+    def define(form: Any, given: tuple[Any, ...]) -> Any:
+        if not isinstance(form, CpuLayoutType) or len(given) != len(arguments):
+            raise errors.TypingError(f"unpack.{name}: wanted a form and {arguments}, got {given}")
+        vectors = (f32x16, i32x16, i8x64)
+        for wanted, found in zip(arguments, given, strict=True):
+            if (wanted in vectors or found in vectors) and wanted != found:
+                raise errors.TypingError(f"unpack.{name}: wanted {arguments}, got {given}")
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = signature.args[1:]
+            values = [
+                value if have == want else context.cast(builder, value, have, want)
+                for value, have, want in zip(args[1:], found, arguments, strict=True)
+            ]
+            emitted = emit(_Emit(builder, form.form), *values)
+            if isinstance(emitted, tuple):
+                return context.make_tuple(builder, signature.return_type, emitted)
+            return emitted
+
+        return result(form, *given), codegen
+
+    def two(typing_context: Any, form: Any, a: Any, b: Any) -> Any:
+        return define(form, (a, b))
+
+    def three(typing_context: Any, form: Any, a: Any, b: Any, c: Any) -> Any:
+        return define(form, (a, b, c))
+
+    def four(typing_context: Any, form: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return define(form, (a, b, c, d))
+
+    chosen = (two, three, four)[len(arguments) - 2]
+    chosen.__name__ = name
+    return intrinsic(chosen)
+
+
+def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
+    """Choose by v, which is a constant once LLVM has unrolled the loop over code vectors."""
+    builder = emit.builder
+    n = emit.form.unit // 4
+    done = builder.append_basic_block("codes.done")
+    cases = [builder.append_basic_block(f"codes.{i}") for i in range(n)]
+    switch = builder.switch(v, cases[-1])
+    values = []
+    for i, case in enumerate(cases):
+        if i < n - 1:
+            switch.add_case(ir.Constant(_I64, i), case)
+        builder.position_at_end(case)
+        values.append((emit.value(at, i), builder.block))
+        builder.branch(done)
+    builder.position_at_end(done)
+    result = builder.phi(i8x64.llvm)
+    for value, block in values:
+        result.add_incoming(value, block)
+    return result
+
+
+def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
+    form = emit.form
+    scale = emit.scale(at, s, emit.d(at, s))
+    if form.zero and folds_zero(form):
+        return scale, emit.builder.fmul(scale, emit.splat(-float(form.zero), f32x16.llvm))
+    return scale, emit.base(at, s, emit.m(at, s))
+
+
+_INT = types.int64
+
+codes = _function("codes", i8x64, (_INT, _INT), _emit_codes)
+unit_of = _function("unit_of", _INT, (_INT, _INT), lambda emit, at, i: emit.unit(at, i))
+d_of = _function("d_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.d(at, s))
+m_of = _function("m_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.m(at, s))
+scale_of = _function(
+    "scale_of", f32x16, (_INT, _INT, f32x16), lambda emit, at, s, d: emit.scale(at, s, d)
+)
+base_of = _function(
+    "base_of", f32x16, (_INT, _INT, f32x16), lambda emit, at, s, m: emit.base(at, s, m)
+)
+parameters = _function("parameters", types.UniTuple(f32x16, 2), (_INT, _INT), _emit_parameters)
+weight = _function(
+    "weight",
+    f32x16,
+    (i8x64, _INT, f32x16, f32x16),
+    lambda emit, u, j, scale, base: emit.weight(u, j, scale, base),
+)
+
+
+def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
+    """Write the weights of blocks of a row group, in a kernel; see the module."""
+    _decoder(form)(form, at, n_blocks, to)
+
+
+_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+
+
+@extending.overload(decode_blocks, jit_options=_OPTIONS)
+def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., Any]:
+    decode: Callable[..., Any] = _decoder(form.form)
+    return decode
+
+
+@functools.cache
+def _decoder(known: CpuLayout) -> Callable[..., Any]:
+    """Return the body of `decode_blocks` for a form."""
+    units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
+    block_bytes = known.block_bytes
+
+    def decode(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
+        for _ in range(n_blocks):
+            for unit in range(units):
+                for v in range(vectors):
+                    s = (unit * vectors + v) // per_scale
+                    scale, base = parameters(form, at, s)
+                    u = codes(form, unit_of(form, at, unit), v)
+                    for j in range(4):
+                        simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
+                    to += 256
+            at += block_bytes
+
+    return decode

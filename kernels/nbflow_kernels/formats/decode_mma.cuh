@@ -1,0 +1,393 @@
+// Weights in units (`nbflow_kernels.formats.layout_mma`): loading and decoding, the product with a chunk of
+// activations.  Compiled for one format by the macros of `UnitForm.defines`.
+#pragma once
+#include "cuda/ptx.cuh"
+
+enum { BITS_KIND, PAIRS_KIND, TABLE8_KIND, TABLE16_KIND, E2M1_KIND };
+enum { HALF, HALF_MIN, FLOAT, FLOAT_MIN, BYTE, BYTE_MIN, NIBBLE_MIN, E8M0, E4M3, U8_PAIR, UNIT_ONLY };
+
+constexpr int CHUNK = 128;
+constexpr bool HAS_MIN = SCALES == HALF_MIN || SCALES == FLOAT_MIN || SCALES == BYTE_MIN ||
+                         SCALES == NIBBLE_MIN || SCALES == U8_PAIR;
+// Numbers of a row that a unit has one of: d, and the d of the mins.
+constexpr bool TWO_FLOATS = SCALES == BYTE_MIN || SCALES == NIBBLE_MIN;
+constexpr bool HAS_FLOATS = TWO_FLOATS || SCALES == BYTE || SCALES == UNIT_ONLY;
+constexpr bool HAS_ZERO = ZERO != 0.0f;
+constexpr int GROUPS = CHUNK / SUB_BLOCK;  // sub-blocks of a chunk
+// What does not depend on the codes (mins, and -ZERO * scale) times the sums of the activations is a
+// product of its own, which tensor cores take if its numbers are float16.
+constexpr bool MIN_SUMS = !HAS_ZERO && (SCALES == HALF_MIN || TWO_FLOATS);
+constexpr bool ZERO_SUMS = HAS_ZERO && (SCALES == HALF || SCALES == BYTE);
+constexpr bool TENSOR_SUMS = MIN_SUMS || ZERO_SUMS;
+constexpr int SUM_PAIRS = GROUPS > 1 ? GROUPS / 2 : 1;
+constexpr int ENTRY = SCALES == FLOAT_MIN ? 8
+                      : SCALES == HALF_MIN || SCALES == FLOAT ? 4
+                      : SCALES == HALF || SCALES == BYTE_MIN || SCALES == U8_PAIR ? 2
+                      : SCALES == UNIT_ONLY ? 0 : 1;
+constexpr int ROW_BYTES = ENTRY * GROUPS, ROW_WORDS = (ROW_BYTES + 3) / 4;
+constexpr int FLOAT_BYTES = TWO_FLOATS ? 4 : HAS_FLOATS ? 2 : 0;
+constexpr int CHUNK_WORDS = KIND == PAIRS_KIND ? 7 : 2 * BITS;
+constexpr int CHUNK_BYTES = 16 * ROW_BYTES + 128 * CHUNK_WORDS;
+constexpr int UNIT_BYTES = 16 * FLOAT_BYTES + 2 * CHUNK_BYTES;
+// Masked fields are subnormal float16 numbers, code * 2**-24 (times 2**position of the slot); those
+// of E2M1 are value * 2**-15.  Sums of activations are kept in the same unit, and results are
+// multiplied by its inverse.
+constexpr float SUBNORMAL = 5.9604644775390625e-8f;
+constexpr float UNIT = KIND == E2M1_KIND ? 3.0517578125e-5f : SUBNORMAL;
+constexpr float OUT = FACTOR / UNIT;
+
+// ---- loads ---------------------------------------------------------------------------------------
+
+// A number of bytes at an address that is a multiple of it (of 16, if more).
+template <int N>
+DEV void load_bytes(u32* to, const u8* at) {
+  if constexpr (N >= 16) {
+#pragma unroll
+    for (int i = 0; i < N / 16; i++) {
+      uint4 q = stream_16(at + 16 * i);
+      to[4 * i] = q.x, to[4 * i + 1] = q.y, to[4 * i + 2] = q.z, to[4 * i + 3] = q.w;
+    }
+  } else if constexpr (N == 8) {
+    uint2 q = stream_8(at);
+    to[0] = q.x, to[1] = q.y;
+  } else if constexpr (N == 4) {
+    to[0] = stream_4(at);
+  } else if constexpr (N == 2) {
+    to[0] = *(const u16*)at;
+  } else if constexpr (N == 1) {
+    to[0] = *at;
+  }
+}
+
+// A lane's part of a chunk: the scales of rows g and g + 8, and its words.
+struct Chunk {
+  u32 scales[2][ROW_WORDS ? ROW_WORDS : 1];
+  u32 w[CHUNK_WORDS];
+
+  DEV void load_scales(const u8* chunk, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      load_bytes<ROW_BYTES>(scales[h], chunk + ((lane >> 2) + 8 * h) * ROW_BYTES);
+  }
+
+  DEV void load_words(const u8* chunk, int lane) {
+    constexpr int FOURS = CHUNK_WORDS / 4, AT = FOURS * 512;
+    chunk += 16 * ROW_BYTES;
+#pragma unroll
+    for (int v = 0; v < FOURS; v++) {
+      uint4 q = stream_16(chunk + v * 512 + lane * 16);
+      w[4 * v] = q.x, w[4 * v + 1] = q.y, w[4 * v + 2] = q.z, w[4 * v + 3] = q.w;
+    }
+    if constexpr ((CHUNK_WORDS & 2) != 0) {
+      uint2 q = stream_8(chunk + AT + lane * 8);
+      w[4 * FOURS] = q.x, w[4 * FOURS + 1] = q.y;
+    }
+    if constexpr ((CHUNK_WORDS & 1) != 0)
+      w[CHUNK_WORDS - 1] = stream_4(chunk + AT + ((CHUNK_WORDS & 2) != 0 ? 256 : 0) + lane * 4);
+  }
+};
+
+// The numbers that a unit has one of, for rows g and g + 8.
+struct Floats {
+  u32 of_row[2];
+
+  DEV void load(const u8* unit, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      load_bytes<FLOAT_BYTES>(&of_row[h], unit + ((lane >> 2) + 8 * h) * FLOAT_BYTES);
+  }
+};
+
+// Where chunk `odd` of a unit begins.
+DEV const u8* chunk_of(const u8* unit, int odd) { return unit + 16 * FLOAT_BYTES + odd * CHUNK_BYTES; }
+
+// ---- codes ---------------------------------------------------------------------------------------
+
+// One field of both halves: code * 2**position of the unit.
+#define FIELD(word, mask) ((word) & (mask) * 0x10001u)
+
+template <int N>
+struct Fields {  // the words of a tile of 64 columns to its slots, a: rows g, b: rows g + 8
+  static DEV void decode(const u32* w, u32* a, u32* b) {}  // no such number of bits
+};
+
+template <>
+struct Fields<1> {
+  static DEV void decode(const u32* w, u32* a, u32* b) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) a[i] = FIELD(w[0], 1u << i), b[i] = FIELD(w[0] >> 8, 1u << i);
+  }
+};
+
+template <>
+struct Fields<2> {
+  static DEV void row(u32 w, u32* h) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      h[i] = FIELD(w, 3u << 2 * i);
+      h[4 + i] = FIELD(w >> 8, 3u << 2 * i);
+    }
+  }
+  static DEV void decode(const u32* w, u32* a, u32* b) { row(w[0], a), row(w[1], b); }
+};
+
+template <>
+struct Fields<3> {  // five codes to a word, the top bits of the three words are the last code
+  static DEV void row(u32 w, u32* h) {
+    h[0] = FIELD(w, 7u), h[1] = FIELD(w, 0x38u), h[2] = FIELD(w, 0x1c0u);
+    h[3] = FIELD(w >> 9, 7u), h[4] = FIELD(w >> 9, 0x38u);
+  }
+  static DEV void decode(const u32* w, u32* a, u32* b) {
+    row(w[0], a), row(w[1], b);
+    a[5] = FIELD(w[2], 7u), a[6] = FIELD(w[2], 0x38u), a[7] = FIELD(w[2], 0x1c0u);
+    b[5] = FIELD(w[2] >> 9, 7u), b[6] = FIELD(w[2] >> 9, 0x38u);
+    b[7] = FIELD(w[0] >> 9, 0x40u) | FIELD(w[1] >> 8, 0x80u) | FIELD(w[2] >> 7, 0x100u);
+  }
+};
+
+template <>
+struct Fields<4> {
+  static DEV void decode(const u32* w, u32* a, u32* b) {
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      a[2 * s] = FIELD(w[s], 15u), a[2 * s + 1] = FIELD(w[s], 0xf0u);
+      b[2 * s] = FIELD(w[s] >> 8, 15u), b[2 * s + 1] = FIELD(w[s] >> 8, 0xf0u);
+    }
+  }
+};
+
+template <>
+struct Fields<5> {  // three codes to a word, the top bits of the five words are the last code
+  static DEV void three(u32 w, u32* h) {
+    h[0] = FIELD(w, 31u), h[1] = FIELD(w, 0x3e0u), h[2] = FIELD(w >> 10, 31u);
+  }
+  static DEV void decode(const u32* w, u32* a, u32* b) {
+    three(w[0], a), three(w[1], a + 3), three(w[2], b), three(w[3], b + 3);
+    a[6] = FIELD(w[4], 31u), a[7] = FIELD(w[4], 0x3e0u), b[6] = FIELD(w[4] >> 10, 31u);
+    b[7] = FIELD(w[0] >> 10, 0x20u) | FIELD(w[1] >> 9, 0x40u) | FIELD(w[2] >> 8, 0x80u) |
+           FIELD(w[3] >> 7, 0x100u) | FIELD(w[4] >> 6, 0x200u);
+  }
+};
+
+template <>
+struct Fields<6> {  // two codes to a word, the four top bits of three words are two more
+  static DEV void row(const u32* w, u32* h) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) h[2 * i] = FIELD(w[i], 63u), h[2 * i + 1] = FIELD(w[i] >> 6, 63u);
+    h[6] = FIELD(w[0] >> 6, 0x3c0u) | FIELD(w[2] >> 8, 0x30u);
+    h[7] = FIELD(w[1] >> 6, 0x3c0u) | FIELD(w[2] >> 10, 0x30u);
+  }
+  static DEV void decode(const u32* w, u32* a, u32* b) { row(w, a), row(w + 3, b); }
+};
+
+// Four bytes as two pairs.
+DEV void widen(u32 bytes, u32* to) {
+  to[0] = prmt(bytes, 0, 0x4140u), to[1] = prmt(bytes, 0, 0x4342u);
+}
+
+// Sign and three bits of 4-bit floats in the places of float16: value * 2**-15 (of values 0 to 12).
+DEV void decode_e2m1(const u32* w, u32* a, u32* b) {
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    a[2 * s] = FIELD(w[s], 0x8e00u), a[2 * s + 1] = FIELD(w[s] << 3, 0x8e00u);
+    b[2 * s] = FIELD(w[s] << 6, 0x0e00u) | FIELD(w[s] << 1, 0x8000u);
+    b[2 * s + 1] = FIELD(w[s] << 9, 0x0e00u) | FIELD(w[s] << 2, 0x8000u);
+  }
+}
+
+template <>
+struct Fields<8> {
+  static DEV void decode(const u32* w, u32* a, u32* b) {
+#pragma unroll
+    for (int s = 0; s < 4; s++) widen(w[s], a + 2 * s), widen(w[4 + s], b + 2 * s);
+  }
+};
+
+// What codes are looked up in, and other numbers that an instruction has no place for.
+struct Table {
+  u32 words[4], order, exponent;
+
+  // As constants they would be moved to a register for each use: `zero`, which is 0, hides that they
+  // are, and the shuffle that all lanes have the same.
+  DEV void load(int zero, int lane) {
+    const u32 given[4] = {TABLE_0, TABLE_1, TABLE_2, TABLE_3};
+    auto hidden = [&](u32 v) { return __shfl_sync(0xffffffffu, v ^ zero, lane); };
+    constexpr int N = KIND == TABLE16_KIND ? 4 : KIND == TABLE8_KIND ? 2 : 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) words[i] = hidden(given[i]);
+    if (KIND == TABLE16_KIND) order = hidden(0x32103210u);
+    if (SCALES == BYTE || SCALES == NIBBLE_MIN || SCALES == U8_PAIR) exponent = hidden(0x4b000000u);
+    else exponent = 0x4b000000u;  // of 2**23: a byte behind it is a float
+  }
+
+  // The bytes that nibbles 0..3 choose, and 4..7.
+  DEV void look_up(u32 nibbles, u32& low, u32& high) const {
+    if constexpr (KIND == TABLE8_KIND) {
+      low = prmt(words[0], words[1], nibbles);
+      high = prmt(words[0], words[1], nibbles >> 16);
+    } else if constexpr (((TABLE_0 | TABLE_1 | TABLE_2 | TABLE_3) & 0x80808080u) == 0) {
+      // a selector of 8 or more fills with the sign of the byte that its low bits choose
+      u32 others = nibbles ^ 0x88888888u;
+      low = prmt(words[0], words[1], nibbles) | prmt(words[2], words[3], others);
+      high = prmt(words[0], words[1], nibbles >> 16) | prmt(words[2], words[3], others >> 16);
+    } else {
+      u32 i = nibbles & 0x77777777u, which = ((nibbles >> 1) & 0x44444444u) | order;
+      low = prmt(prmt(words[0], words[1], i), prmt(words[2], words[3], i), which);
+      i >>= 16, which >>= 16;
+      high = prmt(prmt(words[0], words[1], i), prmt(words[2], words[3], i), which);
+    }
+  }
+
+  DEV void decode(const u32* w, u32* a, u32* b) const {
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32 nibbles = w[s & (KIND == TABLE8_KIND ? 1 : 3)], low, high;
+      if constexpr (KIND == TABLE8_KIND) {
+        nibbles = (w[s >> 1] >> 2 * (s & 1)) & 0x33333333u;
+        nibbles |= (s < 3 ? w[2] << (2 - s) : w[2] >> 1) & 0x44444444u;
+      }
+      look_up(nibbles, low, high);
+      widen(low, a + 2 * s);
+      widen(high, b + 2 * s);
+    }
+  }
+};
+
+// Pairs p = x + 11 y, as a masked field.  In 1024 + p the multiplication by 1/11 and the sum with
+// 930.9 round to 1025 + p / 11, rounded down, for all of 0..120; the rest is exact: y * 2**-10, and
+// x in the field's unit.
+DEV void split_pair(u32 p, u32& x, u32& y) {
+  u32 high = fma_f16x2(p | 0x64006400u, 0x2dd12dd1u, 0x63476347u);
+  y = fma_f16x2(high, 0x14001400u, 0xbc01bc01u);
+  x = fma_f16x2(y, 0x91809180u, p);
+}
+
+DEV void decode_pairs(const u32* w, int tile, u32 operand[4][4]) {
+  u32 p[8];
+  if (tile == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) p[2 * i] = FIELD(w[i], 127u), p[2 * i + 1] = FIELD(w[i] >> 7, 127u);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+      p[2 * i] = FIELD(w[4 + i], 127u), p[2 * i + 1] = FIELD(w[4 + i] >> 7, 127u);
+    p[6] = FIELD(w[0] >> 14, 3u) | FIELD(w[1] >> 12, 12u) | FIELD(w[2] >> 10, 0x30u) |
+           FIELD(w[3] >> 8, 0x40u);
+    p[7] = FIELD(w[4] >> 14, 3u) | FIELD(w[5] >> 12, 12u) | FIELD(w[6] >> 10, 0x30u) |
+           FIELD(w[3] >> 9, 0x40u);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) split_pair(p[i], operand[i >> 1][i & 1], operand[i >> 1][2 + (i & 1)]);
+}
+
+// The codes of 64 columns of a chunk as the operands of four steps.
+DEV void decode_tile(const Table& table, const u32* w, int tile, u32 operand[4][4]) {
+  if constexpr (KIND == PAIRS_KIND) {
+    decode_pairs(w, tile, operand);
+  } else {
+    u32 a[8], b[8];
+    if constexpr (KIND == BITS_KIND) Fields<BITS>::decode(w + tile * BITS, a, b);
+    else if constexpr (KIND == E2M1_KIND) decode_e2m1(w + tile * BITS, a, b);
+    else table.decode(w + tile * BITS, a, b);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32* o = operand[s];
+      o[0] = a[2 * s], o[1] = b[2 * s], o[2] = a[2 * s + 1], o[3] = b[2 * s + 1];
+    }
+  }
+}
+
+// A chunk's codes as the operands of its eight steps.
+DEV void decode_chunk(const Table& table, const u32* w, u32 operand[8][4]) {
+  decode_tile(table, w, 0, operand);
+  decode_tile(table, w, 1, operand + 4);
+}
+
+// ---- scales --------------------------------------------------------------------------------------
+
+// The byte `i` of some words as a float, less `zero`: 2**23 + byte has the bits 0x4b0000.. .
+DEV float byte_at(const Table& table, const u32* words, int i, int zero = 0) {
+  return __uint_as_float(prmt(words[i >> 2], table.exponent, 0x7540u + (i & 3))) - (8388608.0f + zero);
+}
+
+// u / n rounded as the division is, for bytes and these n: `inverse` of it, and what that was rounded by.
+DEV float divided(float u, float inverse, float rest) { return fmaf(u, inverse, u * rest); }
+
+// Scale and base of sub-block `i` of a chunk's row; integer ones where d is apart.
+DEV void scale_of(const Table& table, const u32* words, int i, float& scale, float& base) {
+  scale = 1.0f, base = 0.0f;
+  if constexpr (SCALES == HALF) scale = (i & 1) ? high_f16(words[i >> 1]) : low_f16(words[i >> 1]);
+  if constexpr (SCALES == HALF_MIN) scale = low_f16(words[i]), base = high_f16(words[i]);
+  if constexpr (SCALES == FLOAT) scale = __uint_as_float(words[i]);
+  if constexpr (SCALES == FLOAT_MIN)
+    scale = __uint_as_float(words[2 * i]), base = __uint_as_float(words[2 * i + 1]);
+  if constexpr (SCALES == BYTE) scale = byte_at(table, words, i, SCALE_ZERO);
+  if constexpr (SCALES == BYTE_MIN) scale = byte_at(table, words, 2 * i), base = byte_at(table, words, 2 * i + 1);
+  if constexpr (SCALES == NIBBLE_MIN) {
+    u32 low = words[i >> 2] & 0x0f0f0f0fu, high = (words[i >> 2] >> 4) & 0x0f0f0f0fu;
+    scale = byte_at(table, &low, i & 3), base = byte_at(table, &high, i & 3);
+  }
+  if constexpr (SCALES == E8M0) {  // 2**(e - 127), of which the smallest is subnormal
+    u32 e = prmt(words[i >> 2], 0, 0x0444u | (i & 3) << 12) >> 1;
+    scale = __uint_as_float(max(e, 0x00400000u));
+  }
+  if constexpr (SCALES == E4M3)  // float16 has the same fields, with a bit more of exponent
+    scale = low_f16(((words[i >> 2] >> 8 * (i & 3)) & 127u) << 7);
+  if constexpr (SCALES == U8_PAIR) {
+    scale = divided(byte_at(table, words, 2 * i), 0.001f, -4.749745e-11f);
+    base = divided(byte_at(table, words, 2 * i + 1), 0.01f, 2.2351741e-10f) - 1.0f;
+  }
+  if constexpr (HAS_MIN && FACTOR != 1.0f) base *= 1.0f / FACTOR;  // results are multiplied by it
+}
+
+// The scale of sub-block `i` as products take it, times SCALE_UNIT: integers beside mins are float16
+// numbers as they are, like the codes.
+constexpr float SCALE_UNIT = TENSOR_SUMS && TWO_FLOATS ? SUBNORMAL : 1.0f;
+
+DEV float scale_of(const Table& table, const u32* words, int i) {
+  if constexpr (SCALES == NIBBLE_MIN) {
+    u32 pair = (words[i >> 2] >> 8 * (i & 1)) & 0x000f000fu;
+    return (i & 2) ? high_f16(pair) : low_f16(pair);
+  } else if constexpr (SCALES == BYTE_MIN) {
+    u32 pair = words[i >> 1] & 0x00ff00ffu;
+    return (i & 1) ? high_f16(pair) : low_f16(pair);
+  } else {
+    float scale, base;
+    scale_of(table, words, i, scale, base);
+    return scale;
+  }
+}
+
+// ---- what the sums of activations are multiplied by ------------------------------------------------
+
+// The product with sums that are divided by SUB_BLOCK, in the unit of the codes' product.
+constexpr float SUM_FACTOR = !TENSOR_SUMS ? 1.0f : SUB_BLOCK * (ZERO_SUMS ? -ZERO * UNIT
+                             : SCALES == HALF_MIN ? UNIT / FACTOR
+                             : SCALES == NIBBLE_MIN ? 1.0f / (16.0f * FACTOR) : 1.0f / FACTOR);
+
+// Word t % N of some that lie `step` apart.
+template <int N>
+DEV u32 word_of(const u32* words, int t, int step = 1) {
+  if constexpr (N == 1) return words[0];
+  else if constexpr (N == 2) return t & 1 ? words[step] : words[0];
+  else return t & 2 ? word_of<2>(words + 2 * step, t, step) : word_of<2>(words, t, step);
+}
+
+// What the sums of groups 2 t and 2 t + 1 are multiplied by, of a row's scales: two float16 numbers.
+// Behind the last group it is some number: the sums are zeros.
+DEV u32 sum_operand(const u32* words, int t) {
+  if constexpr (SCALES == HALF) {
+    return word_of<SUM_PAIRS>(words, t);
+  } else if constexpr (SCALES == HALF_MIN) {
+    const u32 first = word_of<SUM_PAIRS>(words, t, 2);
+    return prmt(first, GROUPS > 1 ? word_of<SUM_PAIRS>(words + 1, t, 2) : 0, 0x7632u);
+  } else if constexpr (SCALES == BYTE_MIN) {
+    return prmt(word_of<ROW_WORDS>(words, t), 0, 0x4341u);
+  } else {  // bytes 2 t and 2 t + 1
+    const u32 bytes = prmt(words[0], words[ROW_WORDS - 1], 0x0202u * t + 0x0100u);
+    if constexpr (SCALES == NIBBLE_MIN) return bytes & 0x00f000f0u;
+    // 1024 + byte is a number; less 1024 and the zero of the scales
+    constexpr u32 ZEROS = (0xe400u | SCALE_ZERO) * 0x10001u;
+    return add_f16x2((bytes & 0x00ff00ffu) | 0x64006400u, ZEROS);
+  }
+}

@@ -1,0 +1,147 @@
+"""Unquantized weights under the same interface: a block is one number.
+
+=========  =====  ====================================================================
+name       bits   bytes
+=========  =====  ====================================================================
+``f32``    32     IEEE float32, little endian
+``f16``    16     IEEE float16: largest 65504, smallest step 6e-8
+``bf16``   16     the upper half of a float32: its range with 8 bits of precision
+=========  =====  ====================================================================
+
+Both 16-bit types round to the nearest, halves to even.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import huge_pages, registers, simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.threads import split_rows
+
+ROWS = 16  # rows of a group: the lanes of a simd vector
+COLUMNS = 8  # columns are padded to a multiple: four chains of pairs of columns
+
+
+@dataclass(frozen=True, eq=False)
+class PackedFloats:
+    """Float weights in the layout they are computed from: 16 rows side by side."""
+
+    n_rows: int
+    n_columns: int
+    data: NDArray[Any]
+    """(groups of 16 rows, columns, 16): float32, int16 (the bits of float16) or uint16 (those of
+    bfloat16); zeros pad the rows to a multiple of 16 and the columns to one of 8."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, with its padding."""
+        return int(self.data.nbytes)
+
+    def rows(self, ids: NDArray[np.integer]) -> Floats:
+        """Return some rows (T, columns) as float32."""
+        picked = self.data[ids // ROWS, : self.n_columns, ids % ROWS]
+        return _as_float32(picked.view(np.float16) if picked.dtype == np.int16 else picked)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FloatFormat(QuantFormat):
+    """A float type as a weight format."""
+
+    name: str
+    block_bytes: int
+    dtype: Any
+    """Type of the array `QuantTensor.array`; bfloat16 is held as its bits in uint16."""
+    largest: float
+    """Largest magnitude that does not round to infinity."""
+    block_size: int = 1
+
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
+        """Return `x` rounded to the type.
+
+        Both encoders round to the nearest; weights do not share anything, so this is best for any
+        importance.
+        """
+        too_large = np.argwhere(np.abs(x) > self.largest)
+        if len(too_large):
+            where = tuple(int(i) for i in too_large[0])
+            raise UsageError(
+                f"x must fit the format {self.name}, whose largest value is {self.largest:g}; "
+                f"found {x[where]:g} in row {where[0]}, column {where[1]}; use f32"
+                + (" or bf16" if self.name == "f16" else "")
+            )
+        if self.name == "bf16":
+            bits = x.view(np.uint32)
+            rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            stored = (rounded >> np.uint32(16)).astype(np.uint16)
+        else:
+            stored = np.ascontiguousarray(x.astype(self.dtype))
+        return stored.view(np.uint8).reshape(len(x), x.shape[1] * self.block_bytes)
+
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return the numbers (n, 1) of their bytes (n, block_bytes)."""
+        return self._values(np.ascontiguousarray(blocks))
+
+    def dequantize_rows(self, data: Bytes, out: Floats) -> None:
+        """Write the numbers of rows of bytes to `out`."""
+        out[...] = self._values(np.ascontiguousarray(data))
+
+    def _values(self, data: Bytes) -> Floats:
+        return _as_float32(data.view(self.dtype))
+
+    def pack(self, data: Bytes) -> PackedFloats:
+        """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        rows = data.view(self.dtype)
+        held = rows.view(np.int16) if self.name == "f16" else rows  # see PackedFloats.data
+        return PackedFloats(rows.shape[0], rows.shape[1], interleave(held))
+
+
+def _as_float32(stored: NDArray[Any]) -> Floats:
+    """Return float32 of float32, float16 or (uint16) the bits of bfloat16."""
+    if stored.dtype == np.uint16:
+        stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: Floats = stored.astype(np.float32)
+    return values
+
+
+def interleave(rows: Any) -> Any:
+    """Return rows (N, K) of float32, int16 or uint16 as (groups, columns, 16), zeros as padding."""
+    n_rows, n_columns = rows.shape
+    padded = -(-n_columns // COLUMNS) * COLUMNS
+    shape = (-(-n_rows // ROWS), padded, ROWS)
+    out = huge_pages.zeros(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
+    split_rows(_interleave, len(out), 4.0 * out.size, rows, out)
+    return out
+
+
+@njit
+def _interleave(rows: Any, out: Any, start: Any, stop: Any) -> None:
+    """Write groups [start, stop)."""
+    n_rows, n_columns = rows.shape
+    for group in range(start, stop):
+        first = group * ROWS
+        count = min(ROWS, n_rows - first)
+        done = n_columns // 16 * 16 if count == ROWS else 0
+        for k in range(0, done, 16):
+            at = simd.address(rows) + first * rows.strides[0] + k * rows.itemsize
+            to = simd.address(out) + group * out.strides[0] + k * out.strides[1]
+            registers.transpose(rows, at, rows.strides[0], to)
+        for k in range(done, out.shape[1]):
+            for lane in range(ROWS):
+                inside = lane < count and k < n_columns
+                out[group, k, lane] = rows[first + lane, k] if inside else 0
+
+
+F32 = FloatFormat("f32", 4, np.dtype("<f4"), float(np.finfo(np.float32).max))
+# 65520 lies halfway to the first number float16 does not have
+F16 = FloatFormat("f16", 2, np.dtype("<f2"), float(np.nextafter(65520, 0)))
+BF16 = FloatFormat("bf16", 2, np.dtype("<u2"), float(np.uint32(0x7F7F7FFF).view(np.float32)))

@@ -1,0 +1,1 @@
+"""GGML's weight formats."""

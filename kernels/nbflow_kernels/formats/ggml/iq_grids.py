@@ -1,0 +1,188 @@
+"""The grids of GGML's i-quants: which groups of magnitudes may occur together.
+
+A grid is a set of points of a small cube: of {0, 1, 2}**8 (iq1, iq2) or {0..7}**4 (iq3).  The
+coordinates are codes of magnitudes; a file holds the index of the point in ascending order, the
+first coordinate counting least.
+
+==================  ======  =======  ==============================================================
+grid                points  cube     coordinate stands for
+==================  ======  =======  ==============================================================
+`GRID_IQ1`          2048    3**8     -1, 0, 1 (before the shift of 1/8)
+`GRID_IQ2_XXS`      256     3**8     8, 25, 43
+`GRID_IQ2_XS`       512     3**8     8, 25, 43
+`GRID_IQ2_S`        1024    3**8     8, 25, 43
+`GRID_IQ3_XXS`      256     8**4     4, 12, 20, 28, 36, 44, 52, 62
+`GRID_IQ3_S`        512     8**4     1, 3, 5, 7, 9, 11, 13, 15
+==================  ======  =======  ==============================================================
+
+Here a grid is written down as the bit map of its points over the cube (bit i of byte b: point
+8b + i), deflated, in base 85.
+
+Source: GGML, ggml-common.h (iq1s_grid to iq3s_grid).
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._jit import inline
+from nbflow_kernels.formats.block_fields import BlockFields, Part
+from nbflow_kernels.formats.registry import Bytes, Halves
+
+Grid = NDArray[np.uint16]
+"""The points of a grid, ascending: 8 coordinates of 2 bits or 4 of 3, the first lowest."""
+
+
+def _points(levels: int, dimensions: int, bit_map: str) -> Grid:
+    """Return the points of a grid."""
+    bits = np.frombuffer(zlib.decompress(base64.b85decode(bit_map)), np.uint8)
+    number = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    width = 2 if levels == 3 else 3
+    points = np.zeros(len(number), np.uint16)
+    for i in range(dimensions):
+        points |= (number // levels**i % levels << width * i).astype(np.uint16)
+    points.setflags(write=False)
+    return points
+
+
+# ---- decode, scalar -----------------------------------------------------------------------------
+
+
+@inline
+def word(row: Any, at: Any) -> Any:
+    """Return the 32-bit little-endian integer at byte `at`."""
+    low = np.int64(row[at]) | (np.int64(row[at + 1]) << 8)
+    return low | (np.int64(row[at + 2]) << 16) | (np.int64(row[at + 3]) << 24)
+
+
+@inline
+def sign_of_seven(bits: Any, j: Any) -> Any:
+    """Return sign bit `j` of 8, the last of which makes the number of ones even."""
+    folded = bits ^ (bits >> 4)
+    folded ^= folded >> 2
+    folded ^= folded >> 1
+    return ((bits | ((folded & 1) << 7)) >> j) & 1
+
+
+# ---- decode, NumPy ------------------------------------------------------------------------------
+
+
+def coordinates(grid: Grid, index: NDArray[np.integer], dimensions: int) -> Bytes:
+    """Return the coordinates (n, groups * dimensions) of the points `index` (n, groups)."""
+    width = 2 if dimensions == 8 else 3
+    shifts = width * np.arange(dimensions, dtype=np.uint16)
+    digits = (grid[index][:, :, None] >> shifts) & np.uint16(2**width - 1)
+    result: Bytes = digits.astype(np.uint8).reshape(len(index), -1)
+    return result
+
+
+def signs_of_seven(bits: NDArray[np.integer]) -> Bytes:
+    """Return 8 sign bits of each of `bits` (n, groups) as (n, groups * 8)."""
+    seven = bits.astype(np.uint8)
+    folded = seven ^ (seven >> 4)
+    folded ^= folded >> 2
+    folded ^= folded >> 1
+    return sign_bits(seven | (folded << 7))
+
+
+def sign_bits(bits: Bytes) -> Bytes:
+    """Return the bits of bytes (n, groups), the lowest first, as (n, groups * 8)."""
+    return np.unpackbits(bits, axis=1, bitorder="little")
+
+
+# ---- the grids ----------------------------------------------------------------------------------
+
+
+GRID_IQ1 = _points(
+    3,
+    8,
+    "c-k#eK}(!R7=CxE;dM-9V?RN1diSfb(^(PgE$L;EU0C#DLh=VZ*|bQ>IZZw%yXlwN6ha`hG?#HO$v6$G@ldv(umM"
+    "k2dT8mb2WdTox*h^v8VtnDuD#8?@Vw9Syw7v(LR2?w<}y}3b9YJG^C&5*&qs>Nl?x;NhAB!%0hRecnsm$a2YwJ@;"
+    "QqccSPG~@n#@N5uBY$^gNY22s7}?HYgoxmY#Y+!Ajh1yxWA4l1OzVO1-XRyWBes^wA;LAoBq<x!%nuPhFWp9`{&R"
+    "@7DG%<XIwD^Is3Q$Jf@<B<<hd(0^?jzIHG8vQn*?-$Ub(LsHW&@kYNcQ%|}dP%c;av8KJU^mWiJv*28-WD<$YEG%"
+    "#}+D!ES;XeDuFD(VlG#i@A4$V;H%7rH52w&LB_pg1xSvl=L<CZ@9?{WdkSxbxSuMq|l64F4MqT|O(RS}O@H(bLXv"
+    "Hn!_OntvSw2GXTKiD_6XGLxujp0!)qyF+V=7Bv?g3oFy??D1-6?{(2le%HQrc>Le(m#@Cb_P%)g$;r#{<KcsUbe#"
+    "9?p_<1{H>jE?+1SCIq;Fwj@yPMjA_U90?}vdY$)D1%>fQq-z{36HBT$I&mG*v%J#A~V%aSj@pZtCEAg}V1eou`2@"
+    "uUxU_YQ=)6;l3U7EjmAKr#y2F0kdO91c}@u6ikZ68>90+)KINV7E3oVy0wcNC7Qg*Gnz$6Ckekcj5w;yQl$8BcV}"
+    "uIeIA*;9XR~L2uzcrHYS+2)y-rqrtcg6e{stpn$cM#il(dTBx(R&0u-;P1DmAvG}u@dX;b%ns9v~6p49X^c}lqEM"
+    "lIFjzJBbrp$X4T{{D_p5YV7e^~xM<^E7<_56qcAaL=FI+lT|4v2#Y&dpW2-Egd@Fdf5G@Dheeu*|v(bMFD;1sQ1",
+)
+
+GRID_IQ2_XXS = _points(
+    3,
+    8,
+    "c-nPRORB^$43oj#tB`je2YP^R=KfcCw)5@K5e=lV<VbEmf91ogR%p3E0BR^O#16P=^@J3)+t0mx___f>P^zDolEn"
+    "6;is&dxI!#Zg_{KuzkVd4Mw`?l*l~*(z5~c8Qj-!-YZym34v`$TQ4<4*~)dpL;rq|+W4irx`d$&)6^vGb7UkLBrz"
+    "cFbHqcf>sMFwRxr;MTG;*}m%Qlby-@@TSk)X7om@@#uKQIjUUWQ&$2&y}*gX5TV=Bc|Cuh1wL(2Kn3A3Yj<N%;gb"
+    "lzhT7_jxp@MF=lA5st5R^Hl2J=^JV`E{Z0D^#$6R7",
+)
+
+GRID_IQ2_XS = _points(
+    3,
+    8,
+    "c-mc2TdsvL2pkgnkBRPwCicH3cK=&BJX-bM<{ZTW!^|+oxJIi-qkD|rsuaR~iB<*?x~C4>8J0pJW<V>X*vo#SY&("
+    "-c)w(<-fCU6QVt|)*=>oJ=N8h~B3mmYKBw*Y)Ca<s*uvOak7T*la5<g=kAh?T96(5+bR(Mt@J=L5^n!u1sF+~=p="
+    "RjVCGbM+vDH*59tF!>kC`)-u3GzO}jM8X_r-*1ytubG*&a^iqGs?p-do}D8x2NWXU?%O)=7t88q040RdJ=Ak)9T+"
+    "$YBcFD31^6BC_W+mG1}iEA-T}Oj@u6-pQ1yByIl9%`W3mW#F%j~<yh(N0zSL~oH^Zy%}}tQx4=M73#xoc?jNErTm"
+    "D?iDs40;(&MG>YYMNuDE=SK;cc#9vM%q_=>7msuqjC",
+)
+
+GRID_IQ2_S = _points(
+    3,
+    8,
+    "c-n1JU5W-F3~NE(E9iYHjPDBe{#V(wI=kPpE5rQ7#3X8F%Z9aF@G^(h-0EI3Em0|W3^QwctZ7zp0a8G#rYWS&oF&"
+    "YfEj@sgh^u5FBBgC>LAkBEEtarKv-X}c)kMD5E9g)N*35uFS6j&;COQ!QC2=T0oAzp}=fs8f?3xctXeG?g^dQAA!"
+    "2(KVP=j1x!<Qgx@l7F)Pu!TMd$m>{ZzEray(N$AzRb24)#*U9zYZZF^+2!@EVQ9?ARiEH!J<ErE8usn4?()-BQhW"
+    "*1pE<<S|Z6aT82aQO}QP4+el6zUY~*z7~Sl6pK?p!Q_DMIhH4w7?joIO9P^#Dw9CRS7mu8OBC|vDii4FoWN_zK9m"
+    "?6y$}qXC*pyH_2f!)+bXep&HXz~CYasM7Fd3(JhmM~KIbkHJ7yU4;E692~{FNElHOf~Fzm+TBn!W(JyjC6",
+)
+
+GRID_IQ3_XXS = _points(
+    8,
+    4,
+    "c-l=-F%H5o3_M%0RAmZ7_lgPeigaLyA4Q!IuVCbv_?)J2Rn;aw-<^~BWtxCXwzFx0%xW)eST<YW5KL&L;j#hAAHo"
+    "X-c)&}FY<X@1m|7IGsjrX>q7@bAuHrcP3L2_`6x)_>^v5;&o?@Fdagv_Uo9H*utGOGEJ93R6P|L2rgx{U}Y-UnrS"
+    "3sKYtPIbF!WdDS7|dsT<9UQCqzhJe8+4kK5km%XvHjm=J(sMgqk-e3v^zjTJayVggoDWMJzTWE4a0T)3l-9P!ydl"
+    "NePrBA?Xny*@kmBo4W|8$?wEo20v5Uy_5",
+)
+
+GRID_IQ3_S = _points(
+    8,
+    4,
+    "c-k#d!AiqG5PdVu!e&pqA>uXNMyUCUt<-~hDT4SrX{pfmmf{D9Rs{Q#&TgE;z`Qr}-rMBob#A|%IbF{W(Id*&Lkw"
+    "q!%0~0(%@Ao{OU0lD_x2OXCI^OquXIKLt}o^pYnG?L6&oz+9HeSVPSrN(A}t!YmF^Xmp*3Qy-5G8(e|b5Y-VC?q("
+    "AA>+32wuC)HmEXp@c1}PT|h83}iuXSwt^ePGkv?U+Lf3a_=1ov?9@{igP&9v4ypFswx3&TJZ@M2_=SuX>*z&qp%+"
+    "CoXl)ge8!drA@5Agyn!FG+()?*sDei}n1QT95(J|p-wR7#Aht{0!Hx!aZfy;cl!bD4D3uqR(zW`GY5;6>@R{_|3X"
+    "$jRqNR^eu)^e<Ll^vCYlKPU1;QQ+o$IB(hKom+bHx0SXmXXwyZnVo8~6jd#wQ>",
+)
+
+
+class OnGrid(NamedTuple):
+    """Rows of weights as points of a grid."""
+
+    points: NDArray[np.uint16]
+    """(rows, K / dimensions of the grid)."""
+    signs: Bytes
+    """(rows, K / 8): bit j for weight j of 8, 1 for negative."""
+    scales: Bytes
+    """(rows, K / sub-block): s for the scale 2s + 1."""
+    d: Halves
+    """(rows, K / 256)."""
+
+
+def grid_fields(
+    n_points: int, point_bits: int, n_scales: int, blocks: Callable[[OnGrid], Bytes],
+    scale_bits: int = 4, sign_bits: int = 8,
+) -> BlockFields:  # fmt: skip
+    """Return the numbers of a block of 256 weights on a grid: points, signs, scales and d."""
+    parts = (
+        Part(n_points, point_bits, np.uint16), Part(32, sign_bits), Part(n_scales, scale_bits),
+        Part(1, 16, np.uint16),
+    )  # fmt: skip
+    return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))

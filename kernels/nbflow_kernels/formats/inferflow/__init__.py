@@ -1,0 +1,1 @@
+"""Inferflow's weight formats."""

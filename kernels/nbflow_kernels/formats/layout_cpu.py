@@ -1,0 +1,443 @@
+"""The layout weights are computed from: 16 rows side by side, a lane of a vector per row.
+
+Every block format is brought into it from its integer form (`nbflow_kernels.formats.codec_spec`),
+so one set of kernels serves them all.  A *row group* is 16 rows; rows past the last are zero.  Its
+blocks follow each other, the columns are padded with zero weights to whole blocks.  A block is
+
+====================  =============================================================================
+floats                `d` of each of its groups of `d_block` columns, 16 rows each; then `m` in the
+                      same way, if there is one
+segments              of `segment` columns: the integer scales of each sub-block, 16 bytes each; the
+                      mins (with 4-bit scales, in the same byte: min << 4 | scale); codes
+codes                 units of 32 columns (64 with pairs), a *word vector* of 64 bytes per bit
+====================  =============================================================================
+
+Scales lie right before their codes, since one stream through memory is what processors prefetch
+best: all scales at the front of a block of 256 columns cost 15 % of the speed of one row.
+
+Byte ``4 * row + j`` of a *code vector* v is the code of column ``4 * v + j`` of the unit: what one
+instruction multiplies by 4 activations.  Words hold code vectors in the bits that `FIELDS` lists:
+most of them in one piece, so that a shift and a mask give them back; the others in the bits that
+are left over above these.  Pairs hold code vectors 2w and 2w + 1 as ``x + 11 * y`` in the low 7
+bits of word w; those of w = 7 are in the top bits: bit i is the top bit of word i.
+
+Packed weights take as many bits for codes as stored ones; integer scales are widened to bytes,
+which costs at most 4 % (`CpuPacked.bits_per_weight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import huge_pages
+from nbflow_kernels._jit import njit
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.threads import split_rows
+
+ROWS = 16  # rows of a group: the lanes of a simd vector
+CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
+
+PAIRS = 7
+"""The number of bits that stands for pair codes."""
+FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
+    1: tuple((v, 0, 1, 0, v) for v in range(8)),
+    2: tuple((v, 0, 2, v // 4, 2 * (v % 4)) for v in range(8)),
+    3: (
+        *((v, 0, 3, v // 2, 3 * (v % 2)) for v in range(6)),
+        *((6, 0, 2, 0, 6), (6, 2, 1, 1, 6)),
+        *((7, 0, 1, 1, 7), (7, 1, 2, 2, 6)),
+    ),
+    4: tuple((v, 0, 4, v // 2, 4 * (v % 2)) for v in range(8)),
+    5: (
+        *((v, 0, 5, v, 0) for v in range(5)),
+        *((5, 0, 3, 0, 5), (5, 3, 2, 1, 5)),
+        *((6, 0, 3, 2, 5), (6, 3, 2, 3, 5)),
+        *((7, 0, 3, 4, 5), (7, 3, 1, 1, 7), (7, 4, 1, 3, 7)),
+    ),
+    6: (
+        *((v, 0, 6, v, 0) for v in range(6)),
+        *((6, 2 * w, 2, w, 6) for w in range(3)),
+        *((7, 2 * w, 2, w + 3, 6) for w in range(3)),
+    ),
+    8: tuple((v, 0, 8, v, 0) for v in range(8)),
+}
+"""Bits of a code to the fields of a unit: code vector, first bit, bits, word, place in the word."""
+D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1}
+
+
+@dataclass(frozen=True)
+class CpuLayout:
+    """What kernels must know of a packed format; formats that agree share their kernels."""
+
+    bits: int
+    """1 to 6, 8, or `PAIRS`."""
+    block: int
+    """Columns of a packed block, a multiple of 32."""
+    d_block: int
+    """Columns that share `d`."""
+    sub_block: int
+    """Columns that share scale and min."""
+    zero: int
+    """value = code - zero; 128 with `values`, which are looked up plus 128."""
+    values: tuple[int, ...] | None
+    factor: float
+    d_type: str
+    base: str
+    """"none", "d" or "min", as in `CodecSpec`."""
+    scales: str
+    """"none", "i8", "u8" or "u4"."""
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit."""
+        return 64 if self.bits == PAIRS else 32
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of 16 rows."""
+        return 64 * self.bits
+
+    @property
+    def d_bytes(self) -> int:
+        """Bytes of `d` and `m` of a block."""
+        n_floats = self.block // self.d_block * (1 if self.base == "none" else 2)
+        return ROWS * n_floats * D_BYTES[self.d_type]
+
+    @property
+    def segment(self) -> int:
+        """Columns of a segment: whole units and whole sub-blocks."""
+        return max(self.unit, self.sub_block)
+
+    @property
+    def segment_scales(self) -> int:
+        """Integer scales of a segment and row."""
+        return 0 if self.scales == "none" else self.segment // self.sub_block
+
+    @property
+    def codes_at(self) -> int:
+        """Bytes in front of the codes of a segment."""
+        has_mins = self.base == "min" and self.scales != "u4"
+        return ROWS * self.segment_scales * (2 if has_mins else 1)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a segment of 16 rows."""
+        return self.codes_at + self.segment // self.unit * self.unit_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of 16 rows."""
+        return self.d_bytes + self.block // self.segment * self.segment_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Cost with everything in it."""
+        return 8 * self.block_bytes / (ROWS * self.block)
+
+
+def packed_form(form: CodecSpec) -> CpuLayout:
+    """Return the packed form of an integer form.
+
+    Raises
+    ------
+    UsageError
+        If the form has sizes or bits the packed layout does not know.
+    """
+    bits = PAIRS if form.pairs else 8 if form.code_bits == 7 else form.code_bits
+    n_values = 0 if form.values is None else len(form.values)
+    sizes_fit = form.block % form.sub_block == 0 == form.sub_block % 16
+    if not sizes_fit or (form.sub_block > 32 and form.sub_block % 32):
+        raise UsageError(
+            "an integer form needs a sub_block of 16 or a multiple of 32, and a block that is a "
+            f"multiple of it; got {form.sub_block} and {form.block}"
+        )
+    if bits not in (*FIELDS, PAIRS) or n_values not in (0, 1 << bits) or n_values > 16:
+        raise UsageError(
+            "an integer form needs code_bits 1..8, and `values` only up to 4 bits, 2**code_bits "
+            f"of them; got {form.code_bits} bits and {n_values} values"
+        )
+    unit = 64 if bits == PAIRS else 32
+    if form.block > unit and form.block % unit:
+        raise UsageError(f"a block must divide or be a multiple of {unit}, got {form.block}")
+    scales = "none"
+    if form.scales:
+        # mins come with scales that are not negative
+        scales = ("u4" if form.scale_bits == 4 else "u8") if form.base == "min" else "i8"
+    elif form.base == "min":
+        raise UsageError('base "min" needs integer scales')
+    return CpuLayout(
+        bits=bits,
+        block=max(form.block, unit),
+        d_block=form.block,
+        sub_block=form.sub_block,
+        zero=form.zero if form.values is None else 128,
+        values=form.values,
+        factor=form.factor,
+        d_type=form.d_type,
+        base=form.base,
+        scales=scales,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CpuPacked:
+    """Weights in the layout of this module."""
+
+    form: CpuLayout
+    n_rows: int
+    n_blocks: int
+    """Packed blocks of a row."""
+    data: NDArray[np.uint8]
+    """Flat bytes, ``n_groups * group_bytes``, aligned to `huge_pages.ALIGNMENT`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, with its padding."""
+        return self.data.nbytes
+
+    @property
+    def n_groups(self) -> int:
+        """Groups of 16 rows."""
+        return -(-self.n_rows // ROWS)
+
+    @property
+    def n_columns(self) -> int:
+        """Columns with their padding."""
+        return self.n_blocks * self.form.block
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a row group."""
+        return self.n_blocks * self.form.block_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Cost of a weight in this layout, padding aside."""
+        return self.form.bits_per_weight
+
+
+def pack(
+    form: CodecSpec,
+    integers: Callable[[NDArray[np.uint8]], DecodedBlocks],
+    data: NDArray[np.uint8],
+    n_columns: int,
+) -> CpuPacked:
+    """Return rows of storage bytes in the layout for computing.
+
+    Parameters
+    ----------
+    form : CodecSpec
+        The format's formula.
+    integers : callable
+        Storage bytes of rows to `DecodedBlocks`.
+    data : array of uint8, shape (rows, row bytes)
+        The storage bytes.
+    n_columns : int
+        Columns of `data`, a multiple of the form's block.
+
+    Raises
+    ------
+    UsageError
+        If a number does not fit where the form says it is stored.
+    """
+    packed = packed_form(form)
+    while True:
+        try:
+            return _pack(packed, integers, data, n_columns)
+        except Misfit as misfit:
+            if misfit.field == "d_type":
+                packed = replace(packed, d_type="f32")
+            elif packed.scales == "i8":
+                packed = replace(packed, scales="u8")
+            else:
+                raise UsageError(f"weights cannot be packed: {misfit}") from None
+
+
+class Misfit(ValueError):
+    """A number that its place in the header does not hold."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+def _pack(
+    form: CpuLayout,
+    integers: Callable[[NDArray[np.uint8]], DecodedBlocks],
+    data: NDArray[np.uint8],
+    n_columns: int,
+) -> CpuPacked:
+    """Pack rows of `n_columns` columns."""
+    empty = CpuPacked(form, len(data), -(-n_columns // form.block), np.zeros(0, np.uint8))
+    packed = replace(empty, data=huge_pages.zeros(empty.n_groups * empty.group_bytes))
+    words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
+    blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
+    fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
+    step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
+    for row in range(0, len(data), step):
+        part = integers(data[row : row + step])
+        groups = slice(row // ROWS, -(-(row + len(part.codes)) // ROWS))
+        codes = _padded(part.codes, packed.n_columns, len(part.codes))
+        sizes = (form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)
+        split_rows(
+            _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
+            codes.view(np.uint32), words[groups], form.bits, fields, packed.n_blocks,
+            form.block // form.segment, form.segment // form.unit, form.unit // 4,
+            np.array(sizes) // 4,
+        )  # fmt: skip
+        _pack_numbers(form, part, blocks[groups])
+    return packed
+
+
+def _pack_numbers(form: CpuLayout, part: DecodedBlocks, blocks: NDArray[np.uint8]) -> None:
+    """Write what is not codes, floats and integer scales, to blocks (groups, blocks, bytes)."""
+    n_groups, n_blocks = blocks.shape[:2]
+    at = 0
+    for floats in _floats(form, part):
+        lanes = _interleaved(floats, n_groups, n_blocks, form.block // form.d_block)
+        blocks[:, :, at : at + lanes.shape[2]] = lanes
+        at += lanes.shape[2]
+    segments = blocks[:, :, at:].reshape(n_groups, n_blocks, -1, form.segment_bytes)
+    at, n_bytes = 0, ROWS * form.segment_scales
+    for integers in _scales_and_mins(form, part):
+        lanes = _interleaved(integers, n_groups, n_blocks, form.block // form.sub_block)
+        segments[:, :, :, at : at + n_bytes] = lanes.reshape(n_groups, n_blocks, -1, n_bytes)
+        at += n_bytes
+
+
+def _padded(array: NDArray[Any], n_columns: int, n_rows: int) -> NDArray[Any]:
+    """Return the array contiguous, with zeros to the right and below."""
+    if array.shape == (n_rows, n_columns):
+        return np.ascontiguousarray(array)
+    result = np.zeros((n_rows, n_columns), array.dtype)
+    result[: array.shape[0], : array.shape[1]] = array
+    return result
+
+
+def _interleaved(
+    numbers: NDArray[Any], n_groups: int, n_blocks: int, per_block: int
+) -> NDArray[np.uint8]:
+    """Return numbers (rows, blocks * per block) as bytes (groups, blocks, per block * 16 rows)."""
+    full = _padded(numbers, n_blocks * per_block, n_groups * ROWS)
+    lanes = full.reshape(n_groups, ROWS, n_blocks, per_block).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(lanes).view(np.uint8).reshape(n_groups, n_blocks, -1)
+
+
+def _floats(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]:
+    """Return `d` and `m`, as they are stored."""
+    floats = [stored_floats(form.d_type, part.d, base=False)]
+    if form.base != "none":
+        assert part.m is not None
+        floats.append(stored_floats(form.d_type, part.m, base=True))
+    return floats
+
+
+def _scales_and_mins(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]:
+    """Return the integers per sub-block, as they are stored."""
+    if form.scales == "none":
+        return []
+    assert part.scales is not None
+    low, high = {"i8": (-128, 127), "u8": (0, 255), "u4": (0, 15)}[form.scales]
+    if part.scales.size and not low <= part.scales.min() <= part.scales.max() <= high:
+        raise Misfit("scales", f"integer scales must lie in {low}..{high}")
+    scales = part.scales.astype(np.uint8)
+    if form.base != "min":
+        return [scales]
+    assert part.mins is not None
+    if form.scales != "u4":
+        return [scales, part.mins]
+    if part.mins.size and part.mins.max() > 15:
+        raise Misfit("scales", "mins must lie in 0..15")
+    return [scales | (part.mins << np.uint8(4))]
+
+
+def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[Any]:
+    """Return floats as they are stored, or raise where that would change them."""
+    with np.errstate(all="ignore"):
+        if d_type == "f32":
+            return numbers
+        if d_type == "f16":
+            stored: NDArray[Any] = numbers.astype(np.float16)
+            back = stored.astype(np.float32)
+        elif d_type == "e8m0":
+            stored = np.clip(np.frexp(numbers)[1] + 127, 0, 255).astype(np.uint8)
+            back = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
+        elif d_type == "e4m3":
+            # float16 has the same fields, with one bit more of exponent and seven of mantissa
+            halves = (numbers / np.float32(128)).astype(np.float16).view(np.uint16)
+            stored = ((halves >> np.uint16(7)) & np.uint16(127)).astype(np.uint8)
+            wide_bits = stored.astype(np.uint16) << np.uint16(7)
+            back = wide_bits.view(np.float16).astype(np.float32) * np.float32(128)
+        else:
+            steps = np.float32(100) * (numbers + 1) if base else np.float32(1000) * numbers
+            stored = np.clip(np.rint(steps), 0, 255).astype(np.uint8)
+            wide = stored.astype(np.float32)
+            back = wide / np.float32(100) - 1 if base else wide / np.float32(1000)
+    if not np.array_equal(back, numbers, equal_nan=True):
+        raise Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
+    return stored
+
+
+@njit
+def _pack_codes(
+    codes: Any, out: Any, bits: Any, fields: Any, n_blocks: Any, segments: Any, units: Any,
+    vectors: Any, sizes: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
+    block, floats, segment, scales = sizes
+    per_word = 0 if bits in (3, 5, 6) else 8 // bits
+    for group in range(start, stop):
+        first = group * ROWS
+        count, words, v = min(ROWS, codes.shape[0] - first), out[group], 0
+        for b in range(n_blocks):
+            for i in range(segments):
+                at = b * block + floats + i * segment + scales
+                for _ in range(units):
+                    for lane in range(count):
+                        row = codes[first + lane, v : v + vectors]
+                        if bits == PAIRS:
+                            _pack_pairs(row, words, at + lane)
+                        elif per_word:
+                            _pack_planes(row, words, at + lane, bits, per_word)
+                        else:
+                            _pack_fields(row, words, at + lane, fields)
+                    v += vectors
+                    at += bits * ROWS
+
+
+@njit
+def _pack_planes(row: Any, words: Any, at: Any, bits: Any, per_word: Any) -> None:
+    """Do as `_pack_fields` where each code vector is one field, and words are full of them."""
+    v = 0
+    for word in range(bits):
+        four = np.uint32(0)
+        for i in range(per_word):
+            four |= row[v] << np.uint32(bits * i)
+            v += 1
+        words[at + word * ROWS] = four
+
+
+@njit
+def _pack_fields(row: Any, words: Any, at: Any, fields: Any) -> None:
+    """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
+    for i in range(len(fields)):
+        mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
+        part = (row[fields[i, 0]] >> np.uint32(fields[i, 1])) & mask
+        words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
+
+
+@njit
+def _pack_pairs(row: Any, words: Any, at: Any) -> None:
+    """Write the 16 code vectors of one row and unit as pairs."""
+    for w in range(7):
+        words[at + w * ROWS] = row[2 * w] + np.uint32(11) * row[2 * w + 1]
+    last = row[14] + np.uint32(11) * row[15]
+    for w in range(7):
+        bit = (last >> np.uint32(w)) & np.uint32(0x01010101)
+        words[at + w * ROWS] |= bit << np.uint32(7)

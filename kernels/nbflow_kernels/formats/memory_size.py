@@ -1,0 +1,57 @@
+"""The bytes of a matrix in the layout that products are computed from, before it is made."""
+
+from __future__ import annotations
+
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.layout_cpu import ROWS, packed_form
+from nbflow_kernels.formats.layout_mma import ROWS as TILE_ROWS
+from nbflow_kernels.formats.layout_mma import unit_form
+
+FLOAT_COLUMNS = 8
+"""Columns of a packed float matrix are padded to a multiple; see `PackedFloats`."""
+
+
+def storage_bytes(format: str, n_rows: int, n_columns: int) -> int:
+    """Return the bytes of a matrix as it is stored: whole blocks in every row."""
+    known = FORMATS[format]
+    return n_rows * -(-n_columns // known.block_size) * known.block_bytes
+
+
+def layout_bytes(format: str, n_rows: int, n_columns: int, on_device: bool = False) -> int:
+    """Return the bytes of a matrix without outliers after `QuantTensor.drop_storage`.
+
+    Weights whose scales need a wider type than their format usually does take more.
+
+    Parameters
+    ----------
+    format : str
+        Name of a weight format.
+    n_rows, n_columns : int
+        Shape.
+    on_device : bool
+        Whether it is the layout for CUDA devices, else the CPU's.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import quantize
+    >>> from nbflow_kernels.formats.memory_size import layout_bytes
+    >>> tensor = quantize(np.ones((17, 100), np.float32), "q4")
+    >>> tensor.drop_storage()
+    >>> tensor.packed_nbytes == layout_bytes("q4", 17, 100)
+    True
+    """
+    known = FORMATS[format]
+    stored = storage_bytes(format, n_rows, n_columns)
+    if known.decodes_from_storage:
+        return stored
+    if isinstance(known, FloatFormat):
+        rows = -(-n_rows // ROWS) * ROWS
+        columns = -(-n_columns // FLOAT_COLUMNS) * FLOAT_COLUMNS
+        return stored if on_device else rows * columns * known.block_bytes
+    if on_device:
+        return -(-n_rows // TILE_ROWS) * unit_form(known.integer_form).tile_bytes(n_columns)
+    form = packed_form(known.integer_form)
+    columns = -(-n_columns // known.block_size) * known.block_size
+    return -(-n_rows // ROWS) * -(-columns // form.block) * form.block_bytes

@@ -1,0 +1,153 @@
+"""What a weight format is, and the mapping from names to formats."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+
+if TYPE_CHECKING:
+    from nbflow_kernels.formats.floats import PackedFloats
+    from nbflow_kernels.formats.layout_cpu import CpuPacked
+
+Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
+Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
+"""Float16 numbers, as their bits."""
+ACTIVATION_TYPES = ("q8_1", "q8_k")
+
+
+class QuantFormat(ABC):
+    """How a block of consecutive weights of one row becomes bytes.
+
+    A format knows only its block; shapes, padding and checks live in `QuantTensor` and `quantize`.
+    A row is a whole number of blocks, one after the other without gaps.
+    """
+
+    name: str
+    """The explicit name, e.g. ``q3h_b64t1``."""
+    block_size: int
+    """Weights in a block."""
+    block_bytes: int
+    """Bytes of a block in storage."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Storage cost with everything in it: ``8 * block_bytes / block_size``."""
+        return 8 * self.block_bytes / self.block_size
+
+    def row_blocks(self, n_columns: int) -> int:
+        """Return how many blocks hold a row of `n_columns` weights."""
+        return -(-n_columns // self.block_size)
+
+    @abstractmethod
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return the weights of blocks (n, block_bytes) as float32 (n, block_size), in NumPy."""
+
+    @abstractmethod
+    def dequantize_rows(self, data: Bytes, out: Floats) -> None:
+        """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
+
+    @property
+    def decodes_from_storage(self) -> bool:
+        """Whether products decode the storage bytes, block by block: there is no other layout."""
+        return False
+
+    @property
+    def integer_form(self) -> CodecSpec:
+        """The formula that decodes the format's integers; float formats have none.
+
+        Raises
+        ------
+        UsageError
+            If the format stores no integers.
+        """
+        raise UsageError(f"format {self.name} stores no integers")
+
+    def integers(self, data: Bytes) -> DecodedBlocks:
+        """Return the rows `data` (rows, row bytes) as the integers and floats they store.
+
+        Raises
+        ------
+        UsageError
+            If the format stores no integers.
+        """
+        raise UsageError(f"format {self.name} stores no integers")
+
+    def pack(self, data: Bytes) -> CpuPacked | PackedFloats:
+        """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        from nbflow_kernels.formats import layout_cpu as packed
+
+        n_columns = data.shape[1] // self.block_bytes * self.block_size
+        return packed.pack(self.integer_form, self.integers, data, n_columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_name, (self.name,)  # a copy or an unpickled format is the same object
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {self.bits_per_weight:g} bits per weight>"
+
+
+class Formats(Mapping[str, QuantFormat]):
+    """Formats by name: explicit names and short ones, in any case; iterates the explicit names."""
+
+    def __init__(self) -> None:
+        self._formats: dict[str, QuantFormat] = {}
+        self.short_names: dict[str, str] = {}
+        """Short or alternative name to explicit name."""
+
+    def fill(self, formats: tuple[QuantFormat, ...], short_names: dict[str, str]) -> None:
+        """Add the formats of this package, in the order of tables."""
+        self._formats.update({f.name: f for f in formats})
+        self.short_names.update(short_names)
+
+    def __getitem__(self, name: str) -> QuantFormat:
+        lower = name.lower() if isinstance(name, str) else name
+        found = self._formats.get(self.short_names.get(lower, lower))
+        if found is None and lower in ACTIVATION_TYPES:
+            raise UsageError(
+                f"{name} is no format of weights: GGML quantizes activations to it while it "
+                "computes, and no file holds it; for weights of 8 bits use q8_0"
+            )
+        if found is None:
+            raise unknown_name("format", name, [*self.short_names, *self._formats])
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the format of that name, or `default`."""
+        try:
+            return self[name]
+        except UsageError:
+            return default
+
+    def add(self, format: QuantFormat) -> None:
+        """Add a format under its name; `nbflow_kernels.register_format` checks it first."""
+        self._formats[format.name] = format
+
+    def remove(self, name: str) -> None:
+        """Remove the format with that explicit name."""
+        del self._formats[name]
+
+    def __contains__(self, name: object) -> bool:
+        lower = name.lower() if isinstance(name, str) else name
+        return lower in self._formats or lower in self.short_names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+
+FORMATS = Formats()
+"""All weight formats by name; `nbflow_kernels.formats` fills it."""
+
+
+def _by_name(name: str) -> QuantFormat:
+    return FORMATS[name]

@@ -1,0 +1,438 @@
+"""`QuantTensor`: weights in a format, as they are stored and as they are computed from."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.forks import in_child
+from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
+from nbflow_kernels.formats.layout_cpu import CpuPacked
+from nbflow_kernels.formats.registry import FORMATS, QuantFormat
+from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.threads import at_once
+
+if TYPE_CHECKING:
+    from nbflow_kernels.formats.layout_mma import MmaPacked
+
+_pack_lock = threading.Lock()
+
+
+@in_child
+def _free_lock() -> None:
+    """Layouts that another thread was about to make are made here."""
+    global _pack_lock
+    _pack_lock = threading.Lock()
+
+
+class QuantTensor:
+    """An array of weights in a format.
+
+    The last axis is the one that is contracted in a product; it is cut into the format's blocks.
+    All other axes together are the rows.  A row whose length is not a multiple of the block ends in
+    a padded block.
+
+    Parameters
+    ----------
+    format : str or QuantFormat
+        The format, or its name.
+    shape : tuple of int
+        Shape of the weights.
+    data : array of uint8, shape (rows, row bytes)
+        The storage bytes: the published layout, rows without gaps.  A NumPy array, or one on a
+        CUDA device; see `to_device`.
+    outliers : CsrMatrix, shape (rows, columns), optional
+        Added to the decoded weights.
+
+    Attributes
+    ----------
+    format : QuantFormat
+        How the weights are stored.
+    shape : tuple of int
+        Shape of the weights.
+    data : array of uint8, shape (rows, row bytes)
+        The storage bytes.  Do not change them after the first product: `packed` is made once.
+    outliers : CsrMatrix or None
+        What single weights differ by from their decoded values: each weight is their sum.
+
+    Raises
+    ------
+    UsageError
+        If the format is unknown, `data` does not have the bytes that format and shape ask for, or
+        `outliers` have another shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import quantize
+    >>> qt = quantize(np.ones((2, 64), np.float32), "q4")
+    >>> qt.format.name, qt.shape, qt.nbytes
+    ('q4_b32t1a', (2, 64), 80)
+    """
+
+    __slots__ = ("_data", "_matrices", "_packed", "_units", "format", "outliers", "shape")
+
+    def __init__(
+        self,
+        format: str | QuantFormat,
+        shape: tuple[int, ...],
+        data: NDArray[np.uint8],
+        outliers: CsrMatrix | None = None,
+    ) -> None:
+        self._matrices: tuple[QuantTensor, ...] | None = None
+        self.format = _format(format)
+        self.shape = _checked_shape(shape)
+        wanted = _data_shape(self.format, self.shape)
+        known = isinstance(data, np.ndarray) or is_cuda(data)
+        if not known or data.dtype != np.uint8:
+            found = data.dtype.name if known else type(data).__name__
+            raise TypeError(
+                f"data must be an array (NumPy's or on a CUDA device) of uint8, got {found}"
+            )
+        if data.shape != wanted:
+            raise UsageError(
+                f"data of a {self.format.name} tensor of shape {self.shape} must have shape "
+                f"(rows, row bytes) = {wanted}, got {data.shape}"
+            )
+        if is_cuda(data):
+            check_array("data", data, wanted, np.uint8)
+        self._data: NDArray[np.uint8] | None = data if is_cuda(data) else np.ascontiguousarray(data)
+        self._packed: CpuPacked | PackedFloats | None = None
+        self._units: MmaPacked | None = None
+        if outliers is not None and outliers.shape != (self.n_rows, self.shape[-1]):
+            raise UsageError(
+                f"outliers must have shape (rows, columns) = {(self.n_rows, self.shape[-1])}, got "
+                f"{outliers.shape}"
+            )
+        self.outliers = outliers
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data: bytes | bytearray | memoryview | NDArray[Any],
+        format: str | QuantFormat,
+        shape: tuple[int, ...],
+    ) -> QuantTensor:
+        """Return the tensor of storage bytes, e.g. of a file; the inverse of `tobytes`.
+
+        Parameters
+        ----------
+        data : bytes-like or array
+            Exactly the bytes of the tensor; they are copied.
+        format : str or QuantFormat
+            The format, or its name.
+        shape : tuple of int
+            Shape of the weights.
+
+        Raises
+        ------
+        UsageError
+            If the number of bytes is not what format and shape ask for.
+        """
+        found_format, shape = _format(format), _checked_shape(shape)
+        wanted = _data_shape(found_format, shape)
+        array = np.frombuffer(data, np.uint8)
+        if array.size != math.prod(wanted):
+            raise UsageError(
+                f"data must hold {math.prod(wanted)} bytes ({found_format.name}, shape {shape}), "
+                f"got {array.size}"
+            )
+        return cls(found_format, shape, array.reshape(wanted).copy())
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The storage bytes, shape (rows, row bytes).
+
+        Raises
+        ------
+        UsageError
+            After `drop_storage`.
+        """
+        if self._data is None:
+            raise UsageError(
+                "the storage bytes of this tensor were dropped; products, dequantize and embedding "
+                "still work, for anything else quantize it again"
+            )
+        return self._data
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether the storage bytes are there; see `drop_storage`."""
+        return self._data is not None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the weights lie on a CUDA device."""
+        return is_cuda(self._data) or self._units is not None
+
+    def to_device(self, like: Any = None) -> QuantTensor:
+        """Return the tensor with its storage bytes and outliers on a CUDA device.
+
+        Parameters
+        ----------
+        like : array on a device, optional
+            Whose device; CuPy's current one by default.
+
+        Raises
+        ------
+        MissingExtraError
+            If CuPy is not installed.
+        UsageError
+            After `drop_storage`.
+        """
+        from nbflow_kernels.cuda import to_device
+
+        if self.on_device:
+            return self
+        outliers = self.outliers.to_device(like) if self.outliers is not None else None
+        return QuantTensor(self.format, self.shape, to_device(self.data, like), outliers)
+
+    def to_host(self) -> QuantTensor:
+        """Return the tensor in NumPy arrays; the inverse of `to_device`."""
+        from nbflow_kernels.cuda import to_host
+
+        if not self.on_device:
+            return self
+        outliers = self.outliers.to_host() if self.outliers is not None else None
+        return QuantTensor(self.format, self.shape, to_host(self.data), outliers)
+
+    def drop_storage(self) -> None:
+        """Make the layout for computing and free the storage bytes.
+
+        Products, `dequantize` and `embedding` still work, and give the same numbers; on a CUDA
+        device only products do.  Where products decode the storage bytes, these stay.
+        """
+        if self.format.decodes_from_storage or (self.on_device and self.is_float):
+            return
+        if self.on_device:
+            self.units()
+        else:
+            self.packed()
+        self._data = None
+
+    def tobytes(self) -> bytes:
+        """Return the storage bytes, exactly as in the published layout.
+
+        Raises
+        ------
+        UsageError
+            If there are outliers, which the layout has no place for.
+        """
+        if self.outliers is not None:
+            raise UsageError(
+                "the storage layout has no place for the outliers of this tensor; pickle the "
+                "tensor, or take data.tobytes() and the arrays of outliers"
+            )
+        return self.to_host().data.tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Storage size in bytes, outliers included; `packed_nbytes` is the layout for computing."""
+        n_rows, row_bytes = _data_shape(self.format, self.shape)
+        return n_rows * row_bytes + self.outlier_nbytes
+
+    @property
+    def outlier_nbytes(self) -> int:
+        """Bytes of the outliers."""
+        return self.outliers.nbytes if self.outliers is not None else 0
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes the packed layout holds now: 0 before the first product."""
+        return self._packed.nbytes if self._packed is not None else 0
+
+    @property
+    def units_nbytes(self) -> int:
+        """Bytes the layout for a CUDA device holds now: 0 before the first product."""
+        return self._units.nbytes if self._units is not None else 0
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows: the product of all axes but the last."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the format is one of f32, f16, bf16."""
+        return isinstance(self.format, FloatFormat)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A float format's weights as an array of `shape`, without a copy (bf16: uint16 bits).
+
+        Raises
+        ------
+        UsageError
+            If the format is a block format.
+        """
+        if not isinstance(self.format, FloatFormat):
+            raise UsageError(f"a {self.format.name} tensor is no array of floats; use dequantize")
+        values: NDArray[Any] = self.data.view(self.format.dtype)
+        return values.reshape(self.shape)
+
+    def packed(self) -> CpuPacked | PackedFloats:
+        """Return the CPU's layout for computing, made at the first call and kept.
+
+        Raises
+        ------
+        UsageError
+            If the tensor lies on a CUDA device.
+        """
+        if self.on_device:
+            raise UsageError(f"{self!r} lies on a CUDA device; take to_host() for the CPU's layout")
+        if self._packed is None:
+            with _pack_lock, at_once():
+                if self._packed is None:
+                    self._packed = self.format.pack(self.data)
+        return self._packed
+
+    def units(self) -> MmaPacked:
+        """Return the layout for computing on a CUDA device, made at the first call and kept.
+
+        That of a tensor (..., N, K) is the layouts of its matrices, one after the other.
+
+        Raises
+        ------
+        UsageError
+            If the tensor is not on a device, or its format has no integer form.
+        """
+        from nbflow_kernels.cuda import to_device, to_host
+        from nbflow_kernels.formats import layout_mma as units
+
+        if not self.on_device:
+            raise UsageError(f"{self!r} is not on a CUDA device; take to_device()")
+        if self._units is None:
+            with _pack_lock:
+                if self._units is None:
+                    n_rows = self.shape[-2] if len(self.shape) > 1 else 1
+                    host = to_host(self.data)
+                    if n_rows and len(host) > n_rows:
+                        host = units.whole_tiles(host, n_rows)
+                    made = units.pack(self.format, host, self.shape[-1])
+                    self._units = replace(made, data=to_device(made.data, self.data))
+        return self._units
+
+    def rows(self, start: int, stop: int) -> QuantTensor:
+        """Return rows [start, stop) as a tensor of shape (stop - start, columns), without a copy.
+
+        Raises
+        ------
+        UsageError
+            If the range does not lie in 0..n_rows.
+        """
+        if not 0 <= start <= stop <= self.n_rows:
+            raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
+        shape = (stop - start, self.shape[-1])
+        some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
+        return QuantTensor(self.format, shape, self.data[start:stop], some)
+
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Return columns [start, stop) of all rows, which begin and end between blocks.
+
+        Raises
+        ------
+        UsageError
+            If they cut a block, or do not lie in the tensor.
+        """
+        size, n_bytes, K = self.format.block_size, self.format.block_bytes, self.shape[-1]
+        if not 0 <= start <= stop <= K or start % size or (stop % size and stop != K):
+            raise UsageError(
+                f"columns must lie in 0..{K} and between blocks of {size}, got {start}..{stop}"
+            )
+        cut = slice(start // size * n_bytes, -(-stop // size) * n_bytes)
+        shape = (*self.shape[:-1], stop - start)
+        some = None if self.outliers is None else self.outliers.columns(start, stop)
+        return QuantTensor(self.format, shape, np.ascontiguousarray(self.data[:, cut]), some)
+
+    @classmethod
+    def concatenate(cls, tensors: Sequence[QuantTensor]) -> QuantTensor:
+        """Return matrices of one format and width, one below the other, with their outliers.
+
+        Raises
+        ------
+        UsageError
+            If formats or columns differ, or there is no tensor.
+        """
+        kinds = {(t.format.name, t.shape[-1]) for t in tensors}
+        if len(kinds) != 1:
+            raise UsageError(
+                f"tensors must be of one format and number of columns, got {sorted(kinds)}"
+            )
+        like = tensors[0].data if tensors[0].on_device else None
+        tensors = [t.to_host() for t in tensors]
+        data = np.concatenate([t.data for t in tensors])
+        shape = (len(data), tensors[0].shape[-1])
+        outliers = None
+        if any(t.outliers is not None for t in tensors):
+            outliers = CsrMatrix.concatenate(
+                [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
+            )
+        together = cls(tensors[0].format, shape, data, outliers)
+        return together if like is None else together.to_device(like)
+
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """Return the matrices (N, K) of a tensor of shape (..., N, K), without a copy.
+
+        They are made at the first call and kept, and so are their layouts for computing.
+
+        Raises
+        ------
+        UsageError
+            If the tensor has less than three axes.
+        """
+        if self._matrices is None:
+            if len(self.shape) < 3:
+                raise UsageError(f"matrices need a tensor of shape (..., N, K), got {self.shape}")
+            n, n_matrices = self.shape[-2], math.prod(self.shape[:-2])
+            if self._data is None and self._units is not None:
+                self._matrices = tuple(map(self._matrix_of_units, range(n_matrices)))
+            else:
+                self._matrices = tuple(self.rows(n * i, n * i + n) for i in range(n_matrices))
+        return self._matrices
+
+    def _matrix_of_units(self, index: int) -> QuantTensor:
+        """Return a matrix that is its part of the layout for a device, and has no storage bytes."""
+        assert self._units is not None
+        matrix = object.__new__(QuantTensor)
+        matrix.format, matrix.shape, matrix.outliers = self.format, self.shape[-2:], None
+        matrix._data = matrix._packed = matrix._matrices = None
+        matrix._units = self._units.matrix(index, self.shape[-2])
+        return matrix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        host = self.to_host()
+        return QuantTensor, (host.format, host.shape, host.data, host.outliers)
+
+    def __repr__(self) -> str:
+        few = f", outliers={self.outliers.nnz}" if self.outliers is not None else ""
+        place = ", on a CUDA device" if self.on_device else ""
+        return (
+            f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few}{place})"
+        )
+
+
+def _format(format: str | QuantFormat) -> QuantFormat:
+    if isinstance(format, QuantFormat):
+        return format
+    return FORMATS[format]
+
+
+def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    checked = tuple(int(n) for n in shape)
+    if not checked or checked[-1] < 1 or min(checked) < 0:
+        raise UsageError(
+            f"shape must have at least one axis, no negative ones and a last one >= 1, got {shape}"
+        )
+    return checked
+
+
+def _data_shape(format: QuantFormat, shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), format.row_blocks(shape[-1]) * format.block_bytes

@@ -1,0 +1,397 @@
+"""Weight formats that users define: a class of about twenty lines, registered by name.
+
+>>> import numpy as np
+>>> import nbflow_kernels as nk
+>>> from nbflow_kernels.block_bytes import get_f16, put_f16
+>>> class Signs:
+...     name = "signs_b16"
+...     block_size = 16
+...     block_bytes = 4
+...
+...     @staticmethod
+...     def quantize_block(x, out):  # float32 (16,), uint8 (4,)
+...         put_f16(out, 0, np.abs(x).mean())
+...         out[2] = out[3] = 0
+...         for i in range(16):
+...             out[2 + i // 8] |= (x[i] > 0) << (i % 8)
+...
+...     @staticmethod
+...     def dequantize_block(block, out):  # uint8 (4,), float32 (16,)
+...         for i in range(16):
+...             bit = (block[2 + i // 8] >> (i % 8)) & 1
+...             out[i] = get_f16(block, 0) * (2 * bit - 1)
+>>> nk.register_format(Signs)
+<UserFormat signs_b16: 2 bits per weight>
+>>> nk.dequantize(nk.quantize(np.float32([2, -2] * 8), "signs_b16"))[:4]
+array([ 2., -2.,  2., -2.], dtype=float32)
+>>> nk.unregister_format("signs_b16")
+
+The functions are compiled by Numba: plain loops over numbers, NumPy scalars and array elements.
+They are given one block: float32 weights that they must not change, and its bytes.  ``out`` holds
+what was there before, so every element must be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import user_jit as user_code
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
+from nbflow_kernels.formats.user_jit import UserCode
+from nbflow_kernels.threads import split_rows
+
+ENCODE_COST, DECODE_COST = 50.0, 10.0  # operations of a weight, for the choice of thread count
+MAX_BLOCK = 4096
+
+REQUIRED = ("quantize_block", "dequantize_block")
+OPTIONAL = ("quantize_block_weighted", "code", "d", "m", "scale", "min")
+
+
+class UserFormat(QuantFormat):
+    """A format made of a user's class; see `register_format`."""
+
+    def __init__(self, user_class: type, code: UserCode, form: CodecSpec | None) -> None:
+        self.user_class = user_class
+        self.code = code
+        self.form = form
+        self.name = code.name
+        self.block_size = code.block_size
+        self.block_bytes = code.block_bytes
+
+    @property
+    def digest(self) -> str:
+        """What tells this format from another of the same name: digest of its source file."""
+        return self.code.digest
+
+    @property
+    def decodes_from_storage(self) -> bool:
+        """See `QuantFormat.decodes_from_storage`."""
+        return self.form is None
+
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
+        """Return the bytes of each row of `x`; both encoders are the user's function."""
+        width = x.shape[1]
+        data = np.zeros((len(x), width // self.block_size * self.block_bytes), np.uint8)
+        x = _read_only(x)
+        kernel: Any
+        args: tuple[Any, ...]
+        if importance is None:
+            kernel, args = user_code.encoder(self.code), (x, data)
+        elif "quantize_block_weighted" not in self.code.functions:
+            raise UsageError(
+                f"format {self.name} knows no importance; give its class a static method "
+                "quantize_block_weighted(x, weight, out)"
+            )
+        else:
+            weight = _read_only(np.ascontiguousarray(importance, np.float32))
+            kernel, args = user_code.weighted_encoder(self.code), (x, weight, data)
+        self._run("quantize_block", kernel, len(x), ENCODE_COST * x.size, *args)
+        return data
+
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return the weights of blocks (n, block_bytes) as float32 (n, block_size)."""
+        out = np.empty((len(blocks), self.block_size), np.float32)
+        self.dequantize_rows(np.ascontiguousarray(blocks), out)
+        return out
+
+    def dequantize_rows(self, data: Bytes, out: Floats) -> None:
+        """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
+        kernel = user_code.decoder(self.code)
+        self._run("dequantize_block", kernel, len(data), DECODE_COST * out.size, data, out)
+
+    @property
+    def integer_form(self) -> CodecSpec:
+        """See `QuantFormat.integer_form`."""
+        return self.form if self.form is not None else super().integer_form
+
+    def integers(self, data: Bytes) -> DecodedBlocks:
+        """See `QuantFormat.integers`."""
+        if self.form is None:
+            return super().integers(data)
+        form, n_rows = self.form, len(data)
+        columns = data.shape[1] // self.block_bytes * self.block_size
+        codes = np.zeros((n_rows, columns), np.uint8)
+        d, m = (np.zeros((n_rows, columns // form.block), np.float32) for _ in "dm")
+        scales = np.zeros((n_rows, columns // form.sub_block), np.int16)
+        mins = np.zeros(scales.shape, np.uint8)
+        kernel = user_code.integer_decoder(self.code, form)
+        args = (np.ascontiguousarray(data), codes, d, m, scales, mins)
+        self._run("code", kernel, n_rows, DECODE_COST * codes.size, *args)
+        return DecodedBlocks(
+            codes,
+            d,
+            m if form.base != "none" else None,
+            scales if form.scales else None,
+            mins if form.base == "min" else None,
+        )
+
+    def _run(self, function: str, kernel: Any, n_rows: int, work: float, *args: Any) -> None:
+        """Run a kernel; what the user's code raises names the user's line."""
+        try:
+            split_rows(kernel, n_rows, work, *args)
+        except Exception as error:
+            raise user_error(self.name, function, self.code.functions, error) from error
+
+
+def _read_only(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+# ---- registering ---------------------------------------------------------------------------------
+
+
+def register_format(user_class: Any) -> UserFormat:
+    """Make a class of a few lines a weight format like the built-in ones.
+
+    Parameters
+    ----------
+    user_class : type
+        ``name``
+            Lower-case letters, digits and underscores; no built-in name.
+        ``block_size``, ``block_bytes``
+            Weights of a block, 1 to 4096, and its bytes.
+        ``quantize_block(x, out)``
+            Static: writes the bytes of a block to `out`, uint8 (block_bytes,), from the weights
+            `x`, float32 (block_size,), which are finite.  It is both encoders, "plain" and "best".
+        ``dequantize_block(block, out)``
+            Static: writes the weights of a block to `out`, float32 (block_size,).
+        ``quantize_block_weighted(x, weight, out)``
+            Static, optional: the encoder for importances, `weight` float32 (block_size,), 0 for
+            padding.
+        ``integer_form``, ``code(block, i)``, ``d(block, j)`` and, as the form has them,
+        ``m(block, j)``, ``scale(block, s)``, ``min(block, s)``
+            Optional: the formula `nbflow_kernels.formats.codec_spec.CodecSpec` of the format, and
+            static functions that return its numbers: the code of weight i, `d` and `m` of the j-th
+            group of ``integer_form.block`` weights, scale and min of sub-block s.  With it,
+            products run in the same kernels as those of the built-in formats.
+
+    Returns
+    -------
+    UserFormat
+        The format, now also in `nbflow_kernels.FORMATS` by its name.
+
+    Raises
+    ------
+    UsageError
+        If the name is taken, something is missing or does not compile, or a check of
+        `nbflow_kernels.formats.user_validation.check` fails: decoded weights must be finite and
+        the same each time, for random, constant, zero, tiny and huge weights.
+
+    See Also
+    --------
+    nbflow_kernels.check_format : The whole battery of checks, products included.
+    load_formats : Registers what a file defines.
+
+    Notes
+    -----
+    Compiled kernels are kept on disk if the class lives in a file, known by the file's contents: an
+    edit in that file compiles anew, one in another file that it imports does not.
+
+    Examples
+    --------
+    >>> import nbflow_kernels as nk
+    >>> nk.register_format(float)
+    Traceback (most recent call last):
+    nbflow_kernels.errors.UsageError: class float: a format needs name; it has none
+    """
+    from nbflow_kernels.formats import FORMATS
+    from nbflow_kernels.formats.user_validation import check
+
+    format = _make(user_class)
+    before = FORMATS.get(format.name)
+    if isinstance(before, UserFormat):
+        if before.user_class is user_class or before.digest == format.digest:
+            return before
+        raise UsageError(
+            f"a format {format.name!r} is registered already, with another class; choose another "
+            f"name, or call unregister_format({format.name!r}) first"
+        )
+    if before is not None or format.name in FORMATS:
+        raise UsageError(f"{format.name!r} is a built-in format; choose another name")
+    check(format)
+    FORMATS.add(format)
+    return format
+
+
+def unregister_format(name: str) -> None:
+    """Forget a registered format; tensors in it go on working.
+
+    Raises
+    ------
+    UsageError
+        If it is unknown or a built-in one.
+    """
+    format = FORMATS[name]
+    if not isinstance(format, UserFormat):
+        raise UsageError(f"{name!r} is a built-in format, which cannot be unregistered")
+    FORMATS.remove(format.name)
+
+
+_loaded: dict[tuple[Path, str], tuple[QuantFormat, ...]] = {}
+
+
+def load_formats(path: str | Path) -> tuple[QuantFormat, ...]:
+    """Execute a Python file that registers formats.
+
+    The file is a program and can do anything that you can: load only what you trust.
+
+    Parameters
+    ----------
+    path : str or Path
+        A file that calls `register_format`, or adds formats made of ours to `FORMATS`.
+
+    Returns
+    -------
+    tuple of QuantFormat
+        What the file registered.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, raises, or registers nothing.
+    """
+    file = Path(path).resolve()
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"cannot read the file of formats {path}: {error.strerror}") from None
+    known = _loaded.get((file, digest))
+    if known is not None and all(FORMATS.get(f.name) is f for f in known):
+        return known
+    name = f"nbflow_formats_{digest[:16]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"the file of formats {path} must be Python (.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    before = dict(FORMATS)
+    try:
+        spec.loader.exec_module(module)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    except Exception as error:
+        raise UsageError(f"{path} raised {type(error).__name__}: {error}") from error
+    found = [FORMATS[n] for n in FORMATS if FORMATS[n] is not before.get(n)]
+    # registered by an earlier run of the same file, e.g. through a copy of it
+    for value in vars(module).values():
+        format = FORMATS.get(str(getattr(value, "name", ""))) if isinstance(value, type) else None
+        if isinstance(format, UserFormat) and format not in found:
+            found.append(format)
+    formats = tuple(found)
+    if not formats:
+        raise UsageError(f"{path} registers no format; end it with nk.register_format(MyFormat)")
+    _loaded[file, digest] = formats
+    return formats
+
+
+def _make(user_class: Any) -> UserFormat:
+    """Return the format of a class, not compiled yet, or raise if a part is missing or wrong."""
+    if not isinstance(user_class, type):
+        raise TypeError(f"register_format takes a class, got {type(user_class).__name__}")
+    where = f"class {user_class.__name__}"
+    given: Any = user_class
+    for part in ("name", "block_size", "block_bytes", *REQUIRED):
+        if not hasattr(user_class, part):
+            raise UsageError(f"{where}: a format needs {part}; it has none")
+    name = given.name
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UsageError(
+            f"{where}: name must be lower-case letters, digits and underscores, got {name!r}"
+        )
+    for part, most in (("block_size", MAX_BLOCK), ("block_bytes", 1 << 20)):
+        value = getattr(user_class, part)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise UsageError(f"{where}: {part} must be an integer in 1..{most}, got {value!r}")
+    form = getattr(user_class, "integer_form", None)
+    functions = {k: _function(user_class, k) for k in REQUIRED}
+    functions |= {k: _function(user_class, k) for k in OPTIONAL if hasattr(user_class, k)}
+    if form is not None:
+        _check_form(user_class, form, functions)
+    digest, on_disk = _source_digest(user_class)
+    code = UserCode(name, digest, on_disk, given.block_size, given.block_bytes, functions)
+    return UserFormat(user_class, code, form)
+
+
+def _function(user_class: Any, name: str) -> Callable[..., Any]:
+    """Return a static function of the class in plain Python."""
+    where = f"class {user_class.__name__}: {name}"
+    raw = inspect.getattr_static(user_class, name)
+    function = raw.__func__ if isinstance(raw, staticmethod) else raw
+    function = getattr(function, "py_func", function)
+    if not inspect.isfunction(function):
+        raise UsageError(f"{where} must be a function, got {type(function).__name__}")
+    if not isinstance(raw, staticmethod) and "self" in inspect.signature(function).parameters:
+        raise UsageError(f"{where} must be a @staticmethod, without self")
+    wanted = 3 if name == "quantize_block_weighted" else 2
+    found = len(inspect.signature(function).parameters)
+    if found != wanted:
+        raise UsageError(f"{where} must take {wanted} arguments, it takes {found}")
+    return function
+
+
+def _check_form(user_class: Any, form: Any, functions: dict[str, Any]) -> None:
+    where = f"class {user_class.__name__}"
+    if not isinstance(form, CodecSpec):
+        raise UsageError(
+            f"{where}: integer_form must be a nbflow_kernels.formats.codec_spec.CodecSpec, got "
+            f"{type(form).__name__}"
+        )
+    if user_class.block_size % form.block:
+        raise UsageError(f"{where}: block_size must be a multiple of integer_form.block")
+    needed = ["code", "d"]
+    needed += ["m"] if form.base != "none" else []
+    needed += ["scale"] if form.scales else []
+    needed += ["min"] if form.base == "min" else []
+    for name in needed:
+        if name not in functions:
+            raise UsageError(f"{where}: with this integer_form it needs a static method {name}")
+
+
+def _source_digest(user_class: Any) -> tuple[str, bool]:
+    """Return the digest of the file of a class, and whether there is one."""
+    try:
+        file = Path(inspect.getfile(user_class))
+        content = file.read_bytes()
+    except (OSError, TypeError):  # made in a notebook or a shell
+        return uuid.uuid4().hex, False
+    return hashlib.sha256(content + user_class.__qualname__.encode()).hexdigest()[:32], True
+
+
+def user_error(
+    name: str, function: str, functions: dict[str, Callable[..., Any]], error: Exception
+) -> UsageError:
+    """Return an error that names the format and the line of the user's code."""
+    files = {f.__code__.co_filename for f in functions.values()}
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    line = ""
+    for file, number in re.findall(r'File "([^"]+)", line (\d+)', text):
+        if any(file == f or f.endswith(file) for f in files):
+            line = f", line {number}"
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename in files:
+            line = f", line {traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    kind = type(error).__name__
+    lines = [part.strip() for part in text.splitlines() if part.strip()]
+    lines = [part for part in lines if not part.startswith(("Failed in", "During:", "File "))]
+    reason = " ".join(lines[:3])[:300] if lines else kind
+    if "setitem(readonly" in text:
+        reason = "what is read (x, weight, block) must not be written; only out may be"
+    return UsageError(f"format {name}: {function}{line}: {kind}: {reason}")

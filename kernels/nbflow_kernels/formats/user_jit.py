@@ -1,0 +1,237 @@
+"""A user's format functions in compiled code: the kernels that are made of them.
+
+The functions are compiled without fusing products and sums, so that a weight decodes to the same
+bits wherever it is decoded.  A kernel holds a format's `UserCode` as a constant, and calls
+`encode_block`, `decode_block`, ... with it; which function that means is known while the kernel is
+compiled.  The constant is the format's name and the digest of its source file: by that the disk
+cache tells the kernels of formats apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import datamodel, extending, types
+from numba.core.imputils import lower_constant
+from numba.core.typing.typeof import typeof_impl
+
+from nbflow_kernels import _jit, simd
+from nbflow_kernels._jit import helper
+from nbflow_kernels._parts import KernelCompiler
+from nbflow_kernels.formats.codec_spec import CodecSpec
+from nbflow_kernels.lanes import write_f32
+
+DECODED_ROWS = 16  # rows side by side in a decoded panel
+
+
+class UserCode:
+    """The functions of one user format.
+
+    Parameters
+    ----------
+    name : str
+        Name of the format.
+    digest : str
+        Digest of the source file, or anything unique where there is none.
+    on_disk : bool
+        Whether compiled kernels may be kept on disk.
+    functions : dict of str to callable
+        The user's functions, by the names of `USER_FUNCTIONS`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        digest: str,
+        on_disk: bool,
+        block_size: int,
+        block_bytes: int,
+        functions: dict[str, Callable[..., Any]],
+    ) -> None:
+        self.name, self.digest, self.on_disk = name, digest, on_disk
+        self.block_size, self.block_bytes = block_size, block_bytes
+        self.functions = functions
+        # named like kernels: they are in what the disk keeps of kernels
+        compile_user: Any = numba.njit(
+            error_model="numpy", nogil=True, pipeline_class=KernelCompiler
+        )
+        self.compiled = {key: compile_user(function) for key, function in functions.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _key, (self.name, self.digest)  # what the disk cache sees of a kernel's constants
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.digest))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def njit(self, function: Callable[..., Any]) -> Any:
+        """Compile a kernel, kept on disk if the format's source is a file."""
+        if self.on_disk:
+            return _jit.njit(function)
+        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": _jit.FAST_MATH}
+        return numba.njit(**options)(function)
+
+
+def _key(name: str, digest: str) -> tuple[str, str]:
+    return name, digest
+
+
+class CodeType(types.Type):
+    """The Numba type of one format's code."""
+
+    def __init__(self, code: UserCode) -> None:
+        self.code = code
+        super().__init__(name=f"user_format({code.name}, {code.digest})")
+
+
+@extending.register_model(CodeType)
+class _CodeModel(datamodel.models.OpaqueModel):
+    pass
+
+
+@typeof_impl.register(UserCode)
+def _typeof_code(code: UserCode, context: Any) -> CodeType:
+    return CodeType(code)
+
+
+@lower_constant(CodeType)
+def _constant_code(context: Any, builder: Any, code_type: Any, value: Any) -> Any:
+    return context.get_dummy_value()
+
+
+_OPTIONS: Any = {"error_model": "numpy"}
+
+
+def _user_function(name: str) -> Callable[..., Any]:
+    """Return ``f(code, *args)``, which calls the function `name` of a format in compiled code."""
+
+    def function(code: Any, *args: Any) -> Any:
+        return code.functions[name](*args)
+
+    def chosen(code: Any, *args: Any) -> Any:
+        compiled = code.code.compiled[name]
+        return lambda code, *args: compiled(*args)
+
+    extending.overload(function, strict=False, jit_options=_OPTIONS)(chosen)
+    return function
+
+
+encode_block = _user_function("quantize_block")
+encode_block_weighted = _user_function("quantize_block_weighted")
+decode_block = _user_function("dequantize_block")
+code_of = _user_function("code")
+d_of = _user_function("d")
+m_of = _user_function("m")
+scale_of = _user_function("scale")
+min_of = _user_function("min")
+
+
+# ---- storage -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def encoder(code: UserCode) -> Any:
+    """Return the kernel ``(x, data, start, stop)`` that encodes rows."""
+    size, n_bytes = code.block_size, code.block_bytes
+
+    @code.njit
+    def encode(x: Any, data: Any, start: Any, stop: Any) -> None:
+        for row in range(start, stop):
+            for b in range(x.shape[1] // size):
+                block = data[row, b * n_bytes : (b + 1) * n_bytes]
+                encode_block(code, x[row, b * size : (b + 1) * size], block)
+
+    return encode
+
+
+@functools.cache
+def weighted_encoder(code: UserCode) -> Any:
+    """Return the kernel ``(x, weight, data, start, stop)`` that encodes rows with importances."""
+    size, n_bytes = code.block_size, code.block_bytes
+
+    @code.njit
+    def encode_weighted(x: Any, weight: Any, data: Any, start: Any, stop: Any) -> None:
+        for row in range(start, stop):
+            w = weight[min(row, len(weight) - 1)]
+            for b in range(x.shape[1] // size):
+                columns = slice(b * size, (b + 1) * size)
+                block = data[row, b * n_bytes : (b + 1) * n_bytes]
+                encode_block_weighted(code, x[row, columns], w[columns], block)
+
+    return encode_weighted
+
+
+@functools.cache
+def decoder(code: UserCode) -> Any:
+    """Return the kernel ``(data, out, start, stop)`` that decodes rows."""
+    size, n_bytes = code.block_size, code.block_bytes
+
+    @code.njit
+    def decode(data: Any, out: Any, start: Any, stop: Any) -> None:
+        room = np.empty(size, np.float32)
+        n_columns = out.shape[1]
+        for row in range(start, stop):
+            for b in range(data.shape[1] // n_bytes):
+                decode_block(code, data[row, b * n_bytes : (b + 1) * n_bytes], room)
+                for i in range(min(size, n_columns - b * size)):
+                    out[row, b * size + i] = room[i]
+
+    return decode
+
+
+@functools.cache
+def integer_decoder(code: UserCode, form: CodecSpec) -> Any:
+    """Return the kernel ``(data, codes, d, m, scales, mins, start, stop)``; see `DecodedBlocks`."""
+    size, n_bytes, n_d = code.block_size, code.block_bytes, code.block_size // form.block
+    has_m, has_scales, has_mins = form.base != "none", form.scales, form.base == "min"
+    n_scales = size // form.sub_block
+
+    @code.njit
+    def decode(
+        data: Any, codes: Any, d: Any, m: Any, scales: Any, mins: Any, start: Any, stop: Any
+    ) -> None:
+        for row in range(start, stop):
+            for b in range(data.shape[1] // n_bytes):
+                block = data[row, b * n_bytes : (b + 1) * n_bytes]
+                for i in range(size):
+                    codes[row, b * size + i] = code_of(code, block, i)
+                for j in range(n_d):
+                    d[row, b * n_d + j] = d_of(code, block, j)
+                    if has_m:
+                        m[row, b * n_d + j] = m_of(code, block, j)
+                if has_scales:
+                    for s in range(n_scales):
+                        scales[row, b * n_scales + s] = scale_of(code, block, s)
+                        if has_mins:
+                            mins[row, b * n_scales + s] = min_of(code, block, s)
+
+    return decode
+
+
+# ---- panels of decoded weights for products ------------------------------------------------------
+
+
+@helper
+def decode_panel(source: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Write columns k to k + n of the 16 rows at address `at` to address `to`, column by column.
+
+    `source` is the code, the rows' bytes and room for a block; k and n are whole blocks.
+    """
+    code, data, room, n_bytes = source
+    size = len(room)
+    first = (at - simd.address(data)) // max(1, data.shape[1])
+    count = min(DECODED_ROWS, len(data) - first)
+    if count < DECODED_ROWS:
+        for i in range(n):
+            simd.store_f32(to + 64 * i, simd.splat(0.0))
+    for b in range(k // size, (k + n) // size):
+        for lane in range(count):
+            decode_block(code, data[first + lane, b * n_bytes : (b + 1) * n_bytes], room)
+            for i in range(size):
+                write_f32(to + 64 * (b * size - k + i) + 4 * lane, room[i])

@@ -1,0 +1,236 @@
+"""The published encoders of iq1 on CUDA devices: a warp a sub-block, a split of it each lane.
+
+The arithmetic is the CPU's (`iq1_plain`).  The ways to split the sorted weights in three are tried
+32 at a time; those that gain more than the best so far are taken in the CPU's order.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbflow_kernels import cuda
+from nbflow_kernels.formats.cuda_dequantize import key_of
+from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import (
+    BLOCKS_PER_SM,
+    DECLARED,
+    N_WARPS,
+    THREADS,
+    packer,
+    tables_there,
+)
+from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
+from nbflow_kernels.quantizers.reference import ggml_iq1 as iq1_plain
+from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as grid_plain
+
+if TYPE_CHECKING:
+    from nbflow_kernels.formats.block_format import BlockFormat
+
+_ALL = 0xFFFFFFFF
+
+
+def encode(x: Any, format: BlockFormat, data: Any) -> None:
+    """Write the bytes (rows, row bytes) of weights (rows, columns)."""
+    device = cuda.device_of(x)
+    tables = tables_there(format, "iq1", device)
+    n_blocks = data.shape[1] // format.block_bytes * len(x)
+    grid = min(n_blocks, BLOCKS_PER_SM * device.n_sms)
+    _encoder(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
+
+
+@functools.cache
+def _encoder(format: BlockFormat) -> cuda.Kernel:
+    """Return the kernel that encodes 256 weights in each thread block."""
+    nc: Any = importlib.import_module("numba.cuda")
+    from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
+
+    sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.n_numbers
+    n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
+    weighted, d_at = QUANTIZERS[format.name].needs_importance, 64 + 256 // sub
+    nothing, factor = iq1_plain.NOTHING[sub], iq1_plain.FACTOR[sub]
+    mean_square, largest_of = twin(grid_plain.mean_square), twin(grid_plain.largest_of)
+    scales_of, fit, pack = twin(iq1_plain.scales_of), _sub_block(sub), packer(format)
+    fill_levels = _levels()
+
+    @cuda.numba_kernel(
+        DECLARED, key=key_of(format), fuse=False, name=f"encode_{format.name}"
+    )  # fmt: skip
+    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
+        weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
+        order, codes = nc.shared.array(256, np.int32), nc.shared.array(256, np.int32)
+        fields, found = nc.shared.array(n_fields, np.int32), nc.shared.array(n_subs, np.float32)
+        of_block = nc.shared.array(1, np.float32)
+        sum_x = nc.shared.array((n_subs, 2, 33), np.float32)
+        sum_w = nc.shared.array((n_subs, 2, 33), np.float32)
+        levels = nc.local.array((2, 3), np.float32)
+        fill_levels(levels)
+        thread = nc.threadIdx.x
+        lane, warp = thread % 32, thread // 32
+        blocks = row_bytes // block_bytes
+        for b in range(nc.blockIdx.x, T * blocks, nc.gridDim.x):
+            row, column = b // blocks, b % blocks * 256
+            for i in range(thread, 256, n_threads):  # padding is the row's last weight again
+                weights[i] = x[row * columns + min(column + i, columns - 1)]
+            for i in range(thread, n_fields, n_threads):
+                fields[i] = 0
+            nc.syncthreads()
+            if thread == 0:
+                of_block[0] = np.float32(2) * mean_square(weights)
+            nc.syncthreads()
+            mean = of_block[0]
+            for s in range(warp, n_subs, N_WARPS):
+                at, end = s * sub, s * sub + sub
+                for j in range(at + lane, end, 32):
+                    square = weights[j] * weights[j]
+                    counts[j] = square
+                    if weighted:  # importance is 1, and 0 for padding
+                        counts[j] = sqrt(mean + square) if column + j < columns else np.float32(0)
+                nc.syncwarp()
+                scale = np.float32(0)
+                if largest_of(weights[at:end]) >= nothing:
+                    scale = fit(
+                        weights[at:end], counts[at:end], order[at:end], codes[at:end], sum_x[s],
+                        sum_w[s], levels, first, lists, grid,
+                        fields[groups * s : groups * s + groups],
+                        fields[32 + groups * s : 32 + groups * s + groups], lane,
+                    )  # fmt: skip
+                if lane == 0:
+                    found[s] = scale
+            nc.syncthreads()
+            if thread == 0:
+                fields[d_at] = scales_of(
+                    weights, counts, found, factor, levels, grid, fields[:32], fields[32:64],
+                    fields[64:d_at],
+                )  # fmt: skip
+            nc.syncthreads()
+            to = row * row_bytes + column // 256 * block_bytes
+            pack(fields, sources, blank, data, to, thread, n_threads)
+            nc.syncthreads()
+
+    return encode
+
+
+def _levels() -> Any:
+    """Return the function that writes the levels by shift to an array (2, 3)."""
+    from nbflow_kernels.cuda.numba_conversions import device
+
+    (a, b, c), (d, e, f) = (tuple(row) for row in iq1_plain.SHIFTED)
+
+    @device
+    def fill(levels):  # type: ignore[no-untyped-def]
+        levels[0, 0], levels[0, 1], levels[0, 2] = a, b, c
+        levels[1, 0], levels[1, 1], levels[1, 2] = d, e, f
+
+    return fill
+
+
+def _sub_block(sub: int) -> Any:
+    """Return what the lanes of a warp do for a sub-block: `iq1_plain._sub_block`."""
+    from nbflow_kernels.cuda.numba_conversions import device
+
+    nc: Any = importlib.import_module("numba.cuda")
+    groups, split = sub // 8, _split(sub)
+    point_of, sums = twin(iq1_plain.point_of), twin(iq1_plain.sums)
+
+    @device
+    def fit(  # type: ignore[no-untyped-def]
+        x, counts, order, codes, sum_x, sum_w, levels, first, lists, grid, points, shifts, lane
+    ):
+        rank = 0
+        if lane < sub:  # equal weights stay in order
+            for j in range(sub):
+                rank += x[j] < x[lane] or (x[j] == x[lane] and j < lane)
+            order[rank] = lane
+        nc.syncwarp()
+        low, high, shift, scale = split(x, counts, order, sum_x, sum_w, levels, lane)
+        if low < 0:
+            return np.float32(0)
+        if lane < sub:
+            code = np.int32(rank >= low) + np.int32(rank >= high)
+            codes[lane] = code if scale >= 0 else 2 - code
+        if scale < 0:
+            scale, shift = -scale, 3 - shift
+        nc.syncwarp()
+        on_grid = True
+        if lane < groups:
+            bit = (shift >> (1 - lane)) & 1 if sub == 16 else shift & 1
+            shifts[lane] = bit
+            points[lane], on_grid = point_of(
+                x, counts, codes, lane, scale, levels[bit], first, lists, grid
+            )
+        nc.syncwarp()
+        if not nc.all_sync(_ALL, on_grid):
+            qx, qq = sums(x, counts, levels, grid, points, shifts)
+            if qx > 0 and qq > 0:
+                scale = qx / qq
+        return scale
+
+    return fit
+
+
+def _split(sub: int) -> Any:
+    """Return the search for the best split: (low, high, shift, scale), low is -1 without one."""
+    from nbflow_kernels.cuda.numba_conversions import device
+
+    nc: Any = importlib.import_module("numba.cuda")
+    n_shifts, factor = (2, 3) if sub == 32 else (4, 1)
+    gain = _gain(sub)
+    add_up = twin(iq1_plain.add_up_32 if sub == 32 else iq1_plain.add_up_16)
+
+    @device
+    def split(x, counts, order, sum_x, sum_w, levels, lane):  # type: ignore[no-untyped-def]
+        if lane == 0:
+            if sub == 32:
+                add_up(x, counts, order, sum_x[0], sum_w[0])
+            else:
+                add_up(x, counts, order, sum_x, sum_w)
+        nc.syncwarp()
+        best, scale = np.float32(-3.4028235e38), np.float32(0)
+        best_low, best_high, best_shift = -1, -1, 0
+        for low in range(sub + 1):
+            n = (sub + 1 - low) * n_shifts
+            for start in range(0, n, 32):
+                k = start + lane
+                high, shift = low + k // n_shifts, k % n_shifts
+                qx, qq = np.float32(0), np.float32(0)
+                if k < n:
+                    qx, qq = gain(sum_x, sum_w, low, high, shift, levels)
+                better = nc.ballot_sync(_ALL, qq > 0 and qx * qx > best * qq)
+                while better != 0:  # the first of them, then those behind it that are better still
+                    leader = nc.ffs(better) - 1
+                    top_x, top_q = (
+                        nc.shfl_sync(_ALL, qx, leader),
+                        nc.shfl_sync(_ALL, qq, leader),
+                    )
+                    scale = top_x / top_q
+                    best = scale * top_x
+                    k = start + leader
+                    best_low, best_high, best_shift = low, low + k // n_shifts, k % n_shifts
+                    more = lane > leader and qq > 0 and qx * qx > best * qq
+                    better = nc.ballot_sync(_ALL, more)
+        return best_low, best_high, factor * best_shift, scale
+
+    return split
+
+
+def _gain(sub: int) -> Any:
+    """Return ``(sum_x, sum_w, low, high, shift, levels)``, the sums of one split."""
+    from nbflow_kernels.cuda.numba_conversions import device
+
+    gain_32, half_gain = twin(iq1_plain.gain_32), twin(iq1_plain.half_gain_16)
+
+    @device
+    def of_32(sum_x, sum_w, low, high, shift, levels):  # type: ignore[no-untyped-def]
+        return gain_32(sum_x[0, :33], sum_w[0, :33], low, high, levels[shift])
+
+    @device
+    def of_16(sum_x, sum_w, low, high, shift, levels):  # type: ignore[no-untyped-def]
+        x0, q0 = half_gain(sum_x[0], sum_w[0], low, high, levels[shift >> 1])
+        x1, q1 = half_gain(sum_x[1], sum_w[1], low, high, levels[shift & 1])
+        return x0 + x1, q0 + q1
+
+    return of_32 if sub == 32 else of_16

@@ -1,0 +1,112 @@
+"""Encoders that are written for 16 blocks in lockstep, on CUDA devices: a thread is a lane.
+
+The functions are the CPU's.  Their operations on vectors become those on numbers, and an address
+of a vector that of this thread's number in it, so that a scratch memory is laid out as on the CPU:
+a panel of 16 threads.  No lane depends on its neighbours, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import lanes, simd
+from nbflow_kernels.quantizers import simd_panel as lockstep
+from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
+
+MODULES = (simd, lanes, lockstep, ggml_fits)
+"""Modules whose functions the encoders call by the module's name."""
+
+
+def twin(function: Any) -> Any:
+    """Return a compiled function of the CPU as a function of CUDA kernels, for one lane."""
+    return _Twins().of(function)
+
+
+class _Twins:
+    """Copies of functions and modules, with the operations of `_operations` in them."""
+
+    def __init__(self) -> None:
+        self._device = importlib.import_module("numba.cuda").jit(device=True)
+        self._made: dict[int, Any] = {}
+        for module, names in _operations().items():
+            for name, operation in names.items():
+                self._made[id(getattr(module, name))] = operation
+
+    def of(self, value: Any) -> Any:
+        """Return what stands for a global of a function."""
+        found = self._made.get(id(value))
+        if found is not None:
+            return found
+        if value is np:
+            return _numpy()
+        if isinstance(value, types.ModuleType):
+            return self._module(value) if value in MODULES else value
+        python = getattr(value, "py_func", None)
+        return value if python is None else self._function(value, python)
+
+    def _function(self, compiled: Any, python: Any) -> Any:
+        names: dict[str, Any] = {}
+        again = types.FunctionType(
+            python.__code__, names, python.__name__, python.__defaults__, python.__closure__
+        )
+        made = self._made[id(compiled)] = self._device(again)
+        used = set(python.__code__.co_names)
+        names.update({k: self.of(v) for k, v in python.__globals__.items() if k in used})
+        names["__name__"], names["__builtins__"] = python.__module__, __builtins__
+        return made
+
+    def _module(self, module: types.ModuleType) -> Any:
+        made = self._made[id(module)] = types.ModuleType(module.__name__)
+        for name, value in vars(module).items():
+            if id(value) in self._made or hasattr(value, "py_func") or isinstance(value, float):
+                setattr(made, name, self.of(value))
+        return made
+
+
+@functools.cache
+def _numpy() -> Any:
+    """Return NumPy as encoders use it: its types, and roundings and roots that are the CPU's."""
+    from nbflow_kernels.quantizers.cuda import simt_lanes as own
+
+    made = types.ModuleType("numpy")
+    for name, value in vars(np).items():
+        if isinstance(value, type) and issubclass(value, np.generic):
+            setattr(made, name, value)
+    made.rint, made.sqrt = own.rint, own.sqrt  # type: ignore[attr-defined]
+    return made
+
+
+@functools.cache
+def _operations() -> dict[types.ModuleType, dict[str, Any]]:
+    """Return the operations on one lane, by the module and the name of those on vectors."""
+    from nbflow_kernels.cuda import numba_conversions as numbers
+    from nbflow_kernels.quantizers.cuda import simt_lanes as own
+
+    of_simd = (
+        "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
+        "load_f16", "to_f32", "as_i32",
+    )  # fmt: skip
+    of_lockstep = (
+        "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
+    )  # fmt: skip
+    return {
+        simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
+        lanes: {"store_f16": own.store_f16},
+        lockstep: {name: getattr(own, name) for name in of_lockstep},
+    }
+
+
+def scratch_floats(n_threads: int, vectors: int) -> int:
+    """Return the size of a scratch memory of `vectors` vectors for each 16 threads."""
+    return -(-n_threads // simd.LANES) * simd.LANES * vectors
+
+
+def scratch_offset(thread: Any, vectors: Any) -> Any:
+    """Return where the first number of a thread's scratch memory lies, in bytes."""
+    group, lane = thread // np.int64(16), thread % np.int64(16)
+    return group * np.int64(64) * vectors + np.int64(4) * lane

@@ -1,0 +1,1 @@
+"""The published quantizers, bit for bit."""

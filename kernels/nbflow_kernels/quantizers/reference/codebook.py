@@ -1,0 +1,273 @@
+"""The published encoders of the formats with a table of levels, bit for bit.
+
+``iq4_nl``, ``iq4_xs``: for each 32 weights, 16 scales are tried that put the weight of largest
+magnitude near the lowest level; each gives codes, and these the scale of least squares, in which a
+weight x counts x**2, or with importance q: q * sqrt(x**2 + 2 * mean of x**2 over the block).  The
+scale that gains most is taken, and iq4_xs divides the 8 of a block by 1/32 of the largest one and
+rounds.  At last the codes are chosen again, in iq4_nl for the scale before it is rounded to
+float16.
+
+``mxfp4``, ``nvfp4``: the scale is 2**(exponent of the largest magnitude - 2), or the largest
+magnitude / 6 rounded to E4M3 (halves up, subnormals not above the largest one, 248 and more to
+448); the codes are the nearest ones.
+
+``tq1_0``, ``tq2_0``, ``q2_0``: the scale is the largest magnitude, codes are rounded, halves away
+from zero.  ``q1_0``: the scale is the mean magnitude, a weight of -0 or more has code 1.
+
+Where GGML's result depends on the processor it is defined here: quotients that overflow are cut off
+at the ends of the codes, and the E8M0 exponent at 0.
+
+Source: GGML, ggml-quants.c (quantize_row_iq4_nl_impl, quantize_row_mxfp4_ref,
+quantize_row_nvfp4_ref, quantize_row_tq1_0_ref, quantize_row_tq2_0_ref, quantize_row_q2_0_ref,
+quantize_row_q1_0_ref).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.formats.registry import Bytes, Floats, Halves
+from nbflow_kernels.threads import split_rows
+
+TRIES = 7  # iq4: scales tried on either side
+NOTHING = np.float32(1e-15)  # iq4: a smaller largest magnitude counts as zero
+IQ4_COST, FP4_COST, ROUND_COST = 600.0, 60.0, 8.0  # operations a weight costs
+
+"""Bits of float16 numbers."""
+
+
+def no_importance() -> Floats:
+    """Return what kernels take for no importance weights."""
+    return np.empty((0, 0), np.float32)
+
+
+# ---- iq4 ----------------------------------------------------------------------------------------
+
+
+def iq4(
+    x: Floats, importance: Floats | None, values: Floats, block: int
+) -> tuple[Bytes, NDArray[np.int16], Halves]:
+    """Return codes (rows, K), scales (rows, K / 32) and d (rows, K / block) of rows of weights.
+
+    A block of 32 has no scales: they are then not to be used.
+    """
+    n_rows, width = x.shape
+    codes = np.empty(x.shape, np.uint8)
+    scales = np.zeros((n_rows, width // 32), np.int16)
+    d = np.empty((n_rows, width // block), np.uint16)
+    weight = no_importance() if importance is None else importance
+    split_rows(_iq4, n_rows, IQ4_COST * x.size, x, weight, values, block, codes, scales, d)
+    return codes, scales, d
+
+
+@strict_njit
+def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
+    """Choose the codes of weights divided by a scale, of ascending levels; halves go up."""
+    for j in range(len(codes)):
+        codes[j] = 0
+    for level in range(len(values) - 1):  # counts the levels passed: vectorized this way round
+        low, high = values[level], values[level + 1]
+        for j in range(len(codes)):
+            v = x[j] * inverse
+            codes[j] += np.int32(v - low >= high - v)
+
+
+@strict_njit
+def iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
+    """Return the scale of a sub-block."""
+    extreme = np.float32(0)
+    for j in range(len(x)):
+        if abs(x[j]) > abs(extreme):
+            extreme = x[j]
+    if abs(extreme) < NOTHING:
+        return np.float32(0)
+    scale, best = np.float32(0), np.float32(0)
+    for i in range(-TRIES - 1, TRIES + 1):
+        first = i < -TRIES
+        inverse = (np.float32(i) + values[0]) / extreme
+        if first:
+            inverse = np.float32(1) / (-extreme / values[0])
+        _nearest_levels(values, x, inverse, codes)
+        qx, qq = np.float32(0), np.float32(0)
+        for j in range(len(x)):
+            q, w = values[codes[j]], weight[j]
+            qx += w * q * x[j]
+            qq += w * q * q
+        if qq > 0 and (first or qx * qx > best * qq):
+            scale = qx / qq
+            best = scale * qx
+    return scale
+
+
+@strict_njit
+def _iq4(
+    x: Any, importance: Any, values: Any, block: Any, codes: Any, scales: Any, d: Any, start: Any,
+    stop: Any,
+) -> None:  # fmt: skip
+    """Encode rows [start, stop)."""
+    weight = np.empty(32, np.float32)
+    found = np.empty(block // 32, np.float32)
+    chosen = np.empty(32, np.int32)
+    for row in range(start, stop):
+        for b in range(d.shape[1]):
+            first = b * block
+            mean = np.float32(0)
+            for i in range(first, first + block):
+                mean += x[row, i] * x[row, i]
+            mean *= np.float32(2) / np.float32(block)
+            for s in range(block // 32):
+                for j in range(32):
+                    i = first + 32 * s + j
+                    square = x[row, i] * x[row, i]
+                    weight[j] = square
+                    if len(importance):
+                        q = importance[min(row, len(importance) - 1), i]
+                        weight[j] = q * np.sqrt(mean + square)
+                at = first + 32 * s
+                found[s] = iq4_scale(x[row, at : at + 32], weight, values, chosen)
+            d[row, b] = iq4_codes(x[row], first, values, found, codes[row], scales[row], chosen)
+
+
+@strict_njit
+def iq4_codes(
+    x: Any, first: Any, values: Any, found: Any, codes: Any, scales: Any, chosen: Any
+) -> Any:  # fmt: skip
+    """Write codes and integer scales of a block; return its stored d."""
+    largest = np.float32(0)
+    for s in range(len(found)):
+        if abs(found[s]) > abs(largest):
+            largest = found[s]
+    d = -largest / np.float32(32) if len(found) > 1 else found[0]
+    inverse = np.float32(1) / d if d != 0 else np.float32(0)
+    for s in range(len(found)):
+        step_inverse = inverse
+        if len(found) > 1:
+            scale = min(max(np.rint(inverse * found[s]), np.float32(-32)), np.float32(31))
+            step = d * scale
+            step_inverse = np.float32(1) / step if step != 0 else np.float32(0)
+            scales[first // 32 + s] = np.int16(scale)
+        at = first + 32 * s
+        _nearest_levels(values, x[at : at + 32], step_inverse, chosen)
+        for j in range(32):
+            codes[at + j] = chosen[j]
+    return simd.float_to_half(d)
+
+
+# ---- fp4 ----------------------------------------------------------------------------------------
+
+
+def e8m0(x: Floats) -> Bytes:
+    """Return the published E8M0 scale of blocks (n, size) as bytes (n,)."""
+    largest = np.abs(x).max(axis=1)
+    with np.errstate(divide="ignore"):
+        # published as log2 of float32: correctly rounded, just below a power of two it is whole
+        exponent = np.floor(np.log2(largest.astype(np.float64)).astype(np.float32))
+    return np.where(largest > 0, np.clip(exponent + 125, 0, 255), 0).astype(np.uint8)
+
+
+def e4m3(x: Floats, numbers: Floats) -> Bytes:
+    """Return the published E4M3 scale of blocks (n, size) as bytes (n,).
+
+    `numbers` are the 256 E4M3 numbers.
+    """
+    scale = np.abs(x).max(axis=1) / np.float32(6)
+    normal = numbers[8:121]  # 2**-6 .. 256
+    code = 8 + np.searchsorted((normal[:-1] + normal[1:]) / 2, scale, side="right")
+    with np.errstate(over="ignore"):
+        subnormal = np.minimum(np.floor(scale * np.float32(512) + np.float32(0.5)), 7)
+    code = np.where(code >= 120, 126, code)
+    return np.where(scale < numbers[8], subnormal, code).astype(np.uint8)
+
+
+def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
+    """Return the nearest codes, the lowest of equals, of rows for the steps (rows, K / size)."""
+    codes = np.empty(x.shape, np.uint8)
+    split_rows(_fp4, len(x), FP4_COST * x.size, x, values, steps, codes)
+    return codes
+
+
+@strict_njit
+def _fp4(x: Any, values: Any, steps: Any, codes: Any, start: Any, stop: Any) -> None:
+    """Choose the codes of rows [start, stop)."""
+    size = x.shape[1] // steps.shape[1]
+    for row in range(start, stop):
+        for i in range(x.shape[1]):
+            codes[row, i] = fp4_code(x[row, i], values, steps[row, i // size])
+
+
+@strict_njit
+def fp4_code(x: Any, values: Any, step: Any) -> Any:
+    """Return the nearest code of a weight, the lowest of equals."""
+    best, error = 0, abs(x)
+    for code in range(1, 16):
+        this = abs(values[code] * step - x)
+        if this < error:
+            best, error = code, this
+    return best
+
+
+# ---- a few levels -------------------------------------------------------------------------------
+
+
+def rounded(x: Floats, block: int) -> tuple[Bytes, Halves]:
+    """Return codes (rows, K), 0..2 for -1..1, and scales (rows, K / block)."""
+    codes = np.empty(x.shape, np.uint8)
+    d = np.empty((len(x), x.shape[1] // block), np.uint16)
+    split_rows(_rounded, len(x), ROUND_COST * x.size, x, codes, d)
+    return codes, d
+
+
+@strict_njit
+def _rounded(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
+    """Encode rows [start, stop)."""
+    block = x.shape[1] // d.shape[1]
+    for row in range(start, stop):
+        for b in range(d.shape[1]):
+            first, last = b * block, (b + 1) * block
+            d[row, b] = rounded_block(x[row, first:last], codes[row, first:last])
+
+
+@strict_njit
+def rounded_block(x: Any, codes: Any) -> Any:
+    """Write the codes of a block; return the bits of its scale."""
+    largest = np.float32(0)
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    inverse = np.float32(1) / largest if largest > 0 else np.float32(0)
+    for i in range(len(x)):
+        t = x[i] * inverse  # at most 1 + 2**-23
+        codes[i] = 1 + (t >= np.float32(0.5)) - (t <= np.float32(-0.5))
+    return simd.float_to_half(largest)
+
+
+def signs(x: Floats, block: int) -> tuple[Bytes, Halves]:
+    """Return codes (rows, K), 1 for x >= 0, and mean magnitudes (rows, K / block)."""
+    codes = np.empty(x.shape, np.uint8)
+    d = np.empty((len(x), x.shape[1] // block), np.uint16)
+    split_rows(_signs, len(x), ROUND_COST * x.size, x, codes, d)
+    return codes, d
+
+
+@strict_njit
+def _signs(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
+    """Encode rows [start, stop)."""
+    block = x.shape[1] // d.shape[1]
+    for row in range(start, stop):
+        for b in range(d.shape[1]):
+            first, last = b * block, (b + 1) * block
+            d[row, b] = signs_block(x[row, first:last], codes[row, first:last])
+
+
+@strict_njit
+def signs_block(x: Any, codes: Any) -> Any:
+    """Write the codes of a block; return the bits of its scale."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += abs(x[i])
+        codes[i] = x[i] >= 0
+    return simd.float_to_half(total / np.float32(len(x)))

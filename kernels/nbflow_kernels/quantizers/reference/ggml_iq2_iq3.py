@@ -1,0 +1,395 @@
+"""The published encoders of iq2 and iq3, bit for bit: one algorithm, a `Recipe` for each format.
+
+For each sub-block: a weight x with importance q counts q * sqrt(x**2 + s), where s is the mean of
+x**2 over the block, or twice that; without, x**2 (iq2_s: + s / 4).  Signs are taken off; where
+only 7 of 8 are stored and the number of negative weights is odd, the weight that counts least
+changes its sign.  Then scales around largest / highest level are tried: magnitudes are rounded to
+levels 1, 3, 5, ..., a group off the grid becomes the best of its neighbours (where a weight counts
+the root of the above), and the scale of least squares shows the gain.  The best scale once more
+chooses the points and is fitted.  At last the scales of a block are divided by 1/31 of the largest
+one and rounded to odd numbers, and 1/31 times a factor found by trial is stored.
+
+GGML's iq2_xxs and iq2_xs (and iq1_s) do not work without importance; here that means equal ones.
+One thing differs: in iq3_s GGML writes what follows a sub-block of zeros to the wrong place.
+
+Source: GGML, ggml-quants.c (quantize_row_iq2_xxs_impl, quantize_row_iq2_xs_impl,
+quantize_row_iq2_s_impl, quantize_row_iq3_xxs_impl, quantize_row_iq3_s_impl, make_qp_quants).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.formats.ggml.iq_grids import OnGrid
+from nbflow_kernels.formats.registry import Bytes, Floats
+from nbflow_kernels.quantizers.block_formats import Encoder
+from nbflow_kernels.quantizers.grid_neighbours import neighbours
+from nbflow_kernels.quantizers.reference.codebook import no_importance
+from nbflow_kernels.threads import split_rows
+
+COST = 2000.0  # operations a weight costs, for the choice of thread count
+
+LOSSES = 64 + 256  # numbers that the choice of a point takes down
+AGAIN_OFF_GRID, AGAIN_ALL, AGAIN_ALWAYS = 0, 1, 2
+
+
+class Recipe(NamedTuple):
+    """What the published encoders differ in."""
+
+    sub_block: int
+    n_levels: int
+    """Levels of a magnitude: 3 or 8."""
+    tries: int
+    """Scales tried on either side of the middle."""
+    distance: np.float32
+    """Distance of the scales tried, in levels."""
+    nothing: np.float32
+    """A sub-block whose largest weight is below counts as zeros."""
+    again: int
+    """Which groups the best scale chooses again: those off the grid (AGAIN_OFF_GRID), all if one
+    is (AGAIN_ALL), or always all (AGAIN_ALWAYS); the last tries scales around a fitted one."""
+    seven_signs: bool
+    twice_mean: np.float32
+    """1 or 2: how often the mean square is added to the square of a weight."""
+    unweighted: np.float32
+    """What of that is added without importance, where weights count without the root."""
+    factor: np.float32
+    """The trial factor."""
+
+
+_f = np.float32
+RECIPES = {
+    "iq2_xxs": Recipe(32, 3, 6, _f(0.1), _f(1e-15), AGAIN_ALWAYS, True, _f(1), _f(0), _f(1)),
+    "iq2_xs": Recipe(16, 3, 9, _f(0.1), _f(1e-15), AGAIN_OFF_GRID, True, _f(1), _f(0), _f(1)),
+    "iq2_s": Recipe(
+        16, 3, 9, _f(0.1), _f(1e-8), AGAIN_OFF_GRID, False, _f(2), _f(0.25), _f(0.9875)
+    ),
+    "iq3_xxs": Recipe(32, 8, 15, _f(0.2), _f(1e-8), AGAIN_OFF_GRID, True, _f(2), _f(0), _f(1.0125)),
+    "iq3_s": Recipe(32, 8, 9, _f(0.2), _f(1e-45), AGAIN_ALL, False, _f(2), _f(0), _f(1.033)),
+}
+
+
+def empty(x: Floats, dimensions: int, sub_block: int) -> OnGrid:
+    """Return the arrays for rows `x` of weights, filled with zeros."""
+    n_rows, width = x.shape
+    return OnGrid(
+        np.zeros((n_rows, width // dimensions), np.uint16),
+        np.zeros((n_rows, width // 8), np.uint8),
+        np.zeros((n_rows, width // sub_block), np.uint8),
+        np.zeros((n_rows, width // 256), np.uint16),
+    )
+
+
+def plain(name: str, x: Floats, importance: Floats | None) -> OnGrid:
+    """Return rows (rows, K) of weights on the grid of the format `name`."""
+    recipe, near = RECIPES[name], neighbours(name)
+    out = empty(x, near.dimensions, recipe.sub_block)
+    weight = no_importance() if importance is None else importance
+    split_rows(_plain, len(x), COST * x.size, x, weight, recipe, near, out)
+    return out
+
+
+def plain_encoder(
+    published: Callable[[Floats, Floats | None], OnGrid], blocks: Callable[[OnGrid], Bytes]
+) -> Encoder:
+    """Return the encoder of a format; `blocks` makes rows of bytes of rows on the grid."""
+
+    def encode(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        return blocks(published(x, importance))
+
+    return encode
+
+
+@strict_njit
+def _plain(
+    x: Any, importance: Any, recipe: Any, near: Any, out: Any, start: Any, stop: Any
+) -> None:
+    """Encode rows [start, stop)."""
+    sub, dimensions = recipe.sub_block, near.dimensions
+    weight, root, value = np.empty((3, sub), np.float32)
+    found = np.empty(256 // sub, np.float32)
+    scratch = (
+        np.empty(sub // dimensions, np.uint16), np.empty((2, sub // dimensions), np.bool_),
+        np.empty(LOSSES, np.float32), np.empty(sub, np.uint8),
+    )  # fmt: skip
+    for row in range(start, stop):
+        q = importance[min(row, len(importance) - 1)] if len(importance) else importance.reshape(-1)
+        for b in range(x.shape[1] // 256):
+            mean = recipe.twice_mean * mean_square(x[row, 256 * b : 256 * b + 256])
+            for s in range(len(found)):
+                first, last = 256 * b + s * sub, 256 * b + (s + 1) * sub
+                weigh(x[row], q, first, mean, recipe.unweighted * mean, weight)
+                for j in range(sub):
+                    root[j] = np.sqrt(weight[j])
+                signs = out.signs[row, first // 8 : last // 8]
+                take_signs(x[row, first:last], weight, recipe.seven_signs, value, signs)
+                points = out.points[row, first // dimensions : last // dimensions]
+                found[s] = _sub_block(value, weight, root, recipe, near, points, signs, scratch)
+            scales = out.scales[row, b * len(found) : (b + 1) * len(found)]
+            out.d[row, b] = scales_of(found, recipe.factor, scales)
+
+
+@strict_njit
+def mean_square(x: Any) -> Any:
+    """Return the mean square of weights, added up in order."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    return total / np.float32(len(x))
+
+
+@strict_njit
+def largest_of(x: Any) -> Any:
+    """Return the largest magnitude."""
+    largest = np.float32(0)
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    return largest
+
+
+@strict_njit
+def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -> None:
+    """Write how much the weights from `at` on count; `importance` is empty where there is none."""
+    for j in range(len(weight)):
+        square = x[at + j] * x[at + j]
+        if len(importance):
+            weight[j] = importance[at + j] * np.sqrt(mean + square)
+        else:
+            weight[j] = plus + square
+
+
+@strict_njit
+def take_signs(x: Any, weight: Any, seven_signs: Any, value: Any, signs: Any) -> None:
+    """Write magnitudes and signs of a sub-block."""
+    for k in range(len(x) // 8):
+        mask, least = 0, 8 * k
+        for j in range(8 * k, 8 * k + 8):
+            value[j] = abs(x[j])
+            mask |= (x[j] < 0) << (j - 8 * k)
+            if weight[j] * x[j] * x[j] < weight[least] * x[least] * x[least]:
+                least = j
+        folded = mask ^ (mask >> 4)
+        folded ^= folded >> 2
+        folded ^= folded >> 1
+        if seven_signs and folded & 1:
+            value[least] = -value[least]
+            mask ^= 1 << (least - 8 * k)
+        signs[k] = mask
+
+
+@strict_njit
+def _sub_block(
+    value: Any, weight: Any, root: Any, recipe: Any, near: Any, points: Any, signs: Any,
+    scratch: Any,
+) -> Any:  # fmt: skip
+    """Choose the points of a sub-block; return its scale, which is not negative."""
+    scale, middle = first_scale(
+        value, weight, recipe.nothing, recipe.again, recipe.n_levels, scratch[3]
+    )
+    for k in range(len(points)):
+        points[k] = 0
+    if scale <= 0:
+        for k in range(len(signs)):
+            signs[k] = 0
+        return np.float32(0)
+    scale = _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch)
+    if scale < 0:
+        for k in range(len(signs)):
+            signs[k] ^= 255
+    return abs(scale)
+
+
+@strict_njit
+def first_scale(
+    value: Any, weight: Any, nothing: Any, again: Any, n_levels: Any, codes: Any
+) -> Any:
+    """Return the scale of a sub-block to begin with, and the magnitude around which others lie."""
+    largest = value[0]
+    for j in range(len(value)):
+        largest = max(largest, value[j])
+    scale, middle = np.float32(0), largest
+    if largest >= nothing and again == AGAIN_ALWAYS:
+        scale = _fitted_scale(value, weight, largest, n_levels + 1, codes)
+        middle = scale * np.float32(n_levels)
+    elif largest >= nothing:
+        scale = largest / np.float32(2 * n_levels - 1)
+    return scale, middle
+
+
+@strict_njit
+def _best_scale(
+    value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, near: Any,
+    points: Any, scratch: Any,
+) -> Any:  # fmt: skip
+    """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
+    tried, off, losses, _ = scratch
+    first, lists, grid, dimensions = near.first, near.points, near.grid, near.dimensions
+    highest = np.float32(2 * recipe.n_levels - 1)
+    best, any_off = np.float32(0), recipe.again != AGAIN_OFF_GRID
+    for k in range(len(points)):
+        off[0, k] = any_off
+    for i in range(-recipe.tries, recipe.tries + 1):
+        inverse = (highest + np.float32(i) * recipe.distance) / middle
+        step = np.float32(1) / inverse
+        for k in range(len(points)):
+            tried[k], off[1, k] = point_of(
+                value, root, k, inverse, step, first, lists, grid, dimensions, losses
+            )
+        qx, qq = sums(value, weight, grid, dimensions, tried)
+        if qq > 0 and qx * qx > best * qq:
+            scale = qx / qq
+            best = scale * qx
+            any_off = recipe.again == AGAIN_ALWAYS
+            for k in range(len(points)):
+                points[k], off[0, k] = tried[k], off[1, k]
+                any_off |= off[1, k]
+    if scale > 0 and any_off:
+        inverse = np.float32(1) / scale
+        for k in range(len(points)):
+            if off[0, k] or recipe.again != AGAIN_OFF_GRID:
+                points[k], _ = point_of(
+                    value, root, k, inverse, scale, first, lists, grid, dimensions, losses
+                )
+        qx, qq = sums(value, weight, grid, dimensions, points)
+        if qq > 0:
+            scale = qx / qq
+    return scale
+
+
+@strict_njit
+def point_of(
+    value: Any, root: Any, k: Any, inverse: Any, step: Any, first: Any, lists: Any, grid: Any,
+    dimensions: Any, losses: Any,
+) -> Any:  # fmt: skip
+    """Return the grid point of group `k`, and whether rounding alone does not lead to the grid.
+
+    `first`, `lists` and `grid` are those of `Neighbours`.
+    """
+    width, n_levels = (2, 3) if dimensions == 8 else (3, 8)
+    at, highest = k * dimensions, np.float32(n_levels - 1)
+    bits: Any = 0
+    for i in range(dimensions):
+        level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
+        bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)
+    best = lists[first[bits]]
+    if grid[best] == bits:
+        return best, False
+    for i in range(dimensions):
+        for level in range(n_levels):
+            difference = step * np.float32(2 * level + 1) - value[at + i]
+            losses[8 * i + level] = root[at + i] * difference * difference
+    if dimensions == 8:
+        return _nearest_of_8(first, lists, grid, bits, losses), True
+    least = np.float32(3.4028235e38)
+    for n in range(first[bits], first[bits + 1]):
+        point = np.int64(grid[lists[n]])
+        loss = losses[point & 7] + losses[8 + ((point >> 3) & 7)]
+        loss = loss + losses[16 + ((point >> 6) & 7)] + losses[24 + (point >> 9)]
+        if loss < least:
+            best, least = lists[n], loss
+    return best, True
+
+
+@strict_njit
+def _nearest_of_8(first: Any, lists: Any, grid: Any, bits: Any, losses: Any) -> Any:
+    """Return the point near `bits` that loses least.
+
+    ``losses[8 * i + level]`` is what coordinate `i` loses.  They are added in order; from 64 on is
+    room for the sums of the first four, which many points have in common.
+    """
+    for low in range(9):
+        pair = losses[low % 3] + losses[8 + low // 3]
+        for high in range(9):
+            at = low % 3 + 4 * (low // 3) + 16 * (high % 3) + 64 * (high // 3)
+            losses[64 + at] = pair + losses[16 + high % 3] + losses[24 + high // 3]
+    best, least = lists[first[bits]], np.float32(3.4028235e38)
+    for n in range(first[bits], first[bits + 1]):
+        point = np.int64(grid[lists[n]])
+        loss = losses[64 + (point & 255)] + losses[32 + ((point >> 8) & 3)]
+        loss = loss + losses[40 + ((point >> 10) & 3)] + losses[48 + ((point >> 12) & 3)]
+        loss = loss + losses[56 + (point >> 14)]
+        if loss < least:
+            best, least = lists[n], loss
+    return best
+
+
+@strict_njit
+def sums(value: Any, weight: Any, grid: Any, dimensions: Any, points: Any) -> Any:
+    """Return the weighted sums of level * value and level**2, in order."""
+    width = 2 if dimensions == 8 else 3
+    qx, qq = np.float32(0), np.float32(0)
+    for k in range(len(points)):
+        point = np.int64(grid[points[k]])
+        for i in range(dimensions):
+            level = (point >> (width * i)) & ((1 << width) - 1)
+            w, q = weight[k * dimensions + i], np.float32(2 * level + 1)
+            qx += w * value[k * dimensions + i] * q
+            qq += w * q * q
+    return qx, qq
+
+
+@strict_njit
+def scales_of(found: Any, factor: Any, scales: Any) -> Any:
+    """Write the integer scales of a block; return its stored d."""
+    d = largest_of(found) / np.float32(31)
+    if d == 0:
+        return np.uint16(0)
+    inverse = np.float32(1) / d
+    for s in range(len(found)):
+        scale = np.rint(np.float32(0.5) * (inverse * found[s] - np.float32(1)))
+        scales[s] = np.int64(max(np.float32(0), min(np.float32(15), scale)))
+    return simd.float_to_half(d * factor)
+
+
+@strict_njit
+def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any, codes: Any) -> Any:
+    """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
+
+    Codes are bytes, and a value below -1/2 is 255 in the first one tried: as published.
+    """
+    top = np.float32(n)
+    best_inverse, least = np.float32(0), np.float32(0)
+    for i in range(-5, 5):  # -5 stands for the middle, which comes first
+        shift = np.float32(0) if i == -5 else np.float32(0.1) * np.float32(i)
+        inverse = (shift + top) / largest
+        step, error = np.float32(1) / inverse, np.float32(0)
+        for j in range(len(value)):
+            code = np.rint(inverse * value[j])
+            code = np.float32(np.uint8(np.int64(code))) if i == -5 else min(top, code)
+            difference = value[j] - step * code
+            error += weight[j] * difference * difference
+        if i == -5 or (i != 0 and error < least):
+            best_inverse, least = inverse, error
+    qx, qq = np.float32(0), np.float32(0)
+    for j in range(len(value)):
+        code = min(top, np.rint(best_inverse * value[j]))
+        codes[j] = np.int64(code)
+        qx += weight[j] * value[j] * code
+        qq += weight[j] * code * code
+    return _refined(value, weight, codes, top, qx, qq)
+
+
+@strict_njit
+def _refined(value: Any, weight: Any, codes: Any, top: Any, qx: Any, qq: Any) -> Any:
+    """Return the scale after single codes have been changed where that gains."""
+    for _ in range(5):
+        changed = False
+        for j in range(len(value)):
+            w, code = weight[j], np.float32(codes[j])
+            rest_x, rest_q = qx - w * value[j] * code, qq - w * code * code
+            if rest_x > 0 and rest_q > 0:
+                new = min(top, np.rint(value[j] * rest_q / rest_x))
+                if new != code:
+                    rest_x += w * value[j] * new
+                    rest_q += w * new * new
+                    if rest_x * rest_x * qq > qx * qx * rest_q:
+                        codes[j] = np.int64(new)
+                        qx, qq, changed = rest_x, rest_q, True
+        if not changed:
+            break
+    return qx / qq if qq > 0 else np.float32(0)

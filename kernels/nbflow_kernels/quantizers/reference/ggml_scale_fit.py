@@ -1,0 +1,306 @@
+"""The fits inside GGML's encoders, for 16 blocks in lockstep, in the published order of operations.
+
+Each takes panels (see `quantizers.simd_panel`) by address: `n` weights `x` of 16 blocks and
+the weights of their squared errors, `w`.  It writes the codes as float32 to the panel `codes`, and
+returns the scale.  Everything is float32 and rounded after each operation, so the bits are
+those of GGML built without fused multiply-adds, and no lane depends on its neighbours.
+
+Source: GGML, ggml-quants.c (make_qx_quants, make_q3_quants, make_qkx2_quants, make_qkx3_quants,
+make_qp_quants).  The order in which sums are added up is taken from there, as the bits depend on
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.quantizers.simd_panel import (
+    VECTOR,
+    absolute,
+    any_lane,
+    choose,
+    clamp,
+    differs,
+    less,
+    nearest,
+    sqrt,
+)
+
+TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
+PASSES = 5  # rounds of changing single codes
+
+
+@strict_njit
+def _code(product: Any, low: Any, high: Any) -> Any:
+    """Return the nearest code as float32."""
+    return simd.to_f32(clamp(nearest(product), low, high))
+
+
+@strict_njit
+def largest(x: Any, n: Any) -> Any:
+    """Return the first value of largest magnitude, and the magnitude."""
+    extreme = magnitude = simd.splat(0.0)
+    for at in range(x, x + n * VECTOR, VECTOR):
+        v = simd.load_f32(at)
+        more = less(magnitude, absolute(v))
+        magnitude = choose(more, absolute(v), magnitude)
+        extreme = choose(more, v, extreme)
+    return extreme, magnitude
+
+
+@strict_njit
+def emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
+    """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
+    total = simd.splat(0.0)
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        weight = simd.mul(simd.load_f32(w + i), sqrt(simd.add(sigma, simd.mul(v, v))))
+        simd.store_f32(w + i, weight)
+        total = simd.add(total, weight)
+    return total
+
+
+# ---- codes around zero --------------------------------------------------------------------------
+
+
+@strict_njit
+def _projection(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
+    """Return the sums of w x l and w l l for the codes l that `inverse` gives."""
+    sum_xl = sum_ll = simd.splat(0.0)
+    for i in range(0, n * VECTOR, VECTOR):
+        v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+        code = _code(simd.mul(inverse, v), -top, top - 1)
+        sum_xl = simd.add(sum_xl, simd.mul(simd.mul(weight, v), code))
+        sum_ll = simd.add(sum_ll, simd.mul(simd.mul(weight, code), code))
+    return sum_xl, sum_ll
+
+
+@strict_njit
+def fit_signed(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
+    """Fit x = scale * (code - top), code 0 .. 2 top - 1: the best of 19 ranges.
+
+    Writes the scale to `scale_at`.  The codes of a block of zeros are 0, and so is its scale.
+    """
+    zero = simd.splat(0.0)
+    extreme, magnitude = largest(x, n)
+    inverse = simd.div(simd.splat(-top), extreme)
+    sum_xl, sum_ll = _projection(x, w, n, top, inverse)
+    scale = choose(differs(sum_ll, zero), simd.div(sum_xl, sum_ll), zero)
+    best = simd.mul(scale, sum_xl)
+    for k in range(-9, 10):
+        if k == 0:
+            continue
+        step = -(np.float32(top) + np.float32(0.1) * np.float32(k))
+        other = simd.div(simd.splat(step), extreme)
+        sum_xl, sum_ll = _projection(x, w, n, top, other)
+        more = less(simd.mul(best, sum_ll), simd.mul(sum_xl, sum_xl))
+        more = simd.and_(more, less(zero, sum_ll))
+        inverse = choose(more, other, inverse)
+        scale = choose(more, simd.div(sum_xl, sum_ll), scale)
+        best = choose(more, simd.mul(scale, sum_xl), best)
+    nothing = less(magnitude, simd.splat(TINY))
+    simd.store_f32(scale_at, choose(nothing, zero, scale))
+    for i in range(0, n * VECTOR, VECTOR):
+        code = _code(simd.mul(inverse, simd.load_f32(x + i)), -top, top - 1)
+        code = simd.add(code, simd.splat(top))
+        simd.store_f32(codes + i, choose(nothing, zero, code))
+
+
+@strict_njit
+def fit_signed_by_turns(x: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
+    """Do as `fit_signed` with w = x * x, but change one code at a time while that gains."""
+    zero = simd.splat(0.0)
+    extreme, magnitude = largest(x, n)
+    inverse = simd.div(simd.splat(-top), extreme)
+    sum_xl = sum_ll = zero
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        weight = simd.mul(v, v)
+        code = _code(simd.mul(inverse, v), -top, top - 1)
+        simd.store_f32(codes + i, code)
+        sum_xl = simd.add(sum_xl, simd.mul(simd.mul(weight, v), code))
+        sum_ll = simd.add(sum_ll, simd.mul(simd.mul(weight, code), code))
+    for _ in range(PASSES):
+        changed = simd.splat_i32(0)
+        for i in range(0, n * VECTOR, VECTOR):
+            v, old = simd.load_f32(x + i), simd.load_f32(codes + i)
+            weight = simd.mul(v, v)
+            new_xl, new_ll, code = _exchange(v, weight, old, sum_xl, sum_ll, -top, top - 1)
+            more = less(
+                simd.mul(simd.mul(sum_xl, sum_xl), new_ll),
+                simd.mul(simd.mul(new_xl, new_xl), sum_ll),
+            )
+            without = simd.sub(sum_xl, simd.mul(simd.mul(weight, v), old))
+            more = simd.and_(simd.and_(more, less(zero, new_ll)), less(zero, without))
+            more = simd.and_(more, differs(code, old))
+            sum_xl, sum_ll = choose(more, new_xl, sum_xl), choose(more, new_ll, sum_ll)
+            simd.store_f32(codes + i, choose(more, code, old))
+            changed = simd.or_(changed, more)
+        if not any_lane(changed):
+            break
+    nothing = less(magnitude, simd.splat(TINY))
+    scale = choose(less(zero, sum_ll), simd.div(sum_xl, sum_ll), zero)
+    simd.store_f32(scale_at, choose(nothing, zero, scale))
+    for i in range(0, n * VECTOR, VECTOR):
+        code = simd.add(simd.load_f32(codes + i), simd.splat(top))
+        simd.store_f32(codes + i, choose(nothing, zero, code))
+
+
+@strict_njit
+def _exchange(v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any, high: Any) -> Any:
+    """Return the two sums with the best code for one weight, given all others, and this code."""
+    part = simd.mul(weight, v)
+    without_xl = simd.sub(sum_xl, simd.mul(part, old))
+    without_ll = simd.sub(sum_ll, simd.mul(simd.mul(weight, old), old))
+    code = _code(simd.div(simd.mul(v, without_ll), without_xl), low, high)
+    new_xl = simd.add(without_xl, simd.mul(part, code))
+    return new_xl, simd.add(without_ll, simd.mul(simd.mul(weight, code), code)), code
+
+
+# ---- codes above a minimum ----------------------------------------------------------------------
+
+
+@strict_njit
+def _deviation(
+    x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, scale: Any, base: Any, absolutely: Any
+) -> Any:
+    """Return the weighted error of scale * code + base; (low, inverse) give the codes."""
+    total = simd.splat(0.0)
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        code = _code(simd.mul(inverse, simd.sub(v, low)), 0, top)
+        error = simd.sub(simd.add(simd.mul(scale, code), base), v)
+        error = absolute(error) if absolutely else simd.mul(error, error)
+        total = simd.add(total, simd.mul(simd.load_f32(w + i), error))
+    return total
+
+
+@strict_njit
+def _line(x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, sum_w: Any, sum_x: Any) -> Any:
+    """Return the least squares (slope, base <= 0) for the codes, and the mask where it exists."""
+    zero = simd.splat(0.0)
+    sum_l = sum_ll = sum_xl = zero
+    for i in range(0, n * VECTOR, VECTOR):
+        v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+        code = _code(simd.mul(inverse, simd.sub(v, low)), 0, top)
+        part = simd.mul(weight, code)
+        sum_l = simd.add(sum_l, part)
+        sum_ll = simd.add(sum_ll, simd.mul(part, code))
+        sum_xl = simd.add(sum_xl, simd.mul(part, v))
+    spread = simd.sub(simd.mul(sum_w, sum_ll), simd.mul(sum_l, sum_l))
+    slope = simd.div(simd.sub(simd.mul(sum_w, sum_xl), simd.mul(sum_x, sum_l)), spread)
+    base = simd.div(simd.sub(simd.mul(sum_ll, sum_x), simd.mul(sum_l, sum_xl)), spread)
+    above = less(zero, base)
+    slope = choose(above, simd.div(sum_xl, sum_ll), slope)
+    return slope, choose(above, zero, base), less(zero, spread)
+
+
+@strict_njit
+def fit_range(
+    x: Any, w: Any, n: Any, top: Any, first: Any, step: Any, tries: Any, absolutely: Any,
+    codes: Any, scale_at: Any, minimum_at: Any,
+) -> None:  # fmt: skip
+    """Fit x = scale * code - minimum, code 0 .. top, minimum >= 0.
+
+    `tries` + 1 ranges of ``first + k * step + top`` steps are tried; `absolutely` compares sums of
+    |error| in place of squares.
+    """
+    zero = simd.splat(0.0)
+    low = high = simd.load_f32(x)
+    sum_w = simd.load_f32(w)
+    sum_x = simd.mul(sum_w, low)
+    for i in range(VECTOR, n * VECTOR, VECTOR):
+        v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+        low, high = choose(less(v, low), v, low), choose(less(high, v), v, high)
+        sum_w, sum_x = simd.add(sum_w, weight), simd.add(sum_x, simd.mul(weight, v))
+    low = choose(less(zero, low), zero, low)
+    flat, flat_base = simd.sub(simd.splat_i32(-1), differs(high, low)), low
+    inverse = simd.div(simd.splat(top), simd.sub(high, low))
+    scale, base = simd.div(simd.splat(1.0), inverse), low
+    error = _deviation(x, w, n, top, low, inverse, scale, base, absolutely)
+    for k in range(tries + 1):
+        steps = np.float32(first) + np.float32(step) * np.float32(k) + np.float32(top)
+        other = simd.div(simd.splat(steps), simd.sub(high, base))
+        slope, shift, exists = _line(x, w, n, top, base, other, sum_w, sum_x)
+        now = _deviation(x, w, n, top, base, other, slope, shift, absolutely)
+        more = simd.and_(exists, less(now, error))
+        error, scale = choose(more, now, error), choose(more, slope, scale)
+        low, inverse = choose(more, base, low), choose(more, other, inverse)
+        base = choose(more, shift, base)
+    simd.store_f32(scale_at, choose(flat, zero, scale))
+    simd.store_f32(minimum_at, simd.mul(simd.splat(-1.0), choose(flat, flat_base, base)))
+    inverse = choose(flat, zero, inverse)
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        simd.store_f32(codes + i, _code(simd.mul(inverse, simd.sub(v, low)), 0, top))
+
+
+# ---- scales of scales ---------------------------------------------------------------------------
+
+
+@strict_njit
+def fit_positive(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
+    """Fit x = scale * code, code 0 .. top, to x >= 0: the best of 9 ranges, then code by code."""
+    zero = simd.splat(0.0)
+    high = zero
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        high = choose(less(v, high), high, v)
+    inverse = simd.div(simd.splat(top), high)
+    error = _positive_error(x, w, n, top, inverse)
+    for k in range(-4, 5):
+        if k == 0:
+            continue
+        steps = np.float32(0.1) * np.float32(k) + np.float32(top)
+        other = simd.div(simd.splat(steps), high)
+        now = _positive_error(x, w, n, top, other)
+        more = less(now, error)
+        error, inverse = choose(more, now, error), choose(more, other, inverse)
+    sum_xl = sum_ll = zero
+    for i in range(0, n * VECTOR, VECTOR):
+        v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+        code = _code(simd.mul(inverse, v), 0, top)
+        simd.store_f32(codes + i, code)
+        sum_xl = simd.add(sum_xl, simd.mul(simd.mul(weight, v), code))
+        sum_ll = simd.add(sum_ll, simd.mul(simd.mul(weight, code), code))
+    for _ in range(PASSES):
+        changed = simd.splat_i32(0)
+        for i in range(0, n * VECTOR, VECTOR):
+            v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+            old = simd.load_f32(codes + i)
+            new_xl, new_ll, code = _exchange(v, weight, old, sum_xl, sum_ll, 0, top)
+            more = less(
+                simd.mul(simd.mul(sum_xl, sum_xl), new_ll),
+                simd.mul(simd.mul(new_xl, new_xl), sum_ll),
+            )
+            without = simd.sub(sum_xl, simd.mul(simd.mul(weight, v), old))
+            more = simd.and_(more, less(zero, without))
+            without = simd.sub(sum_ll, simd.mul(simd.mul(weight, old), old))
+            more = simd.and_(simd.and_(more, less(zero, without)), differs(code, old))
+            sum_xl, sum_ll = choose(more, new_xl, sum_xl), choose(more, new_ll, sum_ll)
+            simd.store_f32(codes + i, choose(more, code, old))
+            changed = simd.or_(changed, more)
+        if not any_lane(changed):
+            break
+    nothing = less(high, simd.splat(TINY))
+    scale = choose(less(zero, sum_ll), simd.div(sum_xl, sum_ll), zero)
+    simd.store_f32(scale_at, choose(nothing, zero, scale))
+    for i in range(0, n * VECTOR, VECTOR):
+        simd.store_f32(codes + i, choose(nothing, zero, simd.load_f32(codes + i)))
+
+
+@strict_njit
+def _positive_error(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
+    """Return the weighted squared error of the codes that `inverse` gives."""
+    scale = simd.div(simd.splat(1.0), inverse)
+    total = simd.splat(0.0)
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        code = _code(simd.mul(inverse, v), 0, top)
+        error = simd.sub(v, simd.mul(scale, code))
+        total = simd.add(total, simd.mul(simd.mul(simd.load_f32(w + i), error), error))
+    return total

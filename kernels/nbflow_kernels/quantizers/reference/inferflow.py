@@ -1,0 +1,115 @@
+"""The published encoder of Inferflow's formats: scalar parts, which CUDA kernels share, and rows.
+
+All arithmetic is float32 with a rounding after every operation, in the order of the published
+code: bytes are compared with its output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
+
+CUTOFF = np.float32(1e-5)  # a smaller scale counts as zero
+COST = 10.0  # operations a weight costs, for the choice of thread count
+
+
+@inline
+def _floored(step: Any, n_codes: Any) -> Any:
+    """Return the code of a step: 0 for NaN, else its floor within the codes."""
+    if not step >= np.float32(0):
+        return 0
+    if step >= np.float32(n_codes):
+        return n_codes - 1
+    return int(step)
+
+
+@inline
+def extent(x: Any, at: Any, block: Any) -> Any:
+    """Return the least and the greatest of the `block` weights from index `at` on."""
+    low = high = x[at]
+    for i in range(1, block):
+        low, high = min(low, x[at + i]), max(high, x[at + i])
+    return low, high
+
+
+@inline
+def inverse_of(scale: Any) -> Any:
+    """Return 1 / scale, 0 for a scale that counts as zero."""
+    return np.float32(0) if scale < CUTOFF else np.float32(1) / scale
+
+
+@inline
+def on_grid(low: Any) -> Any:
+    """Return a base snapped down to the grid a byte can hold."""
+    steps = np.float32(100) * low + np.float32(100.01)
+    if abs(steps) < np.float32(2**24):  # else it is whole
+        steps = np.float32(int(steps))
+    return steps / np.float32(100) - np.float32(1)
+
+
+@inline
+def base_byte(base: Any) -> Any:
+    """Return the byte of a base."""
+    u = np.float32(100) * base + np.float32(100.5)
+    return int(min(max(u, np.float32(0)), np.float32(255)))
+
+
+@inline
+def scale_byte(scale: Any) -> Any:
+    """Return the byte of a scale."""
+    v = np.float32(1000) * scale + np.float32(0.5)
+    return int(min(max(v, np.float32(0)), np.float32(255)))
+
+
+@inline
+def signed_code(x: Any, inverse: Any, n_codes: Any, zero: Any) -> Any:
+    """Return the code of a weight, halves rounded away from zero."""
+    step = x * inverse
+    size = int(abs(step) + np.float32(0.5))
+    code = (size if step >= 0 else -size) + zero
+    return min(max(code, 0), n_codes - 1)
+
+
+@inline
+def range_code(x: Any, low: Any, inverse: Any, offset: Any, n_codes: Any) -> Any:
+    """Return the code of a weight in a range that begins at `low`."""
+    return _floored((x - low) * inverse + offset, n_codes)
+
+
+@strict_njit
+def plain(
+    x: Any, block: Any, n_codes: Any, divisor: Any, kind: Any, midrise: Any, zero: Any, codes: Any,
+    parameters: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Write codes and stored base and scale of rows [start, stop); `kind` as in `parameters`."""
+    offset = np.float32(1e-4) if midrise else np.float32(0.5)
+    for row in range(start, stop):
+        weights = x[row]
+        for b in range(x.shape[1] // block):
+            first = b * block
+            low, high = extent(weights, first, block)
+            if kind == F16_SCALE:
+                scale = max(abs(low), abs(high)) / divisor
+                inverse = inverse_of(scale)
+                for i in range(first, first + block):
+                    codes[row, i] = signed_code(weights[i], inverse, n_codes, zero)
+                base = np.float32(0)
+            else:
+                if kind == U8_PAIR:  # the base is snapped down to its grid first
+                    low = on_grid(low)
+                scale = (high - low) / divisor
+                inverse = inverse_of(scale)
+                for i in range(first, first + block):
+                    codes[row, i] = range_code(weights[i], low, inverse, offset, n_codes)
+                base = low + scale / np.float32(2) if midrise else low
+            if kind == U8_PAIR:
+                parameters[row, b, 0] = base_byte(base)
+                parameters[row, b, 1] = scale_byte(scale)
+            else:
+                parameters[row, b, 0] = simd.float_to_half(base)
+                parameters[row, b, 1] = simd.float_to_half(scale)

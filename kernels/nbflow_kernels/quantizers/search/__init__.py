@@ -1,0 +1,1 @@
+"""Quantizers that search for the parameters of least error."""

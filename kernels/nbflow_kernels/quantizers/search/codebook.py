@@ -1,0 +1,63 @@
+"""The encoder "best" of the formats with a table of levels; see `block_search`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._jit import njit
+from nbflow_kernels.formats.registry import Floats
+from nbflow_kernels.quantizers.search.two_level_scales import (
+    Rule,
+    Searched,
+    rows_searched,
+    search_rows,
+)
+from nbflow_kernels.threads import split_rows
+
+COST = 800.0  # operations a weight costs, for the choice of thread count
+
+
+def search(
+    x: Floats, weight: Floats, levels: Floats, how: Rule, block: int, sub_block: int
+) -> Searched:
+    """Return rows of weights (rows, K) as indices of ascending levels.
+
+    `weight` (1 or rows, K) is how much the squared error of a weight counts.
+    """
+    out = rows_searched(x, block, sub_block, sub_block)
+    tables = levels, (levels[1:] + levels[:-1]) / 2
+    split_rows(_search, len(x), COST * x.size, x, weight, tables, how, *out)
+    return out
+
+
+@njit
+def _search(
+    x: Any, weight: Any, tables: Any, how: Any, chosen: Any, scales: Any, d: Any, start: Any,
+    stop: Any,
+) -> None:  # fmt: skip
+    search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
+
+
+@njit
+def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch: Any) -> Any:
+    """Choose the nearest levels of a sub-block; see `block_search.search_rows`."""
+    levels, middles = tables
+    n = len(value)
+    inverse = np.float32(1) / step if step != 0 else np.float32(0)
+    for j in range(n):
+        out[j] = 0
+    for level in range(len(middles)):  # counts the levels passed: vectorized this way round
+        middle = middles[level]
+        for j in range(n):
+            out[j] += value[j] * inverse >= middle
+    error, qx, qq = np.float32(0), np.float32(0), np.float32(0)
+    for j in range(n):
+        q = levels[out[j]]
+        wq = weight[j] * q
+        difference = step * q - value[j]
+        error += weight[j] * difference * difference
+        qx += wq * value[j]
+        qq += wq * q
+    return error, qx, qq

@@ -1,0 +1,1 @@
+"""Checks and tables of ops and formats."""

@@ -1,0 +1,97 @@
+"""What every format can do, and why not where it cannot: the table of operations and formats."""
+
+from __future__ import annotations
+
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS, QuantFormat
+from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.user import UserFormat
+from nbflow_kernels.quantizers.registry import takes_importance
+
+YES = "yes"
+NO_INT8 = "int8 activations go with integer codes; a float format is multiplied in f32 or bf16."
+NO_IMPORTANCE = (
+    "The published encoder (plain) knows no importance weights; the encoder best takes them."
+)
+
+OPERATIONS: tuple[str, ...] = (
+    "dequantize, row gather",
+    "quantize plain",
+    "quantize best",
+    "importance plain",
+    "importance best",
+    "outliers",
+    "GEMV, GEMM f32",
+    "GEMV, GEMM bf16",
+    "GEMV, GEMM int8",
+    "KV append, gather, attention",
+    "CUDA: dequantize, row gather",
+    "CUDA: quantize plain",
+)
+
+
+def cells(format: QuantFormat) -> list[str]:
+    """Return for each of `OPERATIONS` "yes", or the reason why a format cannot do it.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import FORMATS
+    >>> cells(FORMATS["q4_k"])[:8] == ["yes"] * 8
+    True
+    >>> cells(FORMATS["f16"])[8].startswith("int8 activations go with integer codes")
+    True
+    """
+    is_float = isinstance(format, FloatFormat)
+    return [
+        YES,
+        YES,
+        YES,
+        _importance(format, "plain"),
+        _importance(format, "best"),
+        "Outliers: a float format stores each weight alone, none stretches the others' range."
+        if is_float
+        else YES,
+        YES,
+        YES,
+        NO_INT8 if is_float else YES,
+        _cache(format),
+        YES,
+        YES,
+    ]
+
+
+def _importance(format: QuantFormat, encoder: str) -> str:
+    """Return whether an encoder takes importance weights."""
+    if encoder == "best" and not isinstance(format, UserFormat):
+        return YES
+    if takes_importance(format):
+        return YES
+    if isinstance(format, UserFormat):
+        return "The class has no quantize_block_weighted."
+    return NO_IMPORTANCE
+
+
+def _cache(format: QuantFormat) -> str:
+    """Return whether the key/value cache can have a format."""
+    from nbflow_kernels.kvcache.formats import kv_format
+
+    try:
+        kv_format(format.name)
+    except UsageError as error:
+        reason = str(error).split("; ")[0].replace(f"weight format {format.name}", "this format")
+        return f"KV cache: {reason}."
+    return YES
+
+
+def support_table() -> str:
+    """Return the Markdown table of formats and operations with its footnotes."""
+    notes: dict[str, int] = {}
+    lines = ["| format | " + " | ".join(OPERATIONS) + " |", "|---" * (len(OPERATIONS) + 1) + "|"]
+    for name, format in FORMATS.items():
+        shown = []
+        for cell in cells(format):
+            number = notes.setdefault(cell, len(notes) + 1) if cell != YES else 0
+            shown.append(f"no[^{number}]" if number else YES)
+        lines.append(f"| `{name}` | " + " | ".join(shown) + " |")
+    lines += ["", *(f"[^{number}]: {note}" for note, number in notes.items())]
+    return "\n".join(lines)
