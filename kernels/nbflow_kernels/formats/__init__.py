@@ -45,6 +45,7 @@ from nbflow_kernels.formats.inferflow.q6 import Q6_B64T1
 from nbflow_kernels.formats.inferflow.q8 import Q8_B32T1, Q8_B32T2
 from nbflow_kernels.formats.layout_cpu import CpuPacked
 from nbflow_kernels.formats.outliers import add_outliers
+from nbflow_kernels.formats.q5h import Q5H_B64T1
 from nbflow_kernels.formats.registry import FORMATS, Formats, QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
 
@@ -68,6 +69,7 @@ FORMATS.fill(
         Q6_B64T1,
         Q5_B32T1,
         Q5_B64T1,
+        Q5H_B64T1,
         Q4_B16,
         Q4_B32T1A,
         Q4_B32T1B,
@@ -109,6 +111,7 @@ FORMATS.fill(
         "q8": "q8_b32t2",
         "q6": "q6_b64t1",
         "q5": "q5_b64t1",
+        "q5h": "q5h_b64t1",
         "q4": "q4_b32t1a",
         "q4_b32t1": "q4_b32t1a",
         "q3h": "q3h_b64t1",

@@ -10,14 +10,21 @@ has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels._jit import njit
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.formats.bit_fields import (
+    codes_kernel,
+    pack_field,
+    scalar_decoder,
+    unpack_field,
+)
+from nbflow_kernels.formats.codec_spec import PAIR_RADIX, CodecSpec, DecodedBlocks, FieldTable
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.threads import split_rows
 
@@ -43,53 +50,62 @@ class AffineFormat(QuantFormat):
     """One block format of the family; see the fields."""
 
     name: str
-    block_size: int
-    block_bytes: int
-    n_codes: int
-    """Codes the decoder understands, 0 .. n_codes - 1."""
+    fields: FieldTable
+    """Fields "code", "scale" and, if any, "base": float16, or both a byte."""
     rule: int
     """Rule by which the published quantizer finds base and scale, one of those above."""
     divisor: float
     """The published scale is the block's range, or largest magnitude, divided by this."""
-    parameters: int
-    """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
-    base_at: int
-    """Byte of the base in the block; not used with F16_SCALE."""
-    scale_at: int
-    """Byte of the scale in the block."""
-    pack_codes: Callable[[Bytes], Bytes]
-    """Codes (n, block_size) to the block's bytes without parameters (n, rest), NumPy."""
-    unpack_codes: Callable[[Bytes], Bytes]
-    """Blocks (n, block_bytes) to codes (n, block_size), NumPy."""
-    codes_kernel: Callable[..., None]
-    """Kernel ``(data, codes, start, stop)``: the codes of rows, through the scalar decoder."""
-    code: Callable[..., Any]
-    """That scalar decoder ``(row, at, i)``: code i of the block at byte `at`; CUDA kernels share
-    it."""
-    codes_at: int = 4
-    """First byte after the parameters."""
     zero: int = 0
-    """With F16_SCALE: the code of weight 0."""
+    """Without a base: the code of weight 0."""
+    block_size: int = field(init=False)
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", self.fields.block_size)
+        object.__setattr__(self, "block_bytes", self.fields.block_bytes)
+
+    @property
+    def n_codes(self) -> int:
+        """Codes the decoder understands, 0 .. n_codes - 1."""
+        return self.fields["code"].n_values
+
+    @cached_property
+    def parameters(self) -> int:
+        """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
+        if "base" not in self.fields:
+            return F16_SCALE
+        return F16_PAIR if self.fields["scale"].bits == 16 else U8_PAIR
+
+    @cached_property
+    def code(self) -> Callable[..., Any]:
+        """Scalar decoder ``(row, at, i)`` of code i of the block at byte `at`; CUDA shares it."""
+        return scalar_decoder(self.fields["code"])
+
+    @cached_property
+    def codes_kernel(self) -> Callable[..., None]:
+        """Kernel ``(data, codes, start, stop)``: the codes of rows."""
+        return codes_kernel(self.fields)
 
     def blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
-        """Return blocks (n, block_bytes) of codes and stored parameters."""
-        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
-        size = 1 if self.parameters == U8_PAIR else 2
-        where = (self.base_at, self.scale_at)
-        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
-            column = np.ascontiguousarray(parameters[:, i]).astype(f"<u{size}")
-            blocks[:, where[i] : where[i] + size] = column.view(np.uint8).reshape(-1, size)
-        blocks[:, self.codes_at :] = self.pack_codes(codes)
+        """Return blocks (n, block_bytes) of codes and stored parameters (n, 2: base, scale)."""
+        blocks = np.zeros((len(codes), self.block_bytes), np.uint8)
+        pack_field(self.fields["code"], codes, blocks)
+        for i, name in enumerate(("base", "scale")):
+            if name in self.fields:
+                pack_field(self.fields[name], parameters[:, i : i + 1], blocks)
         return blocks
+
+    def unpack_codes(self, blocks: Bytes) -> Bytes:
+        """Return the codes (n, block_size) of blocks, in NumPy."""
+        return unpack_field(self.fields["code"], blocks).astype(np.uint8)
 
     def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
         """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
         result = np.zeros((len(blocks), 2), np.uint16)
-        size = 1 if self.parameters == U8_PAIR else 2
-        where = (self.base_at, self.scale_at)
-        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
-            column = np.ascontiguousarray(blocks[:, where[i] : where[i] + size])
-            result[:, i] = column.view(f"<u{size}")[:, 0]
+        for i, name in enumerate(("base", "scale")):
+            if name in self.fields:
+                result[:, i] = unpack_field(self.fields[name], blocks)[:, 0]
         return result
 
     def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
@@ -141,7 +157,7 @@ class AffineFormat(QuantFormat):
             code_bits=(self.n_codes - 1).bit_length(),
             zero=self.zero,
             base="none" if self.parameters == F16_SCALE else "d",
-            pairs=self.n_codes == 11,
+            pairs=self.fields["code"].radix == PAIR_RADIX,
             d_type="u8" if self.parameters == U8_PAIR else "f16",
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.formats.block_fields import BlockFields
+from nbflow_kernels.formats.bit_fields import BlockFields
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.codec_spec import weights as decoded
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves, QuantFormat

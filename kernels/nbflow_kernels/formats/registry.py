@@ -101,10 +101,13 @@ class Formats(Mapping[str, QuantFormat]):
         self._formats: dict[str, QuantFormat] = {}
         self.short_names: dict[str, str] = {}
         """Short or alternative name to explicit name."""
+        self.built_in: dict[str, QuantFormat] = {}
+        """The formats of this package alone."""
 
     def fill(self, formats: tuple[QuantFormat, ...], short_names: dict[str, str]) -> None:
         """Add the formats of this package, in the order of tables."""
-        self._formats.update({f.name: f for f in formats})
+        self.built_in.update({f.name: f for f in formats})
+        self._formats.update(self.built_in)
         self.short_names.update(short_names)
 
     def __getitem__(self, name: str) -> QuantFormat:

@@ -42,6 +42,8 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.formats.bit_fields import (
+    BlockFields,
+    Part,
     half_nibble,
     nibble,
     pack_fields,
@@ -49,7 +51,6 @@ from nbflow_kernels.formats.bit_fields import (
     unpack_fields,
     unpack_halves,
 )
-from nbflow_kernels.formats.block_fields import BlockFields, Part
 from nbflow_kernels.formats.block_format import (
     BlockFormat,
     Scales,

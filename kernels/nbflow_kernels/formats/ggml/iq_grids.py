@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels._jit import inline
-from nbflow_kernels.formats.block_fields import BlockFields, Part
+from nbflow_kernels.formats.bit_fields import BlockFields, Part
 from nbflow_kernels.formats.registry import Bytes, Halves
 
 Grid = NDArray[np.uint16]

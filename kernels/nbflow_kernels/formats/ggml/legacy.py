@@ -63,144 +63,52 @@ offset  bytes  field
 
 weight = scale * code.  Plain: scale = max|x| / 127, halves rounded away from zero.
 
-Unlike the other formats' encoders, plain has no cutoff: only a scale of exactly 0 gives codes 0.
-Where the float32 quotient of 1 and the scale overflows (scale below 3e-39) GGML's codes depend on
-the processor; here they are cut off at the smallest and largest code, and 0 / 0 gives code 0.
-
-With importance weights, plain is GGML's encoder for them (`ggml_weighted`).  That of Q8_0 is
-published too: it is the one without, whatever the weights are.
-
-Source: GGML, ggml-common.h (block_q4_0 to block_q8_0) and ggml-quants.c (quantize_row_*_ref,
-quantize_row_*_impl).
+Source: GGML, ggml-common.h (block_q4_0 to block_q8_0).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.formats.affine_format import (
-    F16_PAIR,
-    F16_SCALE,
     GGML_ABSMAX,
     GGML_EXTREME,
     GGML_RANGE,
     AffineFormat,
 )
-from nbflow_kernels.formats.bit_fields import bit, half_nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.formats.inferflow.q5 import Q5_B32T1
 from nbflow_kernels.formats.inferflow.q8 import Q8_B32T2
-from nbflow_kernels.formats.registry import Bytes
-
-# ---- decode -------------------------------------------------------------------------------------
-
-
-@inline
-def code_q4_0(row: Any, at: Any, i: Any) -> Any:
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 2, i)
-
-
-@inline
-def code_q4_1(row: Any, at: Any, i: Any) -> Any:
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 4, i)
-
-
-@inline
-def code_q5_0(row: Any, at: Any, i: Any) -> Any:
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 6, i) | (bit(row, at + 2, i) << 4)
-
-
-@njit
-def _codes_q4_0(data: Any, codes: Any, start: Any, stop: Any) -> None:
-    decode_codes(code_q4_0, 32, 18, data, codes, start, stop)
-
-
-@njit
-def _codes_q4_1(data: Any, codes: Any, start: Any, stop: Any) -> None:
-    decode_codes(code_q4_1, 32, 20, data, codes, start, stop)
-
-
-@njit
-def _codes_q5_0(data: Any, codes: Any, start: Any, stop: Any) -> None:
-    decode_codes(code_q5_0, 32, 22, data, codes, start, stop)
-
-
-def _pack_halves(codes: Bytes) -> Bytes:
-    data: Bytes = codes[:, :16] | (codes[:, 16:] << np.uint8(4))
-    return data
-
-
-def _unpack_halves(data: Bytes) -> Bytes:
-    return np.hstack([data & np.uint8(15), data >> np.uint8(4)])
-
-
-def _pack_q5(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 4, 1), _pack_halves(codes & np.uint8(15))])
-
-
-def _unpack_q5_0(blocks: Bytes) -> Bytes:
-    codes: Bytes = _unpack_halves(blocks[:, 6:]) | (unpack_fields(blocks[:, 2:6], 1) << 4)
-    return codes
-
-
-# ---- formats ------------------------------------------------------------------------------------
 
 Q4_0 = AffineFormat(
-    name="q4_0",
-    block_size=32,
-    block_bytes=18,
-    n_codes=16,
-    rule=GGML_EXTREME,
+    "q4_0",
+    FieldTable(32, (float16("scale", 0), Field("code", 32, (Plane(2, 4, stride=16),)))),
+    GGML_EXTREME,
     divisor=8,
-    parameters=F16_SCALE,
-    base_at=0,
-    scale_at=0,
-    pack_codes=_pack_halves,
-    unpack_codes=lambda blocks: _unpack_halves(blocks[:, 2:]),
-    codes_kernel=_codes_q4_0,
-    code=code_q4_0,
-    codes_at=2,
     zero=8,
 )
 
 Q4_1 = AffineFormat(
-    name="q4_1",
-    block_size=32,
-    block_bytes=20,
-    n_codes=16,
-    rule=GGML_RANGE,
+    "q4_1",
+    FieldTable(
+        32,
+        (float16("scale", 0), float16("base", 2), Field("code", 32, (Plane(4, 4, stride=16),))),
+    ),
+    GGML_RANGE,
     divisor=15,
-    parameters=F16_PAIR,
-    base_at=2,
-    scale_at=0,
-    pack_codes=_pack_halves,
-    unpack_codes=lambda blocks: _unpack_halves(blocks[:, 4:]),
-    codes_kernel=_codes_q4_1,
-    code=code_q4_1,
 )
 
 Q5_0 = AffineFormat(
-    name="q5_0",
-    block_size=32,
-    block_bytes=22,
-    n_codes=32,
-    rule=GGML_EXTREME,
+    "q5_0",
+    FieldTable(
+        32,
+        (
+            float16("scale", 0),
+            Field("code", 32, (Plane(2, 1, shift=4), Plane(6, 4, stride=16))),
+        ),
+    ),
+    GGML_EXTREME,
     divisor=16,
-    parameters=F16_SCALE,
-    base_at=0,
-    scale_at=0,
-    pack_codes=_pack_q5,
-    unpack_codes=_unpack_q5_0,
-    codes_kernel=_codes_q5_0,
-    code=code_q5_0,
-    codes_at=2,
     zero=16,
 )
 

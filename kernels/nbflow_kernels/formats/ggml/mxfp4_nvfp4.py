@@ -38,8 +38,13 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.formats.bit_fields import half_nibble, pack_halves, unpack_halves
-from nbflow_kernels.formats.block_fields import BlockFields, Part
+from nbflow_kernels.formats.bit_fields import (
+    BlockFields,
+    Part,
+    half_nibble,
+    pack_halves,
+    unpack_halves,
+)
 from nbflow_kernels.formats.block_format import BlockFormat, decode_rows, no_scale
 from nbflow_kernels.formats.codec_spec import CodecSpec
 from nbflow_kernels.formats.registry import Bytes, Floats

@@ -60,8 +60,14 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.formats.bit_fields import bit, crumb, pack_fields, unpack_fields
-from nbflow_kernels.formats.block_fields import BlockFields, Part
+from nbflow_kernels.formats.bit_fields import (
+    BlockFields,
+    Part,
+    bit,
+    crumb,
+    pack_fields,
+    unpack_fields,
+)
 from nbflow_kernels.formats.block_format import (
     BlockFormat,
     decode_rows,

@@ -19,49 +19,19 @@ Source: Inferflow, quant_types.h (format Q6_B64T1).
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.formats.affine_format import F16_PAIR, RANGE, AffineFormat
-from nbflow_kernels.formats.bit_fields import crumb, nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.registry import Bytes
-
-
-@inline
-def code_q6_b64t1(row: Any, at: Any, i: Any) -> Any:
-    """Return code `i` of the block at byte `at`."""
-    return nibble(row, at + 20, i) | (crumb(row, at + 4, i) << 4)
-
-
-@njit
-def _codes_q6_b64t1(data: Any, codes: Any, start: Any, stop: Any) -> None:
-    decode_codes(code_q6_b64t1, 64, 52, data, codes, start, stop)
-
-
-def _pack(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 4, 2), pack_fields(codes & 15, 4)])
-
-
-def _unpack(blocks: Bytes) -> Bytes:
-    codes: Bytes = unpack_fields(blocks[:, 20:], 4) | (unpack_fields(blocks[:, 4:20], 2) << 4)
-    return codes
-
+from nbflow_kernels.formats.affine_format import RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
 Q6_B64T1 = AffineFormat(
-    name="q6_b64t1",
-    block_size=64,
-    block_bytes=52,
-    n_codes=64,
-    rule=RANGE,
+    "q6_b64t1",
+    FieldTable(
+        64,
+        (
+            float16("base", 0),
+            float16("scale", 2),
+            Field("code", 64, (Plane(4, 2, shift=4), Plane(20, 4))),
+        ),
+    ),
+    RANGE,
     divisor=62,
-    parameters=F16_PAIR,
-    base_at=0,
-    scale_at=2,
-    pack_codes=_pack,
-    unpack_codes=_unpack,
-    codes_kernel=_codes_q6_b64t1,
-    code=code_q6_b64t1,
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels.formats.block_fields import bit_sources
+from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
