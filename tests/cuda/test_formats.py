@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import user_formats
-from nbflow_kernels.formats.block_fields import bit_sources
 
 import nbflow_kernels as nk
 from nbflow_kernels import cuda
 from nbflow_kernels.block_bytes import get_f16, put_f16
 from nbflow_kernels.formats import dequantize_rows
+from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
 from nbflow_kernels.quantizers.cuda.codebook import thresholds

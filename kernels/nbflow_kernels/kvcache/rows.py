@@ -65,8 +65,8 @@ SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS = range(6)
 # Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 where there is no base.
 BLOCK, BLOCK_BYTES, SCALE_AT, BASE_AT, MODE, LOW_AT, HIGH_BITS, HIGH_AT, LOW_BITS = range(9)
 ZERO, N_CODES, RULE, DIVISOR = range(9, 13)
-# Of pairs, whose high plane has 2 bits: the plane of single bits, its shift, a second plane of 4 bits (-1: none), the radix, and
-# the number that divides by it.  The other planes are LOW and HIGH, the latter shifted by LOW_BITS.
+# Of pairs, whose high plane has 2 bits, shifted by LOW_BITS: the plane of single bits, its shift, a
+# second plane of 4 bits (-1: none), the radix, and the number that divides by it.
 TOP_AT, TOP_SHIFT, MIDDLE_AT, RADIX, RECIPROCAL = range(13, 18)
 N_COLUMNS = 18
 
