@@ -81,7 +81,7 @@ ONE_GROUP = 63  # in the place of log2 of a group's numbers, where there is one 
 
 def _constants(field: Field) -> tuple[Any, ...]:
     """Return what `read_number` reads of a field."""
-    planes = []
+    planes: list[PlaneConstants] = []
     for plane in field.planes:
         assert plane.bits <= 8, f"floats are read as such: {field}"
         stride = plane.stride.bit_length() - 1
