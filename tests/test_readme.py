@@ -92,10 +92,12 @@ def test_cells_say_what_happens(name):
         assert works(call) == (found[operation] == "yes"), operation
 
 
-def test_example_of_a_format_runs():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.S)
+def test_examples_of_formats_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.S)
+    assert len(blocks) == 3
     try:
-        exec(compile(block, "<formats.md>", "exec"), {"__name__": "example"})
+        for block in blocks:
+            exec(compile(block, "<formats.md>", "exec"), {"__name__": "example"})
     finally:
         unregister_format("signs_b16")
 

@@ -43,5 +43,5 @@ def test_files_and_names_on_the_page_exist() -> None:
     for path in re.findall(r"`((?:tools|tests|notebooks)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
     package = ROOT / "kernels" / "nbflow_kernels"
-    for path in re.findall(r"`((?:quants|matmul|qmatmul|norm|attention)/\w+\.py)`", text):
+    for path in re.findall(r"`((?:formats|matmul|qmatmul|norm|attention)/\w+\.py)`", text):
         assert (package / path).exists(), path

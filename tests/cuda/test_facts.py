@@ -10,7 +10,7 @@ import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.embedding import cuda as embedding
-from nbflow_kernels.formats import cuda_dequantize as quants
+from nbflow_kernels.formats import cuda_dequantize
 from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.logits import cuda as logits
 from nbflow_kernels.matmul import wgmma
@@ -67,7 +67,7 @@ def test_float32_kernels_have_no_float64(kernel: Any, arch: str) -> None:
 
 @pytest.mark.parametrize("name", ["q4_k", "q3h", "q8", "mxfp4"])
 def test_decoders_have_no_float64_and_no_local_memory(name: str) -> None:
-    facts = _facts(quants._decoder(nk.FORMATS[name], False), "sm_90")
+    facts = _facts(cuda_dequantize._decoder(nk.FORMATS[name], False), "sm_90")
     assert (facts.fp64, facts.local_accesses) == (0, 0)
 
 

@@ -23,7 +23,7 @@ from nbflow_kernels.qmatmul import reference, rounded
 pytestmark = pytest.mark.compiler
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_bytes / f.block_size < 2]
 # a format for each kind of codes and of scales, of those that share no kernel
-KINDS = ("q4_0", "q2_k", "q3h", "iq2_s", "q4_b16")
+KINDS = ("q4_0", "q2_k", "q3h", "q5h", "iq2_s", "q4_b16")
 
 
 def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTensor]:

@@ -52,9 +52,6 @@ class SyntheticFormat(QuantFormat):
     def dequantize_rows(self, data, out):
         out[...] = weights(self.integer_form, self.integers(data))[:, : out.shape[1]]
 
-    def quantize_rows(self, x, n_columns, encoder, importance=None):
-        raise NotImplementedError
-
     def random(self, rng: np.random.Generator, rows: int, columns: int) -> QuantTensor:
         """Return a tensor of random blocks whose numbers use the whole range of the form."""
         form = self.integer_form

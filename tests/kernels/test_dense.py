@@ -14,7 +14,7 @@ import pytest
 import nbflow_kernels as nk
 from nbflow_kernels import threads
 from nbflow_kernels.formats import QuantTensor, dequantize
-from nbflow_kernels.formats.interleave import interleave
+from nbflow_kernels.formats.floats import interleave
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.qmatmul import qmatmul
 from nbflow_kernels.qmatmul.reference import to_bf16

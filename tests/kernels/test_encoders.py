@@ -14,6 +14,7 @@ from nbflow_kernels.quantizers import gptq_reference, quantize_calibrated
 from nbflow_kernels.quantizers.affine_grid import affine, is_affine, with_codes
 from nbflow_kernels.quantizers.gptq import SecondMoments, gptq_rows
 from nbflow_kernels.quantizers.hqq import Settings, hqq_rows, lp_errors
+from nbflow_kernels.quantizers.registry import quantize_rows
 
 AFFINE = [name for name in FORMATS if is_affine(FORMATS[name])]
 K = 256
@@ -114,7 +115,7 @@ def test_hqq_lowers_its_sum_in_every_block(name: str) -> None:
         error = (decoded.astype(np.float64) - w).reshape(6, -1, format.block_size)
         return lp_errors(error, p)
 
-    plain = sums(format.quantize_rows(w, K, "plain"))
+    plain = sums(quantize_rows(format, w, K, "plain"))
     hqq = sums(hqq_rows(format, w, K))
     # decoded float32 values are off by 2**-23 of errors' size / 1e-3, to the power p
     assert (hqq <= plain * (1 + 1e-4)).all()

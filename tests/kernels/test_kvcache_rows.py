@@ -61,7 +61,7 @@ def test_layout_is_that_of_the_weight_format(name: str) -> None:
     assert layout[rows.BLOCK] == format.block_size
     assert layout[rows.BLOCK_BYTES] == format.block_bytes
     assert layout[rows.DIVISOR] == format.divisor
-    assert layout[rows.SCALE_AT] == format.scale_at
+    assert layout[rows.SCALE_AT] == format.fields.at("scale")
     if layout[rows.MODE] != rows.SIGNED:
         assert layout[rows.N_CODES] == format.n_codes
         assert layout[rows.ZERO] == format.zero

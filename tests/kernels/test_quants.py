@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ from nbflow_kernels import simd
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
 from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.inferflow.q3h import code_q3h_b64t1, second_of_pair
+from nbflow_kernels.formats.bit_fields import (
+    byte_table,
+    pack_field,
+    reciprocal,
+    scalar_decoder,
+    unpack_field,
+)
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.testing.format_table import table
 
@@ -30,6 +38,8 @@ GOLDEN = {
     "q5_b64t1": "00b9332c2ab55aa9d44aa5562065ba1e63b80d4398ec4196eb3176ca2f74c91e54a90d52a7fc4287"
     "db3085da",
     "q5_b32t1": "112c00b92ab55aa980a2d5f72a4c7f91c4e6193b6e80b3d5",
+    "q5h_b64t1": "00b9ba29c7e3381e34499ee3344992e3d961fb43c862ca40d962b7840c51fa7342f631a5ec970b"
+    "42fd31b93175ec90db",
     "q4_b64t1": "00b9803080a2d417395b7da1c4e6284a6c90b3d517396c8ea2c406285b7d91b3e5284a6c",
     "q4_b32t1a": "00b9333090b2e5173a5c8ea1d4f6295b7d90c3e5",
     "q4_b32t1b": "82b8e02f90b2e5073a5c8fa1d4f6294b7e90c3e5",
@@ -54,6 +64,7 @@ BITS = {
     "q6_b64t1": (2 + 2 + 16 + 32) * 8 / 64,
     "q5_b64t1": (2 + 2 + 8 + 32) * 8 / 64,
     "q5_b32t1": (2 + 2 + 4 + 16) * 8 / 32,
+    "q5h_b64t1": (2 + 2 + 4 + 8 + 16 + 16) * 8 / 64,
     "q4_b64t1": (2 + 2 + 32) * 8 / 64,
     "q4_b32t1a": (2 + 2 + 16) * 8 / 32,
     "q4_b32t1b": (2 + 2 + 16) * 8 / 32,
@@ -91,8 +102,50 @@ def test_cost_is_the_sum_of_the_fields(name):
 
 
 def _docstring(format):
-    module = __import__(format.codes_kernel.py_func.__module__, fromlist=["x"])
-    return module.__doc__
+    modules = [m for n, m in sys.modules.items() if n.startswith("nbflow_kernels.formats.")]
+    cost = f"= {format.bits_per_weight:g} bits per"
+    docs = [m.__doc__ for m in modules if f"``{format.name}``" in (m.__doc__ or "")]
+    return next(doc for doc in docs if cost in doc.replace("\n", " "))
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_docstring_has_the_table_of_fields(name):
+    table, doc = FORMATS[name].fields, _docstring(FORMATS[name])
+    rows = re.findall(r"^(\d+) +(\d+) +\S", byte_table(table), re.M)
+    assert sum(int(n) for _, n in rows) == table.block_bytes
+    for at, n_bytes in rows:
+        assert re.search(rf"^{at} +(\d+ or )?{n_bytes}( or \d+)? ", doc, re.M), (at, n_bytes)
+
+
+@pytest.mark.parametrize(
+    "planes", [(Plane(2, 4), Plane(2, 4)), (Plane(2, 4, count=16),), (Plane(3, 4),)]
+)
+def test_a_table_with_overlaps_or_gaps_is_refused(planes):
+    with pytest.raises(UsageError, match="cover each of its bits once"):
+        FieldTable(32, (float16("scale", 0), Field("code", 32, planes)))
+
+
+def test_fields_of_a_part_of_the_numbers():
+    """The six bits of K-quants' scales lie apart for the first and the last numbers."""
+    low = Plane(4, 4, first=4, per_byte=1)
+    field = Field("scale", 8, (Plane(0, 6, count=4), low, Plane(0, 2, 4, place=6, first=4)))
+    numbers = np.random.default_rng(0).integers(0, 64, (9, 8)).astype(np.uint8)
+    blocks = np.zeros((9, 8), np.uint8)
+    pack_field(field, numbers, blocks)
+    assert np.array_equal(blocks[:, 0], numbers[:, 0] | (numbers[:, 4] >> 4 << 6))
+    assert np.array_equal(blocks[:, 4], numbers[:, 4] & 15)
+    assert np.array_equal(unpack_field(field, blocks), numbers)
+    decode = scalar_decoder(field)
+
+    @njit
+    def all_of(row, out):
+        for i in range(8):
+            out[i] = decode(row, 0, i)
+
+    out = np.zeros(8, np.int64)
+    for row, wanted in zip(blocks, numbers, strict=True):
+        all_of(row, out)
+        assert np.array_equal(out, wanted)
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
@@ -100,8 +153,10 @@ def test_numpy_and_kernel_decode_alike_bit_for_bit(name):
     format = FORMATS[name]
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, 256, (300, format.block_bytes)).astype(np.uint8)
-    if name == "q3h_b64t1":  # 7 bits hold 121 pair codes, no encoder writes the other 7
-        blocks[:, 4:] = format.pack_codes(rng.integers(0, 11, (300, 64)).astype(np.uint8))
+    code = format.fields["code"]
+    if code.radix:  # 7 bits hold 121 pair codes: no quantizer writes the other 7
+        codes = rng.integers(0, code.radix, (300, format.block_size))
+        blocks = format.blocks(codes, format.stored_parameters(blocks))
     with np.errstate(all="ignore"):
         base, scale = format.base_and_scale(blocks)
     blocks = blocks[np.isfinite(base) & np.isfinite(scale)]
@@ -117,35 +172,26 @@ def test_codes_survive_packing(name):
     format = FORMATS[name]
     codes = np.random.default_rng(2).integers(0, format.n_codes, (50, format.block_size))
     codes = codes.astype(np.uint8)
-    blocks = np.zeros((50, format.block_bytes), np.uint8)
-    blocks[:, format.codes_at :] = format.pack_codes(codes)
+    blocks = format.blocks(codes, np.zeros((50, 2), np.uint16))
     assert np.array_equal(format.unpack_codes(blocks), codes)
     assert np.array_equal(format.codes_of_rows(blocks), codes)
 
 
-@njit
-def _pair_codes(codes, out):
-    for i in range(len(codes)):
-        y = second_of_pair(codes[i])
-        out[i, 0], out[i, 1] = codes[i] - 11 * y, y
+def test_pair_codes_are_split_without_a_division():
+    decode = scalar_decoder(FORMATS["q3h"].fields["code"])
 
+    @njit
+    def decode_q3h(row, at, i):
+        return decode(row, at, i)
 
-@njit
-def _decode_q3h(row, at, i):
-    return code_q3h_b64t1(row, at, i)
-
-
-def test_all_121_pair_codes_and_no_division():
-    codes = np.arange(121)
-    out = np.zeros((121, 2), np.int64)
-    _pair_codes(codes, out)
-    assert np.array_equal(out, np.stack([codes % 11, codes // 11], axis=1))
-    _decode_q3h(np.zeros(32, np.uint8), 0, 0)
-    for function in (_pair_codes, _decode_q3h):
-        for text in function.inspect_llvm().values():
-            assert not re.search(r"\b(udiv|sdiv|urem|srem|fdiv)\b", text)
-        for text in function.inspect_asm().values():
-            assert not re.search(r"^\s*i?div", text, re.MULTILINE)
+    for radix in (11, 45):
+        codes = np.arange(radix * radix)
+        assert np.array_equal(codes * reciprocal(radix) >> 16, codes // radix)
+    decode_q3h(np.zeros(32, np.uint8), 0, 0)
+    for text in decode_q3h.inspect_llvm().values():
+        assert not re.search(r"\b(udiv|sdiv|urem|srem|fdiv)\b", text)
+    for text in decode_q3h.inspect_asm().values():
+        assert not re.search(r"^\s*i?div", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS + FLOAT_FORMATS)

@@ -20,6 +20,7 @@ from nbflow_kernels.formats.codec_spec import weights
 from nbflow_kernels.formats.ggml import iq_grids as grids
 from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
+from nbflow_kernels.quantizers.registry import quantize_rows
 from nbflow_kernels.threads import set_num_threads
 
 GOLDEN = json.loads(
@@ -59,7 +60,7 @@ def encoded(name: str, x: np.ndarray, encoder: str, importance=None) -> QuantTen
     rows = np.ascontiguousarray(np.pad(x, ((0, 0), (0, pad)), mode="edge"))
     if importance is not None:
         importance = np.pad(np.atleast_2d(importance), ((0, 0), (0, pad)))
-    data = format.quantize_rows(rows, n_columns, encoder, importance)
+    data = quantize_rows(format, rows, n_columns, encoder, importance)
     return QuantTensor(name, (n_rows, n_columns), data)
 
 

@@ -9,8 +9,8 @@ import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import quantize_calibrated
 from nbflow_kernels.quantizers.awq import column_scales, search_scales
-from nbflow_kernels.quantizers.delta import _chosen_steps, delta_rows
 from nbflow_kernels.quantizers.hadamard import Rotation, paley_order
+from nbflow_kernels.quantizers.outliers import _chosen_steps, delta_rows
 
 
 def output_error(w: np.ndarray, approximate: np.ndarray, x: np.ndarray) -> float:

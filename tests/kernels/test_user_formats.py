@@ -20,6 +20,7 @@ from nbflow_kernels.checking import CheckError, check
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.format_checks import check_format
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize
+from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.user import load_formats, register_format, unregister_format
 from nbflow_kernels.qmatmul import cpu, qmatmul, reference, user_rows
 from nbflow_kernels.qmatmul.cases import user_cases
@@ -232,11 +233,11 @@ def test_an_integer_form_that_says_something_else_is_refused():
 
 
 def test_the_battery_finds_a_format_whose_result_depends_on_other_rows():
-    class Moody(type(FORMATS["q8_0"])):
+    class Moody(FloatFormat):
         def quantize_rows(self, x, n_columns, encoder, importance=None):
             return super().quantize_rows(x * np.float32(len(x)), n_columns, encoder, importance)
 
-    old = FORMATS["q8_0"]
+    old = FORMATS["f32"]
     moody = Moody(**{f: getattr(old, f) for f in old.__dataclass_fields__})
     with pytest.raises(CheckError, match="a row's bytes depend on the other rows"):
         check_format(moody)

@@ -56,10 +56,11 @@ struct Codes {
         } else if constexpr (IN_PLACE) {
             const int at = low_at(part);
             if constexpr (F::MODE == PAIRS) {
-                const u8* block = row + block_at(part) + F::LOW_AT;
+                const u8* block = row + block_at(part);
                 const int n = part % PER_BLOCK * 4 + t;  // of four pairs
-                const u32 m = block[4 + n], b = block[n / 2] >> n % 2 * 4;
-                split_pairs(widen(*(const u16*)(block + 12 + 2 * n)), m | m << 12, b | b << 14, pairs);
+                const u32 m = block[F::HIGH_AT + n], b = block[F::TOP_AT + n / 2] >> n % 2 * 4;
+                const u32 low = widen(*(const u16*)(block + F::LOW_AT + 2 * n));
+                split_pairs(low, m | m << 12, b | b << 14, pairs);
             } else if constexpr (F::MODE == CRUMBS) fields(widen(*(const u16*)(row + at + 2 * t)), pairs);
             else fields(word(row + at + 4 * t, (at | row_size) % 4 == 0), pairs);
             const u8* high = row + high_at(part);
@@ -88,10 +89,11 @@ struct Codes {
         if constexpr (IN_PLACE) {
             const u8 *a = row + low_at(part), *b = next + low_at(part);
             if constexpr (F::MODE == PAIRS) {
-                a = row + block_at(part) + F::LOW_AT, b = next + block_at(part) + F::LOW_AT;
-                const int n = part % PER_BLOCK * 8 + g, m = 4 + n / 2, up = n % 2 * 4, down = n % 4 * 2;
-                split_pairs(a[12 + n] | b[12 + n] << 16, a[m] >> up | b[m] >> up << 16,
-                            a[n / 4] >> down | b[n / 4] >> down << 16, pairs);
+                a = row + block_at(part), b = next + block_at(part);
+                const int n = part % PER_BLOCK * 8 + g, up = n % 2 * 4, down = n % 4 * 2;
+                const int low = F::LOW_AT + n, m = F::HIGH_AT + n / 2, top = F::TOP_AT + n / 4;
+                split_pairs(a[low] | b[low] << 16, a[m] >> up | b[m] >> up << 16,
+                            a[top] >> down | b[top] >> down << 16, pairs);
             } else if constexpr (F::MODE == CRUMBS) fields(a[g] | b[g] << 16, pairs);
             else fields(*(const u16*)(a + 2 * g) | *(const u16*)(b + 2 * g) << 16, pairs);
             a = row + high_at(part), b = next + high_at(part);

@@ -15,8 +15,9 @@ from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import FEW_VECTORS, Tiling
 from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan, is_plain
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.formats.codec_spec import PAIR_RADIX
 from nbflow_kernels.kvcache.cuda import format_types
-from nbflow_kernels.kvcache.rows import BLOCK, BLOCK_BYTES, F16, FIRST_BLOCK_KIND, LAYOUTS
+from nbflow_kernels.kvcache.rows import BLOCK, BLOCK_BYTES, F16, FIRST_BLOCK_KIND, LAYOUTS, RADIX
 
 WARPS, PART, STAGES = 4, 32, 2
 """Of a thread block; columns that have a scale in common; steps of a warp on their way."""
@@ -41,6 +42,8 @@ def takes(
         if kind < FIRST_BLOCK_KIND and (kind != F16 or D % PART):
             return False
         if _parts(kind, D) > MOST_PARTS:
+            return False
+        if LAYOUTS[kind, RADIX] not in (0, PAIR_RADIX):  # pairs of other formats are not split
             return False
     if not all(0 <= step < 1 << 32 for steps in places for step in steps[:2]):
         return False

@@ -5,40 +5,44 @@
 The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
 has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
 
-Two encoders write the same bytes' meaning:
-
-* ``plain``: the published one.  Minimum and range of the block, one pass, plain rounding; codes
-  chosen with the float32 parameters, which are rounded to storage afterwards; a scale below 1e-5
-  gives codes 0.  A format of another origin brings its own (`AffineFormat.plain`).
-* ``best``: `search.search`.  Starts from plain's parameters, so it is never worse.
-
-With importance weights, plain is the published encoder that knows them, where there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
-from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
+from nbflow_kernels.formats.bit_fields import (
+    codes_kernel,
+    pack_field,
+    scalar_decoder,
+    unpack_field,
+)
+from nbflow_kernels.formats.codec_spec import PAIR_RADIX, CodecSpec, DecodedBlocks, FieldTable
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.quantizers.reference import inferflow as linear_plain
-from nbflow_kernels.quantizers.search.affine import search
 from nbflow_kernels.threads import split_rows
 
-Encoded = tuple[Bytes, NDArray[np.uint16]]
-"""Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
+CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB
 
-SIGN = np.uint16(0x8000)  # of a float16
-SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count
-CHUNK = 1 << 22  # weights encoded or decoded at once: bounds the temporary arrays to some 30 MB
+
+F16_PAIR = 0
+"""Base and scale, float16 each."""
+F16_SCALE = 1
+"""A scale, float16, which may be negative, and no base."""
+U8_PAIR = 2
+"""Scale u / 1000 and base v / 100 - 1, uint8 each."""
+
+RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX = range(6)
+"""Rules of published quantizers.  Inferflow's: `RANGE`, base = min and scale = range / divisor;
+`MIDRISE`, the middles of `n_codes` equal parts of the range; `ABSMAX`, scale = max|x| / divisor.  A
+scale below 1e-5 gives codes 0.  GGML's: `GGML_EXTREME`, the weight of largest magnitude gets code
+0; `GGML_RANGE` and `GGML_ABSMAX` as above, where only a scale of 0 gives codes 0."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,129 +50,62 @@ class AffineFormat(QuantFormat):
     """One block format of the family; see the fields."""
 
     name: str
-    block_size: int
-    block_bytes: int
-    n_codes: int
-    """Codes the decoder understands, 0 .. n_codes - 1."""
+    fields: FieldTable
+    """Fields "code", "scale" and, if any, "base": float16, or both a byte."""
+    rule: int
+    """Rule by which the published quantizer finds base and scale, one of those above."""
     divisor: float
-    """Plain's scale is the block's range divided by this."""
-    parameters: int
-    """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
-    base_at: int
-    """Byte of the base in the block; not used with F16_SCALE."""
-    scale_at: int
-    """Byte of the scale in the block."""
-    pack_codes: Callable[[Bytes], Bytes]
-    """Codes (n, block_size) to the block's bytes without parameters (n, rest), NumPy."""
-    unpack_codes: Callable[[Bytes], Bytes]
-    """Blocks (n, block_bytes) to codes (n, block_size), NumPy."""
-    codes_kernel: Callable[..., None]
-    """Kernel ``(data, codes, start, stop)``: the codes of rows, through the scalar decoder."""
-    code: Callable[..., Any]
-    """That scalar decoder ``(row, at, i)``: code i of the block at byte `at`; CUDA kernels share
-    it."""
-    codes_at: int = 4
-    """First byte after the parameters."""
-    midrise: bool = False
-    """Plain puts the codes at the middles of `n_codes` equal intervals (variant B)."""
+    """The published scale is the block's range, or largest magnitude, divided by this."""
     zero: int = 0
-    """With F16_SCALE: the code of weight 0."""
-    plain: Callable[[AffineFormat, Floats], Encoded] | None = None
-    """The published encoder of blocks (n, block_size), where it is not the family's."""
-    plain_weighted: Callable[[AffineFormat, Floats, Floats], Encoded] | None = None
-    """The published encoder of rows with importance (1 or rows, columns), if there is one."""
+    """Without a base: the code of weight 0."""
+    block_size: int = field(init=False)
+    block_bytes: int = field(init=False)
 
-    # ---- encode -----------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", self.fields.block_size)
+        object.__setattr__(self, "block_bytes", self.fields.block_bytes)
 
-    def quantize_rows(
-        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
-    ) -> Bytes:
-        """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
-        n_rows, width = x.shape
-        n_blocks = width // self.block_size
-        data = np.empty((n_rows, n_blocks * self.block_bytes), np.uint8)
-        if encoder == "plain" and importance is not None and self.plain_weighted is None:
-            raise UsageError(
-                f"encoder 'plain' of {self.name} is the published one, which knows no importance; "
-                "use encoder='best'"
-            )
-        weight = self._search_weight(width, n_columns, importance)
-        step = max(1, CHUNK // max(width, 1))
-        for row in range(0, n_rows, step):
-            part = x[row : row + step]
-            own = slice(None) if len(weight) == 1 else slice(row, row + step)
-            if importance is not None and self.plain_weighted is not None:
-                codes, parameters = self.plain_weighted(self, part, importance[own])
-            else:
-                codes, parameters = self._plain(part)
-            codes = codes.reshape(part.shape)
-            if encoder == "best":
-                parameters = parameters.reshape(len(part), n_blocks, 2)
-                self._search(part, weight[own], codes, parameters)
-            blocks = self._blocks(codes.reshape(-1, self.block_size), parameters.reshape(-1, 2))
-            data[row : row + step] = blocks.reshape(len(part), -1)
-        return data
+    @property
+    def n_codes(self) -> int:
+        """Codes the decoder understands, 0 .. n_codes - 1."""
+        return self.fields["code"].n_values
 
-    def _search_weight(self, width: int, n_columns: int, importance: Floats | None) -> Floats:
-        """Return how much each column's error counts (1 or rows, width), at most 1."""
-        if importance is None:
-            return (np.arange(width) < n_columns).astype(np.float32)[None]
-        blocks = importance.reshape(len(importance), -1, self.block_size)
-        # only ratios within a block matter: products with tiny importances must not underflow
-        largest = blocks.max(axis=2, keepdims=True)
-        weight = np.divide(blocks, np.where(largest > 0, largest, 1), dtype=np.float32)
-        return weight.reshape(importance.shape)
+    @cached_property
+    def parameters(self) -> int:
+        """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
+        if "base" not in self.fields:
+            return F16_SCALE
+        return F16_PAIR if self.fields["scale"].bits == 16 else U8_PAIR
 
-    def _search(
-        self, x: Floats, weight: Floats, codes: Bytes, parameters: NDArray[np.uint16]
-    ) -> None:
-        """Improve plain's codes and parameters (rows, blocks, 2) of rows in place."""
-        # the search knows scales >= 0: a block with a negative one is searched as its mirror image
-        sign = parameters[:, :, 1] & (SIGN if self.parameters == F16_SCALE else np.uint16(0))
-        if sign.any():
-            x = np.where(np.repeat(sign != 0, self.block_size, axis=1), -x, x)
-            parameters[:, :, 1] ^= sign
-        low, high = -self.zero, self.n_codes - 1 - self.zero
-        split_rows(
-            search, len(x), SEARCH_COST * x.size, x, weight, self.block_size,
-            low, high, self.parameters, codes, parameters,
-        )  # fmt: skip
-        parameters[:, :, 1] ^= sign
+    @cached_property
+    def code(self) -> Callable[..., Any]:
+        """Scalar decoder ``(row, at, i)`` of code i of the block at byte `at`; CUDA shares it."""
+        return scalar_decoder(self.fields["code"])
 
-    def _plain(self, x: Floats) -> Encoded:
-        """Return codes and stored parameters of the published encoder, for rows of blocks."""
-        if self.plain is not None:
-            return self.plain(self, x.reshape(-1, self.block_size))
-        codes = np.empty(x.shape, np.uint8)
-        parameters = np.empty((len(x), x.shape[1] // self.block_size, 2), np.uint16)
-        split_rows(
-            linear_plain.plain, len(x), linear_plain.COST * x.size, x, self.block_size,
-            self.n_codes, np.float32(self.divisor), self.parameters, self.midrise, self.zero, codes,
-            parameters,
-        )  # fmt: skip
-        return codes, parameters
+    @cached_property
+    def codes_kernel(self) -> Callable[..., None]:
+        """Kernel ``(data, codes, start, stop)``: the codes of rows."""
+        return codes_kernel(self.fields)
 
-    def _blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
-        """Return blocks (n, block_bytes) of codes and stored parameters."""
-        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
-        size = 1 if self.parameters == U8_PAIR else 2
-        where = (self.base_at, self.scale_at)
-        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
-            column = np.ascontiguousarray(parameters[:, i]).astype(f"<u{size}")
-            blocks[:, where[i] : where[i] + size] = column.view(np.uint8).reshape(-1, size)
-        blocks[:, self.codes_at :] = self.pack_codes(codes)
+    def blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
+        """Return blocks (n, block_bytes) of codes and stored parameters (n, 2: base, scale)."""
+        blocks = np.zeros((len(codes), self.block_bytes), np.uint8)
+        pack_field(self.fields["code"], codes, blocks)
+        for i, name in enumerate(("base", "scale")):
+            if name in self.fields:
+                pack_field(self.fields[name], parameters[:, i : i + 1], blocks)
         return blocks
 
-    # ---- decode -----------------------------------------------------------------------------
+    def unpack_codes(self, blocks: Bytes) -> Bytes:
+        """Return the codes (n, block_size) of blocks, in NumPy."""
+        return unpack_field(self.fields["code"], blocks).astype(np.uint8)
 
     def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
         """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
         result = np.zeros((len(blocks), 2), np.uint16)
-        size = 1 if self.parameters == U8_PAIR else 2
-        where = (self.base_at, self.scale_at)
-        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
-            column = np.ascontiguousarray(blocks[:, where[i] : where[i] + size])
-            result[:, i] = column.view(f"<u{size}")[:, 0]
+        for i, name in enumerate(("base", "scale")):
+            if name in self.fields:
+                result[:, i] = unpack_field(self.fields[name], blocks)[:, 0]
         return result
 
     def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
@@ -220,7 +157,7 @@ class AffineFormat(QuantFormat):
             code_bits=(self.n_codes - 1).bit_length(),
             zero=self.zero,
             base="none" if self.parameters == F16_SCALE else "d",
-            pairs=self.n_codes == 11,
+            pairs=self.fields["code"].radix == PAIR_RADIX,
             d_type="u8" if self.parameters == U8_PAIR else "f16",
         )
 

@@ -1,7 +1,7 @@
 """Block formats that are described by their integer form: one class for all of them.
 
 A format module brings the layout twice, as scalar decoders for kernels and as NumPy code, and the
-encoders; this module makes a `QuantFormat` of them.
+this module makes a `QuantFormat` of them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.block_fields import BlockFields
+from nbflow_kernels.formats.bit_fields import BlockFields
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.codec_spec import weights as decoded
-from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.formats.registry import Bytes, Floats, Halves, QuantFormat
 from nbflow_kernels.threads import split_rows
 
 CHUNK = 1 << 22  # weights decoded or encoded at once: bounds the temporary arrays to some 50 MB
 DECODE_COST = 8.0  # operations a weight costs, for the choice of thread count
 
 Scales = NDArray[np.int16]
-Encoder = Callable[[Floats, Floats | None, Floats], Bytes]
-"""An encoder ``(x, importance, counts)`` to rows of bytes.  `x` is (rows, columns), `importance`
-(1 or rows, columns) or None; `counts` (columns,) is 1, and 0 for padding."""
 
 
 @jit.device_function(inline="always")
@@ -77,66 +73,14 @@ class BlockFormat(QuantFormat):
     """The same ``(row, at, s)`` of the scale of sub-block s."""
     table: NDArray[Any]
     """What the scalar decoder looks up, e.g. a grid."""
-    plain: Encoder
-    """The published encoder."""
-    search: Encoder
-    """The encoder that "best" takes where it loses less than `plain`."""
     fields: BlockFields
     """The numbers that encoders on CUDA devices choose for a block, and how they make its bytes."""
-    plain_importance: bool = True
-    """Whether the published encoder knows importance weights."""
     d_at: int = 0
     """Byte of a float16 `d` in the block."""
+    pack_codes: Callable[[Bytes, Halves], Bytes] | None = None
+    """Codes and d of rows to rows of bytes, where `fields` do not take codes."""
     d_bits: Callable[..., Any] | None = None
     """Scalar decoder ``(row, at)`` of its bits, where they are not in one place."""
-    needs_importance: bool = False
-    """Whether it cannot do without; equal ones are then taken where none are given."""
-
-    # ---- encode -----------------------------------------------------------------------------
-
-    def quantize_rows(
-        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
-    ) -> Bytes:
-        """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
-        if encoder == "plain" and importance is not None and not self.plain_importance:
-            raise UsageError(
-                f"encoder 'plain' of {self.name} is the published one, which knows no importance; "
-                "use encoder='best'"
-            )
-        encode = self._best if encoder == "best" else self._plain
-        n_rows, width = x.shape
-        counts = (np.arange(width) < n_columns).astype(np.float32)
-        weight = None if importance is None else np.atleast_2d(importance) * counts
-        if weight is not None and encoder == "best":
-            weight = _scaled(weight)
-        data = np.empty((n_rows, width // self.block_size * self.block_bytes), np.uint8)
-        step = max(1, CHUNK // max(width, 1))
-        for row in range(0, n_rows, step):
-            own = weight if weight is None or len(weight) == 1 else weight[row : row + step]
-            data[row : row + step] = encode(x[row : row + step], own, counts)
-        return data
-
-    def _plain(self, x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        """Return the published encoder's bytes."""
-        given = importance if self.plain_importance else None
-        if given is None and self.needs_importance:
-            given = counts[None]
-        return self.plain(x, given, counts)
-
-    def _best(self, x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        """Return the blocks of the search, or the published ones where they lose less."""
-        data, other = self.search(x, importance, counts), self._plain(x, importance, counts)
-        decoded, other_decoded = np.empty_like(x), np.empty_like(x)
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.dequantize_rows(data, decoded)
-            self.dequantize_rows(other, other_decoded)
-        split_rows(
-            _take_better, len(x), 8.0 * x.size, x, weights(importance, counts), decoded,
-            other_decoded, data, other, self.block_size, self.block_bytes,
-        )  # fmt: skip
-        return data
-
-    # ---- decode -----------------------------------------------------------------------------
 
     @property
     def integer_form(self) -> CodecSpec:
@@ -193,18 +137,6 @@ def half_steps(at: int) -> Callable[[Bytes], Floats]:
     return steps
 
 
-def weights(importance: Floats | None, counts: Floats) -> Floats:
-    """Return how much the squared error of a weight counts, (1 or rows, columns)."""
-    return counts[None] if importance is None else importance
-
-
-def _scaled(importance: Floats) -> Floats:
-    """Return importance (1 or rows, columns), rows times a power of two that makes them about 1."""
-    exponent = np.frexp(importance.max(axis=1, keepdims=True))[1]
-    scaled: Floats = np.ldexp(importance, -exponent)
-    return scaled
-
-
 @jit.kernel
 def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop):
     """Write d * factor * scale * value(code); every product but the last is exact."""
@@ -216,20 +148,3 @@ def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop)
                 step *= np.float32(scales[row, s])
             for column in range(first, min(first + sub_block, out.shape[1])):
                 out[row, column] = step * values[codes[row, column]]
-
-
-@jit.kernel
-def _take_better(x, weight, decoded, other_decoded, data, other, block, block_bytes, start, stop):
-    """Copy the blocks of `other` that lose less to `data`."""
-    for row in range(start, stop):
-        w = weight[min(row, len(weight) - 1)]
-        for b in range(data.shape[1] // block_bytes):
-            error, other_error = 0.0, 0.0
-            for i in range(b * block, (b + 1) * block):
-                error += np.float64(w[i]) * (np.float64(decoded[row, i]) - x[row, i]) ** 2
-                other_error += (
-                    np.float64(w[i]) * (np.float64(other_decoded[row, i]) - x[row, i]) ** 2
-                )
-            if not error <= other_error and other_error < np.inf:
-                for i in range(b * block_bytes, (b + 1) * block_bytes):
-                    data[row, i] = other[row, i]

@@ -1,11 +1,12 @@
-"""A block format as integers: what every format tells the kernels about its weights.
+"""What a weight format is, as data: the bytes of a block, and the formula of its weights.
 
-All block formats decode to one formula,
+`FieldTable` says where the bits of each number lie.  `CodecSpec` says what the numbers mean.  All
+block formats decode to one formula,
 
     weight = d * factor * scale * value(code) + base,
 
 with an integer `code` per weight, an integer `scale` per sub-block, and floats `d` (and what `base`
-is made of) per block.  The compute layouts are made from this form, so a new format needs no
+is made of) per block.  The layouts for computing are made from this form, so a new format needs no
 kernel of its own.
 """
 
@@ -16,6 +17,150 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nbflow_kernels.errors import UsageError
+
+PAIR_RADIX = 11
+"""Levels of pairs that the layouts for computing keep as pairs; others become whole bits."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of each of a run of numbers, in bytes of their own.
+
+    Bits `shift` .. ``shift + bits - 1`` of number ``first + i`` lie in byte
+    ``at + i // (stride * per_byte) * stride + i % stride`` of the block, from bit
+    ``place + bits * (i // stride % per_byte)`` on.
+    """
+
+    at: int
+    """First byte."""
+    bits: int
+    """Bits of a number: 1 to 8, or 16 for a number of two bytes."""
+    shift: int = 0
+    """Lowest bit of the number that lies here."""
+    stride: int = 1
+    """Neighbouring numbers whose bits have the same place in neighbouring bytes; a power of two."""
+    place: int = 0
+    """Bit of the byte at which the first number's bits begin."""
+    per_byte: int = 0
+    """Numbers of a byte, a power of two; 0: as many as fit."""
+    first: int = 0
+    """The first number that has bits here."""
+    count: int = 0
+    """Numbers that have bits here; 0: all from `first` on."""
+
+    def __post_init__(self) -> None:
+        if not self.per_byte:
+            fit = max(1, (8 - self.place) // self.bits)
+            object.__setattr__(self, "per_byte", 1 << fit.bit_length() - 1)
+        if self.stride & self.stride - 1 or self.per_byte & self.per_byte - 1:
+            raise UsageError(f"a plane's stride and numbers per byte are powers of two: {self}")
+
+    def span(self, n: int) -> int:
+        """Return the numbers that have bits here, of a field of `n`."""
+        return self.count or n - self.first
+
+    def n_bytes(self, n: int) -> int:
+        """Return the bytes of the plane, of a field of `n` numbers."""
+        return 2 * self.span(n) if self.bits == 16 else -(-self.span(n) // self.per_byte)
+
+    def positions(self, n: int) -> NDArray[np.int64]:
+        """Return the bit of the block at which each number's bits begin, of a field of `n`."""
+        i = np.arange(self.span(n))
+        if self.bits == 16:
+            return 8 * self.at + 16 * i
+        byte = self.at + i // (self.stride * self.per_byte) * self.stride + i % self.stride
+        return 8 * byte + self.place + self.bits * (i // self.stride % self.per_byte)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Numbers of one kind in a block: codes, scales, minima, or floats as their bits."""
+
+    name: str
+    """"code", "scale", "min", "base", "d", "dmin"."""
+    n: int
+    planes: tuple[Plane, ...]
+    signed: bool = False
+    """Whether they are stored as two's complement; a code counts from the lowest number."""
+    radix: int = 0
+    """Not 0: numbers are pairs' halves 0 .. radix - 1; planes hold ``x + radix * y``."""
+
+    @property
+    def n_stored(self) -> int:
+        """Stored numbers: half of the codes where these are pairs."""
+        return self.n // 2 if self.radix else self.n
+
+    @property
+    def bits(self) -> int:
+        """Bits of a stored number."""
+        return max(plane.shift + plane.bits for plane in self.planes)
+
+    @property
+    def n_values(self) -> int:
+        """Values of a number."""
+        return self.radix or 1 << self.bits
+
+    @property
+    def flip(self) -> int:
+        """Bits of a stored number that are turned around."""
+        return 1 << self.bits - 1 if self.signed else 0
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return where the bits of each stored number lie, (n_stored, bits), as bits of a block."""
+        found = np.full((self.n_stored, self.bits), -1, np.int64)
+        for plane in self.planes:
+            rows = slice(plane.first, plane.first + plane.span(self.n_stored))
+            begin = plane.positions(self.n_stored)
+            for bit in range(plane.bits):
+                found[rows, plane.shift + bit] = begin + bit
+        return found
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """All bytes of a block, by field: the one place that says where a format's bits lie.
+
+    `nbflow_kernels.formats.bit_fields` derives from it packing and unpacking, the scalar decoder of
+    CPU and CUDA kernels, the map of bits, and the table of bytes of the format's docstring; the
+    key/value cache takes its rows from it.
+
+    Raises
+    ------
+    UsageError
+        If a bit of a block belongs to two numbers, or to none.
+    """
+
+    block_size: int
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        bits = np.concatenate([field.positions().ravel() for field in self.fields])
+        n_bits = sum(p.bits * p.span(f.n_stored) for f in self.fields for p in f.planes)
+        once = n_bits == len(bits)  # a bit of a number lies in one plane
+        if not once or not np.array_equal(np.sort(bits), np.arange(8 * self.block_bytes)):
+            raise UsageError(f"the fields of a block must cover each of its bits once: {self}")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return max(p.at + p.n_bytes(f.n_stored) for f in self.fields for p in f.planes)
+
+    def __getitem__(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+    def __contains__(self, name: str) -> bool:
+        return any(field.name == name for field in self.fields)
+
+    def at(self, name: str) -> int:
+        """Return the first byte of a field."""
+        return min(plane.at for plane in self[name].planes)
+
+
+def float16(name: str, at: int) -> Field:
+    """Return the field of one float16."""
+    return Field(name, 1, (Plane(at, 16),))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR, AffineFormat
 from nbflow_kernels.formats.block_format import BlockFormat, value_table
+from nbflow_kernels.formats.codec_spec import FieldTable
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
-from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.jit_cache import source_digest
 
@@ -199,7 +199,9 @@ def on_device(format: UserFormat, name: str) -> Any:
 def key_of(format: Any) -> str:
     """Return what tells the kernels of two formats apart."""
     file = Path(format.code.py_func.__code__.co_filename)
-    return f"{format.name} {source_digest(file)}"
+    table = getattr(format, "fields", None)
+    fields = repr(table) if isinstance(table, FieldTable) else ""
+    return f"{format.name} {source_digest(file)} {fields}"
 
 
 def _sub_block(format: Any) -> int:
@@ -243,7 +245,8 @@ def _table_value(format: BlockFormat) -> Any:
 def _linear_parameters(format: AffineFormat) -> Any:
     from nbflow_kernels.cuda.numba_conversions import device, half_at
 
-    scale_at, base_at = format.scale_at, format.base_at
+    scale_at = format.fields.at("scale")
+    base_at = format.fields.at("base") if "base" in format.fields else 0
 
     @device
     def halves(data, at, s):

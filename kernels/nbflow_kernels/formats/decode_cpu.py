@@ -47,7 +47,7 @@ from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.simd_bytes import emit_lookup16, emit_move, emit_pair
 
-intrinsic = functools.partial(stepping.intrinsic, fallback="quants_unpack")
+intrinsic = functools.partial(stepping.intrinsic, fallback="formats_decode_cpu")
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

@@ -1,7 +1,7 @@
 """The layout weights are computed from: 16 rows side by side, a lane of a vector per row.
 
-Every block format is brought into it from its integer form (`nbflow_kernels.formats.codec_spec`), so
-one set of kernels serves them all.  A *row group* is 16 rows; rows past the last are zero.  Its
+Every block format is brought into it from its integer form (`nbflow_kernels.formats.codec_spec`),
+so one set of kernels serves them all.  A *row group* is 16 rows; rows past the last are zero.  Its
 blocks follow each other, the columns are padded with zero weights to whole blocks.  A block is
 
 ====================  =============================================================================

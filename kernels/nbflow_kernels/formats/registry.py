@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
+"""Float16 numbers, as their bits."""
 ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 
@@ -43,17 +45,6 @@ class QuantFormat(ABC):
     def row_blocks(self, n_columns: int) -> int:
         """Return how many blocks hold a row of `n_columns` weights."""
         return -(-n_columns // self.block_size)
-
-    @abstractmethod
-    def quantize_rows(
-        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
-    ) -> Bytes:
-        """Return the bytes of each row of `x`, shape (rows, row bytes).
-
-        `x` is float32 (rows, blocks * block_size), finite; the columns from `n_columns` on are
-        padding: copies of the row's last weight, whose error does not count.  `importance` float32
-        (1 or rows, blocks * block_size), 0 in the padding, weighs the squared errors.
-        """
 
     @abstractmethod
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
@@ -106,10 +97,18 @@ class QuantFormat(ABC):
 class Formats(Mapping[str, QuantFormat]):
     """Formats by name: explicit names and short ones, in any case; iterates the explicit names."""
 
-    def __init__(self, formats: tuple[QuantFormat, ...], short_names: dict[str, str]) -> None:
-        self._formats = {f.name: f for f in formats}
-        self.short_names = dict(short_names)
+    def __init__(self) -> None:
+        self._formats: dict[str, QuantFormat] = {}
+        self.short_names: dict[str, str] = {}
         """Short or alternative name to explicit name."""
+        self.built_in: dict[str, QuantFormat] = {}
+        """The formats of this package alone."""
+
+    def fill(self, formats: tuple[QuantFormat, ...], short_names: dict[str, str]) -> None:
+        """Add the formats of this package, in the order of tables."""
+        self.built_in.update({f.name: f for f in formats})
+        self._formats.update(self.built_in)
+        self.short_names.update(short_names)
 
     def __getitem__(self, name: str) -> QuantFormat:
         lower = name.lower() if isinstance(name, str) else name
@@ -149,7 +148,9 @@ class Formats(Mapping[str, QuantFormat]):
         return len(self._formats)
 
 
-def _by_name(name: str) -> QuantFormat:
-    from nbflow_kernels.formats import FORMATS
+FORMATS = Formats()
+"""All weight formats by name; `nbflow_kernels.formats` fills it."""
 
+
+def _by_name(name: str) -> QuantFormat:
     return FORMATS[name]

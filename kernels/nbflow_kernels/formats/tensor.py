@@ -16,7 +16,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.forks import in_child
 from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
 from nbflow_kernels.formats.layout_cpu import CpuPacked
-from nbflow_kernels.formats.registry import QuantFormat
+from nbflow_kernels.formats.registry import FORMATS, QuantFormat
 from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import at_once
 
@@ -72,8 +72,8 @@ class QuantTensor:
     Examples
     --------
     >>> import numpy as np
-    >>> import nbflow_kernels.formats as quants
-    >>> qt = quants.quantize(np.ones((2, 64), np.float32), "q4")
+    >>> from nbflow_kernels import quantize
+    >>> qt = quantize(np.ones((2, 64), np.float32), "q4")
     >>> qt.format.name, qt.shape, qt.nbytes
     ('q4_b32t1a', (2, 64), 80)
     """
@@ -422,8 +422,6 @@ class QuantTensor:
 def _format(format: str | QuantFormat) -> QuantFormat:
     if isinstance(format, QuantFormat):
         return format
-    from nbflow_kernels.formats import FORMATS
-
     return FORMATS[format]
 
 

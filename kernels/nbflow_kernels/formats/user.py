@@ -48,7 +48,7 @@ import numpy as np
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import user_jit as user_code
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
-from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.user_jit import UserCode
 from nbflow_kernels.threads import split_rows
 
@@ -190,8 +190,8 @@ def register_format(user_class: Any) -> UserFormat:
     ------
     UsageError
         If the name is taken, something is missing or does not compile, or a check of
-        `nbflow_kernels.formats.user_validation.check` fails: decoded weights must be finite and the same
-        each time, for random, constant, zero, tiny and huge weights.
+        `nbflow_kernels.formats.user_validation.check` fails: decoded weights must be finite and
+        the same each time, for random, constant, zero, tiny and huge weights.
 
     See Also
     --------
@@ -237,8 +237,6 @@ def unregister_format(name: str) -> None:
     UsageError
         If it is unknown or a built-in one.
     """
-    from nbflow_kernels.formats import FORMATS
-
     format = FORMATS[name]
     if not isinstance(format, UserFormat):
         raise UsageError(f"{name!r} is a built-in format, which cannot be unregistered")
@@ -268,8 +266,6 @@ def load_formats(path: str | Path) -> tuple[QuantFormat, ...]:
     UsageError
         If the file cannot be read, raises, or registers nothing.
     """
-    from nbflow_kernels.formats import FORMATS
-
     file = Path(path).resolve()
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()

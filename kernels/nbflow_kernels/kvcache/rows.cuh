@@ -8,18 +8,21 @@
 
 enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
 enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS };
-enum Encoder { FAMILY, MIDRISE, SYMMETRIC, EXTREME, RANGE, ABSMAX };
+// Rules of published quantizers, `formats/affine_format.py`.
+enum Rule { RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX };
 
 constexpr u16 NAN_HALF = 0x7e00;
 
 // The number of a format (KINDS) and its row of LAYOUTS, in the order of the columns there.
 template <int Kind, int Block, int BlockBytes, int ScaleAt, int BaseAt, int Mode, int LowAt,
-          int HighBits, int HighAt, int LowBits, int Zero, int NCodes, int Encoder, int Divisor>
+          int HighBits, int HighAt, int LowBits, int Zero, int NCodes, int Rule, int Divisor,
+          int TopAt, int TopShift, int MiddleAt, int Radix, int Reciprocal>
 struct Format {
     static constexpr int KIND = Kind, BLOCK = Block, BLOCK_BYTES = BlockBytes, SCALE_AT = ScaleAt,
                          BASE_AT = BaseAt, MODE = Mode, LOW_AT = LowAt, HIGH_BITS = HighBits,
                          HIGH_AT = HighAt, LOW_BITS = LowBits, ZERO = Zero, N_CODES = NCodes,
-                         ENCODER = Encoder, DIVISOR = Divisor;
+                         RULE = Rule, DIVISOR = Divisor, TOP_AT = TopAt, TOP_SHIFT = TopShift,
+                         MIDDLE_AT = MiddleAt, RADIX = Radix, RECIPROCAL = Reciprocal;
     static constexpr bool FLOAT = Kind < FIRST_BLOCK_KIND;
     static constexpr int ITEM = Kind == F32 ? 4 : 2;  // bytes of a float element
 };
@@ -67,11 +70,13 @@ DEV int load_code(const u8* block, int i) {
     int code = 0;
     if constexpr (F::MODE == SIGNED) return (signed char)low[i];
     if constexpr (F::MODE == BYTES) return low[i];
-    if constexpr (F::MODE == PAIRS) {  // x + 11 y in planes of 1, 2 and 4 bits
+    if constexpr (F::MODE == PAIRS) {  // x + RADIX y in planes of 4, 2 and 1 bits
         const int p = i >> 1;
-        const int c = field(low + 12, p, 4) | field(low + 4, p, 2) << 4 | field(low, p, 1) << 6;
-        const int y = c * 373 >> 12;  // c / 11 for c <= 120
-        return i & 1 ? y : c - 11 * y;
+        int c = field(low, p, 4) | field(block + F::HIGH_AT, p, 2) << F::LOW_BITS |
+                field(block + F::TOP_AT, p, 1) << F::TOP_SHIFT;
+        if (F::MIDDLE_AT >= 0) c |= field(block + F::MIDDLE_AT, p, 4) << 4;
+        const int y = c * F::RECIPROCAL >> 16;  // c / RADIX
+        return i & 1 ? y : c - F::RADIX * y;
     }
     if constexpr (F::MODE == HALVES) code = (low[i & 15] >> (i >> 4) * 4) & 15;
     if constexpr (F::MODE == NIBBLES) code = field(low, i, 4);
@@ -125,18 +130,18 @@ DEV Parameters block_parameters(const float* x) {
     const float largest = warp_max(high), smallest = -warp_max(-low);
     const float magnitude = fmaxf(fabsf(largest), fabsf(smallest));
     Parameters p = {0, 0, 0, __all_sync(~0u, good) != 0};
-    if (F::ENCODER == EXTREME) {  // the first of the numbers of the largest magnitude
+    if (F::RULE == GGML_EXTREME) {  // the first of the numbers of the largest magnitude
         const u32 found = __ballot_sync(~0u, fabsf(x[0]) == magnitude);
         const float extreme = __shfl_sync(~0u, x[0], found ? __ffs(found) - 1 : 0);
         p.scale = __fdiv_rn(found ? extreme : 0.0f, -(float)F::DIVISOR);
-    } else if (F::ENCODER == SYMMETRIC || F::ENCODER == ABSMAX) {
+    } else if (F::RULE == ABSMAX || F::RULE == GGML_ABSMAX) {
         p.scale = __fdiv_rn(magnitude, (float)F::DIVISOR);
     } else {
         p.base = smallest;
         p.scale = __fdiv_rn(__fsub_rn(largest, smallest), (float)F::DIVISOR);
     }
     bool cut = p.scale == 0;
-    if (F::ENCODER == FAMILY || F::ENCODER == MIDRISE || F::ENCODER == SYMMETRIC)
+    if (F::RULE == RANGE || F::RULE == MIDRISE || F::RULE == ABSMAX)
         cut = p.scale < 1e-5f;
     if (!cut) p.inverse = __fdiv_rn(1.0f, p.scale);
     return p;
@@ -144,7 +149,7 @@ DEV Parameters block_parameters(const float* x) {
 
 template <class F>
 DEV int half_up(float x) {  // x >= 0 rounded, halves up
-    if (F::ENCODER != ABSMAX) return __float2int_rz(__fadd_rn(x, 0.5f));  // the sum rounds itself
+    if (F::RULE != GGML_ABSMAX) return __float2int_rz(__fadd_rn(x, 0.5f));  // the sum rounds itself
     const int whole = __float2int_rz(x);
     const float twice = __fsub_rn(x, (float)whole);
     return whole + __float2int_rz(__fadd_rn(twice, twice));
@@ -152,15 +157,28 @@ DEV int half_up(float x) {  // x >= 0 rounded, halves up
 
 template <class F>
 DEV int encode_number(float x, float base, float inverse) {
-    if (F::ENCODER == SYMMETRIC || F::ENCODER == ABSMAX) {
+    if (F::RULE == ABSMAX || F::RULE == GGML_ABSMAX) {
         const float steps = __fmul_rn(x, inverse);
         const int up = half_up<F>(fminf(fmaxf(steps, 0.0f), 127.0f));
         return up - half_up<F>(fminf(fmaxf(-steps, 0.0f), 128.0f));
     }
     const float half =
-        F::ENCODER == MIDRISE ? 1e-4f : F::ENCODER == EXTREME ? F::ZERO + 0.5f : 0.5f;
+        F::RULE == MIDRISE ? 1e-4f : F::RULE == GGML_EXTREME ? F::ZERO + 0.5f : 0.5f;
     const float steps = __fadd_rn(__fmul_rn(__fsub_rn(x, base), inverse), half);
     return __float2int_rz(fminf(fmaxf(steps, 0.0f), F::N_CODES - 1.0f));
+}
+
+// Byte `at` of a plane of `bits` bits of the pair codes, from bit `shift` on; 0 outside of it.
+template <class F>
+DEV int pair_bits(const u8* codes, int at, int bits, int shift) {
+    const int per_byte = 8 / bits;
+    int byte = 0;
+    if (at < 0 || at >= F::BLOCK / 2 / per_byte) return 0;
+    for (int k = 0; k < per_byte; k++) {
+        const int p = at * per_byte + k, pair = codes[2 * p] + F::RADIX * codes[2 * p + 1];
+        byte |= ((pair >> shift) & ((1 << bits) - 1)) << k * bits;
+    }
+    return byte;
 }
 
 // Byte `at` of the part of a block that holds codes; the codes are bytes in `codes`.
@@ -170,12 +188,10 @@ DEV u8 code_byte(const u8* codes, int at) {
     int byte = 0;
     if constexpr (F::MODE == SIGNED || F::MODE == BYTES) return codes[low];
     if constexpr (F::MODE == PAIRS) {
-        const int bits = low < 4 ? 1 : low < 12 ? 2 : 4, shift = low < 4 ? 6 : low < 12 ? 4 : 0;
-        const int first = (low < 4 ? low : low < 12 ? low - 4 : low - 12) * (8 / bits);
-        for (int k = 0; k < 8 / bits; k++) {
-            const int pair = codes[2 * (first + k)] + 11 * codes[2 * (first + k) + 1];
-            byte |= ((pair >> shift) & ((1 << bits) - 1)) << k * bits;
-        }
+        byte = pair_bits<F>(codes, at - F::LOW_AT, 4, 0) |
+               pair_bits<F>(codes, at - F::HIGH_AT, 2, F::LOW_BITS) |
+               pair_bits<F>(codes, at - F::TOP_AT, 1, F::TOP_SHIFT);
+        if (F::MIDDLE_AT >= 0) byte |= pair_bits<F>(codes, at - F::MIDDLE_AT, 4, 4);
         return byte;
     }
     if constexpr (F::HIGH_BITS > 0) {
@@ -199,7 +215,7 @@ DEV void store_block(u8* block, const float* x, u8* codes) {
     const int lane = threadIdx.x & 31;
     Parameters p = block_parameters<F>(x);
     const float shown =
-        F::ENCODER == MIDRISE ? __fadd_rn(p.base, __fmul_rn(p.scale, 0.5f)) : p.base;
+        F::RULE == MIDRISE ? __fadd_rn(p.base, __fmul_rn(p.scale, 0.5f)) : p.base;
     const u16 scale = p.finite ? float_to_half(p.scale) : NAN_HALF;
     const u16 base = p.finite ? float_to_half(shown) : NAN_HALF;
     if (!p.finite) p.base = p.inverse = 0;

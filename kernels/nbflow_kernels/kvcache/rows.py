@@ -5,19 +5,32 @@ floats; in a block format it is ``ceil(D / block)`` blocks, the last one padded 
 last number: the bytes of ``nk.quantize(row, format, encoder="plain")``.
 
 `KINDS` numbers the formats.  The kernels take a format as such a number at run time, so that they
-are compiled once for all of them.  Where a block's fields lie is in `LAYOUTS`; the tables are
-those of the format's file in `nbflow_kernels.formats`, and `tests/kernels/test_kvcache_rows.py`
-compares every byte.
+are compiled once for all of them.  Where a block's fields lie is in `LAYOUTS`, derived from the
+formats' tables of fields.
 
 A number that is NaN or infinite makes its block all NaN: a block format has no place for it.
 """
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.affine_format import (
+    ABSMAX,
+    GGML_ABSMAX,
+    GGML_EXTREME,
+    MIDRISE,
+    RANGE,
+    U8_PAIR,
+    AffineFormat,
+)
+from nbflow_kernels.formats.bit_fields import reciprocal
+from nbflow_kernels.formats.registry import QuantFormat
 from nbflow_kernels.kvcache.vectors import (
     choose_odd,
     keep,
@@ -54,33 +67,54 @@ FIRST_BLOCK_KIND = 3
 
 # How the low bits of 32 codes lie in the block.
 SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS = range(6)
-# How base and scale are found; see `nbflow_kernels.formats`.
-FAMILY, MIDRISE, SYMMETRIC, EXTREME, RANGE, ABSMAX = range(6)
 
 # Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 where there is no base.
 BLOCK, BLOCK_BYTES, SCALE_AT, BASE_AT, MODE, LOW_AT, HIGH_BITS, HIGH_AT, LOW_BITS = range(9)
-ZERO, N_CODES, ENCODER, DIVISOR = range(9, 13)
+ZERO, N_CODES, RULE, DIVISOR = range(9, 13)
+# Of pairs, whose high plane has 2 bits, shifted by LOW_BITS: the plane of single bits, its shift, a
+# second plane of 4 bits (-1: none), the radix, and the number that divides by it.
+TOP_AT, TOP_SHIFT, MIDDLE_AT, RADIX, RECIPROCAL = range(13, 18)
+N_COLUMNS = 18
+
+
+def _layout(format: AffineFormat) -> tuple[int, ...]:
+    """Return the row of LAYOUTS of a format, or raise where the kernels do not know its planes."""
+    code, fields = format.fields["code"], format.fields
+    base_at = fields.at("base") if "base" in fields else -1
+    head = (format.block_size, format.block_bytes, fields.at("scale"), base_at)
+    planes = sorted(code.planes, key=lambda plane: plane.shift)
+    low, rest = planes[0], planes[1:]
+    known = all(p.stride == 1 and not p.first and not p.count and not p.place for p in rest)
+    rule = (format.zero if not code.signed else 0, format.n_codes, format.rule, format.divisor)
+    if code.radix and known and low.bits == 4 and low.stride == 1:
+        middle_at = rest.pop(0).at if rest[0].bits == 4 else -1
+        high, top = rest
+        if (high.bits, top.bits) == (2, 1):
+            mode = (PAIRS, low.at, 0, high.at, high.shift)
+            pairs = (top.at, top.shift, middle_at, code.radix, reciprocal(code.radix))
+            return *head, *mode, *map(int, rule), *pairs
+    modes = {
+        (8, 1): SIGNED if code.signed else BYTES,
+        (4, 1): NIBBLES,
+        (4, 16): HALVES,
+        (2, 1): CRUMBS,
+    }
+    mode_of_low = modes.get((low.bits, low.stride))
+    if mode_of_low is None or not known or len(rest) > 1 or code.radix:
+        raise ValueError(f"{format.name}: the cache's kernels do not know planes {planes}")
+    high_bits, high_at = (rest[0].bits, rest[0].at) if rest else (0, 0)
+    mode = (mode_of_low, low.at, high_bits, high_at, low.bits)
+    return *head, *mode, *map(int, rule), 0, 0, -1, 0, 0
+
+
+def _can_hold_a_cache(format: QuantFormat) -> TypeGuard[AffineFormat]:
+    """Return whether a format has one float16 scale for 32 or 64 numbers of any size."""
+    fits = isinstance(format, AffineFormat) and format.parameters != U8_PAIR
+    return fits and format.block_size in (32, 64)
+
 
 _BLOCK_LAYOUTS = {
-    #              size bytes  s   b   low bits        high      low zero codes encoder  divisor
-    "q8_b32t1": (32, 36, 2, 0, BYTES, 4, 0, 0, 8, 0, 256, FAMILY, 255),
-    "q8_b32t2": (32, 34, 0, -1, SIGNED, 2, 0, 0, 8, 0, 256, SYMMETRIC, 127),
-    "q6_b64t1": (64, 52, 2, 0, NIBBLES, 20, 2, 4, 4, 0, 64, FAMILY, 62),
-    "q5_b32t1": (32, 24, 0, 2, HALVES, 8, 1, 4, 4, 0, 32, FAMILY, 31),
-    "q5_b64t1": (64, 44, 2, 0, NIBBLES, 12, 1, 4, 4, 0, 32, FAMILY, 30),
-    "q4_b32t1a": (32, 20, 2, 0, NIBBLES, 4, 0, 0, 4, 0, 16, FAMILY, 15),
-    "q4_b32t1b": (32, 20, 2, 0, NIBBLES, 4, 0, 0, 4, 0, 16, MIDRISE, 16),
-    "q4_b64t1": (64, 36, 2, 0, NIBBLES, 4, 0, 0, 4, 0, 16, FAMILY, 14),
-    "q3h_b64t1": (64, 32, 2, 0, PAIRS, 4, 0, 0, 0, 0, 11, FAMILY, 10),
-    "q3_b32t1a": (32, 16, 2, 0, CRUMBS, 8, 1, 4, 2, 0, 8, FAMILY, 7),
-    "q3_b32t1b": (32, 16, 2, 0, CRUMBS, 8, 1, 4, 2, 0, 8, MIDRISE, 8),
-    "q2_b32t1a": (32, 12, 2, 0, CRUMBS, 4, 0, 0, 2, 0, 4, FAMILY, 3),
-    "q2_b32t1b": (32, 12, 2, 0, CRUMBS, 4, 0, 0, 2, 0, 4, MIDRISE, 4),
-    "q8_0": (32, 34, 0, -1, SIGNED, 2, 0, 0, 8, 0, 256, ABSMAX, 127),
-    "q5_1": (32, 24, 0, 2, HALVES, 8, 1, 4, 4, 0, 32, RANGE, 31),
-    "q5_0": (32, 22, 0, -1, HALVES, 6, 1, 2, 4, 16, 32, EXTREME, 16),
-    "q4_1": (32, 20, 0, 2, HALVES, 4, 0, 0, 4, 0, 16, RANGE, 15),
-    "q4_0": (32, 18, 0, -1, HALVES, 2, 0, 0, 4, 8, 16, EXTREME, 8),
+    name: _layout(format) for name, format in FORMATS.built_in.items() if _can_hold_a_cache(format)
 }
 _FLOATS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)}
 
@@ -88,7 +122,8 @@ KINDS: dict[str, int] = {name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAY
 """Format name to the number the kernels know it by: floats first, then the block formats."""
 
 LAYOUTS = np.array(
-    [sizes + (0,) * 11 for sizes in _FLOATS.values()] + list(_BLOCK_LAYOUTS.values()), np.int64
+    [sizes + (0,) * (N_COLUMNS - 2) for sizes in _FLOATS.values()] + list(_BLOCK_LAYOUTS.values()),
+    np.int64,
 )
 """A row for each kind; see the columns above."""
 
@@ -203,15 +238,13 @@ def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
 def _copy_any(kind, source, n, factor, target, padded):
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
-    mode, low_at, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_AT], LAYOUTS[kind, LOW_BITS]
-    high_bits, high_at = LAYOUTS[kind, HIGH_BITS], LAYOUTS[kind, HIGH_AT]
     zero, f = simd.splat_i32(LAYOUTS[kind, ZERO]), simd.splat(factor)
     at = source
     for first in range(0, n, block):
         scale = simd.splat(read_f16(at + scale_at))
         base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
         for d in range(first, min(first + block, n), 16):
-            code = _load_codes(mode, at + low_at, at + high_at, d - first, high_bits, low_bits)
+            code = _load_codes(kind, at, d - first)
             # one rounding: the product of a float16 and a code has at most 19 bits
             v = simd.fma(scale, simd.to_f32(simd.sub(code, zero)), base)
             v = simd.mul(v, f)
@@ -225,14 +258,17 @@ def _copy_any(kind, source, n, factor, target, padded):
 
 
 @jit.device_function
-def _load_codes(mode, low, high, i, high_bits, low_bits):
-    """Return codes i .. i + 15 of a block; `low` and `high` are the addresses of its planes."""
+def _load_codes(kind, at, i):
+    """Return codes i .. i + 15 of the block at `at`."""
+    mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
+    high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
+    low = at + LAYOUTS[kind, LOW_AT]
     if mode == SIGNED:
         return simd.load_i8(low + i)
     if mode == BYTES:
         return simd.load_u8(low + i)
     if mode == PAIRS:
-        return _load_pair_codes(low, i)
+        return _load_pair_codes(kind, at, i)
     if mode == HALVES:
         byte = simd.load_u8(low)
         code = simd.and_(simd.shr(byte, simd.splat_i32(i >> 2)), simd.splat_i32(15))
@@ -248,14 +284,19 @@ def _load_codes(mode, low, high, i, high_bits, low_bits):
 
 
 @jit.device_function
-def _load_pair_codes(at, i):
-    """Return 16 codes of q3h, whose planes of pair codes x + 11 * y start at `at`."""
-    c = simd.or_(
-        load_pairs4(at + 12 + (i >> 2)), simd.shl(load_pairs2(at + 4 + (i >> 3)), simd.splat_i32(4))
-    )
-    c = simd.or_(c, simd.shl(load_pairs1(at + (i >> 4)), simd.splat_i32(6)))
-    y = simd.shr(simd.mul(c, simd.splat_i32(373)), simd.splat_i32(12))  # c // 11 for c <= 120
-    return choose_odd(simd.sub(c, simd.mul(y, simd.splat_i32(11))), y)
+def _load_pair_codes(kind, at, i):
+    """Return 16 codes that are stored as pair codes x + radix * y."""
+    c = load_pairs4(at + LAYOUTS[kind, LOW_AT] + (i >> 2))
+    if LAYOUTS[kind, MIDDLE_AT] >= 0:
+        middle = load_pairs4(at + LAYOUTS[kind, MIDDLE_AT] + (i >> 2))
+        c = simd.or_(c, simd.shl(middle, simd.splat_i32(4)))
+    high = load_pairs2(at + LAYOUTS[kind, HIGH_AT] + (i >> 3))
+    c = simd.or_(c, simd.shl(high, simd.splat_i32(LAYOUTS[kind, LOW_BITS])))
+    top = load_pairs1(at + LAYOUTS[kind, TOP_AT] + (i >> 4))
+    c = simd.or_(c, simd.shl(top, simd.splat_i32(LAYOUTS[kind, TOP_SHIFT])))
+    y = simd.mul(c, simd.splat_i32(LAYOUTS[kind, RECIPROCAL]))
+    y = simd.shr(y, simd.splat_i32(16))  # c // radix
+    return choose_odd(simd.sub(c, simd.mul(y, simd.splat_i32(LAYOUTS[kind, RADIX]))), y)
 
 
 # ---- encode ---------------------------------------------------------------------------------
@@ -310,20 +351,20 @@ def _bf16_bits(x):
 @jit.device_function(strict=True)
 def _write_block(kind, x, count, at):
     """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
-    block, encoder = LAYOUTS[kind, BLOCK], LAYOUTS[kind, ENCODER]
+    block, rule = LAYOUTS[kind, BLOCK], LAYOUTS[kind, RULE]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     count = min(count, block)
     last = read_f32(x + 4 * (count - 1))
     base, scale, inverse, finite = _parameters(
-        encoder, x, count, block, last, np.float32(LAYOUTS[kind, DIVISOR])
+        rule, x, count, block, last, np.float32(LAYOUTS[kind, DIVISOR])
     )
     shown = base
-    if encoder == MIDRISE:
+    if rule == MIDRISE:
         shown = base + scale / np.float32(2)
     half = np.float32(0.5)
-    if encoder == MIDRISE:
+    if rule == MIDRISE:
         half = np.float32(1e-4)
-    elif encoder == EXTREME:
+    elif rule == GGML_EXTREME:
         half = np.float32(LAYOUTS[kind, ZERO]) + half
     if finite:
         write_u16(at + scale_at, simd.float_to_half(scale))
@@ -338,16 +379,16 @@ def _write_block(kind, x, count, at):
     for i in range(0, block, 32):
         v = load_first(x + 4 * i, count - i, last)
         w = load_first(x + 4 * (i + 16), count - i - 16, last)
-        if encoder in (SYMMETRIC, ABSMAX):
-            a = _signed_codes(v, inverse, encoder == ABSMAX)
-            b = _signed_codes(w, inverse, encoder == ABSMAX)
+        if rule in (ABSMAX, GGML_ABSMAX):
+            a = _signed_codes(v, inverse, rule == GGML_ABSMAX)
+            b = _signed_codes(w, inverse, rule == GGML_ABSMAX)
         else:
             a, b = _codes(v, base, inverse, half, top), _codes(w, base, inverse, half, top)
         _store_codes(kind, at, i, a, b)
 
 
 @jit.device_function(strict=True)
-def _parameters(encoder, x, count, block, last, divisor):
+def _parameters(rule, x, count, block, last, divisor):
     """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
     low = high = simd.splat(last)
     bad = simd.splat(0.0)
@@ -360,16 +401,16 @@ def _parameters(encoder, x, count, block, last, divisor):
     magnitude = max(abs(largest), abs(smallest))
     finite = simd.sum(bad) == 0
     base = np.float32(0)
-    if encoder == EXTREME:
+    if rule == GGML_EXTREME:
         extreme = _first_extreme(x, count, magnitude)
         scale = extreme / -divisor
-    elif encoder in (SYMMETRIC, ABSMAX):
+    elif rule in (ABSMAX, GGML_ABSMAX):
         scale = magnitude / divisor
     else:
         base = smallest
         scale = (largest - smallest) / divisor
     cut = scale == 0
-    if encoder in (FAMILY, MIDRISE, SYMMETRIC):
+    if rule in (RANGE, MIDRISE, ABSMAX):
         cut = scale < _CUTOFF
     inverse = np.float32(0)
     if not cut:
@@ -428,8 +469,8 @@ def _store_codes(kind, at, i, a, b):
         store_narrow(low + i + 16, b)
         return
     if mode == PAIRS:
-        _store_pair_codes(low, i, a)
-        _store_pair_codes(low, i + 16, b)
+        _store_pair_codes(kind, at, i, a)
+        _store_pair_codes(kind, at, i + 16, b)
         return
     mask = simd.splat_i32((1 << low_bits) - 1)
     low_a, low_b = simd.and_(a, mask), simd.and_(b, mask)
@@ -451,10 +492,16 @@ def _store_codes(kind, at, i, a, b):
 
 
 @jit.device_function(strict=True)
-def _store_pair_codes(at, i, code):
-    """Write 16 codes of q3h as 8 pair codes x + 11 * y."""
+def _store_pair_codes(kind, at, i, code):
+    """Write 16 codes as 8 pair codes x + radix * y."""
     # the even lanes hold x, the odd ones y; only the even lanes of c count
-    c = simd.add(code, simd.mul(swap_pairs(code), simd.splat_i32(11)))
-    store_pairs4(at + 12 + (i >> 2), simd.and_(c, simd.splat_i32(15)))
-    store_pairs2(at + 4 + (i >> 3), simd.and_(simd.shr(c, simd.splat_i32(4)), simd.splat_i32(3)))
-    store_pairs1(at + (i >> 4), simd.and_(simd.shr(c, simd.splat_i32(6)), simd.splat_i32(1)))
+    c = simd.add(code, simd.mul(swap_pairs(code), simd.splat_i32(LAYOUTS[kind, RADIX])))
+    low, three = simd.splat_i32(15), simd.splat_i32(3)
+    store_pairs4(at + LAYOUTS[kind, LOW_AT] + (i >> 2), simd.and_(c, low))
+    if LAYOUTS[kind, MIDDLE_AT] >= 0:
+        middle = simd.and_(simd.shr(c, simd.splat_i32(4)), low)
+        store_pairs4(at + LAYOUTS[kind, MIDDLE_AT] + (i >> 2), middle)
+    high = simd.and_(simd.shr(c, simd.splat_i32(LAYOUTS[kind, LOW_BITS])), three)
+    store_pairs2(at + LAYOUTS[kind, HIGH_AT] + (i >> 3), high)
+    top = simd.and_(simd.shr(c, simd.splat_i32(LAYOUTS[kind, TOP_SHIFT])), simd.splat_i32(1))
+    store_pairs1(at + LAYOUTS[kind, TOP_AT] + (i >> 4), top)

@@ -1,8 +1,8 @@
 """Quantized matrix product on the CPU: a lane of a vector is a weight row.
 
-Weights are read in the packed layout (`nbflow_kernels.formats.layout_cpu`), by kernels made for its form
-when they are first needed: `floats` for one row of float32 activations, `dense` for several and
-for bfloat16 ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
+Weights are read in the packed layout (`formats.layout_cpu`), by kernels made for its form when they
+are first needed: `floats` for one row of float32 activations, `dense` for several and for bfloat16
+ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
 """
 
 from __future__ import annotations

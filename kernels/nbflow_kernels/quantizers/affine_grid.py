@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
-from nbflow_kernels.formats.registry import Bytes, QuantFormat
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.formats.registry import FORMATS, Bytes, QuantFormat
+from nbflow_kernels.quantizers.k_formats import pack_super_blocks
 
 Wide = NDArray[np.float64]
 
@@ -54,8 +54,6 @@ def is_affine(format: QuantFormat) -> bool:
 def check_affine(format: QuantFormat, encoder: str) -> None:
     """Raise unless `affine` and `with_codes` know a format."""
     if not is_affine(format):
-        from nbflow_kernels.formats import FORMATS
-
         known = ", ".join(name for name in FORMATS if is_affine(FORMATS[name]))
         raise UsageError(
             f"encoder {encoder!r} is for formats whose codes lie at equal distances and are chosen "
@@ -84,7 +82,7 @@ def with_codes(format: QuantFormat, data: Bytes, codes: Bytes) -> Bytes:
     blocks = np.ascontiguousarray(data).reshape(-1, format.block_bytes)
     parts = np.ascontiguousarray(codes).reshape(-1, format.block_size)
     if isinstance(format, AffineFormat):
-        return format._blocks(parts, format.stored_parameters(blocks)).reshape(data.shape)
+        return format.blocks(parts, format.stored_parameters(blocks)).reshape(data.shape)
     assert isinstance(format, KQuantFormat)
     rows = format.integers(blocks)
     assert rows.scales is not None
@@ -100,16 +98,3 @@ def stored_halves(format: KQuantFormat, blocks: Bytes) -> NDArray[np.uint16]:
         at = format.d_at + 2 * i
         params[:, i] = np.ascontiguousarray(blocks[:, at : at + 2]).view("<u2")[:, 0]
     return params
-
-
-def pack_super_blocks(
-    format: KQuantFormat,
-    codes: Bytes,
-    scales: NDArray[Any],
-    mins: Bytes,
-    params: NDArray[np.uint16],
-) -> Bytes:
-    """Return the bytes (n, block_bytes) of super-blocks of a K-quant."""
-    data = np.empty((len(codes), format.block_bytes), np.uint8)
-    split_rows(format.pack_kernel, len(codes), 4.0 * codes.size, codes, scales, mins, params, data)
-    return data

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.quantizers.affine_grid import Affine, Wide, affine, check_affine, with_codes
+from nbflow_kernels.quantizers.registry import quantize_rows
 
 PANEL = 128  # columns that are updated one by one; those behind them at once, as one product
 
@@ -112,7 +113,7 @@ def output_errors(error: Wide, statistics: NDArray[Any] | None) -> Wide:
 def gptq_rows(
     format: QuantFormat, x: Floats, n_columns: int, moments: SecondMoments, act_order: bool
 ) -> Bytes:
-    """Return the bytes of rows by GPTQ alone; parameters as of `QuantFormat.quantize_rows`."""
+    """Return the bytes of rows by GPTQ alone; parameters as of `registry.quantize_rows`."""
     check_affine(format, "gptq")
     width = x.shape[1]
     order, factor = moments.factor(width, act_order)
@@ -121,7 +122,7 @@ def gptq_rows(
     block = format.block_size
     moving = np.ascontiguousarray(x.T, np.float64)[order]  # (K, N): a column is contiguous
     if act_order:
-        data = format.quantize_rows(x, n_columns, "best", importance)
+        data = quantize_rows(format, x, n_columns, "best", importance)
         grid = affine(format, data)
         step, base = (np.ascontiguousarray(part.T[order]) for part in (grid.step, grid.base))
     else:
@@ -136,7 +137,7 @@ def gptq_rows(
                 own = slice(j, j + block)
                 now = np.ascontiguousarray(moving[own].T, np.float32)
                 counted = min(block, n_columns - j)
-                parts.append(format.quantize_rows(now, counted, "best", importance[:, own]))
+                parts.append(quantize_rows(format, now, counted, "best", importance[:, own]))
                 grid = affine(format, parts[-1])
                 step[own], base[own] = grid.step.T, grid.base.T
             column = Affine(step[j], base[j], grid.zero, grid.n_codes)

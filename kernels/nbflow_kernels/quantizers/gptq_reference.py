@@ -6,6 +6,7 @@ import numpy as np
 
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.quantizers.affine_grid import affine, with_codes
+from nbflow_kernels.quantizers.registry import quantize_rows
 
 
 def gptq_rows(format: QuantFormat, x: Floats, hessian: np.ndarray, importance: np.ndarray) -> Bytes:
@@ -21,7 +22,7 @@ def gptq_rows(format: QuantFormat, x: Floats, hessian: np.ndarray, importance: n
         if j % block == 0:
             now = np.ascontiguousarray(moving[:, j : j + block], np.float32)
             weight = np.ascontiguousarray(importance[None, j : j + block], np.float32)
-            parts.append(format.quantize_rows(now, block, "best", weight))
+            parts.append(quantize_rows(format, now, block, "best", weight))
             grid = affine(format, parts[-1])
         nearest = grid.nearest(np.repeat(moving[:, j : j + 1], block, axis=1))
         codes[:, j] = nearest[:, j % block]

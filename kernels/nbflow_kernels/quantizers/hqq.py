@@ -24,18 +24,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR, AffineFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
-from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.quantizers.affine_grid import (
     Wide,
     affine,
     check_affine,
-    pack_super_blocks,
     stored_halves,
     with_codes,
 )
+from nbflow_kernels.quantizers.k_formats import pack_super_blocks
+from nbflow_kernels.quantizers.registry import quantize_rows
 
 CHUNK = 1 << 19  # weights at once: some ten float64 arrays of so many
 
@@ -65,9 +65,9 @@ def hqq_rows(
     n_columns: int,
     settings: Settings = Settings(),
 ) -> Bytes:
-    """Return the bytes of rows; parameters as of `QuantFormat.quantize_rows`."""
+    """Return the bytes of rows; parameters as of `quantizers.registry.quantize_rows`."""
     check_affine(format, "hqq")
-    data = format.quantize_rows(x, n_columns, "plain")
+    data = quantize_rows(format, x, n_columns, "plain")
     step = max(1, CHUNK // x.shape[1])
     counted = np.broadcast_to(np.arange(x.shape[1]) < n_columns, x.shape)
     for row in range(0, len(x), step):
@@ -174,4 +174,4 @@ def _stored_linear(format: AffineFormat, data: Bytes, base: Wide, scale: Wide) -
     else:
         half = np.clip(base, -65504, 65504).astype(np.float16)
         parameters[:, 0] = half.view(np.uint16)
-    return format._blocks(format.unpack_codes(data), parameters)
+    return format.blocks(format.unpack_codes(data), parameters)

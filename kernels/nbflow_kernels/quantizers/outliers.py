@@ -1,4 +1,4 @@
-"""Outliers: the few weights that stretch the range of their block, kept aside exactly.
+r"""Outliers: the few weights that stretch the range of their block, kept aside exactly.
 
 A quantized block spends its codes on the range of its weights.  Inferflow's ``delta_tensor_ratio``
 takes the extreme ones out of the dense tensor and stores them as a sparse matrix; the product adds
@@ -15,22 +15,36 @@ both.  Here:
 
 Inferflow writes 0 in place of an outlier, finds the soft range in a histogram of 100 buckets, and
 keeps single weights even where that does not help.  A stored outlier costs 8 bytes.
+
+The quantizer "outliers" (`delta_rows`) chooses them by their gain instead: each
+block is encoded with and without its largest and its least weight, then once more, and each row
+takes those steps that lower its error most, up to its share:
+
+.. math:: g = \sum_{i \in b} m_i (Q(w)_i - w_i)^2 - \sum_{i \in b \setminus o} m_i (Q(w')_i - w_i)^2
+
+with the importances m of the columns, and w' the block with its outliers o replaced by the nearest
+of the others.  A second outlier of a block that gains more than the first lends it half of that, as
+it cannot be had alone.  A row does not depend on the others, so that it does not matter how a
+matrix is cut into rows.
+
+Source of the criterion, weights that are kept where rounding them would cost most by the inputs'
+second moments: T. Dettmers et al., "SpQR", ICLR 2024, arXiv:2306.03078, section 3.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.quantizers.registry import quantize_rows
 from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import split_rows
-
-if TYPE_CHECKING:
-    from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
 LARGEST_RATIO = 0.05
 SAMPLE = 1 << 20  # weights that the soft range is taken from, at most
@@ -85,12 +99,12 @@ def quantize_with_outliers(
     importance: Floats | None,
     limits: tuple[float, float],
 ) -> tuple[Bytes, CsrMatrix]:
-    """Return the bytes and the outliers of rows; see `QuantFormat.quantize_rows`.
+    """Return the bytes and the outliers of rows; see `quantizers.registry.quantize_rows`.
 
     `limits` is the soft range.
     """
     n_rows, size = len(rows), format.block_size
-    data = format.quantize_rows(rows, n_columns, encoder, importance)
+    data = quantize_rows(format, rows, n_columns, encoder, importance)
     mask = np.zeros(rows.shape, np.bool_)
     inside = rows.copy()
     low, high = (np.float32(v) for v in limits)
@@ -100,8 +114,8 @@ def quantize_with_outliers(
         some = None
         if importance is not None:
             some = importance if len(importance) == 1 else importance[touched]
-        other = format.quantize_rows(
-            np.ascontiguousarray(inside[touched]), n_columns, encoder, some
+        other = quantize_rows(
+            format, np.ascontiguousarray(inside[touched]), n_columns, encoder, some
         )
         before, after = np.empty_like(rows[touched]), np.empty_like(rows[touched])
         format.dequantize_rows(np.ascontiguousarray(data[touched]), before)
@@ -194,30 +208,102 @@ def _choose(x, weight, n_columns, size, before, after, mask, data, other, start,
                     mask[row, i] = False
 
 
-def add_outliers(outliers: CsrMatrix, out: Floats) -> None:
-    """Add the outliers to decoded rows (rows, columns)."""
-    work = 4.0 * (outliers.nnz + len(out))
-    split_rows(_add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out)
+# ---- chosen by gain -----------------------------------------------------------------------------
+
+Mask = NDArray[np.bool_]
+N_STEPS = 2
+"""Most outliers of a block."""
 
 
-def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None:
-    """Add the outliers of rows `ids` to these rows, decoded (len(ids), columns)."""
-    work = 4.0 * (outliers.nnz / max(1, outliers.shape[0]) + 1) * len(out)
-    split_rows(
-        _add_of, len(out), work, outliers.indptr, outliers.indices, outliers.values,
-        ids, out,
-    )  # fmt: skip
+@dataclass
+class _Encoded:
+    """Rows with so many outliers in each block."""
+
+    data: Bytes
+    mask: Mask
+    """(rows, width): the outliers."""
+    decoded: Floats
+    errors: NDArray[np.float64]
+    """(rows, blocks): weighted squared errors without those of the outliers."""
+
+    def take(self, other: _Encoded, better: Mask, format: QuantFormat) -> _Encoded:
+        """Return it with the blocks (rows, blocks) of `other` that are `better`."""
+        wide = np.repeat(better, format.block_size, axis=1)
+        by_bytes = np.repeat(better, format.block_bytes, axis=1)
+        return _Encoded(
+            np.where(by_bytes, other.data, self.data),
+            np.where(wide, other.mask, self.mask),
+            np.where(wide, other.decoded, self.decoded),
+            np.where(better, other.errors, self.errors),
+        )
 
 
-@jit.kernel
-def _add(indptr, indices, values, out, start, stop):
-    for row in range(start, stop):
-        for j in range(indptr[row], indptr[row + 1]):
-            out[row, indices[j]] += values[j]
+def delta_rows(
+    format: QuantFormat, x: Floats, n_columns: int, importance: Floats | None, n_each: int
+) -> tuple[Bytes, CsrMatrix]:
+    """Return the bytes and the outliers of rows, at most `n_each` of a row.
+
+    Other parameters as of `quantizers.registry.quantize_rows`.  No block's error, outliers counted
+    as exact, is larger than with none.
+    """
+    weight = np.ones((1, x.shape[1]), np.float32) if importance is None else importance
+    steps = [_encode(format, x, n_columns, weight, importance, np.zeros(x.shape, np.bool_))]
+    for _ in range(N_STEPS):
+        masks = [_with_extreme(format, x, n_columns, steps[-1].mask, sign) for sign in (1, -1)]
+        most, least = (_encode(format, x, n_columns, weight, importance, m) for m in masks)
+        steps.append(most.take(least, least.errors < most.errors, format))
+    n_steps = _chosen_steps(np.stack([step.errors for step in steps]), n_each)
+    result = steps[0]
+    for i, step in enumerate(steps[1:], start=1):
+        result = result.take(step, n_steps == i, format)
+    rest = (x - result.decoded)[:, :n_columns]
+    mask = result.mask[:, :n_columns]
+    sparse = CsrMatrix.from_mask(np.ascontiguousarray(rest), np.ascontiguousarray(mask))
+    return result.data, sparse
 
 
-@jit.kernel
-def _add_of(indptr, indices, values, ids, out, start, stop):
-    for row in range(start, stop):
-        for j in range(indptr[ids[row]], indptr[ids[row] + 1]):
-            out[row, indices[j]] += values[j]
+def _chosen_steps(errors: NDArray[np.float64], n_each: int) -> NDArray[np.intp]:
+    """Return how many outliers each block gets (rows, blocks), of errors (steps + 1, ...)."""
+    gains = errors[:-1] - errors[1:]
+    both = (gains[0] + gains[1]) / 2
+    lends = gains[1] > gains[0]
+    gains[0], gains[1] = np.where(lends, both, gains[0]), np.where(lends, both, gains[1])
+    n_rows, n_blocks = errors.shape[1:]
+    flat = gains.transpose(1, 0, 2).reshape(n_rows, -1)  # (rows, steps x blocks)
+    # first outliers come before second ones of equal gain
+    order = np.argsort(-flat, axis=1, kind="stable")[:, :n_each]
+    taken = np.zeros(flat.shape, np.bool_)
+    np.put_along_axis(taken, order, True, axis=1)
+    taken &= flat > 0
+    n_steps = taken.reshape(n_rows, N_STEPS, n_blocks).sum(axis=1)
+    worse = np.take_along_axis(errors, n_steps[None], axis=0)[0] > errors[0]
+    return np.where(worse, 0, n_steps)
+
+
+def _with_extreme(format: QuantFormat, x: Floats, n_columns: int, mask: Mask, sign: int) -> Mask:
+    """Return a mask with the largest (sign 1) or least weight of each block that is not in it."""
+    free = ~mask
+    free[:, n_columns:] = False
+    blocks = (len(x), -1, format.block_size)
+    values = np.where(free, sign * x, -np.inf).reshape(blocks)
+    more = np.zeros(values.shape, np.bool_)
+    np.put_along_axis(more, values.argmax(axis=2)[:, :, None], True, axis=2)
+    result: Mask = mask | (more.reshape(x.shape) & free)
+    return result
+
+
+def _encode(
+    format: QuantFormat, x: Floats, n_columns: int, weight: Floats, importance: Any, mask: Mask
+) -> _Encoded:
+    """Encode rows with the weights in `mask` replaced by the nearest of the rest of their block."""
+    blocks = (len(x), -1, format.block_size)
+    low = np.where(mask, np.inf, x).reshape(blocks).min(axis=2)
+    high = np.where(mask, -np.inf, x).reshape(blocks).max(axis=2)
+    lows, highs = (np.repeat(v, format.block_size, axis=1) for v in (low, high))
+    inside = np.ascontiguousarray(np.clip(x, lows, highs), np.float32)
+    data = quantize_rows(format, inside, n_columns, "best", importance)
+    decoded = np.empty_like(x)
+    format.dequantize_rows(data, decoded)
+    squares = np.square(decoded.astype(np.float64) - x) * weight * ~mask
+    squares[:, n_columns:] = 0
+    return _Encoded(data, mask, decoded, squares.reshape(blocks).sum(axis=2))

@@ -32,7 +32,7 @@ from nbflow_kernels import simd, stepping
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 
-intrinsic = functools.partial(stepping.intrinsic, fallback="quants_lockstep")
+intrinsic = functools.partial(stepping.intrinsic, fallback="quantizers_simd_panel")
 
 VECTOR = 64  # bytes
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantFormat
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.user import UserFormat
+from nbflow_kernels.quantizers.registry import takes_importance
 
 YES = "yes"
 NO_INT8 = "int8 activations go with integer codes; a float format is multiplied in f32 or bf16."
@@ -63,14 +62,13 @@ def cells(format: QuantFormat) -> list[str]:
 
 def _importance(format: QuantFormat, encoder: str) -> str:
     """Return whether an encoder takes importance weights."""
+    if encoder == "best" and not isinstance(format, UserFormat):
+        return YES
+    if takes_importance(format):
+        return YES
     if isinstance(format, UserFormat):
-        given = "quantize_block_weighted" in format.code.functions
-        return YES if given else "The class has no quantize_block_weighted."
-    if encoder == "plain" and isinstance(format, AffineFormat):
-        return YES if format.plain_weighted is not None else NO_IMPORTANCE
-    if encoder == "plain" and isinstance(format, BlockFormat):
-        return YES if format.plain_importance else NO_IMPORTANCE
-    return YES
+        return "The class has no quantize_block_weighted."
+    return NO_IMPORTANCE
 
 
 def _cache(format: QuantFormat) -> str:

@@ -28,8 +28,6 @@ offset  bytes  field
 
 weight = d * (2 * scale + 1) / 8 * eighths, scale 0..7.
 
-Encoders: see `grid_encode`.
-
 Source: GGML, ggml-common.h (block_iq1_s, block_iq1_m) and ggml-quants.c (dequantize_row_iq1_s,
 dequantize_row_iq1_m).
 """
@@ -37,7 +35,6 @@ dequantize_row_iq1_m).
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -45,11 +42,8 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.formats.bit_fields import nibble, pack_fields, unpack_fields
 from nbflow_kernels.formats.block_format import BlockFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.formats.codec_spec import CodecSpec
-from nbflow_kernels.formats.ggml.iq_grids import GRID_IQ1, coordinates
+from nbflow_kernels.formats.ggml.iq_grids import GRID_IQ1, OnGrid, coordinates, grid_fields
 from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.reference import ggml_iq1 as iq1_plain
-from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import OnGrid, grid_fields, plain_encoder
-from nbflow_kernels.quantizers.search.grid import best_encoder_iq1
 
 # code = coordinate | shift << 2, in eighths; coordinate 3 does not occur
 VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
@@ -133,7 +127,8 @@ def _steps_iq1_m(blocks: Bytes) -> Floats:
     return d
 
 
-def _blocks_iq1_s(rows: OnGrid) -> Bytes:
+def blocks_iq1_s(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq1_s`."""
     points = rows.points.reshape(-1, 8, 4)
     words = rows.scales.reshape(-1, 8).astype(np.uint16) << 12
     words |= rows.signs.reshape(-1, 8, 4)[:, :, 0].astype(np.uint16) << 15
@@ -144,7 +139,8 @@ def _blocks_iq1_s(rows: OnGrid) -> Bytes:
     return np.hstack(parts).reshape(len(rows.d), -1)
 
 
-def _blocks_iq1_m(rows: OnGrid) -> Bytes:
+def blocks_iq1_m(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq1_m`."""
     points, scales = rows.points.reshape(-1, 32), rows.scales.reshape(-1, 4, 4).astype(np.uint16)
     high = (points >> 8).astype(np.uint8) | (rows.signs.reshape(-1, 32) << 3)
     words = (rows.d.reshape(-1, 1) >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
@@ -165,10 +161,7 @@ IQ1_S = BlockFormat(
     code=code_iq1_s,
     scale=scale_iq1_s,
     table=GRID_IQ1,
-    plain=plain_encoder(partial(iq1_plain.plain, 32), _blocks_iq1_s),
-    needs_importance=True,
-    search=best_encoder_iq1(32, _blocks_iq1_s),
-    fields=grid_fields(32, 11, 8, _blocks_iq1_s, scale_bits=3, sign_bits=1),
+    fields=grid_fields(32, 11, 8, blocks_iq1_s, scale_bits=3, sign_bits=1),
 )
 
 IQ1_M = BlockFormat(
@@ -183,7 +176,5 @@ IQ1_M = BlockFormat(
     scale=scale_iq1_m,
     d_bits=d_bits_iq1_m,
     table=GRID_IQ1,
-    plain=plain_encoder(partial(iq1_plain.plain, 16), _blocks_iq1_m),
-    search=best_encoder_iq1(16, _blocks_iq1_m),
-    fields=grid_fields(32, 11, 16, _blocks_iq1_m, scale_bits=3, sign_bits=1),
+    fields=grid_fields(32, 11, 16, blocks_iq1_m, scale_bits=3, sign_bits=1),
 )

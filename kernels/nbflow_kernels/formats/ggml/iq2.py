@@ -39,8 +39,6 @@ offset  bytes  field
 
 weight = d * (2 * scale + 1) / 8 * (+-magnitude), scale 0..15.
 
-Encoders: see `grid_encode`.
-
 Source: GGML, ggml-common.h (block_iq2_xxs to block_iq2_s, ksigns_iq2xs) and ggml-quants.c
 (dequantize_row_iq2_xxs to dequantize_row_iq2_s).
 """
@@ -48,7 +46,6 @@ Source: GGML, ggml-common.h (block_iq2_xxs to block_iq2_s, ksigns_iq2xs) and ggm
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,20 +59,15 @@ from nbflow_kernels.formats.ggml.iq_grids import (
     GRID_IQ2_XS,
     GRID_IQ2_XXS,
     Grid,
+    OnGrid,
     coordinates,
+    grid_fields,
     sign_bits,
     sign_of_seven,
     signs_of_seven,
     word,
 )
 from nbflow_kernels.formats.registry import Bytes
-from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
-    OnGrid,
-    grid_fields,
-    plain,
-    plain_encoder,
-)
-from nbflow_kernels.quantizers.search.grid import best_encoder
 
 # code = magnitude | sign << 2; magnitude code 3 does not occur
 VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
@@ -178,7 +170,8 @@ def _d(rows: OnGrid) -> Bytes:
     return rows.d.reshape(-1, 1).view(np.uint8)
 
 
-def _blocks_iq2_xxs(rows: OnGrid) -> Bytes:
+def blocks_iq2_xxs(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq2_xxs`."""
     words = rows.scales.reshape(-1, 8).astype(np.uint32) << 28
     signs = rows.signs.reshape(-1, 8, 4).astype(np.uint32) & 127
     for i in range(4):
@@ -188,13 +181,15 @@ def _blocks_iq2_xxs(rows: OnGrid) -> Bytes:
     return np.hstack([_d(rows), parts.reshape(-1, 64)]).reshape(len(rows.d), -1)
 
 
-def _blocks_iq2_xs(rows: OnGrid) -> Bytes:
+def blocks_iq2_xs(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq2_xs`."""
     groups = rows.points | (rows.signs.astype(np.uint16) << 9)
     parts = [_d(rows), groups.reshape(-1, 32).view(np.uint8)]
     return np.hstack([*parts, pack_fields(rows.scales.reshape(-1, 16), 4)]).reshape(len(groups), -1)
 
 
-def _blocks_iq2_s(rows: OnGrid) -> Bytes:
+def blocks_iq2_s(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq2_s`."""
     points = rows.points.reshape(-1, 32)
     low, high = points.astype(np.uint8), pack_fields((points >> 8).astype(np.uint8), 2)
     scales = pack_fields(rows.scales.reshape(-1, 16), 4)
@@ -213,10 +208,7 @@ IQ2_XXS = BlockFormat(
     code=code_iq2_xxs,
     scale=scale_iq2_xxs,
     table=GRID_IQ2_XXS,
-    plain=plain_encoder(partial(plain, "iq2_xxs"), _blocks_iq2_xxs),
-    fields=grid_fields(32, 8, 8, _blocks_iq2_xxs),
-    needs_importance=True,
-    search=best_encoder("iq2_xxs", MAGNITUDES, _blocks_iq2_xxs),
+    fields=grid_fields(32, 8, 8, blocks_iq2_xxs),
 )
 
 IQ2_XS = BlockFormat(
@@ -230,10 +222,7 @@ IQ2_XS = BlockFormat(
     code=code_iq2_xs,
     scale=scale_iq2_xs,
     table=GRID_IQ2_XS,
-    plain=plain_encoder(partial(plain, "iq2_xs"), _blocks_iq2_xs),
-    fields=grid_fields(32, 9, 16, _blocks_iq2_xs),
-    needs_importance=True,
-    search=best_encoder("iq2_xs", MAGNITUDES, _blocks_iq2_xs),
+    fields=grid_fields(32, 9, 16, blocks_iq2_xs),
 )
 
 IQ2_S = BlockFormat(
@@ -247,7 +236,5 @@ IQ2_S = BlockFormat(
     code=code_iq2_s,
     scale=scale_iq2_s,
     table=GRID_IQ2_S,
-    plain=plain_encoder(partial(plain, "iq2_s"), _blocks_iq2_s),
-    fields=grid_fields(32, 10, 16, _blocks_iq2_s),
-    search=best_encoder("iq2_s", MAGNITUDES, _blocks_iq2_s),
+    fields=grid_fields(32, 10, 16, blocks_iq2_s),
 )

@@ -32,15 +32,11 @@ offset  bytes  field
 
 weight = d * (2 * scale + 1) * (+-magnitude), magnitude 1 3 5 7 9 11 13 15, scale 0..15.
 
-Encoders: see `grid_encode`.
-
 Source: GGML, ggml-common.h (block_iq3_xxs, block_iq3_s) and ggml-quants.c (dequantize_row_iq3_xxs,
 dequantize_row_iq3_s).
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import numpy as np
 
@@ -51,20 +47,15 @@ from nbflow_kernels.formats.codec_spec import CodecSpec
 from nbflow_kernels.formats.ggml.iq_grids import (
     GRID_IQ3_S,
     GRID_IQ3_XXS,
+    OnGrid,
     coordinates,
+    grid_fields,
     sign_bits,
     sign_of_seven,
     signs_of_seven,
     word,
 )
 from nbflow_kernels.formats.registry import Bytes
-from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
-    OnGrid,
-    grid_fields,
-    plain,
-    plain_encoder,
-)
-from nbflow_kernels.quantizers.search.grid import best_encoder
 
 # code = magnitude | sign << 3
 VALUES_XXS = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
@@ -125,7 +116,8 @@ def _unpack_iq3_s(blocks: Bytes) -> tuple[Bytes, Scales]:
     return codes, 2 * unpack_fields(blocks[:, 106:], 4).astype(np.int16) + 1
 
 
-def _blocks_iq3_xxs(rows: OnGrid) -> Bytes:
+def blocks_iq3_xxs(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq3_xxs`."""
     words = rows.scales.reshape(-1, 8).astype(np.uint32) << 28
     signs = rows.signs.reshape(-1, 8, 4).astype(np.uint32) & 127
     for i in range(4):
@@ -135,7 +127,8 @@ def _blocks_iq3_xxs(rows: OnGrid) -> Bytes:
     return np.hstack(parts).reshape(len(rows.d), -1)
 
 
-def _blocks_iq3_s(rows: OnGrid) -> Bytes:
+def blocks_iq3_s(rows: OnGrid) -> Bytes:
+    """Return rows of bytes of `iq3_s`."""
     points = rows.points.reshape(-1, 64)
     low, high = points.astype(np.uint8), pack_fields((points >> 8).astype(np.uint8), 1)
     scales = pack_fields(rows.scales.reshape(-1, 8), 4)
@@ -156,9 +149,7 @@ IQ3_XXS = BlockFormat(
     code=code_iq3_xxs,
     scale=scale_iq3_xxs,
     table=GRID_IQ3_XXS,
-    plain=plain_encoder(partial(plain, "iq3_xxs"), _blocks_iq3_xxs),
-    fields=grid_fields(64, 8, 8, _blocks_iq3_xxs),
-    search=best_encoder("iq3_xxs", MAGNITUDES_XXS, _blocks_iq3_xxs),
+    fields=grid_fields(64, 8, 8, blocks_iq3_xxs),
 )
 
 IQ3_S = BlockFormat(
@@ -172,7 +163,5 @@ IQ3_S = BlockFormat(
     code=code_iq3_s,
     scale=scale_iq3_s,
     table=GRID_IQ3_S,
-    plain=plain_encoder(partial(plain, "iq3_s"), _blocks_iq3_s),
-    fields=grid_fields(64, 9, 8, _blocks_iq3_s),
-    search=best_encoder("iq3_s", MAGNITUDES_S, _blocks_iq3_s),
+    fields=grid_fields(64, 9, 8, blocks_iq3_s),
 )

@@ -30,8 +30,6 @@ offset  bytes  field
 
 weight = d * (scale - 32) * value(code), scale 0..63.
 
-Encoders: see `levels_plain` and `levels_search`.
-
 Source: GGML, ggml-common.h (block_iq4_nl, block_iq4_xs, kvalues_iq4nl) and ggml-quants.c
 (dequantize_row_iq4_nl, quantize_row_iq4_nl_impl).
 """
@@ -42,6 +40,8 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.formats.bit_fields import (
+    BlockFields,
+    Part,
     half_nibble,
     nibble,
     pack_fields,
@@ -49,28 +49,17 @@ from nbflow_kernels.formats.bit_fields import (
     unpack_fields,
     unpack_halves,
 )
-from nbflow_kernels.formats.block_fields import BlockFields, Part
 from nbflow_kernels.formats.block_format import (
     BlockFormat,
     Scales,
     decode_rows,
     half_steps,
     no_scale,
-    weights,
 )
 from nbflow_kernels.formats.codec_spec import CodecSpec
-from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.reference import codebook as levels_plain
-from nbflow_kernels.quantizers.reference.codebook import Halves
-from nbflow_kernels.quantizers.search.codebook import search
-from nbflow_kernels.quantizers.search.two_level_scales import rule
+from nbflow_kernels.formats.registry import Bytes, Halves
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-LEVELS_F32 = np.array(LEVELS, np.float32)
-# either end of the levels at the largest weight, or up to a quarter before it
-_STARTS = np.outer([1 / LEVELS[0], 1 / LEVELS[-1]], 0.9 + 0.05 * np.arange(8))
-RULE_NL = rule(_STARTS, signed=True)
-RULE_XS = rule(_STARTS, scales=(1, 0, -32, 31), tops=(-32, 31, -31, -30, 29), signed=True)
 NO_TABLE = np.zeros(0, np.uint8)
 
 
@@ -114,7 +103,7 @@ def _unpack_iq4_xs(blocks: Bytes) -> tuple[Bytes, Scales]:
     return codes, scales
 
 
-def _blocks_iq4_nl(codes: Bytes, d: Halves) -> Bytes:
+def blocks_iq4_nl(codes: Bytes, d: Halves) -> Bytes:
     """Return rows of bytes of codes (rows, K) and d (rows, K / 32)."""
     blocks = np.empty((d.size, 18), np.uint8)
     blocks[:, :2] = d.reshape(-1, 1).view(np.uint8)
@@ -122,7 +111,7 @@ def _blocks_iq4_nl(codes: Bytes, d: Halves) -> Bytes:
     return blocks.reshape(len(codes), -1)
 
 
-def _blocks_iq4_xs(codes: Bytes, scales: Scales, d: Halves) -> Bytes:
+def blocks_iq4_xs(codes: Bytes, scales: Scales, d: Halves) -> Bytes:
     """Return rows of bytes of codes (rows, K), scales (rows, K / 32) and d (rows, K / 256)."""
     blocks = np.empty((d.size, 136), np.uint8)
     stored = (scales.reshape(-1, 8) + 32).astype(np.uint8)
@@ -132,29 +121,9 @@ def _blocks_iq4_xs(codes: Bytes, scales: Scales, d: Halves) -> Bytes:
     return blocks.reshape(len(codes), -1)
 
 
-def _best_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    found = search(x, weights(importance, counts), LEVELS_F32, RULE_NL, 32, 32)
-    return _blocks_iq4_nl(found.chosen.reshape(len(x), -1).astype(np.uint8), found.d)
-
-
-def _best_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    found = search(x, weights(importance, counts), LEVELS_F32, RULE_XS, 256, 32)
-    codes = found.chosen.reshape(len(x), -1).astype(np.uint8)
-    return _blocks_iq4_xs(codes, found.scales, found.d)
-
-
-def _plain_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    codes, _, d = levels_plain.iq4(x, importance, LEVELS_F32, 32)
-    return _blocks_iq4_nl(codes, d)
-
-
-def _plain_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    return _blocks_iq4_xs(*levels_plain.iq4(x, importance, LEVELS_F32, 256))
-
-
 def _stored_iq4_xs(codes: Bytes, stored: Scales, d: Halves) -> Bytes:
-    """Do as `_blocks_iq4_xs` with scales 0..63."""
-    return _blocks_iq4_xs(codes, stored - np.int16(32), d)
+    """Do as `blocks_iq4_xs` with scales 0..63."""
+    return blocks_iq4_xs(codes, stored - np.int16(32), d)
 
 
 IQ4_NL = BlockFormat(
@@ -168,9 +137,7 @@ IQ4_NL = BlockFormat(
     code=code_iq4_nl,
     scale=no_scale,
     table=NO_TABLE,
-    plain=_plain_iq4_nl,
-    search=_best_iq4_nl,
-    fields=BlockFields((Part(32, 4), Part(1, 16, np.uint16)), _blocks_iq4_nl),
+    fields=BlockFields((Part(32, 4), Part(1, 16, np.uint16)), blocks_iq4_nl),
 )
 
 IQ4_XS = BlockFormat(
@@ -184,8 +151,6 @@ IQ4_XS = BlockFormat(
     code=code_iq4_xs,
     scale=scale_iq4_xs,
     table=NO_TABLE,
-    plain=_plain_iq4_xs,
-    search=_best_iq4_xs,
     fields=BlockFields(
         (Part(256, 4), Part(8, 6, np.int16), Part(1, 16, np.uint16)), _stored_iq4_xs
     ),

@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.registry import Bytes
+from nbflow_kernels.formats.bit_fields import BlockFields, Part
+from nbflow_kernels.formats.registry import Bytes, Halves
 
 Grid = NDArray[np.uint16]
 """The points of a grid, ascending: 8 coordinates of 2 bits or 4 of 3, the first lowest."""
@@ -158,3 +161,28 @@ GRID_IQ3_S = _points(
     "CoXl)ge8!drA@5Agyn!FG+()?*sDei}n1QT95(J|p-wR7#Aht{0!Hx!aZfy;cl!bD4D3uqR(zW`GY5;6>@R{_|3X"
     "$jRqNR^eu)^e<Ll^vCYlKPU1;QQ+o$IB(hKom+bHx0SXmXXwyZnVo8~6jd#wQ>",
 )
+
+
+class OnGrid(NamedTuple):
+    """Rows of weights as points of a grid."""
+
+    points: NDArray[np.uint16]
+    """(rows, K / dimensions of the grid)."""
+    signs: Bytes
+    """(rows, K / 8): bit j for weight j of 8, 1 for negative."""
+    scales: Bytes
+    """(rows, K / sub-block): s for the scale 2s + 1."""
+    d: Halves
+    """(rows, K / 256)."""
+
+
+def grid_fields(
+    n_points: int, point_bits: int, n_scales: int, blocks: Callable[[OnGrid], Bytes],
+    scale_bits: int = 4, sign_bits: int = 8,
+) -> BlockFields:  # fmt: skip
+    """Return the numbers of a block of 256 weights on a grid: points, signs, scales and d."""
+    parts = (
+        Part(n_points, point_bits, np.uint16), Part(32, sign_bits), Part(n_scales, scale_bits),
+        Part(1, 16, np.uint16),
+    )  # fmt: skip
+    return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))

@@ -13,8 +13,6 @@ q6_k    16         -32 .. 31               -128 .. 127              6.5625
 weight = d * scale * code - dmin * minimum, with float16 `d` and `dmin` per super-block.  Both may
 be negative.  Products are exact in float32, so a weight is rounded once.
 
-Encoders: ``plain`` (`k_plain`) is GGML's, bit for bit; ``best`` (`k_search`) starts from it.
-
 Source: GGML, ggml-common.h and ggml-quants.c; the layout tables are in the formats' files.
 """
 
@@ -30,29 +28,10 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.quantizers.reference import ggml_k as k_plain
-from nbflow_kernels.quantizers.search import k_quants as k_search
 from nbflow_kernels.threads import split_rows
 
 SUPER = 256  # weights of a super-block
-LOCKSTEP = 16  # super-blocks encoded together
-CHUNK = 1 << 22  # weights encoded or decoded at once: bounds the temporary arrays to some 30 MB
-FIT_COST = 250.0  # multiply-adds a weight costs in `plain`, for the choice of thread count
-SEARCH_COST = 1000.0  # and in `best`
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Super-blocks (n of them) as integers."""
-
-    codes: Bytes
-    """(n, 256), from 0."""
-    scales: NDArray[np.int16]
-    """(n, sub-blocks)."""
-    mins: Bytes
-    """(n, sub-blocks); (n, 0) where the format has no minima."""
-    params: NDArray[np.uint16]
-    """(n, 2): the float16 `d` and `dmin`, as bits."""
+CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,10 +57,6 @@ class KQuantFormat(QuantFormat):
     minimum: Callable[..., Any]
     pack_kernel: Callable[..., None]
     """Kernel ``(codes, scales, mins, params, data, start, stop)``: super-blocks to bytes."""
-    ranges: tuple[float, float, int, bool] = (0.0, 0.0, 0, False)
-    """What plain tries in `ggml_fits.fit_range`: first, step, tries, absolutely."""
-    effort: tuple[int, int, float] = (3, 6, 0.4)
-    """What best tries in `k_search.search`: starts, grid, clip."""
     block_size: int = SUPER
 
     @property
@@ -98,75 +73,6 @@ class KQuantFormat(QuantFormat):
     def sub_blocks(self) -> int:
         """Sub-blocks of a super-block."""
         return SUPER // self.form.sub_block
-
-    # ---- encode -----------------------------------------------------------------------------
-
-    def quantize_rows(
-        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
-    ) -> Bytes:
-        """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
-        n_rows, width = x.shape
-        blocks = width // SUPER
-        data = np.empty((n_rows, blocks * self.block_bytes), np.uint8)
-        published = np.empty((0, width), np.float32) if importance is None else importance
-        weight = importance
-        if weight is None:
-            weight = (np.arange(width) < n_columns).astype(np.float32)[None]
-        step = max(1, CHUNK // max(width, 1))
-        for row in range(0, n_rows, step):
-            part = x[row : row + step].reshape(-1, SUPER)
-            of_part = slice(None) if len(weight) == 1 else slice(row, row + step)
-            found = self._plain(part, published[of_part], blocks)
-            if encoder == "best":
-                self._search(part, weight[of_part], blocks, found)
-            split_rows(
-                self.pack_kernel, len(part), 4.0 * part.size, found.codes, found.scales,
-                found.mins, found.params, data[row : row + step].reshape(len(part), -1),
-            )  # fmt: skip
-        return data
-
-    def recipe(self, weighted: bool) -> tuple[Any, ...]:
-        """Return what plain tries, as `k_plain.encode_ranges` takes it."""
-        tried = (-0.9, 0.05, 36, False) if weighted else self.ranges
-        return self.form.sub_block, (1 << self.form.code_bits) - 1, self.scale_top, *tried
-
-    def _plain(self, x: Floats, importance: Floats, blocks: int) -> Encoded:
-        """Return super-blocks (n, 256) as GGML encodes them."""
-        n = len(x)
-        found = Encoded(
-            np.empty((n, SUPER), np.uint8),
-            np.empty((n, self.sub_blocks), np.int16),
-            np.empty((n, self.sub_blocks if self.has_mins else 0), np.uint8),
-            np.empty((n, 2), np.uint16),
-        )
-        units, work = -(-n // LOCKSTEP), FIT_COST * x.size
-        if self.has_mins:
-            recipe = self.recipe(len(importance) > 0)
-            split_rows(
-                k_plain.encode_ranges, units, work, x, importance, blocks, recipe, found.codes,
-                found.scales, found.mins, found.params,
-            )  # fmt: skip
-        else:
-            split_rows(
-                k_plain.encode_signed, units, work, x, importance, blocks, self.form.zero,
-                found.codes, found.scales, found.params,
-            )  # fmt: skip
-        return found
-
-    def _search(self, x: Floats, weight: Floats, blocks: int, found: Encoded) -> None:
-        """Improve plain's super-blocks in place."""
-        low, top = -self.form.zero, self.scale_top
-        form = (
-            self.form.sub_block, low, low + (1 << self.form.code_bits) - 1,
-            0 if self.has_mins else -top, top if self.has_mins else top - 1,
-            top if self.has_mins else 0,
-        )  # fmt: skip
-        split_rows(
-            k_search.search, -(-len(x) // LOCKSTEP), SEARCH_COST * x.size, x, weight, blocks, form,
-            *self.effort, found.codes, found.scales, found.mins, found.params,
-        )  # fmt: skip
-
-    # ---- decode -----------------------------------------------------------------------------
 
     def integers(self, data: Bytes) -> DecodedBlocks:
         """Return rows as integers; see `QuantFormat.integers`."""

@@ -63,198 +63,54 @@ offset  bytes  field
 
 weight = scale * code.  Plain: scale = max|x| / 127, halves rounded away from zero.
 
-Unlike the other formats' encoders, plain has no cutoff: only a scale of exactly 0 gives codes 0.
-Where the float32 quotient of 1 and the scale overflows (scale below 3e-39) GGML's codes depend on
-the processor; here they are cut off at the smallest and largest code, and 0 / 0 gives code 0.
-
-With importance weights, plain is GGML's encoder for them (`ggml_weighted`).  That of Q8_0 is
-published too: it is the one without, whatever the weights are.
-
-Source: GGML, ggml-common.h (block_q4_0 to block_q8_0) and ggml-quants.c (quantize_row_*_ref,
-quantize_row_*_impl).
+Source: GGML, ggml-common.h (block_q4_0 to block_q8_0).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat, Encoded
-from nbflow_kernels.formats.bit_fields import bit, half_nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
+from nbflow_kernels.formats.affine_format import (
+    GGML_ABSMAX,
+    GGML_EXTREME,
+    GGML_RANGE,
+    AffineFormat,
+)
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.formats.inferflow.q5 import Q5_B32T1
 from nbflow_kernels.formats.inferflow.q8 import Q8_B32T2
-from nbflow_kernels.formats.parameters import F16_PAIR, F16_SCALE
-from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.reference.ggml_legacy import weighted_range, weighted_signed
-
-# ---- decode -------------------------------------------------------------------------------------
-
-
-@jit.device_function(inline="always")
-def code_q4_0(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 2, i)
-
-
-@jit.device_function(inline="always")
-def code_q4_1(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 4, i)
-
-
-@jit.device_function(inline="always")
-def code_q5_0(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 6, i) | (bit(row, at + 2, i) << 4)
-
-
-@jit.kernel
-def _codes_q4_0(data, codes, start, stop):
-    decode_codes(code_q4_0, 32, 18, data, codes, start, stop)
-
-
-@jit.kernel
-def _codes_q4_1(data, codes, start, stop):
-    decode_codes(code_q4_1, 32, 20, data, codes, start, stop)
-
-
-@jit.kernel
-def _codes_q5_0(data, codes, start, stop):
-    decode_codes(code_q5_0, 32, 22, data, codes, start, stop)
-
-
-def _pack_halves(codes: Bytes) -> Bytes:
-    data: Bytes = codes[:, :16] | (codes[:, 16:] << np.uint8(4))
-    return data
-
-
-def _unpack_halves(data: Bytes) -> Bytes:
-    return np.hstack([data & np.uint8(15), data >> np.uint8(4)])
-
-
-def _pack_q5(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 4, 1), _pack_halves(codes & np.uint8(15))])
-
-
-def _unpack_q5_0(blocks: Bytes) -> Bytes:
-    codes: Bytes = _unpack_halves(blocks[:, 6:]) | (unpack_fields(blocks[:, 2:6], 1) << 4)
-    return codes
-
-
-# ---- plain --------------------------------------------------------------------------------------
-
-
-def _inverse(scale: Floats) -> Floats:
-    """Return 1 / scale of blocks (n,) as a column, 0 for 0."""
-    result = np.zeros((len(scale), 1), np.float32)
-    np.divide(np.float32(1), scale[:, None], out=result, where=scale[:, None] != 0)
-    return result
-
-
-def _encoded(format: AffineFormat, steps: Floats, base: Floats, scale: Floats) -> Encoded:
-    """Return whole steps from code 0 as codes, and the parameters as they are stored."""
-    steps = np.where(np.isnan(steps), np.float32(0), steps)
-    codes = np.clip(steps, 0, format.n_codes - 1).astype(np.uint8)
-    stored = [v.astype(np.float16).view(np.uint16) for v in (base, scale)]
-    return codes, np.stack(stored, axis=1)
-
-
-def plain_extreme(format: AffineFormat, x: Floats) -> Encoded:
-    """Encode blocks (n, 32) as Q4_0, Q5_0: the weight of largest magnitude is -zero * scale."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        extreme = x[np.arange(len(x)), np.abs(x).argmax(axis=1)]
-        scale = extreme / np.float32(-format.divisor)
-        steps = np.trunc(x * _inverse(scale) + np.float32(format.zero + 0.5))
-        return _encoded(format, steps, np.zeros_like(scale), scale)
-
-
-def plain_range(format: AffineFormat, x: Floats) -> Encoded:
-    """Encode blocks (n, 32) as Q4_1, Q5_1: the codes span minimum to maximum."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        base = x.min(axis=1)
-        scale = (x.max(axis=1) - base) / np.float32(format.divisor)
-        steps = np.trunc((x - base[:, None]) * _inverse(scale) + np.float32(0.5))
-        return _encoded(format, steps, base, scale)
-
-
-def plain_absmax(format: AffineFormat, x: Floats) -> Encoded:
-    """Encode blocks (n, 32) as Q8_0; adding 0.5 and cutting off would round 0.49999997 up."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        scale = np.abs(x).max(axis=1) / np.float32(format.divisor)
-        quotient = x * _inverse(scale)
-        whole = np.trunc(quotient)
-        halves_up = np.abs(quotient - whole) >= np.float32(0.5)
-        steps = whole + np.copysign(halves_up.astype(np.float32), quotient)
-        # a NaN is code 0 of -128..127
-        steps = np.where(np.isnan(steps), np.float32(0), steps) + np.float32(format.zero)
-        return _encoded(format, steps, np.zeros_like(scale), scale)
-
-
-# ---- formats ------------------------------------------------------------------------------------
 
 Q4_0 = AffineFormat(
-    name="q4_0",
-    block_size=32,
-    block_bytes=18,
-    n_codes=16,
+    "q4_0",
+    FieldTable(32, (float16("scale", 0), Field("code", 32, (Plane(2, 4, stride=16),)))),
+    GGML_EXTREME,
     divisor=8,
-    parameters=F16_SCALE,
-    base_at=0,
-    scale_at=0,
-    pack_codes=_pack_halves,
-    unpack_codes=lambda blocks: _unpack_halves(blocks[:, 2:]),
-    codes_kernel=_codes_q4_0,
-    code=code_q4_0,
-    codes_at=2,
     zero=8,
-    plain=plain_extreme,
-    plain_weighted=weighted_signed,
 )
 
 Q4_1 = AffineFormat(
-    name="q4_1",
-    block_size=32,
-    block_bytes=20,
-    n_codes=16,
+    "q4_1",
+    FieldTable(
+        32,
+        (float16("scale", 0), float16("base", 2), Field("code", 32, (Plane(4, 4, stride=16),))),
+    ),
+    GGML_RANGE,
     divisor=15,
-    parameters=F16_PAIR,
-    base_at=2,
-    scale_at=0,
-    pack_codes=_pack_halves,
-    unpack_codes=lambda blocks: _unpack_halves(blocks[:, 4:]),
-    codes_kernel=_codes_q4_1,
-    code=code_q4_1,
-    plain=plain_range,
-    plain_weighted=weighted_range,
 )
 
 Q5_0 = AffineFormat(
-    name="q5_0",
-    block_size=32,
-    block_bytes=22,
-    n_codes=32,
+    "q5_0",
+    FieldTable(
+        32,
+        (
+            float16("scale", 0),
+            Field("code", 32, (Plane(2, 1, shift=4), Plane(6, 4, stride=16))),
+        ),
+    ),
+    GGML_EXTREME,
     divisor=16,
-    parameters=F16_SCALE,
-    base_at=0,
-    scale_at=0,
-    pack_codes=_pack_q5,
-    unpack_codes=_unpack_q5_0,
-    codes_kernel=_codes_q5_0,
-    code=code_q5_0,
-    codes_at=2,
     zero=16,
-    plain=plain_extreme,
-    plain_weighted=weighted_signed,
 )
 
-Q5_1 = replace(Q5_B32T1, name="q5_1", plain=plain_range, plain_weighted=weighted_range)
-
-Q8_0 = replace(
-    Q8_B32T2,
-    name="q8_0",
-    plain=plain_absmax,
-    plain_weighted=lambda format, x, importance: plain_absmax(format, x.reshape(-1, 32)),
-)
+Q5_1 = replace(Q5_B32T1, name="q5_1", rule=GGML_RANGE)
+Q8_0 = replace(Q8_B32T2, name="q8_0", rule=GGML_ABSMAX)

@@ -27,8 +27,6 @@ offset  bytes  field
 
 weight = scale / 2 * value(code).
 
-Encoders: see `levels_plain` and `levels_search`.
-
 Source: OCP Microscaling Formats specification 1.0; GGML, ggml-common.h (block_mxfp4, block_nvfp4),
 ggml-impl.h (ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32) and ggml-quants.c.
 """
@@ -38,17 +36,18 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import half_nibble, pack_halves, unpack_halves
-from nbflow_kernels.formats.block_fields import BlockFields, Part
-from nbflow_kernels.formats.block_format import BlockFormat, decode_rows, no_scale, weights
+from nbflow_kernels.formats.bit_fields import (
+    BlockFields,
+    Part,
+    half_nibble,
+    pack_halves,
+    unpack_halves,
+)
+from nbflow_kernels.formats.block_format import BlockFormat, decode_rows, no_scale
 from nbflow_kernels.formats.codec_spec import CodecSpec
 from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.reference import codebook as levels_plain
-from nbflow_kernels.quantizers.search.codebook import search
-from nbflow_kernels.quantizers.search.two_level_scales import rule
 
 LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-LEVELS_F32 = np.array(LEVELS, np.float32)
 NO_TABLE = np.zeros(0, np.uint8)
 
 
@@ -68,14 +67,6 @@ def e4m3_halves() -> Floats:
 
 
 E8M0, E4M3 = e8m0_halves(), e4m3_halves()
-
-
-ASCENDING, CODES = np.unique(LEVELS_F32, return_index=True)  # the first 0: not -0
-CODES = CODES.astype(np.uint8)
-_STARTS = np.array([1, 1.25, 1.5]) / 12
-RULE_MXFP4 = rule(_STARTS, stored=E8M0)
-# the numbers from half to twice the ideal scale: the error has many minima
-RULE_NVFP4 = rule(_STARTS, stored=E4M3[:127], tops=1.08 ** np.arange(-9, 9), rounds=1)
 
 
 @jit.device_function(inline="always")
@@ -108,33 +99,11 @@ def _unpack_nvfp4(blocks: Bytes) -> tuple[Bytes, None]:
     return unpack_halves(blocks[:, 4:].reshape(-1, 8)).reshape(len(blocks), 64), None
 
 
-def _blocks(codes: Bytes, scales: Bytes, block: int, half: int) -> Bytes:
+def blocks_fp4(codes: Bytes, scales: Bytes, block: int, half: int) -> Bytes:
     """Return rows of bytes of codes (rows, K) and scale bytes (rows, K / ...)."""
     stored = scales.reshape(codes.size // block, -1)
     packed = pack_halves(codes.reshape(-1, 2 * half)).reshape(len(stored), -1)
     return np.hstack([stored, packed]).reshape(len(codes), -1)
-
-
-def _best_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    found = search(x, weights(importance, counts), ASCENDING, RULE_MXFP4, 32, 32)
-    codes = CODES[found.chosen].reshape(len(x), -1)
-    return _blocks(codes, found.d.astype(np.uint8), 32, 16)
-
-
-def _best_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    found = search(x, weights(importance, counts), ASCENDING, RULE_NVFP4, 16, 16)
-    codes = CODES[found.chosen].reshape(len(x), -1)
-    return _blocks(codes, found.d.astype(np.uint8), 64, 8)
-
-
-def _plain_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    scales = levels_plain.e8m0(x.reshape(-1, 32)).reshape(len(x), -1)
-    return _blocks(levels_plain.fp4(x, LEVELS_F32, E8M0[scales]), scales, 32, 16)
-
-
-def _plain_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-    scales = levels_plain.e4m3(x.reshape(-1, 16), 2 * E4M3).reshape(len(x), -1)
-    return _blocks(levels_plain.fp4(x, LEVELS_F32, E4M3[scales]), scales, 64, 8)
 
 
 MXFP4 = BlockFormat(
@@ -148,10 +117,7 @@ MXFP4 = BlockFormat(
     code=code_mxfp4,
     scale=no_scale,
     table=NO_TABLE,
-    plain=_plain_mxfp4,
-    search=_best_mxfp4,
-    fields=BlockFields((Part(32, 4), Part(1, 8)), lambda c, s: _blocks(c, s, 32, 16)),
-    plain_importance=False,
+    fields=BlockFields((Part(32, 4), Part(1, 8)), lambda c, s: blocks_fp4(c, s, 32, 16)),
 )
 
 NVFP4 = BlockFormat(
@@ -165,8 +131,5 @@ NVFP4 = BlockFormat(
     code=code_nvfp4,
     scale=no_scale,
     table=NO_TABLE,
-    plain=_plain_nvfp4,
-    search=_best_nvfp4,
-    fields=BlockFields((Part(64, 4), Part(4, 8)), lambda c, s: _blocks(c, s, 64, 8)),
-    plain_importance=False,
+    fields=BlockFields((Part(64, 4), Part(4, 8)), lambda c, s: blocks_fp4(c, s, 64, 8)),
 )

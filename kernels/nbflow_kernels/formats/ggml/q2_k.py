@@ -82,6 +82,4 @@ Q2_K = KQuantFormat(
     scale=scale_q2_k,
     minimum=min_q2_k,
     pack_kernel=_pack,
-    ranges=(-0.5, 0.1, 15, True),
-    effort=(4, 6, 0.25),
 )

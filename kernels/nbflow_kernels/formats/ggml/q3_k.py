@@ -95,5 +95,4 @@ Q3_K = KQuantFormat(
     scale=scale_q3_k,
     minimum=no_minimum,
     pack_kernel=_pack,
-    effort=(4, 4, 0.3),
 )

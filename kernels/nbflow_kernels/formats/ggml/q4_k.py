@@ -122,5 +122,4 @@ Q4_K = KQuantFormat(
     scale=scale_q4_k,
     minimum=min_q4_k,
     pack_kernel=_pack,
-    ranges=(-1.0, 0.1, 20, False),
 )

@@ -80,5 +80,4 @@ Q5_K = KQuantFormat(
     scale=scale_q4_k,
     minimum=min_q4_k,
     pack_kernel=_pack,
-    ranges=(-0.5, 0.1, 15, False),
 )

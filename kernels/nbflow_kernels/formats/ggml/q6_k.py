@@ -86,5 +86,4 @@ Q6_K = KQuantFormat(
     scale=scale_q6_k,
     minimum=no_minimum,
     pack_kernel=_pack,
-    effort=(4, 24, 0.3),
 )

@@ -48,8 +48,6 @@ offset  bytes  field
 
 weight = scale for code 1, -scale for code 0.
 
-Encoders: see `levels_plain` and `levels_search`.
-
 Source: GGML, ggml-common.h (block_tq1_0, block_tq2_0, block_q2_0, block_q1_0) and ggml-quants.c.
 """
 
@@ -62,25 +60,24 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import bit, crumb, pack_fields, unpack_fields
-from nbflow_kernels.formats.block_fields import BlockFields, Part
+from nbflow_kernels.formats.bit_fields import (
+    BlockFields,
+    Part,
+    bit,
+    crumb,
+    pack_fields,
+    unpack_fields,
+)
 from nbflow_kernels.formats.block_format import (
     BlockFormat,
     decode_rows,
     half_steps,
     no_scale,
-    value_table,
-    weights,
 )
 from nbflow_kernels.formats.codec_spec import CodecSpec
-from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.reference import codebook as levels_plain
-from nbflow_kernels.quantizers.reference.codebook import Halves
-from nbflow_kernels.quantizers.search.codebook import search
-from nbflow_kernels.quantizers.search.two_level_scales import rule
+from nbflow_kernels.formats.registry import Bytes, Halves
 
 POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
-REACH = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the highest level to try, in largest weights
 
 
 @jit.device_function(inline="always")
@@ -175,15 +172,11 @@ def _format(
     unpack: Callable[[Bytes], Bytes],
     pack: Callable[[Bytes], Bytes],
     scale_at: int,
-    n_levels: int,
 ) -> BlockFormat:
-    """Return a format whose encoders write `n_levels` codes.
+    """Return a format.
 
     `pack` turns codes (n, block) into bytes, `unpack` blocks into codes.
     """
-    levels = value_table(form)[:n_levels]
-    starts = np.outer([1 / levels[-1], 1 / levels[0]], REACH)
-    search_rule = rule(starts, signed=True)
 
     def blocks(codes: Bytes, d: Halves) -> Bytes:
         stored, packed = d.reshape(-1, 1).view(np.uint8), pack(codes.reshape(-1, block))
@@ -203,14 +196,6 @@ def _format(
         digits if in_threes else blocks,
     )
 
-    def plain(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        published = levels_plain.signs if form.code_bits == 1 else levels_plain.rounded
-        return blocks(*published(x, block))
-
-    def best(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        found = search(x, weights(importance, counts), levels, search_rule, block, block)
-        return blocks(found.chosen.reshape(len(x), -1).astype(np.uint8), found.d)
-
     return BlockFormat(
         name=name,
         block_size=block,
@@ -223,9 +208,7 @@ def _format(
         scale=no_scale,
         d_at=scale_at,
         table=POWERS,
-        plain=plain,
-        search=best,
-        plain_importance=False,
+        pack_codes=blocks,
         fields=fields,
     )
 
@@ -241,7 +224,6 @@ Q1_0 = _format(
     lambda blocks: unpack_fields(blocks[:, 2:], 1),
     lambda codes: pack_fields(codes, 1),
     0,
-    2,
 )
 
 Q2_0 = _format(
@@ -253,8 +235,7 @@ Q2_0 = _format(
     lambda blocks: unpack_fields(blocks[:, 2:], 2),
     lambda codes: pack_fields(codes, 2),
     0,
-    4,
 )
 
-TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, code_tq1_0, _unpack_tq1_0, _pack_tq1_0, 52, 3)
-TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, code_tq2_0, _unpack_tq2_0, _pack_tq2_0, 64, 3)
+TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, code_tq1_0, _unpack_tq1_0, _pack_tq1_0, 52)
+TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, code_tq2_0, _unpack_tq2_0, _pack_tq2_0, 64)

@@ -19,51 +19,13 @@ Source: Inferflow, quant_types.h (formats Q2_B32T1A and Q2_B32T1B).
 
 from __future__ import annotations
 
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.bit_fields import crumb, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR
-from nbflow_kernels.formats.registry import Bytes
+from nbflow_kernels.formats.affine_format import MIDRISE, RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
+FIELDS = FieldTable(
+    32,
+    (float16("base", 0), float16("scale", 2), Field("code", 32, (Plane(4, 2),))),
+)
 
-@jit.device_function(inline="always")
-def code_q2(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return crumb(row, at + 4, i)
-
-
-@jit.kernel
-def _codes_q2(data, codes, start, stop):
-    decode_codes(code_q2, 32, 12, data, codes, start, stop)
-
-
-def _pack(codes: Bytes) -> Bytes:
-    return pack_fields(codes, 2)
-
-
-def _unpack(blocks: Bytes) -> Bytes:
-    return unpack_fields(blocks[:, 4:], 2)
-
-
-def _q2(name: str, divisor: float, midrise: bool) -> AffineFormat:
-    """Return one of the two formats that differ in the plain encoder only."""
-    return AffineFormat(
-        name=name,
-        block_size=32,
-        block_bytes=12,
-        n_codes=4,
-        divisor=divisor,
-        parameters=F16_PAIR,
-        base_at=0,
-        scale_at=2,
-        pack_codes=_pack,
-        unpack_codes=_unpack,
-        codes_kernel=_codes_q2,
-        code=code_q2,
-        midrise=midrise,
-    )
-
-
-Q2_B32T1A = _q2("q2_b32t1a", divisor=3, midrise=False)
-Q2_B32T1B = _q2("q2_b32t1b", divisor=4, midrise=True)
+Q2_B32T1A = AffineFormat("q2_b32t1a", FIELDS, RANGE, divisor=3)
+Q2_B32T1B = AffineFormat("q2_b32t1b", FIELDS, MIDRISE, divisor=4)

@@ -20,54 +20,17 @@ Source: Inferflow, quant_types.h (formats Q3_B32T1A and Q3_B32T1B).
 
 from __future__ import annotations
 
-import numpy as np
+from nbflow_kernels.formats.affine_format import MIDRISE, RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.bit_fields import bit, crumb, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR
-from nbflow_kernels.formats.registry import Bytes
+FIELDS = FieldTable(
+    32,
+    (
+        float16("base", 0),
+        float16("scale", 2),
+        Field("code", 32, (Plane(4, 1, shift=2), Plane(8, 2))),
+    ),
+)
 
-
-@jit.device_function(inline="always")
-def code_q3(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return crumb(row, at + 8, i) | (bit(row, at + 4, i) << 2)
-
-
-@jit.kernel
-def _codes_q3(data, codes, start, stop):
-    decode_codes(code_q3, 32, 16, data, codes, start, stop)
-
-
-def _pack(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 2, 1), pack_fields(codes & 3, 2)])
-
-
-def _unpack(blocks: Bytes) -> Bytes:
-    codes: Bytes = unpack_fields(blocks[:, 8:], 2) | (unpack_fields(blocks[:, 4:8], 1) << 2)
-    return codes
-
-
-def _q3(name: str, divisor: float, midrise: bool) -> AffineFormat:
-    """Return one of the two formats that differ in the plain encoder only."""
-    return AffineFormat(
-        name=name,
-        block_size=32,
-        block_bytes=16,
-        n_codes=8,
-        divisor=divisor,
-        parameters=F16_PAIR,
-        base_at=0,
-        scale_at=2,
-        pack_codes=_pack,
-        unpack_codes=_unpack,
-        codes_kernel=_codes_q3,
-        code=code_q3,
-        midrise=midrise,
-    )
-
-
-Q3_B32T1A = _q3("q3_b32t1a", divisor=7, midrise=False)
-Q3_B32T1B = _q3("q3_b32t1b", divisor=8, midrise=True)
+Q3_B32T1A = AffineFormat("q3_b32t1a", FIELDS, RANGE, divisor=7)
+Q3_B32T1B = AffineFormat("q3_b32t1b", FIELDS, MIDRISE, divisor=8)

@@ -22,60 +22,16 @@ Source: Inferflow, quant_types.h (format Q3H_B64T1).
 
 from __future__ import annotations
 
-import numpy as np
+from nbflow_kernels.formats.affine_format import RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.bit_fields import bit, crumb, nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR
-from nbflow_kernels.formats.registry import Bytes
-
-
-@jit.device_function(inline="always")
-def second_of_pair(c):
-    """Return y = c // 11 without a division, exact for c in 0..120: 373 / 4096 = 1 / 10.981."""
-    return (c * 373) >> 12
-
-
-@jit.device_function(inline="always")
-def code_q3h_b64t1(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    pair = i >> 1
-    low, middle = nibble(row, at + 16, pair), crumb(row, at + 8, pair)
-    c = low | (middle << 4) | (bit(row, at + 4, pair) << 6)
-    y = second_of_pair(c)
-    return y if i & 1 else c - 11 * y
-
-
-@jit.kernel
-def _codes_q3h_b64t1(data, codes, start, stop):
-    decode_codes(code_q3h_b64t1, 64, 32, data, codes, start, stop)
-
-
-def _pack(codes: Bytes) -> Bytes:
-    c = codes[:, 0::2] + np.uint8(11) * codes[:, 1::2]
-    planes = [pack_fields(c >> 6, 1), pack_fields((c >> 4) & 3, 2), pack_fields(c & 15, 4)]
-    return np.hstack(planes)
-
-
-def _unpack(blocks: Bytes) -> Bytes:
-    low, middle = unpack_fields(blocks[:, 16:], 4), unpack_fields(blocks[:, 8:16], 2)
-    c = low | (middle << 4) | (unpack_fields(blocks[:, 4:8], 1) << 6)
-    return np.stack([c % 11, c // 11], axis=2).reshape(len(blocks), 64)
-
-
-Q3H_B64T1 = AffineFormat(
-    name="q3h_b64t1",
-    block_size=64,
-    block_bytes=32,
-    n_codes=11,
-    divisor=10,
-    parameters=F16_PAIR,
-    base_at=0,
-    scale_at=2,
-    pack_codes=_pack,
-    unpack_codes=_unpack,
-    codes_kernel=_codes_q3h_b64t1,
-    code=code_q3h_b64t1,
+FIELDS = FieldTable(
+    64,
+    (
+        float16("base", 0),
+        float16("scale", 2),
+        Field("code", 64, (Plane(4, 1, shift=6), Plane(8, 2, shift=4), Plane(16, 4)), radix=11),
+    ),
 )
+
+Q3H_B64T1 = AffineFormat("q3h_b64t1", FIELDS, RANGE, divisor=10)

@@ -35,102 +35,29 @@ Source: Inferflow, quant_types.h (formats Q4_B32T1A, Q4_B32T1B, Q4_B64T1, Q4_B16
 
 from __future__ import annotations
 
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.bit_fields import nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR, U8_PAIR
-from nbflow_kernels.formats.registry import Bytes
+from nbflow_kernels.formats.affine_format import MIDRISE, RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
 
-@jit.device_function(inline="always")
-def code_q4(row, at, i):
-    """Return code `i` of the block at byte `at`: all formats here but ``q4_b16``."""
-    return nibble(row, at + 4, i)
+def _fields(block_size: int) -> FieldTable:
+    code = Field("code", block_size, (Plane(4, 4),))
+    return FieldTable(block_size, (float16("base", 0), float16("scale", 2), code))
 
 
-@jit.device_function(inline="always")
-def code_q4_b16(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return nibble(row, at + 2, i)
-
-
-@jit.kernel
-def _codes_q4_b32(data, codes, start, stop):
-    decode_codes(code_q4, 32, 20, data, codes, start, stop)
-
-
-@jit.kernel
-def _codes_q4_b64(data, codes, start, stop):
-    decode_codes(code_q4, 64, 36, data, codes, start, stop)
-
-
-@jit.kernel
-def _codes_q4_b16(data, codes, start, stop):
-    decode_codes(code_q4_b16, 16, 10, data, codes, start, stop)
-
-
-def _pack(codes: Bytes) -> Bytes:
-    return pack_fields(codes, 4)
-
-
-def _unpack(blocks: Bytes) -> Bytes:
-    return unpack_fields(blocks[:, 4:], 4)
-
-
-def _unpack_b16(blocks: Bytes) -> Bytes:
-    return unpack_fields(blocks[:, 2:], 4)
-
-
-def _q4_b32(name: str, divisor: float, midrise: bool) -> AffineFormat:
-    """Return one of the two formats that differ in the plain encoder only."""
-    return AffineFormat(
-        name=name,
-        block_size=32,
-        block_bytes=20,
-        n_codes=16,
-        divisor=divisor,
-        parameters=F16_PAIR,
-        base_at=0,
-        scale_at=2,
-        pack_codes=_pack,
-        unpack_codes=_unpack,
-        codes_kernel=_codes_q4_b32,
-        code=code_q4,
-        midrise=midrise,
-    )
-
-
-Q4_B32T1A = _q4_b32("q4_b32t1a", divisor=15, midrise=False)
-Q4_B32T1B = _q4_b32("q4_b32t1b", divisor=16, midrise=True)
-
-Q4_B64T1 = AffineFormat(
-    name="q4_b64t1",
-    block_size=64,
-    block_bytes=36,
-    n_codes=16,
-    divisor=14,
-    parameters=F16_PAIR,
-    base_at=0,
-    scale_at=2,
-    pack_codes=_pack,
-    unpack_codes=_unpack,
-    codes_kernel=_codes_q4_b64,
-    code=code_q4,
-)
+Q4_B32T1A = AffineFormat("q4_b32t1a", _fields(32), RANGE, divisor=15)
+Q4_B32T1B = AffineFormat("q4_b32t1b", _fields(32), MIDRISE, divisor=16)
+Q4_B64T1 = AffineFormat("q4_b64t1", _fields(64), RANGE, divisor=14)
 
 Q4_B16 = AffineFormat(
-    name="q4_b16",
-    block_size=16,
-    block_bytes=10,
-    n_codes=16,
+    "q4_b16",
+    FieldTable(
+        16,
+        (
+            Field("base", 1, (Plane(0, 8),)),
+            Field("scale", 1, (Plane(1, 8),)),
+            Field("code", 16, (Plane(2, 4),)),
+        ),
+    ),
+    RANGE,
     divisor=15,
-    parameters=U8_PAIR,
-    base_at=0,
-    scale_at=1,
-    pack_codes=_pack,
-    unpack_codes=_unpack_b16,
-    codes_kernel=_codes_q4_b16,
-    code=code_q4_b16,
-    codes_at=2,
 )

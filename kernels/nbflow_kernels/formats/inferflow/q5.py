@@ -32,84 +32,33 @@ Source: Inferflow, quant_types.h (formats Q5_B64T1 and Q5_B32T1).
 
 from __future__ import annotations
 
-import numpy as np
-
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.bit_fields import bit, nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR
-from nbflow_kernels.formats.registry import Bytes
-
-
-@jit.device_function(inline="always")
-def code_q5_b64t1(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return nibble(row, at + 12, i) | (bit(row, at + 4, i) << 4)
-
-
-@jit.device_function(inline="always")
-def code_q5_b32t1(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return ((row[at + 8 + (i & 15)] >> (i >> 4 << 2)) & 15) | (bit(row, at + 4, i) << 4)
-
-
-@jit.kernel
-def _codes_q5_b64t1(data, codes, start, stop):
-    decode_codes(code_q5_b64t1, 64, 44, data, codes, start, stop)
-
-
-@jit.kernel
-def _codes_q5_b32t1(data, codes, start, stop):
-    decode_codes(code_q5_b32t1, 32, 24, data, codes, start, stop)
-
-
-def _pack_b64(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 4, 1), pack_fields(codes & 15, 4)])
-
-
-def _unpack_b64(blocks: Bytes) -> Bytes:
-    codes: Bytes = unpack_fields(blocks[:, 12:], 4) | (unpack_fields(blocks[:, 4:12], 1) << 4)
-    return codes
-
-
-def _pack_b32(codes: Bytes) -> Bytes:
-    low = codes & 15
-    return np.hstack([pack_fields(codes >> 4, 1), low[:, :16] | (low[:, 16:] << 4)])
-
-
-def _unpack_b32(blocks: Bytes) -> Bytes:
-    low = np.hstack([blocks[:, 8:] & 15, blocks[:, 8:] >> 4])
-    codes: Bytes = low | (unpack_fields(blocks[:, 4:8], 1) << 4)
-    return codes
-
+from nbflow_kernels.formats.affine_format import RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
 Q5_B64T1 = AffineFormat(
-    name="q5_b64t1",
-    block_size=64,
-    block_bytes=44,
-    n_codes=32,
+    "q5_b64t1",
+    FieldTable(
+        64,
+        (
+            float16("base", 0),
+            float16("scale", 2),
+            Field("code", 64, (Plane(4, 1, shift=4), Plane(12, 4))),
+        ),
+    ),
+    RANGE,
     divisor=30,
-    parameters=F16_PAIR,
-    base_at=0,
-    scale_at=2,
-    pack_codes=_pack_b64,
-    unpack_codes=_unpack_b64,
-    codes_kernel=_codes_q5_b64t1,
-    code=code_q5_b64t1,
 )
 
 Q5_B32T1 = AffineFormat(
-    name="q5_b32t1",
-    block_size=32,
-    block_bytes=24,
-    n_codes=32,
+    "q5_b32t1",
+    FieldTable(
+        32,
+        (
+            float16("scale", 0),
+            float16("base", 2),
+            Field("code", 32, (Plane(4, 1, shift=4), Plane(8, 4, stride=16))),
+        ),
+    ),
+    RANGE,
     divisor=31,
-    parameters=F16_PAIR,
-    base_at=2,
-    scale_at=0,
-    pack_codes=_pack_b32,
-    unpack_codes=_unpack_b32,
-    codes_kernel=_codes_q5_b32t1,
-    code=code_q5_b32t1,
 )

@@ -19,47 +19,19 @@ Source: Inferflow, quant_types.h (format Q6_B64T1).
 
 from __future__ import annotations
 
-import numpy as np
-
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.bit_fields import crumb, nibble, pack_fields, unpack_fields
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR
-from nbflow_kernels.formats.registry import Bytes
-
-
-@jit.device_function(inline="always")
-def code_q6_b64t1(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return nibble(row, at + 20, i) | (crumb(row, at + 4, i) << 4)
-
-
-@jit.kernel
-def _codes_q6_b64t1(data, codes, start, stop):
-    decode_codes(code_q6_b64t1, 64, 52, data, codes, start, stop)
-
-
-def _pack(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 4, 2), pack_fields(codes & 15, 4)])
-
-
-def _unpack(blocks: Bytes) -> Bytes:
-    codes: Bytes = unpack_fields(blocks[:, 20:], 4) | (unpack_fields(blocks[:, 4:20], 2) << 4)
-    return codes
-
+from nbflow_kernels.formats.affine_format import RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
 Q6_B64T1 = AffineFormat(
-    name="q6_b64t1",
-    block_size=64,
-    block_bytes=52,
-    n_codes=64,
+    "q6_b64t1",
+    FieldTable(
+        64,
+        (
+            float16("base", 0),
+            float16("scale", 2),
+            Field("code", 64, (Plane(4, 2, shift=4), Plane(20, 4))),
+        ),
+    ),
+    RANGE,
     divisor=62,
-    parameters=F16_PAIR,
-    base_at=0,
-    scale_at=2,
-    pack_codes=_pack,
-    unpack_codes=_unpack,
-    codes_kernel=_codes_q6_b64t1,
-    code=code_q6_b64t1,
 )

@@ -29,64 +29,20 @@ Source: Inferflow, quant_types.h (formats Q8_B32T1 and Q8_B32T2).
 
 from __future__ import annotations
 
-import numpy as np
-
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.affine_format import AffineFormat
-from nbflow_kernels.formats.decode import decode_codes
-from nbflow_kernels.formats.parameters import F16_PAIR, F16_SCALE
-
-
-@jit.device_function(inline="always")
-def code_q8_b32t1(row, at, i):
-    """Return code `i` of the block at byte `at`."""
-    return row[at + 4 + i]
-
-
-@jit.device_function(inline="always")
-def code_q8_b32t2(row, at, i):
-    """Return code `i` of the block at byte `at`, plus 128."""
-    return row[at + 2 + i] ^ 128
-
-
-@jit.kernel
-def _codes_q8_b32t1(data, codes, start, stop):
-    decode_codes(code_q8_b32t1, 32, 36, data, codes, start, stop)
-
-
-@jit.kernel
-def _codes_q8_b32t2(data, codes, start, stop):
-    decode_codes(code_q8_b32t2, 32, 34, data, codes, start, stop)
-
+from nbflow_kernels.formats.affine_format import ABSMAX, RANGE, AffineFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 
 Q8_B32T1 = AffineFormat(
-    name="q8_b32t1",
-    block_size=32,
-    block_bytes=36,
-    n_codes=256,
+    "q8_b32t1",
+    FieldTable(32, (float16("base", 0), float16("scale", 2), Field("code", 32, (Plane(4, 8),)))),
+    RANGE,
     divisor=255,
-    parameters=F16_PAIR,
-    base_at=0,
-    scale_at=2,
-    pack_codes=lambda codes: codes,
-    unpack_codes=lambda blocks: blocks[:, 4:],
-    codes_kernel=_codes_q8_b32t1,
-    code=code_q8_b32t1,
 )
 
 Q8_B32T2 = AffineFormat(
-    name="q8_b32t2",
-    block_size=32,
-    block_bytes=34,
-    n_codes=256,
+    "q8_b32t2",
+    FieldTable(32, (float16("scale", 0), Field("code", 32, (Plane(2, 8),), signed=True))),
+    ABSMAX,
     divisor=127,
-    parameters=F16_SCALE,
-    base_at=0,
-    scale_at=0,
-    pack_codes=lambda codes: codes ^ np.uint8(128),
-    unpack_codes=lambda blocks: blocks[:, 2:] ^ np.uint8(128),
-    codes_kernel=_codes_q8_b32t2,
-    code=code_q8_b32t2,
-    codes_at=2,
     zero=128,
 )

@@ -16,13 +16,18 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.affine_format import (
+    ABSMAX,
+    F16_SCALE,
+    GGML_EXTREME,
+    MIDRISE,
+    U8_PAIR,
+    AffineFormat,
+)
 from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.cuda_dequantize import on_device, user_key
 from nbflow_kernels.formats.floats import FloatFormat
-from nbflow_kernels.formats.ggml import legacy as ggml_legacy
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
-from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.quantizers.cuda import (
     codebook as cuda_encode_levels,
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
     from nbflow_kernels.formats.registry import QuantFormat
 
 _THREADS = 64
-_DECLARED = "f32* x, i32*? places, u8*? blank, u8* data, i32 T, i32 columns, i64 row_bytes"
+_DECLARED = "f32* x, i32*? places, u8* data, i32 T, i32 columns, i64 row_bytes"
 
 
 def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
@@ -71,14 +76,14 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         of_grids = {"iq1": cuda_encode_iq1, "iq2": cuda_encode_grid, "iq3": cuda_encode_grid}
         of_grids.get(format.name[:3], cuda_encode_levels).encode(x, format, data)
         return data
-    places = blank = None
+    places = None
     if isinstance(format, AffineFormat):
         kernel = _linear_encoder(format)
-        places, blank = _layout_there(format, device)
+        places = _places_there(format, device)
     else:
         kernel = _user_encoder(format) if isinstance(format, UserFormat) else _float_encoder(format)
     grid = (cuda.ceil_div(n_blocks, _THREADS), min(len(x), 65535))
-    args = (x, places, blank, data, len(x), x.shape[1], data.shape[1])
+    args = (x, places, data, len(x), x.shape[1], data.shape[1])
     try:
         kernel(grid, _THREADS, args)
     except cuda.CompileError as error:
@@ -92,55 +97,24 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
     return data
 
 
-def bit_places(format: AffineFormat) -> tuple[Any, Any]:
-    """Return where the bits of codes go, and the bytes of a block of codes 0.
-
-    Returns
-    -------
-    places : array of int32, shape (codes, bits)
-        The bit of the block's bytes behind the parameters in which each bit of a code is; of a
-        format that stores pairs, of the pair's number x + 11 y.
-    blank : array of uint8
-        The bytes behind the parameters; a bit that is 1 turns one of them around.
-    """
-    pairs = format.integer_form.pairs
-    n_codes, n_bits = format.block_size, format.integer_form.code_bits
-    if pairs:
-        n_codes, n_bits = n_codes // 2, 7
-    blank = format.pack_codes(np.zeros((1, format.block_size), np.uint8))[0]
-    ones = np.zeros((n_codes, n_bits, format.block_size), np.uint8)
-    for i in range(n_codes):
-        for k in range(n_bits):
-            number = 1 << k
-            if pairs:
-                ones[i, k, 2 * i], ones[i, k, 2 * i + 1] = number % 11, number // 11
-            else:
-                ones[i, k, i] = number
-    turned = format.pack_codes(ones.reshape(-1, format.block_size)) ^ blank
-    bits = np.unpackbits(turned, axis=1, bitorder="little")
-    assert (bits.sum(axis=1) == 1).all(), f"{format.name}: a bit of a code is in one place"
-    return bits.argmax(axis=1).astype(np.int32), np.ascontiguousarray(blank)
-
-
-def _layout_there(format: AffineFormat, device: cuda.KernelDevice) -> tuple[Any, Any]:
-    key = ("quants encode", format.name)
+def _places_there(format: AffineFormat, device: cuda.KernelDevice) -> Any:
+    """Return the bit of the block of each bit of the stored codes, int32 on the device."""
+    key = ("quantizer", format.name)
     if key not in device.constants:
-        device.constants[key] = tuple(device.asarray(array) for array in bit_places(format))
-    found: tuple[Any, Any] = device.constants[key]
-    return found
+        device.constants[key] = device.asarray(format.fields["code"].positions().astype(np.int32))
+    return device.constants[key]
 
 
 @functools.cache
 def _linear_encoder(format: AffineFormat) -> cuda.Kernel:
     """Return the kernel that encodes a block in each thread."""
     nc: Any = importlib.import_module("numba.cuda")
-    block, block_bytes, head = format.block_size, format.block_bytes, format.codes_at
-    pairs = format.integer_form.pairs
-    n_numbers, n_bits = (block // 2, 7) if pairs else (block, format.integer_form.code_bits)
-    fit = _inferflow_fit(format) if format.plain is None else _ggml_fit(format)
+    block, block_bytes, code = format.block_size, format.block_bytes, format.fields["code"]
+    n_numbers, n_bits, radix, flip = code.n_stored, code.bits, code.radix, code.flip
+    fit = _inferflow_fit(format) if format.rule <= ABSMAX else _ggml_fit(format)
 
     @cuda.numba_kernel(_DECLARED, key=format.name, fuse=False, name=f"encode_{format.name}")
-    def encode(x, places, blank, data, T, columns, row_bytes):
+    def encode(x, places, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -149,14 +123,14 @@ def _linear_encoder(format: AffineFormat) -> cuda.Kernel:
         for t in range(nc.blockIdx.y, T, nc.gridDim.y):
             for i in range(block):  # padding is the row's last weight again
                 weights[i] = x[np.int64(t) * columns + min(b * block + i, columns - 1)]
+            for i in range(block_bytes):
+                room[i] = 0
             fit(weights, codes, room)
-            for i in range(head, block_bytes):
-                room[i] = blank[i - head]
             for i in range(n_numbers):
-                number = codes[2 * i] + 11 * codes[2 * i + 1] if pairs else codes[i]
+                number = codes[2 * i] + radix * codes[2 * i + 1] if radix else codes[i] ^ flip
                 for k in range(n_bits):
                     place = places[i * n_bits + k]
-                    room[head + (place >> 3)] ^= ((number >> k) & 1) << (place & 7)
+                    room[place >> 3] |= ((number >> k) & 1) << (place & 7)
             for i in range(block_bytes):
                 data[np.int64(t) * row_bytes + b * block_bytes + i] = room[i]
 
@@ -167,8 +141,10 @@ def _inferflow_fit(format: AffineFormat) -> Any:
     """Return Inferflow's ``(weights, codes, room)``: codes, and the parameters' bytes to `room`."""
     from nbflow_kernels.cuda import numba_conversions as numbers
 
-    block, base_at, scale_at = format.block_size, format.base_at, format.scale_at
-    kind, midrise, zero, n_codes = format.parameters, format.midrise, format.zero, format.n_codes
+    block, scale_at = format.block_size, format.fields.at("scale")
+    base_at = format.fields.at("base") if "base" in format.fields else 0
+    kind, zero, n_codes = format.parameters, format.zero, format.n_codes
+    midrise = format.rule == MIDRISE
     divisor = np.float32(format.divisor)
     offset = np.float32(1e-4) if midrise else np.float32(0.5)
 
@@ -204,9 +180,10 @@ def _ggml_fit(format: AffineFormat) -> Any:
     """Return GGML's ``(weights, codes, room)``, as `ggml_legacy` has it for arrays of blocks."""
     from nbflow_kernels.cuda import numba_conversions as numbers
 
-    block, base_at, scale_at = format.block_size, format.base_at, format.scale_at
+    block, scale_at = format.block_size, format.fields.at("scale")
+    base_at = format.fields.at("base") if "base" in format.fields else 0
     zero, last, signed = format.zero, format.n_codes - 1, format.parameters == F16_SCALE
-    divisor, extreme = np.float32(format.divisor), format.plain is ggml_legacy.plain_extreme
+    divisor, extreme = np.float32(format.divisor), format.rule == GGML_EXTREME
     if extreme:
         divisor = -divisor
     half = np.float32(zero + 0.5) if extreme else np.float32(0.5)
@@ -255,7 +232,7 @@ def _user_encoder(format: UserFormat) -> cuda.Kernel:
     @cuda.numba_kernel(
         _DECLARED, key=user_key(format), fuse=False, name=f"encode_{format.name}"
     )  # fmt: skip
-    def encode(x, places, blank, data, T, columns, row_bytes):
+    def encode(x, places, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -281,7 +258,7 @@ def _float_encoder(format: Any) -> cuda.Kernel:
     bits, n_bytes = getattr(numbers, f"bits_of_{format.name}"), format.block_bytes
 
     @cuda.numba_kernel(_DECLARED, key=format.name, fuse=False, name=f"encode_{format.name}")
-    def encode(x, places, blank, data, T, columns, row_bytes):
+    def encode(x, places, data, T, columns, row_bytes):
         i = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if i >= columns:
             return

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import cuda
-from nbflow_kernels.formats.block_fields import bit_sources
+from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.block_format import BlockFormat, value_table
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4

@@ -23,6 +23,7 @@ from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import (
     tables_there,
 )
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
 from nbflow_kernels.quantizers.reference import ggml_iq1 as iq1_plain
 from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as grid_plain
 
@@ -49,7 +50,7 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
 
     sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.n_numbers
     n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
-    weighted, d_at = format.needs_importance, 64 + 256 // sub
+    weighted, d_at = QUANTIZERS[format.name].needs_importance, 64 + 256 // sub
     nothing, factor = iq1_plain.NOTHING[sub], iq1_plain.FACTOR[sub]
     mean_square, largest_of = twin(grid_plain.mean_square), twin(grid_plain.largest_of)
     scales_of, fit, pack = twin(iq1_plain.scales_of), _sub_block(sub), packer(format)

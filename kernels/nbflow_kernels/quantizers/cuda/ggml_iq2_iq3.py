@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels.formats.block_fields import bit_sources
+from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as grid_plain
 from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
@@ -90,7 +91,7 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
         format.block_bytes,
         format.fields.n_numbers,
     )
-    sub, weighted = recipe.sub_block, format.needs_importance
+    sub, weighted = recipe.sub_block, QUANTIZERS[format.name].needs_importance
     n_subs, n_threads = 256 // sub, THREADS
     n_points = format.fields.parts[0].n
     signs_at, scales_at, d_at = n_points, n_points + 32, n_points + 32 + n_subs

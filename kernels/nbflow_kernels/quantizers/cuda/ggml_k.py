@@ -13,6 +13,7 @@ from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.cuda import simt_adapter as cuda_lockstep
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.k_formats import QUANTIZERS
 from nbflow_kernels.quantizers.reference import ggml_k as k_plain
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def _fit(format: KQuantFormat) -> Any:
     from nbflow_kernels.cuda.numba_conversions import device
 
     if format.has_mins:
-        fit_ranges, recipe = twin(k_plain.fit_ranges), format.recipe(weighted=False)
+        fit_ranges, recipe = (
+            twin(k_plain.fit_ranges),
+            QUANTIZERS[format.name].recipe(format, weighted=False),
+        )
 
         @device
         def fit(at):

@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.registry import Bytes, Floats
+from nbflow_kernels.formats.registry import Bytes, Floats, Halves
 from nbflow_kernels.threads import split_rows
 
 TRIES = 7  # iq4: scales tried on either side
 NOTHING = np.float32(1e-15)  # iq4: a smaller largest magnitude counts as zero
 IQ4_COST, FP4_COST, ROUND_COST = 600.0, 60.0, 8.0  # operations a weight costs
 
-Halves = NDArray[np.uint16]
 """Bits of float16 numbers."""
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference.codebook import no_importance
 from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
-    OnGrid,
     empty,
     largest_of,
     mean_square,

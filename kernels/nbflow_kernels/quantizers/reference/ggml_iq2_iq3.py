@@ -22,15 +22,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.block_fields import BlockFields, Part
-from nbflow_kernels.formats.block_format import Encoder
+from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
+from nbflow_kernels.quantizers.block_formats import Encoder
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
-from nbflow_kernels.quantizers.reference.codebook import Halves, no_importance
+from nbflow_kernels.quantizers.reference.codebook import no_importance
 from nbflow_kernels.threads import split_rows
 
 COST = 2000.0  # operations a weight costs, for the choice of thread count
@@ -75,19 +74,6 @@ RECIPES = {
 }
 
 
-class OnGrid(NamedTuple):
-    """Rows of weights as points of a grid."""
-
-    points: NDArray[np.uint16]
-    """(rows, K / dimensions of the grid)."""
-    signs: Bytes
-    """(rows, K / 8): bit j for weight j of 8, 1 for negative."""
-    scales: Bytes
-    """(rows, K / sub-block): s for the scale 2s + 1."""
-    d: Halves
-    """(rows, K / 256)."""
-
-
 def empty(x: Floats, dimensions: int, sub_block: int) -> OnGrid:
     """Return the arrays for rows `x` of weights, filled with zeros."""
     n_rows, width = x.shape
@@ -117,18 +103,6 @@ def plain_encoder(
         return blocks(published(x, importance))
 
     return encode
-
-
-def grid_fields(
-    n_points: int, point_bits: int, n_scales: int, blocks: Callable[[OnGrid], Bytes],
-    scale_bits: int = 4, sign_bits: int = 8,
-) -> BlockFields:  # fmt: skip
-    """Return the numbers of a block of 256 weights on a grid: points, signs, scales and d."""
-    parts = (
-        Part(n_points, point_bits, np.uint16), Part(32, sign_bits), Part(n_scales, scale_bits),
-        Part(1, 16, np.uint16),
-    )  # fmt: skip
-    return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))
 
 
 @jit.kernel(strict=True)

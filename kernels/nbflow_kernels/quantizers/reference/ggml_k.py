@@ -1,7 +1,7 @@
 """GGML's encoders of the K-quants, bit for bit, 16 super-blocks in lockstep.
 
-Each sub-block is fitted by itself (`nbflow_kernels.quantizers.reference.ggml_scale_fit`); the scales and minima found
-are then quantized for the super-block; codes are chosen again for the quantized ones.
+Each sub-block is fitted by itself (`ggml_scale_fit`); the scales and minima found are then
+quantized for the super-block; codes are chosen again for the quantized ones.
 
 A sub-block whose quantized scale is 0 keeps the codes of its own fit: they do not matter, but they
 are in the published bytes.

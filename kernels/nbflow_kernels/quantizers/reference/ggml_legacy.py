@@ -1,25 +1,30 @@
-"""GGML's encoders of its legacy formats for importance weights, bit for bit.
+"""GGML's quantizers of its legacy formats, bit for bit, with and without importance.
 
-The importance of a weight is multiplied by sqrt(mean square of the row + weight * weight).
+Without, only a scale of exactly 0 gives codes 0.  Where the float32 quotient of 1 and the scale
+overflows (scale below 3e-39) GGML's codes depend on the processor; here they are cut off at the
+smallest and largest code, and 0 / 0 gives code 0.
 
-Source: GGML, ggml-quants.c (quantize_row_q4_0_impl, _q4_1_, _q5_0_, _q5_1_).
+The importance of a weight is multiplied by sqrt(mean square of the row + weight * weight).  The
+published quantizer of Q8_0 with importance is the one without.
+
+Source: GGML, ggml-quants.c (quantize_row_*_ref, quantize_row_q4_0_impl, _q4_1_, _q5_0_, _q5_1_).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
 from nbflow_kernels.threads import split_rows
 
-if TYPE_CHECKING:
-    from nbflow_kernels.formats.affine_format import AffineFormat, Encoded
+Encoded = tuple[Bytes, NDArray[np.uint16]]
+"""Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
 
 SIZE = 32  # weights of a block
 LOCKSTEP = 16  # blocks encoded together
@@ -98,3 +103,57 @@ def weighted_signed(format: AffineFormat, x: Floats, importance: Floats) -> Enco
 def weighted_range(format: AffineFormat, x: Floats, importance: Floats) -> Encoded:
     """Encode rows as Q4_1, Q5_1: of 38 ranges the one that loses least, base <= 0."""
     return _encode(x, importance, format.n_codes - 1, False)
+
+
+# ---- without importance -------------------------------------------------------------------------
+
+
+def _inverse(scale: Floats) -> Floats:
+    """Return 1 / scale of blocks (n,) as a column, 0 for 0."""
+    result = np.zeros((len(scale), 1), np.float32)
+    np.divide(np.float32(1), scale[:, None], out=result, where=scale[:, None] != 0)
+    return result
+
+
+def _encoded(format: AffineFormat, steps: Floats, base: Floats, scale: Floats) -> Encoded:
+    """Return whole steps from code 0 as codes, and the parameters as they are stored."""
+    steps = np.where(np.isnan(steps), np.float32(0), steps)
+    codes = np.clip(steps, 0, format.n_codes - 1).astype(np.uint8)
+    stored = [v.astype(np.float16).view(np.uint16) for v in (base, scale)]
+    return codes, np.stack(stored, axis=1)
+
+
+def plain_extreme(format: AffineFormat, x: Floats) -> Encoded:
+    """Encode blocks (n, 32) as Q4_0, Q5_0: the weight of largest magnitude is -zero * scale."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        extreme = x[np.arange(len(x)), np.abs(x).argmax(axis=1)]
+        scale = extreme / np.float32(-format.divisor)
+        steps = np.trunc(x * _inverse(scale) + np.float32(format.zero + 0.5))
+        return _encoded(format, steps, np.zeros_like(scale), scale)
+
+
+def plain_range(format: AffineFormat, x: Floats) -> Encoded:
+    """Encode blocks (n, 32) as Q4_1, Q5_1: the codes span minimum to maximum."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        base = x.min(axis=1)
+        scale = (x.max(axis=1) - base) / np.float32(format.divisor)
+        steps = np.trunc((x - base[:, None]) * _inverse(scale) + np.float32(0.5))
+        return _encoded(format, steps, base, scale)
+
+
+def plain_absmax(format: AffineFormat, x: Floats) -> Encoded:
+    """Encode blocks (n, 32) as Q8_0; adding 0.5 and cutting off would round 0.49999997 up."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = np.abs(x).max(axis=1) / np.float32(format.divisor)
+        quotient = x * _inverse(scale)
+        whole = np.trunc(quotient)
+        halves_up = np.abs(quotient - whole) >= np.float32(0.5)
+        steps = whole + np.copysign(halves_up.astype(np.float32), quotient)
+        # a NaN is code 0 of -128..127
+        steps = np.where(np.isnan(steps), np.float32(0), steps) + np.float32(format.zero)
+        return _encoded(format, steps, np.zeros_like(scale), scale)
+
+
+def weighted_absmax(format: AffineFormat, x: Floats, importance: Floats) -> Encoded:
+    """Encode rows as Q8_0, whose published quantizer ignores importance."""
+    return plain_absmax(format, x.reshape(-1, SIZE))

@@ -1,8 +1,8 @@
 """The fits inside GGML's encoders, for 16 blocks in lockstep, in the published order of operations.
 
-Each takes panels (see `nbflow_kernels.quantizers.simd_panel`) by address: `n` weights `x` of 16 blocks
-and how much their squared errors count, `w`.  It writes the codes as float32 to the panel `codes`,
-and returns the scale.  Everything is float32 and rounded after each operation, so the bits are
+Each takes panels (see `quantizers.simd_panel`) by address: `n` weights `x` of 16 blocks and
+the weights of their squared errors, `w`.  It writes the codes as float32 to the panel `codes`, and
+returns the scale.  Everything is float32 and rounded after each operation, so the bits are
 those of GGML built without fused multiply-adds, and no lane depends on its neighbours.
 
 Source: GGML, ggml-quants.c (make_qx_quants, make_q3_quants, make_qkx2_quants, make_qkx3_quants,

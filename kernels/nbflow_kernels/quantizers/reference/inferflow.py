@@ -10,7 +10,7 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
+from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
 
 CUTOFF = np.float32(1e-5)  # a smaller scale counts as zero
 COST = 10.0  # operations a weight costs, for the choice of thread count

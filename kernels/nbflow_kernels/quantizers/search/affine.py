@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.parameters import F16_SCALE, U8_PAIR
+from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
 
 F16_MAX = 65504.0
 GRID = 4  # clippings tried at each end; a grid of 6 x 6 gains 0.4 % more and takes twice as long

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.block_format import Encoder, weights
+from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
+from nbflow_kernels.quantizers.block_formats import Encoder, weights
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
-from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import RECIPES, OnGrid
+from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import RECIPES
 from nbflow_kernels.quantizers.search.two_level_scales import (
     Searched,
     rows_searched,

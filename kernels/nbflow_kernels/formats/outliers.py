@@ -1,0 +1,41 @@
+"""Outliers of a tensor: the differences of single weights from their decoded values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.formats.registry import Floats
+from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.threads import split_rows
+
+
+def add_outliers(outliers: CsrMatrix, out: Floats) -> None:
+    """Add the outliers to decoded rows (rows, columns)."""
+    work = 4.0 * (outliers.nnz + len(out))
+    split_rows(_add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out)
+
+
+def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None:
+    """Add the outliers of rows `ids` to these rows, decoded (len(ids), columns)."""
+    work = 4.0 * (outliers.nnz / max(1, outliers.shape[0]) + 1) * len(out)
+    split_rows(
+        _add_of, len(out), work, outliers.indptr, outliers.indices, outliers.values,
+        ids, out,
+    )  # fmt: skip
+
+
+@jit.kernel
+def _add(indptr, indices, values, out, start, stop):
+    for row in range(start, stop):
+        for j in range(indptr[row], indptr[row + 1]):
+            out[row, indices[j]] += values[j]
+
+
+@jit.kernel
+def _add_of(indptr, indices, values, ids, out, start, stop):
+    for row in range(start, stop):
+        for j in range(indptr[ids[row]], indptr[ids[row] + 1]):
+            out[row, indices[j]] += values[j]

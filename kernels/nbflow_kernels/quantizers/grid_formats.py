@@ -1,0 +1,45 @@
+"""Quantizers of GGML's formats on grids: iq1, iq2 and iq3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from nbflow_kernels.formats.ggml import iq1, iq2, iq3
+from nbflow_kernels.formats.ggml.iq_grids import OnGrid
+from nbflow_kernels.formats.registry import Bytes
+from nbflow_kernels.quantizers.block_formats import BlockQuantizer
+from nbflow_kernels.quantizers.reference import ggml_iq1
+from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import plain, plain_encoder
+from nbflow_kernels.quantizers.search.grid import best_encoder, best_encoder_iq1
+
+Blocks = Callable[[OnGrid], Bytes]
+
+
+def _iq1(sub_block: int, blocks: Blocks, needs_importance: bool = False) -> BlockQuantizer:
+    return BlockQuantizer(
+        plain_encoder(partial(ggml_iq1.plain, sub_block), blocks),
+        best_encoder_iq1(sub_block, blocks),
+        needs_importance=needs_importance,
+    )
+
+
+def _on_grid(
+    name: str, magnitudes: tuple[float, ...], blocks: Blocks, needs_importance: bool = False
+) -> BlockQuantizer:
+    return BlockQuantizer(
+        plain_encoder(partial(plain, name), blocks),
+        best_encoder(name, magnitudes, blocks),
+        needs_importance=needs_importance,
+    )
+
+
+QUANTIZERS = {
+    "iq1_s": _iq1(32, iq1.blocks_iq1_s, needs_importance=True),
+    "iq1_m": _iq1(16, iq1.blocks_iq1_m),
+    "iq2_xxs": _on_grid("iq2_xxs", iq2.MAGNITUDES, iq2.blocks_iq2_xxs, needs_importance=True),
+    "iq2_xs": _on_grid("iq2_xs", iq2.MAGNITUDES, iq2.blocks_iq2_xs, needs_importance=True),
+    "iq2_s": _on_grid("iq2_s", iq2.MAGNITUDES, iq2.blocks_iq2_s),
+    "iq3_xxs": _on_grid("iq3_xxs", iq3.MAGNITUDES_XXS, iq3.blocks_iq3_xxs),
+    "iq3_s": _on_grid("iq3_s", iq3.MAGNITUDES_S, iq3.blocks_iq3_s),
+}

@@ -1,0 +1,139 @@
+"""Quantizers of the K-quants: GGML's, bit for bit, and a search that starts from its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.formats.ggml.k_format import SUPER, KQuantFormat
+from nbflow_kernels.formats.registry import Bytes, Floats
+from nbflow_kernels.quantizers.reference import ggml_k
+from nbflow_kernels.quantizers.search import k_quants
+from nbflow_kernels.threads import split_rows
+
+LOCKSTEP = 16  # super-blocks encoded together
+CHUNK = 1 << 22  # weights encoded at once: bounds the temporary arrays to some 30 MB
+FIT_COST = 250.0  # multiply-adds a weight costs in the published quantizer
+SEARCH_COST = 1000.0  # and in the search, for the choice of thread count
+
+
+@dataclass(frozen=True)
+class EncodedBlocks:
+    """Super-blocks (n of them) as integers."""
+
+    codes: Bytes
+    """(n, 256), from 0."""
+    scales: NDArray[np.int16]
+    """(n, sub-blocks)."""
+    mins: Bytes
+    """(n, sub-blocks); (n, 0) where the format has no minima."""
+    params: NDArray[np.uint16]
+    """(n, 2): the float16 `d` and `dmin`, as bits."""
+
+
+@dataclass(frozen=True)
+class KQuantizer:
+    """The two quantizers of one K-quant."""
+
+    ranges: tuple[float, float, int, bool] = (0.0, 0.0, 0, False)
+    """Trials of `ggml_scale_fit.fit_range`: first, step, number, absolutely."""
+    effort: tuple[int, int, float] = (3, 6, 0.4)
+    """Trials of `k_quants.search`: starts, grid, clip."""
+    takes_importance: bool = True
+
+    def quantize_rows(
+        self,
+        format: KQuantFormat,
+        x: Floats,
+        n_columns: int,
+        encoder: str,
+        importance: Floats | None = None,
+    ) -> Bytes:
+        """Return the bytes of each row of `x`; see `quantizers.registry.quantize_rows`."""
+        n_rows, width = x.shape
+        blocks = width // SUPER
+        data = np.empty((n_rows, blocks * format.block_bytes), np.uint8)
+        published = np.empty((0, width), np.float32) if importance is None else importance
+        weight = importance
+        if weight is None:
+            weight = (np.arange(width) < n_columns).astype(np.float32)[None]
+        step = max(1, CHUNK // max(width, 1))
+        for row in range(0, n_rows, step):
+            part = x[row : row + step].reshape(-1, SUPER)
+            of_part = slice(None) if len(weight) == 1 else slice(row, row + step)
+            found = self._reference(format, part, published[of_part], blocks)
+            if encoder == "best":
+                self._search(format, part, weight[of_part], blocks, found)
+            packed = pack_super_blocks(format, found.codes, found.scales, found.mins, found.params)
+            data[row : row + step] = packed.reshape(-1, data.shape[1])
+        return data
+
+    def recipe(self, format: KQuantFormat, weighted: bool) -> tuple[Any, ...]:
+        """Return the trials of the published quantizer, as `ggml_k.encode_ranges` takes them."""
+        tried = (-0.9, 0.05, 36, False) if weighted else self.ranges
+        return format.form.sub_block, (1 << format.form.code_bits) - 1, format.scale_top, *tried
+
+    def _reference(
+        self, format: KQuantFormat, x: Floats, importance: Floats, blocks: int
+    ) -> EncodedBlocks:
+        """Return super-blocks (n, 256) as GGML encodes them."""
+        n = len(x)
+        found = EncodedBlocks(
+            np.empty((n, SUPER), np.uint8),
+            np.empty((n, format.sub_blocks), np.int16),
+            np.empty((n, format.sub_blocks if format.has_mins else 0), np.uint8),
+            np.empty((n, 2), np.uint16),
+        )
+        units, work = -(-n // LOCKSTEP), FIT_COST * x.size
+        if format.has_mins:
+            recipe = self.recipe(format, len(importance) > 0)
+            split_rows(
+                ggml_k.encode_ranges, units, work, x, importance, blocks, recipe, found.codes,
+                found.scales, found.mins, found.params,
+            )  # fmt: skip
+        else:
+            split_rows(
+                ggml_k.encode_signed, units, work, x, importance, blocks, format.form.zero,
+                found.codes, found.scales, found.params,
+            )  # fmt: skip
+        return found
+
+    def _search(
+        self, format: KQuantFormat, x: Floats, weight: Floats, blocks: int, found: EncodedBlocks
+    ) -> None:
+        """Improve the published super-blocks in place."""
+        low, top = -format.form.zero, format.scale_top
+        form = (
+            format.form.sub_block, low, low + (1 << format.form.code_bits) - 1,
+            0 if format.has_mins else -top, top if format.has_mins else top - 1,
+            top if format.has_mins else 0,
+        )  # fmt: skip
+        split_rows(
+            k_quants.search, -(-len(x) // LOCKSTEP), SEARCH_COST * x.size, x, weight, blocks, form,
+            *self.effort, found.codes, found.scales, found.mins, found.params,
+        )  # fmt: skip
+
+
+def pack_super_blocks(
+    format: KQuantFormat,
+    codes: Bytes,
+    scales: NDArray[Any],
+    mins: Bytes,
+    params: NDArray[np.uint16],
+) -> Bytes:
+    """Return the bytes (n, block_bytes) of super-blocks of a K-quant."""
+    data = np.empty((len(codes), format.block_bytes), np.uint8)
+    split_rows(format.pack_kernel, len(codes), 4.0 * codes.size, codes, scales, mins, params, data)
+    return data
+
+
+QUANTIZERS = {
+    "q2_k": KQuantizer(ranges=(-0.5, 0.1, 15, True), effort=(4, 6, 0.25)),
+    "q3_k": KQuantizer(effort=(4, 4, 0.3)),
+    "q4_k": KQuantizer(ranges=(-1.0, 0.1, 20, False)),
+    "q5_k": KQuantizer(ranges=(-0.5, 0.1, 15, False)),
+    "q6_k": KQuantizer(effort=(4, 24, 0.3)),
+}
