@@ -11,9 +11,10 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nbflow.server.errors import json_response
+from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logprobs import for_chat, of_prompt
 from nbflow.server.long_json import long_response
-from nbflow.server.requests import GenerationRequest, build_requests
+from nbflow.server.requests import build_requests
 from nbflow.server.schemas import ChatBody
 from nbflow.server.served import Served
 from nbflow.server.state import ServerState, note, state_of

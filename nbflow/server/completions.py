@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
+from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.long_json import long_response
-from nbflow.server.requests import GenerationRequest, build_requests, check_number
+from nbflow.server.requests import build_requests, check_number
 from nbflow.server.schemas import CompletionBody
 from nbflow.server.served import Served
 from nbflow.server.state import ServerState, note, state_of

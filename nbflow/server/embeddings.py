@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from nbflow.server.completions import prompt_ids
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.requests import GenerationRequest
+from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.schemas import EmbeddingBody, split_texts
 from nbflow.server.state import ServerState, note, state_of
 from nbflow.server.stream import Job, unless_gone

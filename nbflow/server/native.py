@@ -20,8 +20,9 @@ from starlette.responses import Response
 from nbflow.decoding.inferflow import INFERFLOW
 from nbflow.options import SamplingParams
 from nbflow.server.errors import ApiError, json_response
+from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.option_models import http_option
-from nbflow.server.requests import GenerationRequest, build_requests
+from nbflow.server.requests import build_requests
 from nbflow.server.schemas import Body, GenerationBody
 from nbflow.server.served import Served
 from nbflow.server.state import ServerState, note, state_of

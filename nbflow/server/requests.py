@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow.decoding import BeamSearch, ContrastiveSearch, Search, Strategy, build_strategy
 from nbflow.decoding.structured import StructureError
 from nbflow.engine.asking import build_request
 from nbflow.engine.propose import attach
-from nbflow.engine.request import Request
 from nbflow.option_fields import fields
 from nbflow.options import STRUCTURES, SamplingParams
 from nbflow.server.config import PER_REQUEST, Limits
 from nbflow.server.errors import ApiError
+from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.schemas import GenerationBody
 from nbflow.server.served import Served
 from nbflow.server.workers import check_wanted
@@ -39,21 +38,6 @@ _DRAWN = {fields(SamplingParams)[name].http_name for name in _WITH_DEFAULT} | {"
 _DRAWN -= {"decoding", "ignore_eos", "stop_token_ids"}
 """Fields that a search does not take."""
 _STOPS = {"stop", "include_stop_str_in_output"}
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A request of the engine, and what its answer needs to know."""
-
-    request: Request
-    params: SamplingParams = field(default_factory=SamplingParams)
-    """Its parameters."""
-    continues_text: bool = False
-    """The text continues the prompt, with a space if its first token begins a word."""
-    n: int = 1
-    """Results of a search."""
-    structure: str | None = None
-    """Field of the body that asks for a structure."""
 
 
 def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:

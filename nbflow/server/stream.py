@@ -27,9 +27,9 @@ from nbflow.engine.outputs import Generation, TokenOutput
 from nbflow.engine.request import Request
 from nbflow.engine.text_stream import TextStream
 from nbflow.server.errors import ApiError, busy
+from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logs import logger
 from nbflow.server.metrics import Clock, Metrics
-from nbflow.server.requests import GenerationRequest
 from nbflow.server.served import Served
 from nbflow.server.text import NoText
 from nbflow_kernels.errors import UsageError
