@@ -12,10 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"nbflow": ".", "nbflow_kernels": "kernels", "nbflow_experiments": "experiments"}
 
 KNOWN = (
-    r"nbflow\.tokenizer(\.\w+)?|nbflow\.prompts(\.\w+)?",
-    r"nbflow_kernels\.quants(\.\w+)?|nbflow_kernels\.embedding\.cuda",
-    r"nbflow_kernels|nbflow_kernels\.(checking|format_checks)",
-    r"nbflow_kernels\.matmul\.(tensor_cores|wgmma)",
+    r"nbflow_kernels\.formats(\.\w+)?|nbflow_kernels\.embedding\.cuda",
+    r"nbflow_kernels\.matmul\.(cuda_mma|cuda_wgmma|tensor_cores|wgmma)",
 )
 """Cycles that are left: all modules of one match one of these patterns."""
 
