@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
+    from nbflow.checkpoint import open_weights
+    from nbflow.conversion import quantize_checkpoint
+    from nbflow.engine.llm import Model
+    from nbflow.engine.llm_engine import Engine
     from nbflow.engine.load import load
-    from nbflow.engine.model import Model
     from nbflow.engine.outputs import Generation
-    from nbflow.engine.search import beam_search, contrastive_search
+    from nbflow.engine.search.api import beam_search, contrastive_search
     from nbflow.options import EngineOptions, LoadOptions, SamplingParams
     from nbflow.spec import load_tokenizer
-    from nbflow.weights import open_weights
-    from nbflow.writing import quantize_checkpoint
     from nbflow_kernels.errors import MissingExtraError, UsageError
 
 _WHERE = {
-    "Engine": "nbflow.engine.engine",
+    "Engine": "nbflow.engine.llm_engine",
     "EngineOptions": "nbflow.options",
     "Generation": "nbflow.engine.outputs",
     "LoadOptions": "nbflow.options",
-    "Model": "nbflow.engine.model",
+    "Model": "nbflow.engine.llm",
     "SamplingParams": "nbflow.options",
-    "beam_search": "nbflow.engine.search",
-    "contrastive_search": "nbflow.engine.search",
+    "beam_search": "nbflow.engine.search.api",
+    "contrastive_search": "nbflow.engine.search.api",
     "load": "nbflow.engine.load",
     "load_tokenizer": "nbflow.spec",
-    "open_weights": "nbflow.weights",
-    "quantize_checkpoint": "nbflow.writing",
+    "open_weights": "nbflow.checkpoint",
+    "quantize_checkpoint": "nbflow.conversion",
     "MissingExtraError": "nbflow_kernels.errors",
     "UsageError": "nbflow_kernels.errors",
 }

@@ -1,6 +1,6 @@
 """Options of models, engines and requests: one dataclass field each, for every interface.
 
-Python keywords, options of the command line (`nbflow.commands.options`), keys of TOML files
+Python keywords, options of the command line (`nbflow.cli.options`), keys of TOML files
 (`nbflow.server.config`), fields of HTTP requests (`nbflow.server.schemas`) and docs/options.md are
 made from these fields.  A new option is one field here and the code that uses it.
 """
@@ -94,7 +94,7 @@ class LoadOptions(OffloadConfig):
         None, "weight format, e.g. q4, or a policy file (.toml)", shown="as stored",
         metavar="FMT", file=True, suffix=".toml",
         more="Of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
-        "policy that names one matrix by matrix (`nbflow.weights_policy`).",
+        "policy that names one matrix by matrix (`nbflow.quantization.policy`).",
     )  # fmt: skip
     encoder: str = option(
         "best", "quantizer, e.g. best, plain, gptq, hqq, outliers, awq, hadamard+gptq",

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbflow.distributed import Alone, Comm, ranks_of, world
 from nbflow.option_fields import fields
 from nbflow.options import LoadOptions
-from nbflow.parallel import Alone, Comm, ranks_of, world
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Model
+    from nbflow.engine.llm import Model
 
 AUTO = "auto"
 """The partition that the planner chooses for the ranks there are."""
@@ -58,7 +58,7 @@ def format_names() -> tuple[str, ...]:
 
 def is_policy(name: str) -> bool:
     """Return whether this is the name of a policy file, not of a weight format."""
-    from nbflow.weights_policy import ENDING
+    from nbflow.quantization.policy import ENDING
 
     return name.lower().endswith(ENDING)
 
@@ -71,7 +71,7 @@ def policy_bits(file: str) -> float:
     UsageError
         If it is not a policy file.
     """
-    from nbflow.weights_policy import weight_formats
+    from nbflow.quantization.policy import weight_formats
 
     formats = weight_formats(file)
     assert formats is not None
@@ -83,7 +83,7 @@ def policy_bits(file: str) -> float:
 
 def check_encoder(name: str) -> None:
     """Raise unless there is such an encoder."""
-    from nbflow.folding import check_encoder as check
+    from nbflow.quantization.transforms import check_encoder as check
 
     check(name)
 
@@ -128,7 +128,7 @@ def format_digest(name: str, importance: str = "") -> str:
 def kv_format_names() -> tuple[str, ...]:
     """Return the names of the formats of the key/value cache."""
     from nbflow_kernels.formats import FORMATS
-    from nbflow_kernels.kvcache.rows import KINDS
+    from nbflow_kernels.kv_cache.cpu_codec import KINDS
 
     short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
     return (*KINDS, *short)
@@ -160,15 +160,15 @@ def check_machine(name: str) -> None:
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return whether the engine stores this tensor in the weight format."""
-    from nbflow.weights_policy import is_quantized as policy
+    from nbflow.quantization.policy import is_quantized as policy
 
     return bool(policy(name, tuple(shape)))
 
 
 def identify(model: str) -> ModelIdentity:
     """Return the identity of a model; reads every byte of its files once."""
+    from nbflow.checkpoint import open_weights
     from nbflow.spec import resolve
-    from nbflow.weights import open_weights
 
     resolved = resolve(model)
     shapes = resolved.spec.tensor_shapes()
@@ -218,18 +218,18 @@ def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> Mo
 
 def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
     """Return the seconds of each repetition of reading the prompts."""
-    from nbflow import bench
+    from nbflow.benchmark import timing
 
-    return bench.time_prefill(model, n_prompt, batch, repeats, warmup=warmup)
+    return timing.time_prefill(model, n_prompt, batch, repeats, warmup=warmup)
 
 
 def time_decode(
     model: Model, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int
 ) -> list[float]:
     """Return the seconds of each repetition of decoding `n_gen` tokens per sequence."""
-    from nbflow import bench
+    from nbflow.benchmark import timing
 
-    return bench.time_decode(model, n_prompt, n_gen, batch, repeats, warmup=warmup)
+    return timing.time_decode(model, n_prompt, n_gen, batch, repeats, warmup=warmup)
 
 
 def weight_pairs(
@@ -241,7 +241,7 @@ def weight_pairs(
     checkpoint's values, or those that an encoder that changes the model first makes of them.
     """
     import nbflow_kernels as nk
-    from nbflow.writing.encoded import encoded_matrices
+    from nbflow.conversion.encoded_matrices import encoded_matrices
 
     found = encoded_matrices(
         model, weights, encoder=encoder, importance=importance or None, outliers=outliers

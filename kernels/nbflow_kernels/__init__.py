@@ -5,7 +5,7 @@
 
 A NumPy array runs on the CPU, an array on a CUDA device runs there.  Names and conventions are
 FlashInfer's.  Each op is a folder with a readable reference (`reference.py`), the CPU kernel, the
-CUDA kernel and the test cases; `nbflow_kernels.families` lists them.
+CUDA kernel and the test cases; `nbflow_kernels.op_registry` lists them.
 
 Nothing is imported before it is used: the import costs a few milliseconds, and the first use of a
 function imports Numba.  Three functions have the name of their folder (`matmul`, `qmatmul`,
@@ -20,15 +20,16 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nbflow_kernels.families import module_of
+from nbflow_kernels.op_registry import module_of
 
 if TYPE_CHECKING:  # for type checkers and completion; `families` lists the names
     from nbflow_kernels.activation import *
     from nbflow_kernels.attention import *
+    from nbflow_kernels.cpu.parallel_for import get_num_threads as get_num_threads
+    from nbflow_kernels.cpu.parallel_for import set_num_threads as set_num_threads
     from nbflow_kernels.embedding import *
     from nbflow_kernels.errors import MissingExtraError as MissingExtraError
     from nbflow_kernels.errors import UsageError as UsageError
-    from nbflow_kernels.format_checks import check_format as check_format
     from nbflow_kernels.formats import FORMATS as FORMATS
     from nbflow_kernels.formats import QuantFormat as QuantFormat
     from nbflow_kernels.formats import QuantTensor as QuantTensor
@@ -36,7 +37,7 @@ if TYPE_CHECKING:  # for type checkers and completion; `families` lists the name
     from nbflow_kernels.formats.user import load_formats as load_formats
     from nbflow_kernels.formats.user import register_format as register_format
     from nbflow_kernels.formats.user import unregister_format as unregister_format
-    from nbflow_kernels.kvcache import *
+    from nbflow_kernels.kv_cache import *
     from nbflow_kernels.logits import *
     from nbflow_kernels.masks import *
     from nbflow_kernels.matmul import *
@@ -44,12 +45,11 @@ if TYPE_CHECKING:  # for type checkers and completion; `families` lists the name
     from nbflow_kernels.norm import *
     from nbflow_kernels.penalties import *
     from nbflow_kernels.position import *
-    from nbflow_kernels.qmatmul import qmatmul as qmatmul
+    from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
     from nbflow_kernels.quantizers import quantize as quantize
     from nbflow_kernels.sampling import *
     from nbflow_kernels.sparse import *
-    from nbflow_kernels.threads import get_num_threads as get_num_threads
-    from nbflow_kernels.threads import set_num_threads as set_num_threads
+    from nbflow_kernels.testing.format_checks import check_format as check_format
 
 _MODULE_OF = module_of()
 

@@ -5,8 +5,8 @@
 runs it.  `request` goes in, `outputs` come out.
 """
 
+from nbflow.engine.llm import Model
 from nbflow.engine.load import load
-from nbflow.engine.model import Model
 from nbflow.engine.outputs import Generation
 
 __all__ = ["Generation", "Model", "load"]

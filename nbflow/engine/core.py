@@ -12,7 +12,7 @@ from typing import Any
 from nbflow.engine.interfaces import ModelRunner
 from nbflow.engine.outputs import RequestDelta
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.stopping import StopChecker
+from nbflow.engine.stop_checker import StopChecker
 
 Command = tuple[str, tuple[Any, ...]]
 """Name of a method of every worker, and its arguments."""

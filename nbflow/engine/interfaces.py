@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nbflow.cache import KVStorage, PageTable
+from nbflow.distributed.plan import Plan, RankPlan
 from nbflow.engine.outputs import Generation, Outcome, RequestDelta, TokenOutput
 from nbflow.engine.request import DraftProposer, Proposals, Request
 from nbflow.engine.scheduler import Scheduler, Work
-from nbflow.execute.executor import Executor
-from nbflow.parallel.plan import Plan, RankPlan
+from nbflow.executor.executor import Executor
+from nbflow.kv_cache import KVStorage, PageTable
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.tokenizer import Tokenizer
+from nbflow.tokenization import Tokenizer
 
 
 class EncoderCache(Protocol):

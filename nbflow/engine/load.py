@@ -10,31 +10,31 @@ from pathlib import Path
 from typing import Any, cast
 
 import nbflow_kernels as nk
-from nbflow.engine.model import Model
-from nbflow.engine.rank import RankEngine, make_groups
-from nbflow.engine.replicas import Replicas
-from nbflow.execute import Place
-from nbflow.execute.encode import Encoding
-from nbflow.execute.place import find_places, is_host, split_host_layers
-from nbflow.folding import Prepared, no_format, prepare
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.weight_file import ITEM_BYTES
+from nbflow.conversion.importance_names import known_inputs
+from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
+from nbflow.distributed.cpu_threads import fair_threads
+from nbflow.distributed.device import find_places, is_host, split_host_layers
+from nbflow.distributed.links import make_links
+from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.engine.llm import Model
+from nbflow.engine.replicas.offline import Replicas
+from nbflow.engine.worker import RankEngine, make_groups
+from nbflow.executor import Place
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
-from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
-from nbflow.parallel.cores import fair_threads
-from nbflow.parallel.links import make_links
-from nbflow.parallel.threads import RankTeam
 from nbflow.planner.machine import Machine
-from nbflow.spec import check, load_tokenizer, resolve
+from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.policy import WeightFormats, weight_formats
+from nbflow.quantization.transforms import Prepared, no_format, prepare
+from nbflow.spec import check_tensors, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
-from nbflow.status import status
-from nbflow.tokenizer import Tokenizer, load_tokenizer_file
-from nbflow.weights import WeightFile, open_weights
-from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import WeightFormats, weight_formats
-from nbflow.writing.importance_names import known_inputs
+from nbflow.tokenization import Tokenizer, load_tokenizer_file
+from nbflow.utils.rank_status import status
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.kvcache.formats import kv_formats
+from nbflow_kernels.kv_cache.formats import kv_formats
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -146,7 +146,7 @@ def measure(
     comm: Comm, probe_bytes: int, formats: Sequence[str], arithmetics: Sequence[str]
 ) -> Machine | None:
     """Measure ranks, as partition "auto" needs it; the first one returns what was found."""
-    from nbflow.planner.measure import measure_ranks
+    from nbflow.benchmark.measure_machine import measure_ranks
 
     return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
 
@@ -173,7 +173,7 @@ def _prepare(
     if formats is None:
         raise no_format(given.encoder)
     with open_weights(resolved.path) as file:
-        check(spec, file)
+        check_tensors(spec, file)
         importance = cast(Any, given.importance)
         known = known_inputs(importance, resolved, file)
 
@@ -231,7 +231,7 @@ def _start(
         engine, failure = None, None
         try:
             with open_weights(path) as stored, prepared.opened(stored) as file:
-                check(options["spec"], file)
+                check_tensors(options["spec"], file)
                 engine = RankEngine(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nbflow.decoding.search import Continuation
-from nbflow.engine.draw import (
+from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.embedding import empty_vectors, pool
+from nbflow.engine.request import FinishReason, Request, TopLogprobs
+from nbflow.engine.sampler import (
     FIRST,
     Drawn,
     choose,
@@ -27,14 +29,12 @@ from nbflow.engine.draw import (
     state_of,
     top_log_probabilities,
 )
-from nbflow.engine.embedding import empty_vectors, pool
-from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.scheduler import Work
-from nbflow.engine.searching import advance, compute_rows, empty_rows
-from nbflow.engine.text_stream import TextStream
-from nbflow.engine.verify import verify_chain
-from nbflow.tokenizer import Tokenizer
-from nbflow_kernels._dispatch import on_host
+from nbflow.engine.search.base import Continuation
+from nbflow.engine.search.runtime import advance, compute_rows, empty_rows
+from nbflow.engine.speculative.rejection_sampler import verify_chain
+from nbflow.tokenization import Tokenizer
+from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
 
 NO_TOKEN = -1
@@ -116,7 +116,7 @@ class Outcome:
     prompt: Drawn
     """A row for each prompt token whose log-probability is wanted and became known."""
     searches: list[np.ndarray] = field(default_factory=list)
-    """Candidates of each search (`nbflow.engine.searching.empty_rows`)."""
+    """Candidates of each search (`nbflow.engine.search.runtime.empty_rows`)."""
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -436,7 +436,7 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     The tokens are drawn as if there had been no proposal, each after those before it; the first
     that differs from the proposed one is the last whose logits are right.  So the result is, bit
     for bit, the one without proposals, whatever the strategy.  `Request.verifies_chain` wants
-    another verification, `nbflow.engine.verify`.
+    another verification, `nbflow.engine.speculative.rejection_sampler`.
 
     Parameters
     ----------

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from nbflow.decoding import State, Strategy
-from nbflow.decoding.contrastive import History
-from nbflow.decoding.search import Continuation, Search, SearchState
 from nbflow.engine.pooling import Pooling
+from nbflow.engine.search.base import Continuation, Search, SearchState
+from nbflow.engine.search.contrastive import History
+from nbflow.sampling import State, Strategy
 from nbflow_kernels.errors import UsageError
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
@@ -61,7 +61,7 @@ class Request:
     encoder_ids: list[int] | None = None
     """Token ids for the encoder, if the model has one."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end the output (`nbflow.engine.stopping`)."""
+    """Texts that end the output (`nbflow.engine.stop_checker`)."""
     include_stop_text: bool = False
     """True to keep the stop text in the output."""
     text_before: Sequence[int] = ()
@@ -84,7 +84,7 @@ class Request:
     drafter: DraftProposer | None = None
     """The same by a model, for several requests at once; only where the steps are led."""
     verifies_chain: bool = False
-    """True for rejection sampling of proposed tokens (`nbflow.engine.verify`)."""
+    """True for rejection sampling of proposed tokens (`engine.speculative`)."""
     n_proposed: int = 0
     """At most so many tokens are asked of the proposer or the drafter."""
     search: Search | None = None

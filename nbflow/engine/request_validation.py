@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.decoding import Greedy
-from nbflow.decoding.constraints import check_token_ids
 from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
+from nbflow.sampling import Greedy
+from nbflow.sampling.logits_processors import check_token_ids
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
 

@@ -34,9 +34,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from nbflow.cache.page_table import UNLIMITED, PageTable
-from nbflow.cache.prefix import Chain
 from nbflow.engine.request import Request
+from nbflow.kv_cache.block_table import UNLIMITED, PageTable
+from nbflow.kv_cache.prefix_cache import Chain
 from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger(__name__)

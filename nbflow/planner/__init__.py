@@ -7,8 +7,7 @@
 'by tensor'
 """
 
-from nbflow.planner.auto import choose_partition
-from nbflow.planner.choose import AIMS, Aim, best, candidates, compare, with_shares
+from nbflow.planner.auto_partition import choose_partition
 from nbflow.planner.machine import (
     Device,
     Link,
@@ -18,10 +17,11 @@ from nbflow.planner.machine import (
     load_machine,
     written_machine,
 )
-from nbflow.planner.model import PlannedModel, planned_model, stored_model
+from nbflow.planner.planned_model import PlannedModel, planned_model, stored_model
 from nbflow.planner.predict import predict
 from nbflow.planner.prediction import Prediction, RankPrediction, Workload
-from nbflow.planner.stages import Setting
+from nbflow.planner.search import AIMS, Aim, best, candidates, compare, with_shares
+from nbflow.planner.stage_cost import Setting
 
 __all__ = [
     "AIMS",

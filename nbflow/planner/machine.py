@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
-from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
+from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import MACHINES
 
@@ -166,7 +166,7 @@ class Link:
     """Rate of a long one, in one direction, as each rank has it while all ranks send."""
     collective: str = "best"
     """How sums are made.  "gather": every rank sends its whole part to all others and adds them
-    up itself, in one exchange (what the communicators of `nbflow.parallel` do).  "one_shot": the
+    up itself, in one exchange (what the communicators of `nbflow.distributed` do).  "one_shot": the
     same through shared memory, where a part is read by all at the same time.  "ring": parts of
     parts travel around twice, 2 (n - 1) messages.  "best": the faster of "one_shot" and "ring"."""
 

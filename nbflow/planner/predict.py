@@ -12,7 +12,8 @@ the way of one micro-batch, or the work of the slowest stage on all of them; a p
 takes sum(t_s) + d + (n - 1) * max(t_s).  What is left of the stages' time is the bubble.
 
 An encoder reads whole texts, step by step, and every rank is told the hidden states; a decoder with
-an encoder then makes keys and values of them and begins with one token (`nbflow.planner.encoders`).
+an encoder then makes keys and values of them and begins with one token
+(`nbflow.planner.encoder_models`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from nbflow.parallel import Plan, make_plan, split_replicas
-from nbflow.planner.encoders import predict_encoder
+from nbflow.distributed import Plan, make_plan, split_replicas
+from nbflow.planner.encoder_models import predict_encoder
 from nbflow.planner.machine import Device, Machine
-from nbflow.planner.model import PlannedModel
+from nbflow.planner.planned_model import PlannedModel
 from nbflow.planner.prediction import Prediction, Steps, Workload, kind_of, predicted_rank
-from nbflow.planner.stages import Setting, make_stages
+from nbflow.planner.stage_cost import Setting, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 from nbflow_kernels.errors import UsageError
 

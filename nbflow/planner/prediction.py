@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbflow.planner.machine import Device
-from nbflow.planner.stages import RankWork, Setting, Stage
+from nbflow.planner.stage_cost import RankWork, Setting, Stage
 from nbflow.program.cost import StepShape
 from nbflow_kernels.errors import UsageError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import nbflow_kernels as nk
-from nbflow.planner.model import PlannedModel
+from nbflow.planner.planned_model import PlannedModel
 from nbflow.program.records import Op, Operand, Program
 from nbflow_kernels.formats.memory_size import layout_bytes, storage_bytes
 

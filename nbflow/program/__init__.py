@@ -2,7 +2,7 @@
 
 `build` makes the program of a whole model from its specification, `partition` cuts one rank's part
 out of it and inserts communication, `fuse` joins ops, `cost` counts bytes and operations.  The
-executors in `nbflow.execute` run what comes out; nothing else knows how an architecture is made.
+executors in `nbflow.executor` run what comes out; nothing else knows how an architecture is made.
 """
 
 from nbflow.program.build import build, build_memory

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbflow.parallel.rounding import q8_packed_bytes
+from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
 from nbflow.program.records import COMMUNICATION, Op, Program
-from nbflow_kernels.kvcache.formats import kv_formats
+from nbflow_kernels.kv_cache.formats import kv_formats
 
 FLOAT32_BYTES = 4
 

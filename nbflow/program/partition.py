@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nbflow.parallel.plan import RankPlan
+from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
 
 PARTIAL = ("attn.o", "cross.o", "ffn.down", "shared.down")

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.checkpoint import WeightFile
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import Stored
-from nbflow.weights import WeightFile
+from nbflow.spec.tensor_layout import Stored
 from nbflow_kernels.errors import UsageError
 
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}

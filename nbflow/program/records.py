@@ -2,7 +2,7 @@
 
 A program works on named buffers of float32 with one row per token; behind the layers there is one
 per token whose hidden state, or logits, are wanted, and an op reads as many rows as it writes.
-A step gives the token ids, positions and page table; see `nbflow.execute`.
+A step gives the token ids, positions and page table; see `nbflow.executor`.
 
 Kinds of op:
 

@@ -9,18 +9,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import nbflow
-from nbflow.server import (
-    chat,
-    completions,
-    embeddings,
-    models_list,
-    native,
-    page_files,
-    status,
-    tokens,
-)
+from nbflow.compat.inferflow import native_protocol
 from nbflow.server.errors import ErrorBody, add_handlers
 from nbflow.server.middleware import Bodies, Front, Gate
+from nbflow.server.routes import (
+    chat,
+    chat_page,
+    completions,
+    embeddings,
+    health,
+    models_list,
+    tokenize,
+)
 from nbflow.server.state import ServerState
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -55,10 +55,10 @@ def make_app(state: ServerState) -> FastAPI:
         openai.include_router(module.router)
     app.include_router(openai, prefix="/v1")
     app.include_router(openai, include_in_schema=False)  # for clients that leave out /v1
-    for module in (tokens, status, native):
+    for module in (tokenize, health, native_protocol):
         app.include_router(module.router)
     if state.config.page:
-        app.include_router(page_files.router)
+        app.include_router(chat_page.router)
     _without_422(app)
     return app
 

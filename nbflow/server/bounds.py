@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbflow.decoding.breakers import MAX_BREAKERS, MAX_BYTES
 from nbflow.options import MAX_STOP_BYTES
+from nbflow.sampling.dry_breakers import MAX_BREAKERS, MAX_BYTES
 
 TEXT_BYTES = 4096
 """Longest text of a field that has no limit of its own."""
@@ -61,7 +61,7 @@ _SCHEMA = Bound(text_bytes=256 * _KIB, all_bytes=256 * _KIB)
 _CHOICES = Bound(4096, 4 * _KIB, 128 * _KIB, str)
 _PROMPTS = Bound()
 BOUNDS: dict[str, Bound] = {
-    # texts of prompts: `nbflow.server.served` knows how long they may be for a model
+    # texts of prompts: `nbflow.server.served_model` knows how long they may be for a model
     "prompt": _PROMPTS, "input": _PROMPTS, "text": _PROMPTS, "system_prompt": _PROMPTS,
     "res_prefix": _PROMPTS, "tokens": Bound(kind=int), "documents": Bound(1 << 14, kind=dict),
     "messages": Bound(1 << 14, kind=dict), "chat_template_kwargs": Bound(all_bytes=64 * _KIB),

@@ -29,7 +29,7 @@ from nbflow.options import (
     SpeculativeConfig,
 )
 from nbflow.server.option_models import MayBeFile, toml_fields
-from nbflow.spec.toml_schema import read_toml
+from nbflow.utils.toml_schema import read_toml
 from nbflow_kernels.errors import UsageError, unknown_name
 
 _MAX_KEYS_BYTES = 1_000_000

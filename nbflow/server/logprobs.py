@@ -8,7 +8,7 @@ from typing import Any
 
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.request import TopLogprobs
-from nbflow.server.served import Served
+from nbflow.server.served_model import Served
 
 _LEAST = -9999.0  # what OpenAI writes for "never"; JSON has no infinity
 

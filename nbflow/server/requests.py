@@ -7,17 +7,18 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.decoding import BeamSearch, ContrastiveSearch, Search, Strategy, build_strategy
-from nbflow.decoding.structured import StructureError
-from nbflow.engine.asking import build_request
-from nbflow.engine.propose import attach
+from nbflow.engine.request_builder import build_request
+from nbflow.engine.search import BeamSearch, ContrastiveSearch, Search
+from nbflow.engine.speculative.config import attach
 from nbflow.option_fields import fields
 from nbflow.options import STRUCTURES, SamplingParams
+from nbflow.sampling import Strategy, build_strategy
+from nbflow.sampling.structured_output import StructureError
 from nbflow.server.config import PER_REQUEST, Limits
 from nbflow.server.errors import ApiError
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.schemas import GenerationBody
-from nbflow.server.served import Served
+from nbflow.server.served_model import Served
 from nbflow.server.workers import check_wanted
 
 DEFAULT_BEAMS = 4

@@ -15,8 +15,8 @@ from typing import Any
 
 import numba
 
-from nbflow_kernels import atomics
-from nbflow_kernels.stepping import numba_config
+from nbflow_kernels.cpu import atomics
+from nbflow_kernels.cpu.interpreter import numba_config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _N_SEEN = ctypes.c_int64(0)

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from nbflow.server.config import ServerConfig
 from nbflow.server.metrics import Metrics, Stats
-from nbflow.server.served import Models
+from nbflow.server.served_model import Models
 from nbflow.server.stream import Mailbox
 from nbflow.server.workers import Workers
 

@@ -20,18 +20,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nbflow.decoding.structured import StructureError
+from nbflow.engine.detokenizer import TextStream
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.handle import Handle
 from nbflow.engine.outputs import Generation, TokenOutput
 from nbflow.engine.request import Request
-from nbflow.engine.text_stream import TextStream
+from nbflow.engine.request_handle import Handle
+from nbflow.sampling.structured_output import StructureError
 from nbflow.server.errors import ApiError, busy
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logs import logger
 from nbflow.server.metrics import Clock, Metrics
-from nbflow.server.served import Served
-from nbflow.server.text import NoText
+from nbflow.server.served_model import Served
+from nbflow.server.token_text import NoText
 from nbflow_kernels.errors import UsageError
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """What a model is made of, from its family, its checkpoint and the user's own file."""
 
 from nbflow.spec.architecture import RopeSpec
-from nbflow.spec.check import check
+from nbflow.spec.check_tensors import check
 from nbflow.spec.family import Family, families
 from nbflow.spec.model_file import find_model_file, known_models, published
 from nbflow.spec.model_spec import ModelSpec

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.build import build_spec
 from nbflow.spec.family import ConfigRule, Family
 from nbflow.spec.fields import FIELDS, REQUIRED, SIZES
 from nbflow.spec.formula import names_in
+from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import ModelFile, load_model_file
 from nbflow_kernels.errors import UsageError
 

@@ -56,10 +56,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
 from nbflow.spec.fields import FIELDS, FUSED, LINEARS, TENSOR_NAMES, check_field
 from nbflow.spec.formula import check_formula
-from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
-from nbflow.weights.quantization_config import KEY as QUANTIZATION
+from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import FAMILIES
 

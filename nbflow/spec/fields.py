@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbflow.spec.toml_schema import Kind, check_value
-from nbflow.tokenizer.special_ids import MAX_TOKEN_ID, NO_TOKEN
-from nbflow.weights.shown import shown
+from nbflow.tokenization.special_tokens import MAX_TOKEN_ID, NO_TOKEN
+from nbflow.utils.safe_repr import shown
+from nbflow.utils.toml_schema import Kind, check_value
 from nbflow_kernels.errors import UsageError
 
 REQUIRED = object()
@@ -45,7 +45,7 @@ class Field:
     """One word of the language."""
 
     kind: Kind
-    """Type: see `nbflow.spec.toml_schema.Kind`."""
+    """Type: see `nbflow.utils.toml_schema.Kind`."""
     doc: str
     """What it means."""
     default: Any = REQUIRED

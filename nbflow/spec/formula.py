@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from nbflow.weights.shown import shown
+from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -9,7 +9,7 @@
     checkpoint that is named beside it (``--spec FILE``).
 ``prompt_template``
     How a conversation becomes a prompt if the tokenizer brings no template of its own: a name of
-    `nbflow.prompts.named_templates`, or the text of a template.
+    `nbflow.tokenization.chat.named_templates`, or the text of a template.
 ``[config]``
     The config.json that the model was published with, as far as it matters.  It stands in for one
     that does not lie beside the weights, and says how large the model is without any.
@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.build import build_spec
 from nbflow.spec.family import (
     Family,
     check_fields,
@@ -41,8 +40,9 @@ from nbflow.spec.family import (
     load_family,
 )
 from nbflow.spec.fields import Field, check_field
+from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
+from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import MODELS
 
@@ -197,7 +197,7 @@ def _family(path: Path, name: str) -> Family:
 def _template(stated: str | None, where: str) -> str | None:
     """Return a template that a model file states, checked."""
     if stated is not None:
-        from nbflow.prompts import find_template  # late: most files have none
+        from nbflow.tokenization.chat import find_template  # late: most files have none
 
         find_template(stated, where)
     return stated

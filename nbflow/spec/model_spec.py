@@ -14,8 +14,8 @@ from typing import Any
 
 from nbflow.spec.architecture import Architecture
 from nbflow.spec.check_numbers import check_numbers
-from nbflow.spec.shapes import tensor_shapes
-from nbflow.spec.stored import Stored, stored
+from nbflow.spec.tensor_layout import Stored, stored
+from nbflow.spec.tensor_shapes import tensor_shapes
 
 
 @dataclass(frozen=True)

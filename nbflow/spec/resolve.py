@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbflow.hub import find_cached, is_repo_name, repo_of
-from nbflow.spec.build import build_spec
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.hub import find_cached, is_repo_name, repo_of
 from nbflow.spec.family import Family, family_of
 from nbflow.spec.fields import DIVISORS, check_field
+from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import (
     GENERATION,
     ModelFile,
@@ -20,10 +21,9 @@ from nbflow.spec.model_file import (
     load_model_file,
 )
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.tokenizer import Tokenizer, load_tokenizer_file
-from nbflow.tokenizer.files import NAMES, find_tokenizer, tokenizer_beside
-from nbflow.weights import WeightFile, open_weights
-from nbflow.weights.json_file import read_object
+from nbflow.tokenization import Tokenizer, load_tokenizer_file
+from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_beside
+from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_DIVISORS = 4096
@@ -36,7 +36,7 @@ class ResolvedModel:
     spec: ModelSpec
     """What it is made of."""
     path: Path
-    """Its weights: a folder or a file for `nbflow.weights.open_weights`."""
+    """Its weights: a folder or a file for `nbflow.checkpoint.open_weights`."""
     tokenizer: Path | None
     """Its tokenizer file, or None if there is none beside the weights."""
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def resolve(
 
     See Also
     --------
-    nbflow.spec.check : Compare the specification with the tensors in the file.
+    nbflow.spec.check_tensors : Compare the specification with the tensors in the file.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
 
     See Also
     --------
-    nbflow.prompts.encode_chat : The ids of a conversation.
+    nbflow.tokenization.chat.encode_chat : The ids of a conversation.
 
     Examples
     --------

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paged import Paged, ints, normal
+from paged_sequences import Paged, ints, normal
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention import cuda as kernels
-from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention import reference
-from nbflow_kernels.attention.device_plan import device_plan
+from nbflow_kernels.attention.cuda.plan import device_plan
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paged import ints
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.execute.place import Place, find_place
+from nbflow.distributed.device import Place, find_place
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"

@@ -8,27 +8,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from places import emulated
+from emulated_arrays import emulated
 
-from nbflow_kernels import checking, families
+from nbflow_kernels import op_registry
 from nbflow_kernels.errors import MissingExtraError
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.testing import checks
 
 CASES = [
-    case for case in families.all_cases() if not case.timed and case.op not in families.NO_CUDA
+    case
+    for case in op_registry.all_cases()
+    if not case.timed and case.op not in op_registry.NO_CUDA
 ]
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_equals_reference(case: OpCase, cupy: Any) -> None:
-    assert checking.check(case, emulated(cupy)) <= 1.0
+    assert checks.check(case, emulated(cupy)) <= 1.0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_equals_reference_on_a_device(case: OpCase) -> None:
-    assert checking.check(case, checking.placer(importlib.import_module("cupy"))) <= 1.0
+    assert checks.check(case, checks.placer(importlib.import_module("cupy"))) <= 1.0
 
 
 class Elsewhere(np.ndarray):
@@ -45,4 +48,4 @@ del FIRST["get_seq_lens"]  # array operators, no kernel
 @pytest.mark.parametrize("op", FIRST)
 def test_without_cupy_the_extra_is_named(op: str) -> None:
     with pytest.raises(MissingExtraError, match=r"need CuPy: pip install -e '\.\[cuda1[23]\]'"):
-        checking.run(FIRST[op], lambda array, _: np.ascontiguousarray(array).view(Elsewhere))
+        checks.run(FIRST[op], lambda array, _: np.ascontiguousarray(array).view(Elsewhere))

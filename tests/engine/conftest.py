@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_specs import write_llama
+from small_models import write_llama
 
 import nbflow
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import nbflow
-from nbflow.decoding import BeamSearch
+from nbflow.distributed import Alone, world
 from nbflow.engine.scheduler import Scheduler
-from nbflow.parallel import Alone, world
+from nbflow.engine.search import BeamSearch
 
 PROMPTS = ["def f(", "class A:\n    def", "import os\n", "for i in"]
 LONG = list(range(100, 200))

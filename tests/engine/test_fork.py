@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import nbflow
-from nbflow.engine.engine import EngineClosed
-from nbflow_kernels import calls
+from nbflow.engine.llm_engine import EngineClosed
+from nbflow_kernels.cpu import graph
 from nbflow_kernels.errors import UsageError
 
 WAIT_S = 60.0
@@ -51,7 +51,7 @@ def _load(checkpoint: Path, **options: Any) -> nbflow.Model:
 @pytest.fixture(autouse=True)
 def _shared_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the small model's kernels be shared by the threads."""
-    monkeypatch.setattr(calls, "MIN_WORK_PER_PART", 1)
+    monkeypatch.setattr(graph, "MIN_WORK_PER_PART", 1)
 
 
 def test_child_generates_with_the_model_of_its_parent_and_with_its_own(checkpoint: Path) -> None:

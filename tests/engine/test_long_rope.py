@@ -17,7 +17,7 @@ import nbflow
 MODEL = Path(__file__).parents[1] / "golden" / "families" / "phi3_long"
 ORIGINAL, N_SHORT = 16, 10
 TOLERANCE = 2e-6
-"""Share of the largest logit, as in tests/nbflow/test_families.py."""
+"""Share of the largest logit, as in tests/models/test_families.py."""
 
 with np.load(MODEL / "golden.npz") as _file:
     GOLDEN = dict(_file)

@@ -7,15 +7,15 @@ from collections import deque
 
 import numpy as np
 import pytest
-from model_specs import write_llama
+from small_models import write_llama
 
 import nbflow
-from nbflow.cache import PageTable
-from nbflow.decoding import Greedy
-from nbflow.engine.rank import RankEngine
+from nbflow.distributed import Alone
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import Scheduler, Work
-from nbflow.parallel import Alone
+from nbflow.engine.worker import RankEngine
+from nbflow.kv_cache import PageTable
+from nbflow.sampling import Greedy
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbflow.decoding import Greedy
-from nbflow.engine import replica_address, replica_link
 from nbflow.engine.outputs import TokenOutput
-from nbflow.engine.replica_address import SETTING, addresses_towards, connect, own_addresses
-from nbflow.engine.replica_link import Listener, RemoteEngine
+from nbflow.engine.replicas import address as replica_address
+from nbflow.engine.replicas import rpc
+from nbflow.engine.replicas.address import SETTING, addresses_towards, connect, own_addresses
+from nbflow.engine.replicas.rpc import Listener, RemoteEngine
 from nbflow.engine.request import Request
 from nbflow.engine.stats import EngineStats
+from nbflow.sampling import Greedy
 from nbflow_kernels.errors import UsageError
 
 HERE = {"host": "a", "addresses": []}
@@ -49,7 +50,7 @@ def remote():
 
 
 def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
-    monkeypatch.setattr(replica_link, "START_S", WAIT_S)
+    monkeypatch.setattr(rpc, "START_S", WAIT_S)
     listener = Listener([HERE, HERE])
     ((host, port),), key = listener.address
     assert host == "127.0.0.1"  # all are on one machine: no other one can connect
@@ -72,7 +73,7 @@ def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
 
 
 def test_replicas_that_do_not_come(monkeypatch):
-    monkeypatch.setattr(replica_link, "START_S", 0.1)
+    monkeypatch.setattr(rpc, "START_S", 0.1)
     with pytest.raises(UsageError, match=r"2 of 2 other replicas have not come within 0\.1 s"):
         Listener([HERE, HERE, HERE]).accept(2)
 

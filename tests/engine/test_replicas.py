@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import MPIRUN, mpirun
+from mpirun import MPIRUN, mpirun
 
 import nbflow
-from nbflow.decoding import BeamSearch
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.replica_engine import AFFINITY, ReplicaEngine
+from nbflow.engine.replicas.router import AFFINITY, ReplicaEngine
+from nbflow.engine.search import BeamSearch
 from nbflow_kernels.errors import UsageError
 
 PROMPTS = ["def f(", "class A:\n    def", "import os\n", "for i in"]

@@ -7,12 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from nbflow.cache import PageTable
-from nbflow.decoding import BeamSearch, ContrastiveSearch, Greedy
 from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import Scheduler, Work
-from nbflow.engine.searching import advance, empty_rows, follow
+from nbflow.engine.search import BeamSearch, ContrastiveSearch
+from nbflow.engine.search.runtime import advance, empty_rows, follow
+from nbflow.kv_cache import PageTable
+from nbflow.sampling import Greedy
 from nbflow_kernels.errors import UsageError
 
 PAGE = 4

@@ -3,10 +3,10 @@
 import pytest
 
 import nbflow
-from nbflow.decoding import Greedy
 from nbflow.engine.outputs import RequestDelta
 from nbflow.engine.request import Request
-from nbflow.engine.stopping import StopChecker
+from nbflow.engine.stop_checker import StopChecker
+from nbflow.sampling import Greedy
 
 
 @pytest.fixture(scope="module")

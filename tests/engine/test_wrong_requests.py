@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.decoding import BeamSearch, ContrastiveSearch, Greedy
-from nbflow.decoding.beam import Beams
-from nbflow.engine import outputs, searching
-from nbflow.engine.burst import Burst
+from nbflow.engine import outputs
+from nbflow.engine.multi_step import Burst
+from nbflow.engine.search import BeamSearch, ContrastiveSearch, runtime
+from nbflow.engine.search.beam import Beams
+from nbflow.sampling import Greedy
 from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(400) * 7 % 101).tolist()
@@ -194,11 +195,11 @@ def test_a_search_fails_alone(ranks, monkeypatch, search, where):
     """On the rank that draws before it can tell (its prompt is read), there, or on every rank."""
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     if where == "rows":
-        real = searching.top_log_probabilities
-        monkeypatch.setattr(searching, "top_log_probabilities", raising(real, lambda *_: True))
+        real = runtime.top_log_probabilities
+        monkeypatch.setattr(runtime, "top_log_probabilities", raising(real, lambda *_: True))
     elif where == "history":
-        real = searching._compare
-        monkeypatch.setattr(searching, "_compare", raising(real, lambda r, _: not r.branches))
+        real = runtime._compare
+        monkeypatch.setattr(runtime, "_compare", raising(real, lambda r, _: not r.branches))
     else:
         real = outputs.advance
         monkeypatch.setattr(outputs, "advance", raising(real, lambda r, _: len(r.branches) > 1))
@@ -242,7 +243,7 @@ def test_a_stop_text_that_cannot_be_looked_for(monkeypatch):
     with nbflow.load("tiny_python", threads=1) as model, nbflow.Engine(model) as engine:
         plain = engine.submit(model.make_request("def f(", 8, ignore_eos=True))
         monkeypatch.setattr(
-            "nbflow.engine.stopping.TextStream.push", raising(None, lambda *_: True)
+            "nbflow.engine.stop_checker.TextStream.push", raising(None, lambda *_: True)
         )
         bad = engine.submit(model.make_request("def f(", 8, ignore_eos=True, stop=["x"]))
         with pytest.raises(ValueError, match="planted"):
@@ -319,7 +320,7 @@ def test_end_tokens_that_have_no_logit_are_never_drawn(checkpoint, model):
 def test_a_request_with_a_strategy_that_cannot_be_compared(model):
     """A list makes it so; it does not keep others from one burst."""
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
-    odd = nbflow.decoding.Chain(temperature=0.0, dry_breakers=[(1,)])
+    odd = nbflow.sampling.Chain(temperature=0.0, dry_breakers=[(1,)])
     with nbflow.Engine(model, kv_bytes=KV) as engine:
         handles = [engine.submit(make(model, decoding=s)) for s in (odd, Greedy(), odd)]
         assert [h.result(60).ids for h in handles] == [expected] * 3

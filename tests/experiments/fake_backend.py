@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.launch import launched_as
+from nbflow.distributed.launch import launched_as
 from nbflow.utils.atomic_write import write_text
 from nbflow_experiments import backend
 

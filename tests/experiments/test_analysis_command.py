@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from model_specs import write_llama
+from small_models import write_llama
 
 from nbflow import cli
 from nbflow_experiments.analysis import Format, figures, tensor_errors

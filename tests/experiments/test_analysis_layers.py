@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_specs import write_checkpoint, write_llama
+from small_models import write_checkpoint, write_llama
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.execute import RankWeights, ReferenceExecutor
+from nbflow.executor import RankWeights, ReferenceExecutor
 from nbflow.program import build
 from nbflow_experiments.analysis import (
     Change,

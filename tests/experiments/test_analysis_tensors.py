@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_specs import write_llama
+from small_models import write_llama
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.calibrate import Inputs, write_inputs
+from nbflow.calibration import Inputs, write_inputs
 from nbflow_experiments.analysis import (
     Format,
     Noise,

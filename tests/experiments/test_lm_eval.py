@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import PYTHONPATH
+from mpirun import PYTHONPATH
 
 import nbflow
 from nbflow_experiments.scoring.multiple_choice import accuracies, ask, read_questions

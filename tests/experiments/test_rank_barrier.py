@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nbflow.parallel import Alone, Comm
-from nbflow.parallel.threads import RankTeam
+from nbflow.distributed import Alone, Comm
+from nbflow.distributed.thread_ranks import RankTeam
 from nbflow_experiments.sweep import rank_barrier
 from nbflow_experiments.sweep.rank_barrier import Interrupted, StepFailed, StopRequest, in_step
 

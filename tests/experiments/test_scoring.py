@@ -24,7 +24,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_specs import CHECKPOINTS
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/perplexity.json").read_text())
-"""Numbers of Transformers, from tools/make_golden_perplexity.py."""
+"""Numbers of Transformers, from tools/golden/perplexity.py."""
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +290,7 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The checkpoint can be read once the formats are known, so these come first."""
-    source = (Path(__file__).parents[1] / "user_formats.py").read_text()
+    source = (Path(__file__).parents[1] / "helpers" / "user_formats.py").read_text()
     formats, model = tmp_path / "mine.py", tmp_path / "model"
     formats.write_text(source + "\nimport nbflow_kernels as nk\nnk.register_format(NoForm)\n")
     text = CHECKPOINTS / "tiny_python" / "eval.txt"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_backend import HERE, FakeEngine
 
-from nbflow.parallel.threads import RankTeam
+from nbflow.distributed.thread_ranks import RankTeam
 from nbflow_experiments.compare.selection import select
 from nbflow_experiments.store.results_folder import ResultsFolder
 from nbflow_experiments.store.summary import write_summaries

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from launching import PYTHONPATH
+from mpirun import PYTHONPATH
 
 import nbflow_kernels as nk
 from nbflow_experiments import backend
@@ -39,7 +39,7 @@ outliers = [0, 0.005]
 def sweep(tmp_path: Path):
     path = tmp_path / "own.toml"
     path.write_text(SWEEP)
-    source = (ROOT / "tests" / "user_formats.py").read_text()
+    source = (ROOT / "tests" / "helpers" / "user_formats.py").read_text()
     (tmp_path / "formats").mkdir()
     file = tmp_path / "formats" / "mine.py"
     file.write_text(source + "\nimport nbflow_kernels as nk\n\nnk.register_format(NoForm)\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from launching import PYTHONPATH
+from mpirun import PYTHONPATH
 
 from nbflow_experiments.report.data import load_results
 from nbflow_experiments.store.results_folder import ResultsFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from launching import MPIRUN, mpirun
+from mpirun import MPIRUN, mpirun
 
 from nbflow.planner import (
     Device,

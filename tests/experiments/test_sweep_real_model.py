@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from launching import PYTHONPATH
+from mpirun import PYTHONPATH
 
 from nbflow_experiments.report import write_report
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fake_backend import HERE, FakeEngine, FakeModel
 
-from nbflow.parallel import Comm
-from nbflow.parallel.threads import RankTeam
+from nbflow.distributed import Comm
+from nbflow.distributed.thread_ranks import RankTeam
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 

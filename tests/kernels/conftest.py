@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the formats made up for tests
+sys.path[:0] = [str(Path(__file__).parent / name) for name in ("cpu", "formats")]  # their modules
 
-from nbflow_kernels import threads
+from nbflow_kernels.cpu import parallel_for  # noqa: E402
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def rng() -> np.random.Generator:
 @pytest.fixture(autouse=True)
 def _same_number_of_threads() -> Iterator[None]:
     """Put the calling thread's team back to what it was."""
-    before = threads.get_num_threads()
+    before = parallel_for.get_num_threads()
     yield
-    threads.set_num_threads(before)
+    parallel_for.set_num_threads(before)
 
 
 @pytest.fixture
 def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share even the smallest call among the threads."""
-    monkeypatch.setattr(threads, "MIN_WORK_PER_THREAD", 1)
+    monkeypatch.setattr(parallel_for, "MIN_WORK_PER_THREAD", 1)

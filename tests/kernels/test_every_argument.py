@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paged import Paged, ints, normal
+from paged_sequences import Paged, ints, normal
 
 import nbflow_kernels as nk
-from nbflow_kernels import families, threads
-from nbflow_kernels.attention import layout as at
+from nbflow_kernels import op_registry
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.cpu import parallel_for
 from nbflow_kernels.errors import UsageError
 
 H, G, D, PAGE = 4, 2, 32, 16
@@ -25,7 +26,7 @@ TOKENS = sum(LENS)
 
 
 def public_functions() -> Iterator[Any]:
-    for names in families.FAMILIES.values():
+    for names in op_registry.FAMILIES.values():
         for name in names:
             found = getattr(nk, name)
             members = vars(found).values() if inspect.isclass(found) else [found]
@@ -200,8 +201,8 @@ def test_an_argument_has_an_effect_or_is_refused(
     def changed(value: Any) -> dict[str, dict[str, Any]]:
         return {m: {parameter: value} if m == method else {} for m in ("__init__", "plan", "run")}
 
-    before = threads.get_num_threads()
-    threads.set_num_threads(2)
+    before = parallel_for.get_num_threads()
+    parallel_for.set_num_threads(2)
     try:
         natural = parameter in NATURAL
         key = wrapper, natural
@@ -231,7 +232,7 @@ def test_an_argument_has_an_effect_or_is_refused(
         else:
             assert seen != usual[key]
     finally:
-        threads.set_num_threads(before)
+        parallel_for.set_num_threads(before)
 
 
 def check_output(wrapper: str, parameter: str, usual: tuple[Any, ...]) -> None:

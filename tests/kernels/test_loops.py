@@ -9,13 +9,13 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention.loops import attend
+from nbflow_kernels.cpu.scalar_math import fma
 from nbflow_kernels.formats import codec_spec as integers
 from nbflow_kernels.formats.layout_cpu import FIELDS
 from nbflow_kernels.matmul import loops as matmul_loops
 from nbflow_kernels.norm import loops as norm_loops
-from nbflow_kernels.qmatmul import loops as qmatmul_loops
-from nbflow_kernels.qmatmul.cpu import Int8Rows, quantize_activations
-from nbflow_kernels.scalars import fma
+from nbflow_kernels.quantized_matmul import loops as qmatmul_loops
+from nbflow_kernels.quantized_matmul.cpu import Int8Rows, quantize_activations
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -17,32 +17,34 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
-from nbflow_kernels import checking, families, threads, tolerances
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels import op_registry
+from nbflow_kernels.cpu import parallel_for
+from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.testing import checks, tolerances
 
 # Shapes of real models are the benchmark's; it checks them before it times them.
-CASES = [case for case in families.all_cases() if not case.timed]
-OPS = [(family, op) for family, ops in families.FAMILIES.items() for op in ops]
+CASES = [case for case in op_registry.all_cases() if not case.timed]
+OPS = [(family, op) for family, ops in op_registry.FAMILIES.items() for op in ops]
 FUNCTIONS = [(family, op) for family, op in OPS if inspect.isfunction(getattr(nk, op))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_equals_reference(case: OpCase) -> None:
-    assert checking.check(case) <= 1.0
+    assert checks.check(case) <= 1.0
 
 
 def _bits(case: OpCase) -> list[bytes]:
-    done = checking.run(case)
+    done = checks.run(case)
     changed = [done["arguments"][name] for name in case.mutates]
-    return [np.asarray(leaf).tobytes() for leaf in checking.leaves([done["result"], changed])]
+    return [np.asarray(leaf).tobytes() for leaf in checks.leaves([done["result"], changed])]
 
 
 @pytest.mark.usefixtures("split_everything")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_is_bitwise_the_same_again_and_with_two_threads(case: OpCase) -> None:
-    threads.set_num_threads(1)
+    parallel_for.set_num_threads(1)
     first, again = _bits(case), _bits(case)
-    threads.set_num_threads(2)
+    parallel_for.set_num_threads(2)
     assert first == again
     assert first == _bits(case)
 
@@ -50,22 +52,22 @@ def test_case_is_bitwise_the_same_again_and_with_two_threads(case: OpCase) -> No
 @pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
 def test_only_listed_ops_compute_in_numpy(op: str) -> None:
     case = next(case for case in CASES if case.op == op)
-    with threads.kernel_seconds() as seconds:
-        checking.run(case)
-    in_numpy = op in families.NUMPY_ON_CPU or op in families.NO_CUDA  # the latter make tables
+    with parallel_for.kernel_seconds() as seconds:
+        checks.run(case)
+    in_numpy = op in op_registry.NUMPY_ON_CPU or op in op_registry.NO_CUDA  # the latter make tables
     assert bool(seconds) != in_numpy
 
 
 @pytest.mark.parametrize(("family", "op"), FUNCTIONS)
 def test_op_has_reference_and_case(family: str, op: str) -> None:
     public = inspect.signature(getattr(nk, op)).parameters
-    reference = inspect.signature(getattr(families.load(family, "reference"), op)).parameters
+    reference = inspect.signature(getattr(op_registry.load(family, "reference"), op)).parameters
     named = [name for name, p in reference.items() if p.kind is not p.VAR_KEYWORD]
     assert [name for name in named if name not in public] == []
     if len(named) == len(reference):  # else it hands the rest on to another reference
         # `out` and `lse` say where the result goes, which is nothing to a reference
         assert [name for name in public if name not in (*named, "out", "lse")] == []
-    assert op in {case.op for case in families.load(family, "cases").CASES}
+    assert op in {case.op for case in op_registry.load(family, "cases").CASES}
 
 
 @pytest.mark.parametrize(("family", "op"), OPS)
@@ -75,16 +77,16 @@ def test_op_has_docstring_with_example_and_variants(family: str, op: str) -> Non
     assert any(test.examples for test in examples), f"{op} has no example"
     assert public.__module__.startswith(f"nbflow_kernels.{family}")
     for part in ("cpu", "cuda"):
-        assert families.load(family, part).__doc__
+        assert op_registry.load(family, part).__doc__
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", op_registry.FAMILIES)
 def test_cases_of_a_family_have_unique_names_and_reasons(family: str) -> None:
-    cases = families.load(family, "cases").CASES
+    cases = op_registry.load(family, "cases").CASES
     ids = [case.id for case in cases]
     assert len(ids) == len(set(ids))
     for case in cases:
-        assert case.op in families.FAMILIES[family]
+        assert case.op in op_registry.FAMILIES[family]
         assert len(case.reason) >= len("a copy")
         assert case.n_bytes > 0 or not case.timed
 
@@ -126,17 +128,17 @@ def test_names_for_type_checkers_are_the_public_names() -> None:
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     written = {alias.asname: node.module for node in imports for alias in node.names}
-    assert written == families.module_of()
+    assert written == op_registry.module_of()
 
 
-@pytest.mark.parametrize("name", sorted(families.module_of()))
+@pytest.mark.parametrize("name", sorted(op_registry.module_of()))
 def test_every_public_name_exists(name: str) -> None:
     assert getattr(nk, name) is not None
 
 
 def test_table_of_tolerances_lists_every_case() -> None:
-    text = tolerances.tolerance_table(families.all_cases())
-    for case in families.all_cases():
+    text = tolerances.tolerance_table(op_registry.all_cases())
+    for case in op_registry.all_cases():
         assert f"| `{case.op}` | {case.name} |" in text
 
 
@@ -146,15 +148,15 @@ def _broken(**changes: object) -> OpCase:
 
 
 def test_check_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = families.load("norm", "reference")
+    reference = op_registry.load("norm", "reference")
     right = reference.rmsnorm
     monkeypatch.setattr(
         reference, "rmsnorm", lambda x, weight, eps: right(x, weight, eps=eps) + 1e-4
     )
     with pytest.raises(
-        checking.CheckError, match=r"rmsnorm-ragged: result\[\d+, \d+\] is .* the ref"
+        checks.CheckError, match=r"rmsnorm-ragged: result\[\d+, \d+\] is .* the ref"
     ):
-        checking.check(_broken())
+        checks.check(_broken())
 
 
 def test_check_notices_nan_a_changed_argument_and_another_array(
@@ -179,5 +181,5 @@ def test_check_notices_nan_a_changed_argument_and_another_array(
         (ignores_out, "something else was returned"),
     ):
         monkeypatch.setattr(nk, "rmsnorm", function)
-        with pytest.raises(checking.CheckError, match=message):
-            checking.check(_broken())
+        with pytest.raises(checks.CheckError, match=message):
+            checks.check(_broken())

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.decoding import BeamSearch, Greedy, Strategy
-from nbflow.decoding.strategy import CompiledState
-from nbflow.parallel import Alone, world
+from nbflow.distributed import Alone, world
+from nbflow.engine.search import BeamSearch
+from nbflow.sampling import Greedy, Strategy
+from nbflow.sampling.strategy import CompiledState
 from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(300) * 7 % 101).tolist()

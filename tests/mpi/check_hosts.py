@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 import nbflow
-from nbflow.parallel import Alone, world
+from nbflow.distributed import Alone, world
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 import nbflow
-from nbflow.parallel import world
+from nbflow.distributed import world
 
 
 def main() -> None:

@@ -17,15 +17,15 @@ import sys
 import time
 
 from nbflow import cli
-from nbflow.parallel.mpi import Mpi
+from nbflow.distributed.mpi import Mpi
 from nbflow_kernels.errors import UsageError
 
 
 def plant(fault: str, rank: int, after: int) -> None:
     """Let `fault` happen in front of the call number `after` of what it names."""
+    from nbflow.distributed import world
     from nbflow.engine.outputs import Outcome
-    from nbflow.execute.weights import RankWeights
-    from nbflow.parallel import world
+    from nbflow.executor.weight_loader import RankWeights
 
     where, _, what = fault.rpartition("-")
     owner, name = {

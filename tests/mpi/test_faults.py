@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import MPIRUN, mpirun
+from mpirun import MPIRUN, mpirun
 from server_process import eventually
 
 FAULTS = Path(__file__).with_name("faults.py")

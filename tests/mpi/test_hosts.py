@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, NoHosts, two_hosts
-from launching import MPIRUN
-from model_specs import write_llama
+from mpirun import MPIRUN
+from network_hosts import Hosts, NoHosts, two_hosts
 from server_process import eventually
+from small_models import write_llama
 
 HERE = Path(__file__).parent
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import MPIRUN, PYTHONPATH, mpirun
-from model_specs import write_checkpoint, write_llama
+from mpirun import MPIRUN, PYTHONPATH, mpirun
+from small_models import write_checkpoint, write_llama
 
 from nbflow.planner import Device, Link, Machine, written_machine
 
@@ -120,7 +120,7 @@ def test_the_planner_chooses_a_partition_that_runs(tmp_path):
         (tmp_path / "m.toml").write_text(written_machine(machine))
         code = (
             "import nbflow\n"
-            "from nbflow.parallel import world\n"
+            "from nbflow.distributed import world\n"
             f"options = {{'partition': 'auto', 'machine': {str(tmp_path / 'm.toml')!r}}}\n"
             "with nbflow.load('tiny_python', **options, threads=1) as model:\n"
             "    if model.participates and world().rank == 0: print(model.plan.partition)\n"

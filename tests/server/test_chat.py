@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 from server_process import TEMPLATE
 
-from nbflow.prompts import encode_chat
+from nbflow.tokenization.chat import encode_chat
 
 MESSAGES = [
     {"role": "system", "content": "import os"},

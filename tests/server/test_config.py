@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import nbflow
-from nbflow.commands.options import add_model_arguments
+from nbflow.cli.options import add_model_arguments
+from nbflow.compat.inferflow.ini_config import read_ini, read_sections
 from nbflow.option_fields import size_bytes, toml_names
 from nbflow.options import LoadOptions
 from nbflow.server.config import (
@@ -22,7 +23,6 @@ from nbflow.server.config import (
     ServerConfig,
     read_config,
 )
-from nbflow.server.ini import read_ini, read_sections
 from nbflow_kernels.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"
@@ -265,8 +265,8 @@ def test_the_plan(tmp_path):
 
 
 def test_the_plan_of_a_server_is_of_the_spec_and_the_encoder(tmp_path):
-    from nbflow.commands.serve_plan import model_plan, steps
-    from nbflow.engine.memory_plan import plan_memory
+    from nbflow.cli.serve_plan import model_plan, steps
+    from nbflow.planner.memory import plan_memory
     from nbflow.server.config import ModelOptions
 
     (tmp_path / "own.toml").write_text('family = "gemma"\n[override]\nmax_context = 32\n')
@@ -281,7 +281,7 @@ def test_the_plan_of_a_server_is_of_the_spec_and_the_encoder(tmp_path):
 
 
 def test_the_plan_of_a_server_counts_what_lies_on_the_host():
-    from nbflow.commands.serve_plan import model_plan
+    from nbflow.cli.serve_plan import model_plan
     from nbflow.server.config import ModelOptions
 
     on_device = {"path": "tiny_python", "device": "cuda", "outliers": 0.0}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from launching import MPIRUN
+from mpirun import MPIRUN
 from server_process import CONFIG, Server, eventually
 
 import nbflow
 from nbflow.planner import Device, Link, Machine, written_machine
 
-FAILING = (sys.executable, str(Path(__file__).parent.parent / "failing_server.py"))
+FAILING = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "failing_server.py"))
 PROMPT = [30, 40, 50]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.quantization.policy import is_matrix, is_quantized
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.weights_policy import is_matrix, is_quantized
 from nbflow_experiments.analysis.histograms import Weights
 from nbflow_experiments.analysis.ratios import Table, relative_error, table_of
 from nbflow_experiments.analysis.tensor_error import TensorError, tensor_error
@@ -99,7 +99,7 @@ def chosen_tensors(spec: ModelSpec, pattern: str | None = None) -> list[str]:
         The model.
     pattern : str, optional
         A shell pattern (``*.attn.*``, ``layers.3.*``, ``embed.weight``), several with commas; by
-        default the matrices that a weight format applies to (`nbflow.weights_policy`).
+        default the matrices that a weight format applies to (`nbflow.quantization.policy`).
 
     Raises
     ------

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.execute import Step
-from nbflow.weights_policy import is_quantized
+from nbflow.executor import Step
+from nbflow.quantization.policy import is_quantized
 from nbflow_experiments.analysis.all_tensor_errors import as_treatments, kind_of, layer_of
 from nbflow_experiments.analysis.layer_errors import Windows
 from nbflow_experiments.analysis.layer_programs import Stage, make_steps, predicts, stage_programs

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nbflow.weights_policy import is_quantized
+from nbflow.quantization.policy import is_quantized
 from nbflow_experiments.analysis.layer_programs import Stage
 from nbflow_experiments.analysis.treatments import Checkpoint, Format, Treatment
 from nbflow_kernels import QuantTensor

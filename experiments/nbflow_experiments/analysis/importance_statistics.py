@@ -41,7 +41,7 @@ def column_statistics(importance: Mapping[str, np.ndarray]) -> list[ColumnStatis
     Parameters
     ----------
     importance : mapping
-        What `nbflow.writing.importance.read_importance` gives: name -> mean squares (K,),
+        What `nbflow.quantization.importance.read_importance` gives: name -> mean squares (K,),
         (experts, K) or second moments (K, K).
 
     Examples

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.execute import Step
+from nbflow.executor import Step
 from nbflow_experiments.analysis.layer_programs import Stage
 from nbflow_experiments.analysis.ratios import ratio, relative_error
-from nbflow_kernels.attention.kv_error import stored
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.benchmarks.kv_cache_error import stored
+from nbflow_kernels.kv_cache.formats import kv_format
 
 Floats = NDArray[np.float32]
 BUFFERS = ("k", "v", "a")  # keys and values as they are stored, results of the attention

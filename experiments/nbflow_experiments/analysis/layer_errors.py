@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.calibrate.collect import MatrixInputs
+from nbflow.calibration.collect import MatrixInputs
 from nbflow_experiments.analysis.all_tensor_errors import kind_of, layer_of
 from nbflow_experiments.analysis.changes import Change, as_changes
 from nbflow_experiments.analysis.histograms import relative_counts

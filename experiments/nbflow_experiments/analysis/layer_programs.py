@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.cache import PageTable, make_storage
-from nbflow.engine.memory_plan import PAGE_SIZE
-from nbflow.execute import HOST, CpuExecutor, RankWeights, Step, make_step
+from nbflow.executor import HOST, CpuExecutor, RankWeights, Step, make_step
+from nbflow.kv_cache import PageTable, make_storage
+from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse
 from nbflow.program.records import Op, Program
 from nbflow.spec.model_spec import ModelSpec

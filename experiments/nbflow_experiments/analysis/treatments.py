@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.weight_file import ITEM_BYTES
+from nbflow.conversion.importance_names import gguf_names_of, with_our_names
 from nbflow.program.read_operand import quantized_pieces, read_part
 from nbflow.program.records import Operand
+from nbflow.quantization.importance import read_importance
 from nbflow.spec import resolve
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.weights import WeightFile, open_weights
-from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.writing.importance import read_importance
-from nbflow.writing.importance_names import gguf_names_of, with_our_names
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quantizers import ENCODERS, quantize_calibrated

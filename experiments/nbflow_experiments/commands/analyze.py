@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from nbflow.parallel import world
+from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
 from nbflow_experiments.analysis import figures
@@ -41,8 +41,8 @@ from nbflow_experiments.store.json_files import plain
 from nbflow_experiments.store.provenance import describe_launch, now
 from nbflow_experiments.terminal_table import counter
 from nbflow_kernels import load_formats
+from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.threads import set_num_threads
 
 PARTS = ("tensors", "layers", "attribution", "kv")
 KV = "q8_0,q5_0,q4_0,q3,q2"

@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nbflow.commands.options import add_model_arguments, load_model, speaks
+from nbflow.cli.options import add_model_arguments, load_model, speaks
 from nbflow_experiments.scoring.multiple_choice import accuracies, ask, read_questions
 
 

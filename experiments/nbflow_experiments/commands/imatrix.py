@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from nbflow.calibrate import collect, merge, write_inputs, write_moments
-from nbflow.calibrate.files import check_ending
-from nbflow.calibrate.moments import LIMIT_BYTES
-from nbflow.commands.options import add_model_arguments, load_model
-from nbflow.writing.importance import read_importance
-from nbflow.writing.importance_names import gguf_names_of
+from nbflow.calibration import collect, merge, write_inputs, write_moments
+from nbflow.calibration.hessian import LIMIT_BYTES
+from nbflow.calibration.imatrix_files import check_ending
+from nbflow.cli.options import add_model_arguments, load_model
+from nbflow.conversion.importance_names import gguf_names_of
+from nbflow.quantization.importance import read_importance
 from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
 from nbflow_experiments.commands.perplexity import text_windows
 from nbflow_experiments.store.json_files import plain

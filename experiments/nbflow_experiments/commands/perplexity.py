@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.commands.options import add_model_arguments, load_model, speaks
-from nbflow.parallel import Alone
+from nbflow.cli.options import add_model_arguments, load_model, speaks
+from nbflow.distributed import Alone
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.estimates import estimate_perplexity
 from nbflow_experiments.scoring.greedy_divergence import Parting, parting

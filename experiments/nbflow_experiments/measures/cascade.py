@@ -35,7 +35,7 @@ from nbflow_kernels import (
     get_batch_indices_positions,
 )
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import KVFormat, kv_format
+from nbflow_kernels.kv_cache.formats import KVFormat, kv_format
 
 PAGE = 16
 LEAST_S = 0.02

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
-    from nbflow.engine.model import Model
+    from nbflow.engine.llm import Model
+    from nbflow.engine.llm_engine import Engine
 
 T = TypeVar("T")
 

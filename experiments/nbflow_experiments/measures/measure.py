@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Model
+    from nbflow.engine.llm import Model
 
 
 @dataclass(frozen=True)

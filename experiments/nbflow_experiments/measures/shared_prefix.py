@@ -31,7 +31,7 @@ from nbflow_experiments.measures.engine_requests import (
 from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
+    from nbflow.engine.llm_engine import Engine
 
 Rounds = list[tuple[Round, Round, Round]]
 _KINDS = ("prefix_cold_ttft_s", "prefix_together_ttft_s", "prefix_ttft_s")

@@ -31,7 +31,7 @@ from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
+    from nbflow.engine.llm_engine import Engine
 
 
 def run(context: Context) -> Outcome:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Model
+    from nbflow.engine.llm import Model
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 import nbflow
-from nbflow.prompts import format_chat
+from nbflow.tokenization.chat import format_chat
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.scoring.multiple_choice import continuation_log_prob, encode_pair
 from nbflow_experiments.scoring.score_text import score_text

@@ -19,8 +19,8 @@ from nbflow_experiments.scoring.estimates import Estimate, estimate_share
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Model
-    from nbflow.tokenizer import Tokenizer
+    from nbflow.engine.llm import Model
+    from nbflow.tokenization import Tokenizer
 
 KEYS = ("context", "choices", "answer")
 

@@ -12,7 +12,7 @@ from nbflow_experiments.scoring.token_scores import Scores, score
 from nbflow_experiments.scoring.windows import Window
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Model
+    from nbflow.engine.llm import Model
 
 
 Reference = Callable[[Window], np.ndarray]

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from nbflow import system
+from nbflow.utils import system
 from nbflow_experiments.backend import Comm
 
 

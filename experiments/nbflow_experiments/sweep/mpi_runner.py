@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbflow.launch import PROGRAM as NBFLOW
-from nbflow.launch import find_mpirun
+from nbflow.distributed.launch import PROGRAM as NBFLOW
+from nbflow.distributed.launch import find_mpirun
 from nbflow_experiments.config.points import Point
 from nbflow_experiments.store import provenance
 from nbflow_experiments.store.json_files import read_object, write_json

@@ -38,7 +38,7 @@ from nbflow_experiments.sweep.progress import Reporter
 from nbflow_experiments.sweep.rank_barrier import StepFailed, StopRequest, in_step
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Model
+    from nbflow.engine.llm import Model
 
 T = TypeVar("T")
 

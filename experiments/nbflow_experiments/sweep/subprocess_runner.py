@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow.launch import LAUNCHERS
+from nbflow.distributed.launch import LAUNCHERS
 from nbflow_experiments.config.points import Point
 from nbflow_experiments.store import provenance
 from nbflow_experiments.store.results_folder import ResultsFolder

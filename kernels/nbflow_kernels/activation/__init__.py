@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.activation import cpu, cuda
+from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 
 __all__ = [

@@ -1,6 +1,6 @@
 // Activations, four columns to a thread.
 #include "activation/functions.cuh"
-#include "cuda/wide.cuh"
+#include "cuda/vector_load.cuh"
 
 // A thread's four columns [i, i + 4) of row t; a row takes `pieces` threads.
 struct Place {

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 # The argument u of exp(-u) is rounded to 2**-24 of |u|, so e is off by |u| * 2**-24 of itself:
 # 20 * 6e-8 = 1.2e-6 for SiLU and the tails of the inputs below (|u| <= 20); exp, the sum, the
@@ -119,4 +119,4 @@ CASES: list[OpCase] = [
     _case("relu2", "nemotron_4_15b_prefill", 512, 24576, timed=True),
     _case("swigluoai_and_mul", "gpt_oss_expert_prefill", 512, 2880, timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

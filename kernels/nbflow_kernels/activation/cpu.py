@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import shuffles, simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.lanes import address_of, load_first, store_first
-from nbflow_kernels.threads import hold, split_rows
-from nbflow_kernels.vector_math import keep_nan
+from nbflow_kernels.cpu import jit, simd, simd_shuffle
+from nbflow_kernels.cpu.parallel_for import hold, split_rows
+from nbflow_kernels.cpu.simd_math import keep_nan
+from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
 
 LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
 _COST = 16  # multiply-adds per element, for the decision to use more than one thread
@@ -194,7 +193,7 @@ def _activate(
             else:
                 if interleaved:
                     v, w = _load(gate_at, 2 * n), _load(gate_at + 64, 2 * n - 16)
-                    v, w = shuffles.evens(v, w), shuffles.odds(v, w)
+                    v, w = simd_shuffle.evens(v, w), simd_shuffle.odds(v, w)
                 else:
                     v, w = _load(gate_at, n), _load(up_at, n)
                 if code == CLAMPED:

@@ -7,24 +7,24 @@ keys to the left, a log-sum-exp (LSE) to base 2.
 
 from __future__ import annotations
 
-from nbflow_kernels.attention.batch import BatchAttention, BatchPrefillWithRaggedKVCacheWrapper
+from nbflow_kernels.attention.block_sparse import (
+    BlockSparseAttentionWrapper,
+    VariableBlockSparseAttentionWrapper,
+)
 from nbflow_kernels.attention.cascade import CascadeTiming, MultiLevelCascadeAttentionWrapper
-from nbflow_kernels.attention.merging import merge_state, merge_state_in_place, merge_states
+from nbflow_kernels.attention.merge import merge_state, merge_state_in_place, merge_states
 from nbflow_kernels.attention.mla import BatchMLAPagedAttentionWrapper
+from nbflow_kernels.attention.paged import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+)
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.ragged import BatchAttention, BatchPrefillWithRaggedKVCacheWrapper
 from nbflow_kernels.attention.single import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
-from nbflow_kernels.attention.sparse import (
-    BlockSparseAttentionWrapper,
-    VariableBlockSparseAttentionWrapper,
-)
 from nbflow_kernels.attention.variants import AttentionVariant
-from nbflow_kernels.attention.wrapper import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-)
 
 __all__ = [
     "AttentionPlan",

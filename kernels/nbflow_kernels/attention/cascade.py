@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, on_host
-from nbflow_kernels.attention.merging import merge_state_in_place
-from nbflow_kernels.attention.sparse import refuse_positions
-from nbflow_kernels.attention.wrapper import BatchPrefillWithPagedKVCacheWrapper
+from nbflow_kernels.arrays import check_array, on_host
+from nbflow_kernels.attention.block_sparse import refuse_positions
+from nbflow_kernels.attention.merge import merge_state_in_place
+from nbflow_kernels.attention.paged import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.errors import UsageError
 
 __all__ = ["CascadeTiming", "MultiLevelCascadeAttentionWrapper"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.kvcache.formats import kv_formats
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.quantizers import quantize
 
 # Scores are dot products of D products with unit variance after scaling: float32 with 16 partial

@@ -13,9 +13,9 @@ import math
 
 import numpy as np
 
-from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.scalars import fma, tree_sum
+from nbflow_kernels.cpu.scalar_math import fma, tree_sum
 
 
 @jit.kernel(strict=True)

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
 from nbflow_kernels.attention import cpu, cuda
-from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cascade import narrow_output, wide_output
 from nbflow_kernels.attention.options import check_dtype, check_indptr, check_workspace
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
-from nbflow_kernels.attention.running import Call, check_places
+from nbflow_kernels.attention.run import Call, check_places
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.pages import check_mla_cache, check_page_numbers, check_page_table
+from nbflow_kernels.kv_cache.page_table import check_mla_cache, check_page_numbers, check_page_table
 
 FLOATS = (np.float32, np.float16)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda, on_host
+from nbflow_kernels.arrays import check_array, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.position import rope_cos_sin_cache
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, on_host
-from nbflow_kernels.attention.graph import GraphPlan, Tables
+from nbflow_kernels.arrays import check_array, on_host
+from nbflow_kernels.attention.cuda_graph import GraphPlan, Tables
 from nbflow_kernels.attention.options import (
     Options,
     check_backend,
@@ -17,10 +17,10 @@ from nbflow_kernels.attention.options import (
     refuse_int_workspace,
 )
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
-from nbflow_kernels.attention.running import Call, run_plan
+from nbflow_kernels.attention.run import Call, run_plan
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import kinds_of
-from nbflow_kernels.kvcache.pages import (
+from nbflow_kernels.kv_cache.formats import kinds_of
+from nbflow_kernels.kv_cache.page_table import (
     check_cache,
     check_page_numbers,
     check_page_table,

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import is_cuda
-from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention.divide import divide
-from nbflow_kernels.attention.layout import CHUNK, HEADER_SIZE, ITEM_COLUMNS, MERGE_COLUMNS, SPLIT
+from nbflow_kernels.arrays import is_cuda
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.scheduler import divide
 from nbflow_kernels.attention.options import (
     Options,
     alibi_slopes,
@@ -23,8 +22,15 @@ from nbflow_kernels.attention.options import (
     mask_table,
     rope_table_for,
 )
-from nbflow_kernels.lanes import address_of
-from nbflow_kernels.threads import get_num_threads
+from nbflow_kernels.attention.plan_layout import (
+    CHUNK,
+    HEADER_SIZE,
+    ITEM_COLUMNS,
+    MERGE_COLUMNS,
+    SPLIT,
+)
+from nbflow_kernels.cpu.parallel_for import get_num_threads
+from nbflow_kernels.cpu.simd_memory import address_of
 
 MOST_THREADS = 1024
 
@@ -91,7 +97,7 @@ class AttentionPlan:
         self.n_steps = 0
         """How often it was filled; what lies on a device is renewed by it."""
         self.on_devices: dict[Any, Any] = {}
-        """What `nbflow_kernels.attention.device_plan` made of it for each device."""
+        """What `nbflow_kernels.attention.cuda.plan` made of it for each device."""
         self.workspace: Any = None
         """The caller's memory for partial results; the plan's own if None."""
         self.fixed_rows: int | None = None
@@ -99,7 +105,7 @@ class AttentionPlan:
         self.waits_for_copies = False
         """True if tables have reached a device when the call that copies them returns."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
-        """What the kernels read; see `nbflow_kernels.attention.layout`."""
+        """What the kernels read; see `nbflow_kernels.attention.plan_layout`."""
         self._keep: dict[int, Any] = {}
         self._shares = np.zeros(MOST_THREADS + 1, np.int64)
         self._partials = np.zeros(0, np.float32)

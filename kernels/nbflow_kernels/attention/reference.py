@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.kvcache.formats import split_names
-from nbflow_kernels.kvcache.reference import decode
+from nbflow_kernels.kv_cache.formats import split_names
+from nbflow_kernels.kv_cache.reference import decode
 
 
 def single_prefill_with_kv_cache(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, on_host
+from nbflow_kernels.arrays import check_array, on_host
 from nbflow_kernels.attention.options import (
     Options,
     check_backend,
@@ -14,9 +14,9 @@ from nbflow_kernels.attention.options import (
     refuse_half_precision,
 )
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan
-from nbflow_kernels.attention.running import Call, run_plan
+from nbflow_kernels.attention.run import Call, run_plan
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import KVFormat, formats_of
+from nbflow_kernels.kv_cache.formats import KVFormat, formats_of
 
 _FIRST_PAGE = np.zeros(1, np.int32)
 

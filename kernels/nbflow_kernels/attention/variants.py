@@ -19,12 +19,12 @@ import numba
 import numpy as np
 from numba.core.errors import NumbaError
 
-from nbflow_kernels import simd
-from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention.items import copy_row, load_queries
-from nbflow_kernels.attention.tiles import F32, copy_floats, sees
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.flash_attention import copy_row, load_queries
+from nbflow_kernels.attention.cpu.online_softmax import F32, copy_floats, sees
+from nbflow_kernels.cpu import simd
+from nbflow_kernels.cpu.simd_memory import read_f32, read_i32, read_i64, read_word, write_f32
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.lanes import read_f32, read_i32, read_i64, read_word, write_f32
 
 HOOKS = {
     "logits_transform": ("params", "logit", "batch", "qo_idx", "kv_idx", "qo_head", "kv_head"),

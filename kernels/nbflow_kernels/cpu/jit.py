@@ -29,8 +29,9 @@ import numba
 from numba.core import codegen, compiler
 from numba.core.compiler_lock import global_compiler_lock
 
-from nbflow_kernels import jit_cache, stepping
-from nbflow_kernels.forks import around_fork, in_child
+from nbflow_kernels import jit_cache
+from nbflow_kernels.cpu import interpreter
+from nbflow_kernels.cpu.fork import around_fork, in_child
 
 # A child that is forked while another thread compiles would wait for that thread for ever: the fork
 # waits instead.  Nothing is compiled without this lock of Numba's.
@@ -148,8 +149,8 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
     """
     if function is None:
         return functools.partial(kernel, strict=strict)
-    if stepping.is_on():
-        return stepping.kernel(function)
+    if interpreter.is_on():
+        return interpreter.kernel(function)
     path = Path(function.__code__.co_filename)
     fastmath: Any = False if strict else FAST_MATH
     compiled = numba.njit(fastmath=fastmath, pipeline_class=KernelCompiler, **_OPTIONS)(function)

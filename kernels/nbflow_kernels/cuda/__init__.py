@@ -35,7 +35,7 @@ kernel has run (or was `Kernel.prepare`-d).  An array whose type has an attribut
 ``device_of(x).empty(shape, dtype)`` allocates beside `x`, ``.n_sms`` counts its processors.
 
 Compiled code is kept on disk (`cubins`), beside Numba's.  ``#include`` finds files beside the
-source and from the root of this package: ``#include "cuda/reduce.cuh"``.
+source and from the root of this package: ``#include "cuda/block_reduce.cuh"``.
 """
 
 from __future__ import annotations

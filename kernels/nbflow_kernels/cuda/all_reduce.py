@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels.arrays import check_array
 from nbflow_kernels.cuda.devices import KernelDevice, device_of
 from nbflow_kernels.cuda.kernel import Kernel, cpp_kernel
 from nbflow_kernels.errors import UsageError

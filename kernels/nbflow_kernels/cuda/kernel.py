@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow_kernels.cuda import cubins, numba_code, nvrtc
-from nbflow_kernels.cuda.cubins import Compiled
+from nbflow_kernels.cuda import cache, numba_cuda, nvrtc
+from nbflow_kernels.cuda.cache import Compiled
 from nbflow_kernels.cuda.devices import Dim3, KernelDevice, Launch, device_of
 from nbflow_kernels.cuda.errors import CompileError
-from nbflow_kernels.cuda.parameters import Parameters
+from nbflow_kernels.cuda.kernel_parameters import Parameters
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.jit_cache import is_as_imported, source_digest
 
@@ -142,7 +142,7 @@ def cpp_kernel(
         arch = specific_arch(arch) if arch_specific else arch
         flags = [w for w in words if not w.startswith("-I")]
         wanted = entry if "<" in entry else ""  # an extern "C" file holds all its kernels
-        key = cubins.digest(
+        key = cache.digest(
             *_sources(path), arch, output, nvrtc.version(), wanted, *flags
         )  # fmt: skip
 
@@ -154,7 +154,7 @@ def cpp_kernel(
             except CompileError as e:
                 raise CompileError(f"{entry} of {file} for {arch}: {e}") from e
 
-        code, found = cubins.cached(_NOT_A_NAME.sub("_", path.stem), output, key, build)
+        code, found = cache.cached(_NOT_A_NAME.sub("_", path.stem), output, key, build)
         return code, found if wanted else entry
 
     return Kernel(entry, parameters, compile)
@@ -231,7 +231,7 @@ def numba_kernel(
 
         def compile(arch: str, output: str) -> Compiled:
             def build() -> Compiled:
-                made = numba_code.compile_function(
+                made = numba_cuda.compile_function(
                     function, declared.all, arch, output, entry, fastmath, fuse
                 )
                 return made, entry
@@ -239,11 +239,11 @@ def numba_kernel(
             path = Path(code.co_filename)
             if key is None or not is_as_imported(path):
                 return build()
-            digest = cubins.digest(
+            digest = cache.digest(
                 source_digest(path), function.__qualname__, parameters, key,
-                arch, output, numba_code.version(), nvrtc.version(), str((fastmath, fuse)),
+                arch, output, numba_cuda.version(), nvrtc.version(), str((fastmath, fuse)),
             )  # fmt: skip
-            return cubins.cached(entry, output, digest, build)
+            return cache.cached(entry, output, digest, build)
 
         return Kernel(entry, parameters, compile)
 

@@ -163,13 +163,13 @@ def bits_of_bf16(x):
 
 @device
 def get_f16(block, at):
-    """See `nbflow_kernels.block_bytes.get_f16`."""
+    """See `nbflow_kernels.formats.block_bytes.get_f16`."""
     return half_at(block, at)
 
 
 @device
 def get_f32(block, at):
-    """See `nbflow_kernels.block_bytes.get_f32`."""
+    """See `nbflow_kernels.formats.block_bytes.get_f32`."""
     low = np.int32(block[at]) | (np.int32(block[at + 1]) << 8)
     high = np.int32(block[at + 2]) | (np.int32(block[at + 3]) << 8)
     return libdevice.int_as_float(np.int32(low | (high << 16)))
@@ -177,14 +177,14 @@ def get_f32(block, at):
 
 @device
 def put_f16(block, at, value):
-    """See `nbflow_kernels.block_bytes.put_f16`."""
+    """See `nbflow_kernels.formats.block_bytes.put_f16`."""
     bits = narrow(np.float32(value))
     block[at], block[at + 1] = bits & 255, bits >> 8
 
 
 @device
 def put_f32(block, at, value):
-    """See `nbflow_kernels.block_bytes.put_f32`."""
+    """See `nbflow_kernels.formats.block_bytes.put_f32`."""
     bits = libdevice.float_as_int(np.float32(value))
     for i in range(4):
         block[at + i] = (bits >> (8 * i)) & 255

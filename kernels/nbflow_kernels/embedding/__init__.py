@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.embedding import cpu, cuda
 from nbflow_kernels.errors import UsageError
 

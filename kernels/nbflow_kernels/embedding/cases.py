@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 _WIDEN = {"float32": 4, "float16": 2, "uint16": 2}
 
@@ -85,4 +85,4 @@ CASES: list[OpCase] = [
     # a table of 67 MB: larger than the last-level cache, quicker to make than the real 32000 rows
     _case("llama2_7b_prefill", 512, 8192, 4096, "float16", timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

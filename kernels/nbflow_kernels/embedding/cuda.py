@@ -13,7 +13,7 @@ import numpy as np
 from nbflow_kernels import cuda
 
 KINDS = {"float32": 0, "float16": 1, "uint16": 2}
-"""Element types of tables, by the names of their arrays', as in `halves.cuh`."""
+"""Element types of tables, by the names of their arrays', as in `float16.cuh`."""
 POINTERS = ("f32*", "f16*", "bf16*")
 
 

@@ -1,7 +1,7 @@
 // Rows of a table of floats, chosen by index: a thread block for each row.
-#include "cuda/halves.cuh"
+#include "cuda/float16.cuh"
 #include "cuda/numbers.cuh"
-#include "cuda/wide.cuh"
+#include "cuda/vector_load.cuh"
 
 // out[t] = table[ids[t]] * scale, without ids: table[t].  An index that is no row gives NaN.
 // The result is float32, or (HALF) float16.

@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.lanes import (
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.simd_memory import (
     address_of,
     load_first,
     load_first_bf16,
     load_first_f16,
     store_first,
 )
-from nbflow_kernels.threads import split_rows
 
 F32, F16, BF16 = 0, 1, 2
 _KINDS = {"float32": F32, "float16": F16, "uint16": BF16}

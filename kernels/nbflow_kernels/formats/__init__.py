@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.cpu_dequantize import gather
 from nbflow_kernels.formats.floats import BF16, F16, F32

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.bit_fields import (
     codes_kernel,
     pack_field,
@@ -26,7 +27,6 @@ from nbflow_kernels.formats.bit_fields import (
 )
 from nbflow_kernels.formats.codec_spec import PAIR_RADIX, CodecSpec, DecodedBlocks, FieldTable
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.threads import split_rows
 
 CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB
 

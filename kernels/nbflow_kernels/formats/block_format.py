@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.bit_fields import BlockFields
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.codec_spec import weights as decoded
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves, QuantFormat
-from nbflow_kernels.threads import split_rows
 
 CHUNK = 1 << 22  # weights decoded or encoded at once: bounds the temporary arrays to some 50 MB
 DECODE_COST = 8.0  # operations a weight costs, for the choice of thread count

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import not_capturable, split_rows
 from nbflow_kernels.formats.decode_cpu import decode_blocks
 from nbflow_kernels.formats.floats import PackedFloats
 from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout
 from nbflow_kernels.formats.outliers import add_outliers_of
 from nbflow_kernels.formats.tensor import QuantTensor
-from nbflow_kernels.threads import not_capturable, split_rows
 
 
 def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:

@@ -184,8 +184,8 @@ def user_key(format: UserFormat) -> str | None:
 
 def on_device(format: UserFormat, name: str) -> Any:
     """Return a user's function for CUDA kernels: with `block_bytes` as it is there."""
-    from nbflow_kernels import block_bytes
     from nbflow_kernels.cuda import numba_conversions as numbers
+    from nbflow_kernels.formats import block_bytes
 
     function: Any = format.code.functions[name]
     there = {id(getattr(block_bytes, n)): getattr(numbers, n) for n in block_bytes.__all__}

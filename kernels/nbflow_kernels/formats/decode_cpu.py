@@ -40,14 +40,13 @@ from numba.core import cgutils, datamodel, errors, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels import isa, simd, stepping
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import interpreter, isa, jit, simd
+from nbflow_kernels.cpu.float16 import emit_widen
+from nbflow_kernels.cpu.simd import f32x16, i8x64, i32x16
+from nbflow_kernels.cpu.simd_int8 import emit_lookup16, emit_move, emit_pair
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
-from nbflow_kernels.halves import emit_widen
-from nbflow_kernels.simd import f32x16, i8x64, i32x16
-from nbflow_kernels.simd_bytes import emit_lookup16, emit_move, emit_pair
 
-intrinsic = functools.partial(stepping.intrinsic, fallback="formats_decode_cpu")
+intrinsic = functools.partial(interpreter.intrinsic, fallback="formats_decode_cpu")
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

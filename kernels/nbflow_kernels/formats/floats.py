@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import huge_pages, registers, simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
 COLUMNS = 8  # columns are padded to a multiple: four chains of pairs of columns
@@ -134,7 +133,7 @@ def _interleave(rows, out, start, stop):
         for k in range(0, done, 16):
             at = simd.address(rows) + first * rows.strides[0] + k * rows.itemsize
             to = simd.address(out) + group * out.strides[0] + k * out.strides[1]
-            registers.transpose(rows, at, rows.strides[0], to)
+            register_tiles.transpose(rows, at, rows.strides[0], to)
         for k in range(done, out.shape[1]):
             for lane in range(ROWS):
                 inside = lane < count and k < n_columns

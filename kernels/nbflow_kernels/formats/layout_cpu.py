@@ -34,11 +34,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import huge_pages
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import huge_pages, jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
-from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda
+from nbflow_kernels.cpu.fork import in_child
+from nbflow_kernels.cpu.parallel_for import at_once
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.forks import in_child
 from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
 from nbflow_kernels.formats.layout_cpu import CpuPacked
 from nbflow_kernels.formats.registry import FORMATS, QuantFormat
 from nbflow_kernels.sparse.csr import CsrMatrix
-from nbflow_kernels.threads import at_once
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats.layout_mma import MmaPacked

@@ -2,7 +2,7 @@
 
 >>> import numpy as np
 >>> import nbflow_kernels as nk
->>> from nbflow_kernels.block_bytes import get_f16, put_f16
+>>> from nbflow_kernels.formats.block_bytes import get_f16, put_f16
 >>> class Signs:
 ...     name = "signs_b16"
 ...     block_size = 16
@@ -45,12 +45,12 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import user_jit as user_code
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.user_jit import UserCode
-from nbflow_kernels.threads import split_rows
 
 ENCODE_COST, DECODE_COST = 50.0, 10.0  # operations of a weight, for the choice of thread count
 MAX_BLOCK = 4096

@@ -19,11 +19,10 @@ from numba.core import datamodel, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.jit import KernelCompiler
+from nbflow_kernels.cpu.simd_memory import write_f32
 from nbflow_kernels.formats.codec_spec import CodecSpec
-from nbflow_kernels.lanes import write_f32
 
 DECODED_ROWS = 16  # rows side by side in a decoded panel
 

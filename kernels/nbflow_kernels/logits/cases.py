@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 # exp is off by 2e-7 of itself; its argument u by three roundings, 3 * 6e-8 * |u|, which counts
 # little where u is far below 0; 64 float32 additions in a lane are off by a random walk of
@@ -202,4 +202,4 @@ CASES: list[OpCase] = [
     OpCase("masked_softmax", "nothing_seen", _nothing_seen, 7e-6, 1e-37, "as the others"),
     _softmax("llama2_7b_prefill", 32, 512, 512, causal=True, sm_scale=0.088, timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.lanes import address_of, read_f32, read_u8, write_f32
-from nbflow_kernels.threads import hold, not_capturable, split_rows
-from nbflow_kernels.vector_math import select, tanh
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import hold, not_capturable, split_rows
+from nbflow_kernels.cpu.simd_math import select, tanh
+from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_u8, write_f32
 
 BLOCK = 1024  # elements whose exponentials are added in float32, 64 in each lane
 LOWEST = np.float32(-3.4028234663852886e38)

@@ -1,7 +1,7 @@
 // Rows of logits: a thread block for each.  Exponentials are float32, a thread adds its own in float32;
 // the sums of the threads are added in float64, and so is what becomes one number for a row.
 #include "cuda/numbers.cuh"
-#include "cuda/reduce.cuh"
+#include "cuda/block_reduce.cuh"
 
 constexpr int THREADS = 512;
 constexpr float LOWEST = -3.402823466e38f;  // what is not above it has no probability

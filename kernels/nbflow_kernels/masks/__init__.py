@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda
 from nbflow_kernels.cuda import to_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.masks import cpu, cuda

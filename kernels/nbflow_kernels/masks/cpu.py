@@ -7,7 +7,7 @@ from typing import Literal, cast
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.threads import not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import not_capturable, split_rows
 
 
 def packbits(x: np.ndarray, bitorder: str) -> np.ndarray:

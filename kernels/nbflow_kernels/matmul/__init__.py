@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
+from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cpu, cuda
 

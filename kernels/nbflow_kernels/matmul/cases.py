@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "uint16": 2}
 _REASON = (
@@ -91,4 +91,4 @@ CASES: list[OpCase] = [
     _case("llama2_7b_prefill_f32", 128, 4096, 4096, timed=True),
     _case("llama2_7b_prefill_f16", 128, 4096, 4096, "float16", timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.lanes import read_f32, write_f32
-from nbflow_kernels.matmul import transposed
-from nbflow_kernels.matmul.transposed import PANEL
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.cpu import jit, register_tiles, simd, simd_memory
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.simd_memory import read_f32, write_f32
+from nbflow_kernels.matmul import cpu_gemm
+from nbflow_kernels.matmul.cpu_gemm import PANEL
 
 MIN_TRANSPOSED_TOKENS = 64  # below, transposing the weights costs more than it saves
 ONE_STREAM_BYTES = 4 << 20  # a weight this large comes from memory, best as one stream of addresses
@@ -46,7 +45,7 @@ def matmul(
     work = float(x.shape[0] * w.size)
     if x.shape[0] >= MIN_TRANSPOSED_TOKENS:
         n_groups = -(-w.shape[0] // 16)
-        split_rows(transposed.multiply, n_groups, work, x, w, bias, accumulate, out)
+        split_rows(cpu_gemm.multiply, n_groups, work, x, w, bias, accumulate, out)
         return
     stream = x.shape[0] == 1 and w.nbytes >= ONE_STREAM_BYTES
     kernel = _matmul_stream if stream else _matmul_tiles
@@ -66,24 +65,24 @@ def _begin(bias, accumulate, out, start, stop):
 def _matmul_stream(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
     _begin(bias, accumulate, out, start, stop)
-    n_columns, x_at, sums = w.shape[1], simd.address(x), lanes.allocate(64)
+    n_columns, x_at, sums = w.shape[1], simd.address(x), simd_memory.allocate(64)
     for n in range(start, stop):
         row = simd.address(w) + n * w.strides[0]
         y = out[0, n]
         for k in range(0, n_columns, PANEL):
             end = min(k + PANEL, n_columns)
-            tile = registers.zero(1, 1)
+            tile = register_tiles.zero(1, 1)
             for i in range(k, end - 15, 16):
                 at = row + i * w.itemsize
-                tile = registers.step_lanes(tile, w, at, 0, x_at + 4 * i, 0)
+                tile = register_tiles.step_lanes(tile, w, at, 0, x_at + 4 * i, 0)
             if end % 16:
                 i = end // 16 * 16
                 at = row + i * w.itemsize
-                tile = registers.step_first(tile, w, at, 0, x_at + 4 * i, 0, end - i)
-            registers.store(sums, tile)
+                tile = register_tiles.step_first(tile, w, at, 0, x_at + 4 * i, 0, end - i)
+            register_tiles.store(sums, tile)
             y += simd.sum(simd.load_f32(sums))
         out[0, n] = y
-    lanes.release(sums)
+    simd_memory.release(sums)
 
 
 @jit.device_function(inline="always")
@@ -92,15 +91,15 @@ def _tile(n_tokens, w, row, distance, x, token, n_columns, ahead, stride):
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for each vector.
     """
-    tile = registers.zero(4, n_tokens)
+    tile = register_tiles.zero(4, n_tokens)
     for _ in range(n_columns // 16):
-        lanes.prefetch(ahead)
+        simd_memory.prefetch(ahead)
         ahead += stride
-        tile = registers.step_lanes(tile, w, row, distance, x, token)
+        tile = register_tiles.step_lanes(tile, w, row, distance, x, token)
         row += 16 * w.itemsize
         x += 64
     if n_columns % 16:
-        tile = registers.step_first(tile, w, row, distance, x, token, n_columns % 16)
+        tile = register_tiles.step_first(tile, w, row, distance, x, token, n_columns % 16)
     return tile
 
 
@@ -126,10 +125,10 @@ def _rows_panel(x, w, first, distance, n, n_rows, k, stop, out, sums):
         ahead += tile_number % per_row * (row_bytes // per_row)
         if tokens == 4:
             tile = _tile(4, w, row, distance, x_at, token, n_columns, ahead, stride)
-            simd.store_f32(sums, registers.lane_sums(tile))
+            simd.store_f32(sums, register_tiles.lane_sums(tile))
         else:
             one = _tile(1, w, row, distance, x_at, token, n_columns, ahead, stride)
-            registers.store(sums + 64, one)
+            register_tiles.store(sums + 64, one)
             for r in range(4):
                 write_f32(sums + 4 * r, simd.sum(simd.load_f32(sums + 64 + 64 * r)))
         for i in range(tokens):
@@ -143,7 +142,7 @@ def _rows_panel(x, w, first, distance, n, n_rows, k, stop, out, sums):
 def _matmul_tiles(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for any number of tokens."""
     _begin(bias, accumulate, out, start, stop)
-    sums = lanes.allocate(5 * 64)
+    sums = simd_memory.allocate(5 * 64)
     # a tile of four rows at the end has some of the rows before; of fewer than four, one four times
     last = w.shape[0] - 4
     step, distance = (4, w.strides[0]) if last >= 0 else (1, 0)
@@ -152,4 +151,4 @@ def _matmul_tiles(x, w, bias, accumulate, out, start, stop):
         for n in range(start, stop, step):
             first = min(n, last) if last >= 0 else n
             _rows_panel(x, w, first, distance, n, min(step, stop - n), k, end, out, sums)
-    lanes.release(sums)
+    simd_memory.release(sums)

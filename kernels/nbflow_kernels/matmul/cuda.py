@@ -1,8 +1,8 @@
 """Matrix product on CUDA devices with weights stored row by row.
 
 Float16 and bfloat16 go to tensor cores (`tensor_cores`).  Here are float32, rows that are not whole
-pieces of 16 bytes, and groups of tokens with a matrix each: `matmul.cu` reads a weight once for 8
-tokens and computes in float32.
+pieces of 16 bytes, and groups of tokens with a matrix each: `cuda_simt.cu` reads a weight once for
+8 tokens and computes in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from nbflow_kernels.cuda import Kernel, address, ceil_div, cpp_kernel
-from nbflow_kernels.matmul import tensor_cores
+from nbflow_kernels.matmul import cuda_mma
 
 ROWS = 32  # of a thread block: 8 warps with 4 each
 KINDS = {"float32": (0, "f32"), "float16": (1, "f16"), "uint16": (2, "bf16")}
@@ -26,8 +26,8 @@ def multiply(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, indptr: Any = None, rows: Any = None
 ) -> None:
     """Multiply rows by a matrix (N, K), or each segment of `indptr` by its own of (E, N, K)."""
-    if indptr is None and len(out) and tensor_cores.fits(w):
-        tensor_cores.multiply(x, w, bias, accumulate, out)
+    if indptr is None and len(out) and cuda_mma.fits(w):
+        cuda_mma.multiply(x, w, bias, accumulate, out)
         return
     _multiply(x, w, bias, accumulate, out, 1 if indptr is None else len(w), indptr, rows, (0, 0))
 
@@ -39,22 +39,22 @@ def bands(x: Any, w: Any, out: Any) -> None:
     """
     if not out.size:
         return
-    if not tensor_cores.fits(w):
+    if not cuda_mma.fits(w):
         apart = x.strides[1] // 4, out.strides[1] // 4
         _multiply(x, w, None, False, out, len(w), None, None, apart)
         return
-    step = max(1, tensor_cores.BANDS_AT_ONCE // len(w))
+    step = max(1, cuda_mma.BANDS_AT_ONCE // len(w))
     for row in range(0, len(x), step):
         part = slice(row, row + step)
-        staged = tensor_cores.stage(x[part], w.dtype.name)
-        tensor_cores.multiply_staged(staged, w, None, False, out[part])
+        staged = cuda_mma.stage(x[part], w.dtype.name)
+        cuda_mma.multiply_staged(staged, w, None, False, out[part])
 
 
 def _multiply(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, n_matrices: int, indptr: Any, rows: Any,
     bands: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Launch `matmul.cu`; `bands` says how far those of `x` and of `out` lie apart, in numbers."""
+    """Launch `cuda_simt.cu`; `bands` are their strides in `x` and `out`, in numbers."""
     (n_rows, n_columns), n_tokens = w.shape[-2:], len(out)
     if not n_tokens or not n_rows or not n_matrices:
         return
@@ -81,4 +81,4 @@ def _kernel(kind: int, name: str, tokens: int, wide: bool) -> Kernel:
         "i64 out_band"
     )
     entry = f"matmul<{kind}, {tokens}, {str(wide).lower()}>"
-    return cpp_kernel(__file__, "matmul.cu", entry, parameters)
+    return cpp_kernel(__file__, "cuda_simt.cu", entry, parameters)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.matmul.transposed import PANEL
-from nbflow_kernels.scalars import fma, tree_sum
+from nbflow_kernels.cpu.scalar_math import fma, tree_sum
+from nbflow_kernels.matmul.cpu_gemm import PANEL
 
 
 @jit.kernel(strict=True)

@@ -11,8 +11,8 @@ A token's result does not depend on the other tokens of the call, bit for bit.
 
 from __future__ import annotations
 
-from nbflow_kernels.moe.grouped import SegmentGEMMWrapper, grouped_matmul
-from nbflow_kernels.moe.layer import SharedExpert, fused_moe, moe_combine
+from nbflow_kernels.moe.fused_moe import SharedExpert, fused_moe, moe_combine
+from nbflow_kernels.moe.grouped_matmul import SegmentGEMMWrapper, grouped_matmul
 from nbflow_kernels.moe.routing import moe_permute, moe_routing
 
 __all__ = [

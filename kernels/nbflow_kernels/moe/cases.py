@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.formats import FORMATS, QuantTensor
-from nbflow_kernels.moe.layer import SharedExpert
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.moe.fused_moe import SharedExpert
+from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.quantizers import quantize
 
 PRODUCT = "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers: 3 * sqrt(K/2) * 2.4e-7"
@@ -252,4 +252,4 @@ CASES = [
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

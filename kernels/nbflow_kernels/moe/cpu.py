@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import not_capturable, split_rows, together
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu as float_cpu
-from nbflow_kernels.qmatmul import cpu as quant_cpu
-from nbflow_kernels.threads import not_capturable, split_rows, together
+from nbflow_kernels.quantized_matmul import cpu as quant_cpu
 
 _NO_BIAS = np.zeros(0, np.float32)
 

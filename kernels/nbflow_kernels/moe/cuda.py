@@ -1,4 +1,4 @@
-"""Mixture of experts on CUDA devices: `moe.cu`, and the products of `matmul` and `qmatmul`.
+"""Mixture of experts on CUDA devices: routing, permutation, combination; products elsewhere.
 
 Where the segments of a product end stays on the device, so that the whole layer can be captured
 into a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A
@@ -17,7 +17,7 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
-from nbflow_kernels.qmatmul import cuda as quant_cuda
+from nbflow_kernels.quantized_matmul import cuda as quant_cuda
 
 ROWS_TOGETHER = 16
 """Rows of a matrix, on average, from which on it is worth waiting for `indptr`."""
@@ -26,25 +26,30 @@ ROUTING = (
     "f32*? bias, i32 E, i32 k, i32 sigmoid, i32 renormalize, i32 n_groups, i32 top_k_groups, "
     "i32 top2_sum, f32 scale, f32 min_score, i32 padding"
 )
-"""The struct in `routing.cuh`."""
+"""The struct in `cuda_topk_routing.cuh`."""
 _routing = cuda.cpp_kernel(
-    __file__, "moe.cu", "routing",
+    __file__, "cuda_route_permute_combine.cu", "routing",
     f"f32* logits, f32* weights, i32* ids, {ROUTING}",
 )  # fmt: skip
-_count_pairs = cuda.cpp_kernel(__file__, "moe.cu", "count_pairs", "i32* ids, i32* counts, i32 n")
+_count_pairs = cuda.cpp_kernel(
+    __file__, "cuda_route_permute_combine.cu", "count_pairs", "i32* ids, i32* counts, i32 n"
+)
 _place_pairs = cuda.cpp_kernel(
-    __file__, "moe.cu", "place_pairs",
+    __file__, "cuda_route_permute_combine.cu", "place_pairs",
     "i32* ids, i32* counts, i32* rows, i32* indptr, i32* inverse, i32 n, i32 E, i32 k",
 )  # fmt: skip
 _combine = cuda.cpp_kernel(
-    __file__, "moe.cu", "combine",
+    __file__, "cuda_route_permute_combine.cu", "combine",
     "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate",
 )  # fmt: skip
 _scale_rows = cuda.cpp_kernel(
-    __file__, "moe.cu", "scale_rows", "f32* x, f32* gate, f32* y, i32 width, i32 H"
+    __file__,
+    "cuda_route_permute_combine.cu",
+    "scale_rows",
+    "f32* x, f32* gate, f32* y, i32 width, i32 H",
 )
 _clear_unused = cuda.cpp_kernel(
-    __file__, "moe.cu", "clear_unused",
+    __file__, "cuda_route_permute_combine.cu", "clear_unused",
     "f32* out, i32* indptr, i64 out_stride, i32 E, i32 n_rows, i32 width",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_kernels.activation import reference as activation_reference
 from nbflow_kernels.formats import QuantTensor
-from nbflow_kernels.qmatmul import reference as quant_reference
+from nbflow_kernels.quantized_matmul import reference as quant_reference
 
 
 def moe_routing(

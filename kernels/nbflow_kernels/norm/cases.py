@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 _HALF_UNIT = 2.0**-24  # rounding of one float32 operation, relative
 _REASON = "float32 sum of E squares in 64 lanes: (E / 64 + 10) / 2 + 5 roundings of 2**-24"
@@ -135,4 +135,4 @@ CASES: list[OpCase] = [
     _case("linear_norm", "root_of_the_size", 3, 77),
     _case("linear_norm", "given_scale", 2, 3, 16, scale=12.0),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

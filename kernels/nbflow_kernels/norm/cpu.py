@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.lanes import address_of, load_first, read_f32, store_first
-from nbflow_kernels.threads import hold, not_capturable, split_rows
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import hold, not_capturable, split_rows
+from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, store_first
 
 _COST = 2  # multiply-adds per element, for the decision to use more than one thread
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.scalars import fma, tree_sum
+from nbflow_kernels.cpu.scalar_math import fma, tree_sum
 
 
 @jit.kernel(strict=True)

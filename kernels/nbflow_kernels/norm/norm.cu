@@ -1,6 +1,6 @@
 // Normalization: THREADS threads hold a vector in registers, 4 * N numbers each.  It is read once and
 // written once; sums are taken in the order of `normalize.cuh`, which depends on E alone.
-#include "cuda/wide.cuh"
+#include "cuda/vector_load.cuh"
 #include "norm/normalize.cuh"
 
 // Vector v of a (T, H, E) array whose rows (T) lie `row` elements apart.

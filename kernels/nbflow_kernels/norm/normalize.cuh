@@ -4,7 +4,7 @@
 // A sum over a vector is taken in chunks of 128 numbers, four to a lane of the warp that has the chunk;
 // lane c % 32 then adds the sums of chunks c, and the lanes are added.
 #pragma once
-#include "cuda/reduce.cuh"
+#include "cuda/block_reduce.cuh"
 #include "cuda/types.cuh"
 
 constexpr int NORM_CHUNK = 128;

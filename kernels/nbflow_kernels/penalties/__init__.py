@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.penalties import cpu, cuda
-from nbflow_kernels.sampling.checks import check_rows, per_row
+from nbflow_kernels.sampling.argument_checks import check_rows, per_row
 
 __all__ = [
     "Breakers",

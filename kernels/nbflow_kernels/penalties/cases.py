@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 ONCE = "float64 inside, one rounding to float32"
 COPY = "a copy, or -inf"
@@ -138,4 +138,4 @@ CASES = [
     _bitmask("whole_words", 2, 64),
     _bitmask("llama3", 4, 128256, timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
 
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
 

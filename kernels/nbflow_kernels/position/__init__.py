@@ -10,12 +10,6 @@ from nbflow_kernels.position.additive import (
     relative_position_bucket,
     sinusoidal_position_embedding,
 )
-from nbflow_kernels.position.llama31 import (
-    apply_llama31_rope,
-    apply_llama31_rope_inplace,
-    apply_llama31_rope_pos_ids,
-    apply_llama31_rope_pos_ids_inplace,
-)
 from nbflow_kernels.position.rope import (
     apply_rope,
     apply_rope_inplace,
@@ -26,7 +20,13 @@ from nbflow_kernels.position.rope import (
     rope_cos_sin_cache,
     rope_frequencies,
 )
-from nbflow_kernels.position.scaling import (
+from nbflow_kernels.position.rope_llama31 import (
+    apply_llama31_rope,
+    apply_llama31_rope_inplace,
+    apply_llama31_rope_pos_ids,
+    apply_llama31_rope_pos_ids_inplace,
+)
+from nbflow_kernels.position.rope_scaling import (
     DynamicNtkRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,

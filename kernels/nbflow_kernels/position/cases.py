@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.position import (
     DynamicNtkRopeScaling,
     LinearRopeScaling,
@@ -289,4 +289,4 @@ CASES = [
     _learned("bf16", 1, 7, "uint16", offset=3),
     _learned("no_rows", 0, 8, "float32", offset=0),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import shuffles, simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.lanes import address_of, read_f32, write_f32
-from nbflow_kernels.threads import hold, split_rows
+from nbflow_kernels.cpu import jit, simd, simd_shuffle
+from nbflow_kernels.cpu.parallel_for import hold, split_rows
+from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -153,12 +152,12 @@ def _rotate_pairs(x, cos, half):
         c, s = simd.load_f32(cos + 4 * d), simd.load_f32(sin + 4 * d)
         low, high = simd.load_f32(at), simd.load_f32(at + 64)
         # lanes 2j: x cos - y sin; lanes 2j + 1: y cos + x sin
-        s_low = shuffles.negate_evens(shuffles.twice_low(s))
-        s_high = shuffles.negate_evens(shuffles.twice_high(s))
-        turned = simd.mul(shuffles.swap_pairs(low), s_low)
-        simd.store_f32(at, simd.fma(low, shuffles.twice_low(c), turned))
-        turned = simd.mul(shuffles.swap_pairs(high), s_high)
-        simd.store_f32(at + 64, simd.fma(high, shuffles.twice_high(c), turned))
+        s_low = simd_shuffle.negate_evens(simd_shuffle.twice_low(s))
+        s_high = simd_shuffle.negate_evens(simd_shuffle.twice_high(s))
+        turned = simd.mul(simd_shuffle.swap_pairs(low), s_low)
+        simd.store_f32(at, simd.fma(low, simd_shuffle.twice_low(c), turned))
+        turned = simd.mul(simd_shuffle.swap_pairs(high), s_high)
+        simd.store_f32(at + 64, simd.fma(high, simd_shuffle.twice_high(c), turned))
         d += 16
     while d < half:
         _rotate_pair(x + 8 * d, x + 8 * d + 4, cos + 4 * d, sin + 4 * d)

@@ -1,8 +1,8 @@
 // Positions: the rotary embedding, and what is added to embeddings or scores.
-#include "cuda/halves.cuh"
+#include "cuda/float16.cuh"
 #include "cuda/numbers.cuh"
-#include "cuda/wide.cuh"
-#include "position/turn.cuh"
+#include "cuda/vector_load.cuh"
+#include "position/rope_rotate.cuh"
 
 // Turns the first 2 * half elements of each head of query (T, H, D) and key (T, G, D) in place.  Row t
 // takes row positions[t] (without positions: t) of the cache: `half` cosines, then as many sines.

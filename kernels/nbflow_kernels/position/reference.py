@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.position.scaling import (
+from nbflow_kernels.position.rope_scaling import (
     DynamicNtkRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,

@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import cpu, cuda
-from nbflow_kernels.position.scaling import (
-    Frequencies,
-    LinearRopeScaling,
-    RopeScaling,
-)
+from nbflow_kernels.position.rope_scaling import Frequencies, LinearRopeScaling, RopeScaling
 
 
 def rope_frequencies(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import (
     F16_SCALE,
@@ -26,7 +27,6 @@ from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.reference import ggml_legacy, inferflow
 from nbflow_kernels.quantizers.reference.ggml_legacy import Encoded
 from nbflow_kernels.quantizers.search.affine import search
-from nbflow_kernels.threads import split_rows
 
 SIGN = np.uint16(0x8000)  # of a float16
 SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count

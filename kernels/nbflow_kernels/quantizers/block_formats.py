@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.block_format import CHUNK
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.threads import split_rows
 
 Encoder = Callable[[Floats, Floats | None, Floats], Bytes]
 """A function ``(x, importance, counts)`` to rows of bytes.  `x` is (rows, columns), `importance`

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.k_format import SUPER, KQuantFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.reference import ggml_k
 from nbflow_kernels.quantizers.search import k_quants
-from nbflow_kernels.threads import split_rows
 
 LOCKSTEP = 16  # super-blocks encoded together
 CHUNK = 1 << 22  # weights encoded at once: bounds the temporary arrays to some 30 MB

@@ -1,4 +1,4 @@
-"""Sixteen blocks in lockstep: what block encoders need beside `nbflow_kernels.simd`.
+"""Sixteen blocks in lockstep: what block encoders need beside `nbflow_kernels.cpu.simd`.
 
 An encoder adds up the weights of a block in a published order, so it cannot be vectorized inside
 of a block.  Here a lane is a block: a *panel* holds 16 blocks side by side, weight i of all of them
@@ -28,11 +28,10 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 
-from nbflow_kernels import simd, stepping
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.simd import LANES, f32x16, i32x16
+from nbflow_kernels.cpu import interpreter, jit, simd
+from nbflow_kernels.cpu.simd import LANES, f32x16, i32x16
 
-intrinsic = functools.partial(stepping.intrinsic, fallback="quantizers_simd_panel")
+intrinsic = functools.partial(interpreter.intrinsic, fallback="quantizers_simd_panel")
 
 VECTOR = 64  # bytes
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits

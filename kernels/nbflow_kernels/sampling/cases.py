@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 
 EXACT = "integers; the same uniform number and sums in float64"
 # The kept sum is float64 in both; one division is rounded to float32 (6e-8).
@@ -263,4 +263,4 @@ CASES = [
     _chain("one", 5, 1, 16),
     _chain("llama3", 1, 5, 128256, timed=True),
 ]
-"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""
+"""Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

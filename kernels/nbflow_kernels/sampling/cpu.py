@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.sampling.filters import RANKED, TOP_K, draw, filter_row, float_at_least
-from nbflow_kernels.sampling.philox import uniform
-from nbflow_kernels.sampling.rows import (
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.simd_compare import where_ge, wide_add, wide_sum, wide_zero
+from nbflow_kernels.sampling.cpu_filters import RANKED, TOP_K, draw, filter_row, float_at_least
+from nbflow_kernels.sampling.cpu_philox import uniform
+from nbflow_kernels.sampling.cpu_radix_select import (
+    candidates,
+    key_of,
+    kth_largest,
+    make_room,
+    resolve,
+    sort_falling,
+)
+from nbflow_kernels.sampling.cpu_row_passes import (
     CHUNK,
     LOWEST,
     exp_pass,
@@ -23,16 +32,6 @@ from nbflow_kernels.sampling.rows import (
     probs_pass,
     scale,
 )
-from nbflow_kernels.sampling.select import (
-    candidates,
-    key_of,
-    kth_largest,
-    make_room,
-    resolve,
-    sort_falling,
-)
-from nbflow_kernels.sampling.vectors import where_ge, wide_add, wide_sum, wide_zero
-from nbflow_kernels.threads import split_rows
 
 # What kernels write instead of a token for a row that is no distribution or has a NaN.
 INVALID = -1

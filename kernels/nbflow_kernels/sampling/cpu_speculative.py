@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.sampling.philox import uniform
-from nbflow_kernels.sampling.rows import n_chunks, probs_pass
-from nbflow_kernels.sampling.vectors import wide_add, wide_sum, wide_zero
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.simd_compare import wide_add, wide_sum, wide_zero
+from nbflow_kernels.sampling.cpu_philox import uniform
+from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass
 
 
 def chain_speculative(

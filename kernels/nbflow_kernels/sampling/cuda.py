@@ -1,10 +1,10 @@
 """Softmax, argmax, exact filters and sampling on a CUDA device; a thread block takes a row.
 
-A filter or a draw is a radix selection over the row with integer sums (`select.cuh`): no sorting,
-no trial and error, and the same bits every time.  Random numbers, exponentials and logarithms are
-those of the CPU bit for bit.  Weights are rounded to 2**-44 of the row's largest before they are
-added, the CPU's sums to float64 (those of exponentials to float32): both draw the same token unless
-the random number falls within that rounding of the edge between two of them.
+A filter or a draw is a radix selection over the row with integer sums (`cuda_radix_select.cuh`): no
+sorting, no trial and error, and the same bits every time.  Random numbers, exponentials and
+logarithms are those of the CPU bit for bit.  Weights are rounded to 2**-44 of the row's largest
+before they are added, the CPU's sums to float64 (those of exponentials to float32): both draw the
+same token unless the random number falls within that rounding of the edge between two of them.
 
 A row that is no distribution is -1 in the result, not an error: nothing here waits for the device,
 but the tail-free filter, whose counts go to the draw by way of the host.
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels._dispatch import all_on_device, empty, on_device
+from nbflow_kernels.arrays import all_on_device, empty, on_device
 from nbflow_kernels.errors import UsageError
 
 MOST_COLUMNS = 1 << 22
 
 
-def _kernel(name: str, parameters: str, file: str = "sampling.cu") -> cuda.Kernel:
+def _kernel(name: str, parameters: str, file: str = "cuda_sampling.cu") -> cuda.Kernel:
     return cuda.cpp_kernel(__file__, file, name, parameters)
 
 
@@ -56,13 +56,15 @@ chain_kernel = _kernel(
 )
 top_k_kernel = _kernel(
     "top_k", "f32* x, i32 k, i32 in_order, f32* values, i32* indices, u32* work, i32 V",
-    "sorting.cu",
+    "cuda_top_k_sort.cu",
 )  # fmt: skip
-typical_ranks_kernel = _kernel("typical_ranks", "f32* probs, f32* ranks, i32 V", "sorting.cu")
+typical_ranks_kernel = _kernel(
+    "typical_ranks", "f32* probs, f32* ranks, i32 V", "cuda_top_k_sort.cu"
+)
 tail_free_kernel = _kernel(
     "tail_free_counts",
     "f32* probs, i32* rows, i32 n_rows, f64* z, i32 first, f64* counts, u32* work, i32 V",
-    "sorting.cu",
+    "cuda_top_k_sort.cu",
 )
 
 
@@ -156,14 +158,14 @@ def renorm(ranks: Any, probs: Any, limits: Any, out: Any, valid: Any) -> None:
 
 
 def typical_ranks(probs: Any, ranks: Any) -> None:
-    """See `nbflow_kernels.sampling.cpu_shapes.typical_ranks`."""
+    """See `nbflow_kernels.sampling.cpu_typical_tail_free.typical_ranks`."""
     B, V = probs.shape
     if B:
         typical_ranks_kernel(B, _threads(V), (probs, ranks, V))
 
 
 def tail_free_counts(probs: Any, rows: Any, z: Any, first: int, counts: Any) -> None:
-    """See `nbflow_kernels.sampling.cpu_shapes.tail_free_counts`."""
+    """See `nbflow_kernels.sampling.cpu_typical_tail_free.tail_free_counts`."""
     (R, V), B = probs.shape, len(rows)
     if B:
         work, threads = empty(probs, (B, 2 * V), np.uint32), _threads(V)

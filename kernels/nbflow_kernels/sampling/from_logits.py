@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import empty, is_cuda
+from nbflow_kernels.arrays import empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import cpu, cuda
-from nbflow_kernels.sampling.checks import (
+from nbflow_kernels.sampling.argument_checks import (
     NOT_LOGITS,
     check_flags,
     check_rows,

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.sampling import cpu, cuda
-from nbflow_kernels.sampling.checks import (
+from nbflow_kernels.sampling.argument_checks import (
     NOT_PROBS,
     check_flags,
     limits_of,

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import cpu_speculative, cuda
-from nbflow_kernels.sampling.checks import NOT_PROBS, check_valid, streams
+from nbflow_kernels.sampling.argument_checks import NOT_PROBS, check_valid, streams
 
 
 def chain_speculative_sampling(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.sparse.csr import CsrMatrix
 
 _REASON = (

@@ -1,5 +1,5 @@
 // Products with sparse weights: a warp for each row of them, its lanes along the row's values.
-#include "cuda/reduce.cuh"
+#include "cuda/block_reduce.cuh"
 
 // out[t, n] = (out[t, n] +) sum over j of x[t, indices[j]] * values[j], j in row n.
 extern "C" __global__ void sparse_matmul(const float* x, const int* indptr, const int* indices,

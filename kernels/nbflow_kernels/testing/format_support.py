@@ -73,7 +73,7 @@ def _importance(format: QuantFormat, encoder: str) -> str:
 
 def _cache(format: QuantFormat) -> str:
     """Return whether the key/value cache can have a format."""
-    from nbflow_kernels.kvcache.formats import kv_format
+    from nbflow_kernels.kv_cache.formats import kv_format
 
     try:
         kv_format(format.name)

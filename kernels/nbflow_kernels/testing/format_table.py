@@ -73,8 +73,8 @@ def table(measured: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None
     Parameters
     ----------
     measured : mapping
-        For each explicit name what `nbflow_kernels.bench_formats` measured, and the errors on a
-        model where there are any; what is missing is a dash.
+        For each explicit name what `nbflow_kernels.benchmarks.formats` measured, and the errors on
+        a model where there are any; what is missing is a dash.
     names : sequence of str, optional
         The formats, by explicit name; all built-in ones by default.
 

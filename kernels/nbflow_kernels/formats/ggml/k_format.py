@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.threads import split_rows
 
 SUPER = 256  # weights of a super-block
 CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import lanes, simd
+from nbflow_kernels.cpu import simd, simd_memory
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
 
-MODULES = (simd, lanes, lockstep, ggml_fits)
+MODULES = (simd, simd_memory, lockstep, ggml_fits)
 """Modules whose functions the encoders call by the module's name."""
 
 
@@ -96,7 +96,7 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
     )  # fmt: skip
     return {
         simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
-        lanes: {"store_f16": own.store_f16},
+        simd_memory: {"store_f16": own.store_f16},
         lockstep: {name: getattr(own, name) for name in of_lockstep},
     }
 

@@ -27,10 +27,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves
-from nbflow_kernels.threads import split_rows
 
 TRIES = 7  # iq4: scales tried on either side
 NOTHING = np.float32(1e-15)  # iq4: a smaller largest magnitude counts as zero

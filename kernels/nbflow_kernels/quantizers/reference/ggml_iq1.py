@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
@@ -27,7 +27,6 @@ from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
     mean_square,
     weigh,
 )
-from nbflow_kernels.threads import split_rows
 
 COST = 1500.0  # operations a weight costs, for the choice of thread count
 NOTHING = {32: np.float32(1e-12), 16: np.float32(1e-7)}  # smaller weights count as zeros

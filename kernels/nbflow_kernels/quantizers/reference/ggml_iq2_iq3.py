@@ -23,14 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.block_formats import Encoder
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference.codebook import no_importance
-from nbflow_kernels.threads import split_rows
 
 COST = 2000.0  # operations a weight costs, for the choice of thread count
 

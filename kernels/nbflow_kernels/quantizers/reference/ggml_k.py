@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import lanes, simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
 from nbflow_kernels.quantizers.simd_panel import (
@@ -91,8 +90,8 @@ def _read(x, importance, blocks, first, scratch):
 @jit.kernel(strict=True)
 def _choose_codes(at, n, low, high, with_mins):
     """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
-    lanes.store_f16(at + BITS, simd.load_f32(at + D))
-    lanes.store_f16(at + BITS_MIN, simd.load_f32(at + DMIN))
+    simd_memory.store_f16(at + BITS, simd.load_f32(at + D))
+    simd_memory.store_f16(at + BITS_MIN, simd.load_f32(at + DMIN))
     d, dmin = simd.load_f16(at + BITS), simd.load_f16(at + BITS_MIN)
     for j in range(SUPER // n):
         step = simd.mul(d, simd.load_f32(at + SCALE_CODES + j * VECTOR))

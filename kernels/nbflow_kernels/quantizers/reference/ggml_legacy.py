@@ -15,13 +15,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
-from nbflow_kernels.threads import split_rows
 
 Encoded = tuple[Bytes, NDArray[np.uint16]]
 """Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""

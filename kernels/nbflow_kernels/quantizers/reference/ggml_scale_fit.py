@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.quantizers.simd_panel import (
     VECTOR,
     absolute,

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
 
 F16_MAX = 65504.0

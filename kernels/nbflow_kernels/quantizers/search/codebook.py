@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.search.two_level_scales import (
     Rule,
@@ -12,7 +13,6 @@ from nbflow_kernels.quantizers.search.two_level_scales import (
     rows_searched,
     search_rows,
 )
-from nbflow_kernels.threads import split_rows
 
 COST = 800.0  # operations a weight costs, for the choice of thread count
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.block_formats import Encoder, weights
@@ -22,7 +23,6 @@ from nbflow_kernels.quantizers.search.two_level_scales import (
     rule,
     search_rows,
 )
-from nbflow_kernels.threads import split_rows
 
 COST, COST_IQ1 = 3000.0, 5000.0  # operations a weight costs, for the choice of thread count
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels import lanes, simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.simd_panel import VECTOR, absolute, choose, differs, less
 
@@ -259,7 +258,7 @@ def _set_d(at, d, dmin):
     factor, back = simd.load_f32(at + FACTOR), simd.load_f32(at + BACK)
     for value, bits, kept in ((d, BITS, D), (dmin, BITS_MIN, DMIN)):
         stored = _cut(simd.mul(value, back), -F16_MAX, F16_MAX)
-        lanes.store_f16(at + bits, stored)
+        simd_memory.store_f16(at + bits, stored)
         simd.store_f32(at + kept, simd.mul(simd.load_f16(at + bits), factor))
 
 

@@ -11,7 +11,7 @@ All errors are those of the weights a decoder sees, for d as it is stored.  What
 takes for a scale is a function of the format's family: `levels_search`, `grid_search`.
 
 Relative root mean square error on 16384 nearly normal weights, GGML's encoder with importance 1 and
-this one (tests/kernels/test_quants_i.py):
+this one (tests/kernels/formats/test_ggml_i_quants.py):
 
 ========  =====  =====    ========  =====  =====    ========  =====  =====
 format    GGML   best     format    GGML   best     format    GGML   best
@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nbflow_kernels import simd
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.formats.registry import Floats
 
 F16_MAX = 65504.0

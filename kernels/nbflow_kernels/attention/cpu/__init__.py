@@ -1,0 +1,160 @@
+"""Attention on the CPU: launchers of the kernels in `items`, one for prefill, decode and mixtures.
+
+A kernel is compiled for each way the tiles read keys, times each way they read values: float16,
+bfloat16, float32 (with a copy to float32 rows of other floats, where head sizes are no multiples of
+16 or keys are rotated on the way), and float32 rows decoded from block formats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.flash_attention import attend_items, merge_items
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant, run_variant
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
+
+# Scalars whose types choose the compiled kernel; int16 stands for float16, uint16 for bfloat16.
+_FLOAT32: Any = np.float32(0)
+_BLOCKS: Any = np.uint8(0)
+_TILES: dict[int, Any] = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
+# Above this many query vectors float32 rows that cross cache lines are copied to aligned memory.
+PACK_FROM = 8
+
+
+def batch_attention(
+    plan: AttentionPlan,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+) -> None:
+    """Attend as `plan` says to a float cache: `attend`, and `merge_splits` where it is needed."""
+    attend(plan, q, k_cache, v_cache, out, lse)
+    if plan.n_merges:
+        merge_splits(plan, out, lse)
+
+
+def attend(
+    plan: AttentionPlan,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kinds: tuple[int, int] | None = None,
+) -> None:
+    """Work on all items of a plan: final results to `out` and `lse`, partial ones to the plan.
+
+    Nothing is checked.  `q` (nnz, H, D) float32 may have rows far apart; `k_cache` and `v_cache`
+    lie as `plan.kv_layout` says, their last axis contiguous; `kinds` are how each is stored
+    (`nbflow_kernels.kv_cache.cpu_codec.KINDS`), by default what their dtypes say; `out` (nnz, H, D)
+    and `lse` (nnz, H) are contiguous.
+    """
+    if kinds is None:
+        kinds = _float_kind(k_cache), _float_kind(v_cache)
+    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    split_rows(
+        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
+        *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
+        address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip
+
+
+def _float_kind(cache: np.ndarray) -> int:
+    return F32 if cache.itemsize == 4 else F16 if cache.dtype == np.float16 else BF16
+
+
+def _readers(
+    plan: AttentionPlan, kinds: tuple[int, int], k: int, v: int, strides: tuple[int, ...]
+) -> list[tuple[Any, ...]]:
+    """Return how keys and how values are read, (source, like, kind, pack) each."""
+    _, _, D_qk, D_vo = plan.heads
+    packed = bool(D_qk % 16 or D_vo % 16) or plan.table(at.ROPE) is not None
+    # what decodes blocks copies floats too: no kernel of its own for blocks beside copied floats
+    copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
+    readers = []
+    for kind, start, steps in zip(kinds, (k, v), (strides[:4], strides[4:]), strict=True):
+        if packed or kind not in _TILES:
+            readers.append((copied, _FLOAT32, kind, True))
+            continue
+        crosses_lines = any(at_byte % 64 for at_byte in (start, *steps))
+        pack = kind == F32 and plan.header[at.MOST] >= PACK_FROM and crosses_lines
+        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
+    return readers
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kinds: tuple[int, int],
+) -> None:
+    """Do as `attend` with a user's functions; the plan must not be split."""
+    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
+    args = (
+        plan.header, variant.params, source, kinds, address_of(q), q.strides[0], k, v, strides,
+        address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip
+    split_rows(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
+
+
+def _cache_places(
+    plan: AttentionPlan, k_cache: np.ndarray, v_cache: np.ndarray
+) -> tuple[int, int, tuple[int, ...]]:
+    """Return the addresses of keys and values, and bytes per page, token, head and row of each."""
+    token, head = (1, 2) if plan.kv_layout == "NHD" else (2, 1)
+    ks, vs = k_cache.strides, v_cache.strides
+    return address_of(k_cache), address_of(v_cache), (
+        ks[0], ks[token], ks[head], k_cache.itemsize * k_cache.shape[3],
+        vs[0], vs[token], vs[head], v_cache.itemsize * v_cache.shape[3],
+    )  # fmt: skip
+
+
+def latent_attention(
+    plan: AttentionPlan,
+    q: np.ndarray,
+    ckv_cache: np.ndarray,
+    kpe_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kind: int,
+) -> None:
+    """Attend with one key/value head whose key is (ckv, kpe) and whose value is ckv.
+
+    Nothing is checked.  The caches are (pages, page_size, row), with any strides of pages and
+    tokens; `q` (nnz, H, D_ckv + D_kpe); the rest as in `attend`.
+    """
+    plan.header[at.LATENT] = 1
+    strides = (
+        *ckv_cache.strides[:2], 0, ckv_cache.itemsize * ckv_cache.shape[2],
+        *kpe_cache.strides[:2], 0, kpe_cache.itemsize * kpe_cache.shape[2],
+    )  # fmt: skip
+    reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
+    split_rows(
+        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader, reader,
+        address_of(q), q.strides[0], address_of(ckv_cache), address_of(kpe_cache), strides,
+        address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip
+    if plan.n_merges:
+        merge_splits(plan, out, lse)
+
+
+def merge_splits(plan: AttentionPlan, out: np.ndarray, lse: np.ndarray | None) -> None:
+    """Add the partial results of `attend` in order; to be called where ``plan.n_merges > 0``."""
+    H, G, _, D = plan.heads
+    split_rows(
+        merge_items, plan.n_merges, float(plan.n_merges * (H // G) * D * 16), plan.header,
+        address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip

@@ -1,0 +1,290 @@
+// Query vectors and keys and values in block formats on tensor cores: codes are operands, rows of 16 keys or
+// 16 columns, and query vectors the columns of the other operand.
+//
+// Four vectors are eight columns: each has one for what float16 holds of its numbers and one for what that
+// leaves, so that products are exact but for 2**-22.  A lane (g, t) = (lane / 4, lane % 4) keeps what belongs
+// to vector 4 n + t, for n < NT.  Rows g and g + 8 of a tile of 16 keys are two neighbours: key 0 4 8 12 2
+// 6 10 14 and the one behind it, so that lanes read from different banks.
+#pragma once
+#include "attention/cuda/quantized_kv_loader.cuh"
+#include "attention/cuda/online_softmax.cuh"
+
+constexpr float REST = 2048.0f;  // what the rest of a weight is multiplied by: all of float16's range counts
+
+DEV int first_key_of(int g) { return (g & 3) * 4 + (g >> 2) * 2; }
+
+// A number whose bits the compiler does not know, so that what is added to an address stays an offset.
+DEV u32 opaque(u32 x) {
+    u32 same;
+    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(x));
+    return same;
+}
+DEV void store_shared(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+
+// Over the lanes that have the same vector.
+template <class Combine>
+DEV float over_keys(float x, Combine combine) {
+#pragma unroll
+    for (int step = 4; step < 32; step <<= 1) x = combine(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+DEV float greatest_of_keys(float x) { return over_keys(x, [](float a, float b) { return fmaxf(a, b); }); }
+DEV float sum_of_keys(float x) { return over_keys(x, [](float a, float b) { return __fadd_rn(a, b); }); }
+
+// ---- queries -------------------------------------------------------------------------------------
+
+struct Range {
+    int low, high;  // the keys of the item that a vector sees
+    float factor;   // of its scores
+};
+
+// Query vectors times their factors in the order of the operands, 16 bytes of a lane for each part; their
+// sums over parts, for zeros and bases, as sums of products begin; what each sees.  Vectors that do not
+// exist are zeros.
+template <class K, int PARTS, int NT>
+DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* q, float4* sums,
+                       Range* ranges) {
+    typedef Codes<K> Of;
+    const int lane = threadIdx.x & 31, D = t.header[DIM_QK], size = kind == F32 ? 4 : 2;
+    const auto at = Of::place(lane);
+    const float down = 1.0f / (1 << Of::shift(at.pair));
+    for (int m = threadIdx.x / 32; m < 4 * NT; m += WARPS) {
+        const bool exists = m < t.n_vectors;
+        const int head = exists ? t.head(m) : 0;
+        const float factor = pointer<float>(t.header, SCORE_FACTORS)[head];
+        const u8* from = queries + (exists ? t.item.row + t.row(m) : 0) * row_bytes + (i64)head * D * size;
+        float x[PARTS], largest = 0;
+#pragma unroll
+        for (int b = 0; b < PARTS; b++) {
+            const int d = 32 * b + lane;
+            x[b] = exists && d < D ? __fmul_rn(load_float(from + d * size, kind), factor) : 0;
+            largest = fmaxf(largest, fabsf(x[b]));
+        }
+        // a power of two brings the largest to 2**14..2**15; tiny and huge ones have the power of others
+        const u32 exponent = min(max(__float_as_uint(warp_max(largest)) >> 23, 15u), 229u);
+        const float up = __uint_as_float((268 - exponent) << 23);
+        if (lane == 0) {
+            ranges[m] = {0, 0, __uint_as_float((exponent - 14) << 23) / Of::UNIT};
+            if (exists) {
+                const Seen seen = seen_by(t.header, t.item, t.row(m));
+                ranges[m].low = max(seen.low, t.item.first_key);
+                ranges[m].high = min(seen.high, t.item.end_key);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < PARTS; b++) {
+            const float y = __fmul_rn(__fmul_rn(x[b], up), down);
+            const u16 high = float_to_half(y), low = float_to_half(__fsub_rn(y, half_to_float(high)));
+            u16* to = (u16*)(q + ((m / 4 * PARTS + b) * 32 + m % 4 * 8 + at.t) * 16) + 2 * at.pair + at.half;
+            to[0] = high, to[4 * 8] = low;  // column 2 (m % 4), and the next one
+            float sum = __fadd_rn(half_to_float(high), half_to_float(low)) / down;
+            for (int step = 16; step; step >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+            sum *= Of::BASE ? Of::UNIT : -Of::ZERO * Of::UNIT;
+            if (lane == 0) sums[b * 4 * NT + m] = {sum, 0, sum, 0};
+        }
+    }
+}
+
+// ---- scores --------------------------------------------------------------------------------------
+
+// Dot products of 16 * TILES keys and 4 * NT vectors: s[n][2 * tile + j] is that of the lane's vector n and
+// key first_key_of(g) + j of the tile, but for the vector's factor.
+template <class K, int PARTS, int NT, int TILES>
+DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const float4* sums) {
+    typedef Codes<K> Of;
+    constexpr int ROW = Of::row_bytes(PARTS);
+    const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    rows += first_key_of(g) * ROW;
+#pragma unroll
+    for (int i = 0; i < 2 * TILES * NT; i++) s[i / (2 * TILES)][i % (2 * TILES)] = 0;
+#pragma unroll
+    for (int b = 0; b < PARTS; b++) {
+        u32 a[TILES][2][4];
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            u32 pairs[4];
+            const u8* row = rows + (i / 2 * 16 + i % 2) * ROW;
+            Of::of_key(row, ROW, b, t, pairs);
+#pragma unroll
+            for (int p = 0; p < 4; p++) a[i / 2][p / 2][p % 2 * 2 + i % 2] = pairs[p];
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const uint4 x = *(const uint4*)(q + ((n * PARTS + b) * 32 + lane) * 16);
+            float4 start = {};
+            if (Of::BASE || Of::ZERO) start = sums[(b * NT + n) * 4 + t];
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                float c[4] = {};
+                if (Of::ZERO) c[0] = start.x, c[1] = start.y, c[2] = start.z, c[3] = start.w;
+                mma_f16(c, a[tile][0], x.x, x.y);
+                mma_f16(c, a[tile][1], x.z, x.w);
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const u8* row = rows + (tile * 16 + j) * ROW;
+                    float& score = s[n][2 * tile + j];
+                    score = __fmaf_rn(Of::scale(row, b), __fadd_rn(c[2 * j], c[2 * j + 1]), score);
+                    if (Of::BASE) score = __fmaf_rn(Of::base(row, b), start.x, score);
+                }
+            }
+        }
+    }
+}
+
+// A lane's vectors, and what they have summed up in this split.
+template <int NT>
+struct Vectors {
+    const Range* ranges;  // in shared memory, of this lane's first vector
+    bool plain;  // no bias, cap or mask: visible keys are a range, scores stay as they are
+    float top[NT], total[NT];  // tops are exponents of two, see `top_of`
+
+    DEV_METHOD Vectors(const Tile& t, const Range* all)
+        : ranges(all + threadIdx.x % 4),
+          plain(!t.header[SLOPES] && !t.header[BIAS] && !t.header[MASK] && t.cap == 0) {
+        restart();
+    }
+    DEV_METHOD void restart() {
+#pragma unroll
+        for (int n = 0; n < NT; n++) top[n] = HIDDEN, total[n] = 0;
+    }
+    // Whether any vector sees a key of [base, end).
+    DEV_METHOD bool any_sees(int base, int end) const {
+        bool sees = false;
+#pragma unroll
+        for (int n = 0; n < NT; n++) sees = sees || (ranges[4 * n].low < end && ranges[4 * n].high > base);
+        return __any_sync(~0u, sees);
+    }
+    // Finish scores of keys from `base` on: HIDDEN for what a vector does not see, and from `end` on.  Other
+    // options than ranges are rare, and go through `room`.
+    template <int TILES>
+    DEV_METHOD void finish_scores(const i64* header, float cap, int base, int end, float (*s)[2 * TILES],
+                                  float* room) const {
+        const int first = base + first_key_of((threadIdx.x & 31) / 4);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) s[n][i] = __fmul_rn(s[n][i], ranges[4 * n].factor);
+        if (!plain) {
+            const Tile t(header, 4 * NT, cap);
+            room += threadIdx.x;
+#pragma unroll
+            for (int i = 0; i < 2 * TILES * NT; i++) room[i * THREADS] = s[i / (2 * TILES)][i % (2 * TILES)];
+#pragma unroll 1
+            for (int i = 0; i < 2 * TILES * NT; i++) {
+                const int m = i / (2 * TILES) * 4 + threadIdx.x % 4, j = i % (2 * TILES);
+                const int key = first + j / 2 * 16 + j % 2;
+                if (m < t.n_vectors) room[i * THREADS] = finished(t, m, key, room[i * THREADS]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * TILES * NT; i++) s[i / (2 * TILES)][i % (2 * TILES)] = room[i * THREADS];
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const int low = ranges[4 * n].low, high = min(ranges[4 * n].high, end);
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) {
+                const int key = first + i / 2 * 16 + i % 2;
+                if (key < low || key >= high) s[n][i] = HIDDEN;
+            }
+        }
+    }
+    static DEV_METHOD float finished(const Tile& t, int m, int key, float score) {
+        const Seen seen = seen_by(t.header, t.item, t.row(m));
+        if (key < seen.low || key >= seen.high) return HIDDEN;
+        if (t.header[MASK] && !mask_shows(t.header, seen.mask + key)) return HIDDEN;
+        return final_score(t.header, score, key - (t.item.position + t.row(m)), t.head(m), t.cap);
+    }
+    // Turn scores into weights; `shrink` is what sums so far are multiplied with.
+    template <int TILES>
+    DEV_METHOD void weigh_keys(float (*s)[2 * TILES], float* shrink) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float most = HIDDEN, sum = 0;
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) most = fmaxf(most, s[n][i]);
+            const float before = top[n];
+            top[n] = fmaxf(before, top_of(greatest_of_keys(most)));
+            shrink[n] = exp2_fast(before - top[n]);
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) {
+                s[n][i] = weight(s[n][i], top[n]);
+                sum = __fadd_rn(sum, s[n][i]);
+            }
+            total[n] = __fmaf_rn(total[n], shrink[n], sum);
+        }
+    }
+};
+
+// ---- values --------------------------------------------------------------------------------------
+
+// Weights of 16 keys for a part's columns and four vectors: 8 rows of 32 bytes, of four vectors and then of
+// what float16 leaves of them; the halves of the last four are exchanged, for the banks.
+constexpr int WEIGHT_BYTES = 256;
+
+// Multiply weights by the scales of their values, and write them as operands; `bases` adds up what the
+// columns of a part get for the codes' zero or the blocks' bases.
+template <class V, int PARTS, int NT, int TILES>
+DEV void store_weights(const float (*p)[2 * TILES], const u8* rows, u8* weights, float (*bases)[PARTS]) {
+    typedef Codes<V> Of;
+    constexpr int ROW = Of::row_bytes(PARTS);
+    const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    rows += first_key_of(g) * ROW;
+    const u32 high_at = opaque(shared_address(weights) + 32 * t + 4 * g);
+    const u32 rest_at = opaque(high_at + 128 + (g & 4 ? -16 : 16));
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int b = 0; b < PARTS; b++) {
+            const u8 *row = rows + 16 * tile * ROW, *next = row + ROW;
+            const float scale = Of::scale(row, b), next_scale = Of::scale(next, b);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const float one = p[n][2 * tile], other = p[n][2 * tile + 1];
+                const float x = __fmul_rn(one, scale), y = __fmul_rn(other, next_scale);
+                const u32 both = to_f16x2(x, y);
+                const float x_rest = __fmaf_rn(one, scale, -low_f16(both));
+                const float y_rest = __fmaf_rn(other, next_scale, -high_f16(both));
+                const int at = ((tile * PARTS + b) * NT + n) * WEIGHT_BYTES;
+                store_shared(high_at + at, both);
+                store_shared(rest_at + at, to_f16x2(__fmul_rn(x_rest, REST), __fmul_rn(y_rest, REST)));
+                if (Of::BASE) {
+                    bases[n][b] = __fmaf_rn(one, Of::base(row, b), bases[n][b]);
+                    bases[n][b] = __fmaf_rn(other, Of::base(next, b), bases[n][b]);
+                } else if (Of::ZERO) {
+                    bases[n][b] = __fadd_rn(bases[n][b], __fadd_rn(x, y));
+                }
+            }
+        }
+}
+
+// Add weights times values: o[n][2 * part + i] is a tile of the columns 2 i and 2 i + 1 of a lane's four.
+template <class V, int PARTS, int NT, int TILES>
+DEV void add_coded_values(float (*o)[2 * PARTS][4], const u8* rows, const u8* weights) {
+    typedef Codes<V> Of;
+    constexpr int ROW = Of::row_bytes(PARTS);
+    const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+    rows += 4 * t * ROW;
+    // this lane's row of matrix lane / 8: of a tile (the last one again), of the first or last 8 keys
+    const int row = (lane & 1) * 4 + (lane >> 1 & 3), half = (lane >> 3 & 1) ^ (lane & 1);
+    weights += (TILES > 1 ? lane >> 4 : 0) * PARTS * NT * WEIGHT_BYTES + 32 * row + 16 * half;
+#pragma unroll
+    for (int b = 0; b < PARTS; b++) {
+        u32 w[NT][4];
+#pragma unroll
+        for (int n = 0; n < NT; n++) load_matrices(w[n], (const u16*)(weights + (b * NT + n) * WEIGHT_BYTES));
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            u32 x[4], y[4];
+            const u8* from = rows + 16 * tile * ROW;
+            Of::of_values(from, from + ROW, ROW, b, g, x);
+            Of::of_values(from + 2 * ROW, from + 3 * ROW, ROW, b, g, y);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 a[4] = {x[2 * i], x[2 * i + 1], y[2 * i], y[2 * i + 1]};
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    mma_f16(o[n][2 * b + i], a, w[n][2 * tile], w[n][2 * tile + 1]);
+            }
+        }
+    }
+}

@@ -1,0 +1,233 @@
+"""Attention variants written by the user, on CUDA devices: their functions inside a Numba kernel.
+
+The functions are those that the CPU compiles; here Numba CUDA compiles them, with a kernel in which
+a warp takes one query vector and one key at a time, in float64 where the CPU does.  Keys and values
+are decoded to float32 rows first (`gather` of `kv_cache/cuda_append_gather.cu`), whatever the
+cache's format is. A few seconds to compile per variant and process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from nbflow_kernels import cuda
+from nbflow_kernels.arrays import empty, on_device
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant, _same, _sees_all
+from nbflow_kernels.cuda import numba_cuda
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache.cpu_codec import F32
+from nbflow_kernels.kv_cache.cuda import WARPS, gather_kernel
+
+LOG2_E = 1.4426950408889634
+_KERNELS: dict[Any, cuda.Kernel] = {}
+_lock = threading.Lock()
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    places: Any,
+    out: Any,
+    lse: Any,
+    kinds: tuple[int, int],
+) -> None:
+    """Attend with a user's functions; `places` are the caches' bytes per page, token and head."""
+    H, _, _, D_vo = plan.heads
+    if not plan.n_rows:
+        return
+    starts = np.zeros(len(plan.kv_lens) + 1, np.int32)
+    np.cumsum(plan.kv_lens, out=starts[1:])
+    k, v = _rows(plan, k_cache, v_cache, places, kinds, starts)
+    wide = q.copy() if q.dtype == np.float32 else q.astype(np.float32)
+    result = out if out.dtype == np.float32 else empty(q, out.shape)
+    request = np.repeat(np.arange(len(plan.kv_lens), dtype=np.int32), np.diff(plan.qo_indptr))
+    mask, mask_starts = _mask(plan)
+    nothing = np.zeros(0, np.float32)
+    factors = plan.table(at.OUT_FACTORS)
+    tables = (
+        request, np.ascontiguousarray(plan.qo_indptr), starts, mask, mask_starts,
+        plan.table(at.SCORE_FACTORS), nothing if factors is None else factors,
+    )  # fmt: skip
+    sums = empty(q, (0, 0)) if lse is None else lse
+    arrays = [wide, k, v, *(on_device(table, q) for table in tables), result, sums]
+    params = tuple(
+        on_device(np.ascontiguousarray(p), q) if isinstance(p, np.ndarray) else p
+        for p in variant.params
+    )
+    scalars = (plan.window_left, int(plan.causal), int(plan.header[at.LSE_NATURAL]))
+    kernel = _kernel(variant, params, arrays, scalars)
+    flat = [word for value in (*params, *arrays, *scalars) for word in _words(value)]
+    kernel((plan.n_rows, H), 32, tuple(flat), 8 * D_vo)
+    if result is not out:
+        out[...] = result
+
+
+def _rows(
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kinds: Any, starts: np.ndarray
+) -> tuple[Any, Any]:
+    """Return keys (N, G, D) and values of all requests, float32, one behind the other."""
+    _, G, D_qk, D_vo = plan.heads
+    n = int(starts[-1])
+    k, v = empty(k_cache, (n, G, D_qk)), empty(k_cache, (n, G, D_vo))
+    if n:
+        request = np.repeat(np.arange(len(plan.kv_lens), dtype=np.int32), plan.kv_lens)
+        position = np.arange(n, dtype=np.int32) - starts[request]
+        tables = [on_device(t, k) for t in (request, position, plan.kv_indices, plan.kv_indptr)]
+        gather_kernel(kinds)(
+            cuda.ceil_div(2 * n * G, WARPS), 32 * WARPS,
+            (
+                k, v, *tables[:2], k_cache, v_cache, *places[0], *places[1], *tables[2:],
+                len(plan.kv_lens), 2**31 - 1, plan.page_size, n, G, D_qk, D_vo, F32,
+            ),
+        )  # fmt: skip
+    return k, v
+
+
+def _mask(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Return the custom mask as bytes, and each request's first one; both empty without a mask."""
+    mask, starts = plan.table(at.MASK), plan.table(at.MASK_STARTS)
+    if mask is None:
+        return np.zeros(0, np.uint8), np.zeros(0, np.int64)
+    if plan.header[at.MASK_BITS]:
+        return np.unpackbits(mask, bitorder="little"), starts
+    return mask.view(np.uint8), starts
+
+
+def _kernel(
+    variant: AttentionVariant, params: tuple[Any, ...], arrays: list[Any], scalars: Any
+) -> cuda.Kernel:
+    """Return the kernel with the variant's functions inside, for these types."""
+    types = importlib.import_module("numba.core.types")
+    values = (*params, *arrays, *scalars)
+    kinds = [_numba_type(types, value) for value in values]
+    signature = (types.Tuple(kinds[: len(params)]), *kinds[len(params) :])
+    functions = (
+        variant.logits_transform, variant.logits_mask, variant.output_transform,
+        variant.use_softmax,
+    )  # fmt: skip
+    key = (functions, signature)
+    with _lock:
+        if key not in _KERNELS:
+            declared = ", ".join(_declaration(f"a{i}", value) for i, value in enumerate(values))
+            _KERNELS[key] = cuda.Kernel(
+                "attend_variant", declared, _compiler(_make_kernel(*functions), signature)
+            )
+        return _KERNELS[key]
+
+
+def _compiler(function: Callable[..., Any], signature: Any) -> Any:
+    def compile(arch: str, output: str) -> tuple[bytes, str]:
+        try:
+            code = numba_cuda.compile_typed(function, signature, arch, output, "attend_variant")
+        except cuda.CompileError as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise UsageError(
+                "variant cannot be compiled; its functions may use numbers, math and NumPy arrays: "
+                + " ".join(lines[:6])
+            ) from error
+        return code, "attend_variant"
+
+    return compile
+
+
+def _numba_type(types, value):
+    """Return the type a value has in a kernel."""
+    if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
+        return types.Array(numba.from_dtype(value.dtype), value.ndim, "C")
+    return numba.typeof(value)
+
+
+def _declaration(name: str, value: Any) -> str:
+    """Return the parameters that Numba makes of an argument; see `_words`."""
+    if hasattr(value, "dtype") and value.shape != ():
+        extents = [f"i64 {name}_{part}{d}" for part in "nb" for d in range(value.ndim)]
+        words = [f"u64 {name}_meminfo", f"u64 {name}_parent", f"i64 {name}_size"]
+        return ", ".join([*words, f"i64 {name}_itemsize", f"any* {name}", *extents])
+    names = {"float64": "f64", "float32": "f32", "bool": "u8"}
+    kind = numba.typeof(value).name
+    return f"{names.get(kind, kind.replace('uint', 'u').replace('int', 'i'))} {name}"
+
+
+def _words(value: Any) -> tuple[Any, ...]:
+    """Return what is passed for an argument: of an array, the fields of Numba's structure."""
+    if not hasattr(value, "dtype") or value.shape == ():
+        return (value,)
+    return (0, 0, value.size, value.itemsize, value, *value.shape, *value.strides)
+
+
+def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -> Any:
+    """Return the kernel; a thread block is one warp and takes one query vector."""
+    device: Any = importlib.import_module("numba.cuda")
+    logits_transform = device.jit(device=True)(transform or _same)
+    logits_mask = device.jit(device=True)(mask_of or _sees_all)
+    output_transform = device.jit(device=True)(output or _same)
+
+    def attend(
+        params, q, k, v, request_of, qo_indptr, starts, mask, mask_starts, factors, out_factors,
+        out, lse, window, causal, natural
+    ):  # fmt: skip
+        acc = device.shared.array(0, numba.float64)
+        row, h, lane = device.blockIdx.x, device.blockIdx.y, device.threadIdx.x
+        D_qk, D_vo = q.shape[2], v.shape[2]
+        g = h // (q.shape[1] // k.shape[1])
+        request = request_of[row]
+        first, kv_len = starts[request], starts[request + 1] - starts[request]
+        qo_idx = row - qo_indptr[request]
+        here = kv_len - (qo_indptr[request + 1] - qo_indptr[request]) + qo_idx
+        low, high = 0, kv_len
+        if window >= 0:
+            low = max(0, here - window)
+        if causal != 0:
+            high = min(kv_len, here + 1)
+        top, total = -math.inf, 0.0
+        for d in range(lane, D_vo, 32):
+            acc[d] = 0.0
+        for j in range(low, high):
+            if mask.size and not mask[mask_starts[request] + qo_idx * kv_len + j]:
+                continue
+            if not logits_mask(params, request, qo_idx, j, h, g):
+                continue
+            part = numba.float32(0)
+            for d in range(lane, D_qk, 32):
+                part += q[row, h, d] * factors[h] * k[first + j, g, d]
+            for step in (16, 8, 4, 2, 1):
+                part += device.shfl_xor_sync(0xFFFFFFFF, part, step)
+            x = logits_transform(params, numba.float64(part), request, qo_idx, j, h, g)
+            weight = numba.float64(x)
+            shrink = 1.0
+            if use_softmax:
+                if weight == -math.inf:
+                    continue
+                if not weight <= top:
+                    shrink = math.exp(top - weight)
+                    total, top = total * shrink, weight
+                weight = math.exp(weight - top)
+            total += weight
+            for d in range(lane, D_vo, 32):
+                acc[d] = acc[d] * shrink + weight * v[first + j, g, d]
+        factor = 1.0
+        if use_softmax and total != 0.0:
+            factor = 1.0 / total
+        if out_factors.size:
+            factor *= out_factors[h]
+        for d in range(lane, D_vo, 32):
+            out[row, h, d] = output_transform(params, acc[d] * factor, request, qo_idx, h)
+        if lse.size and lane == 0:
+            log = -math.inf
+            if total != 0.0:
+                log = top + math.log(total)
+            lse[row, h] = log if natural != 0 else log * LOG2_E
+
+    return attend

@@ -1,0 +1,463 @@
+"""Batch attention over a paged cache: plan once per step, run once per layer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.attention.cuda_graph import graph_of
+from nbflow_kernels.attention.options import refuse_half_precision
+from nbflow_kernels.attention.paged_base import PagedWrapper
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.run import Call
+from nbflow_kernels.errors import UsageError
+
+
+def keys_of(n_pages: int | None, page_size: int) -> int | None:
+    """Return the keys on so many pages."""
+    return None if n_pages is None else n_pages * page_size
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+    """Attention of a batch of requests over a paged key/value cache, prefill and decode mixed.
+
+    Parameters
+    ----------
+    float_workspace_buffer : array, optional
+        Memory for partial results, an array of any dtype where the queries lie; wrappers that run
+        one after the other may share it.  If it is too small, keys are not divided (the bits are
+        the same).  None: plans have memory of their own.
+    kv_layout : str
+        ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one,
+        because the keys of a head lie one behind the other.
+    use_cuda_graph : bool
+        Launches of `run` that were captured into a graph read what `plan` writes later: it refills
+        the buffers below and memory of the wrapper.  The number of requests is the buffers', the
+        options and the number of query rows (or fewer) those of the first plan; a plan that does
+        not fit is refused.  `q` has the rows of the first plan in every call; rows behind
+        ``qo_indptr[-1]`` are not written on a device.  Give calls and graphs of a wrapper to one
+        stream, `plan` included.  Custom masks and variants are refused.
+    qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : arrays
+        These buffers, int32, where the queries lie: of B + 1, B + 1, as many pages as a step may
+        have, and B elements.
+    backend : str
+        Must be ``"auto"``: the kind of array chooses the kernel.
+
+    Attributes
+    ----------
+    current : AttentionPlan or None
+        The plan of the present step; NumPy arrays to look at.
+
+    Raises
+    ------
+    UsageError
+        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
+
+    Examples
+    --------
+    Request 0 decodes one row over 3 keys on pages 2 and 0, request 1 prefills two rows on page 1:
+
+    >>> import numpy as np
+    >>> from nbflow_kernels.attention import BatchPrefillWithPagedKVCacheWrapper
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    >>> plan = wrapper.plan(
+    ...     ints(0, 1, 3), ints(0, 2, 3), ints(2, 0, 1), ints(1, 2), 1, 1, 4, 2, causal=True
+    ... )
+    >>> dict(zip(plan.COLUMNS, plan.items.T.tolist()))["n_rows"]
+    [1, 2]
+    >>> pages = np.repeat(np.arange(6, dtype=np.float32), 4).reshape(3, 2, 1, 4)
+    >>> wrapper.run(np.zeros((3, 1, 4), np.float32), (pages, pages))[:, 0, 0]
+    array([3. , 2. , 2.5], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Any = None,
+        paged_kv_indptr_buf: Any = None,
+        paged_kv_indices_buf: Any = None,
+        paged_kv_last_page_len_buf: Any = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": ("paged_kv_indptr_buf", paged_kv_indptr_buf),
+            "kv_indices": ("paged_kv_indices_buf", paged_kv_indices_buf),
+            "last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+        }
+        graph = graph_of(use_cuda_graph, buffers)
+        super().__init__(kv_layout, backend, float_workspace_buffer, graph)
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        paged_kv_indptr: Any,
+        paged_kv_indices: Any,
+        paged_kv_last_page_len: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        *,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        disable_page_sharing: bool = False,
+        kv_format: str | None = None,
+        variant: Any = None,
+    ) -> AttentionPlan:
+        """Divide the step's work; the plan serves every layer with the same options.
+
+        Parameters
+        ----------
+        qo_indptr : array of int32, shape (B + 1,)
+            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, the last ones of its
+            sequence.
+        paged_kv_indptr : array of int32, shape (B + 1,)
+            Its pages are ``paged_kv_indices[paged_kv_indptr[b]:paged_kv_indptr[b + 1]]``.
+        paged_kv_indices : array of int32, shape (n_pages,)
+            Page numbers; more entries than `paged_kv_indptr` uses are allowed.
+        paged_kv_last_page_len : array of int32, shape (B,)
+            Tokens on each request's last page, 1..page_size; 0 for a request without pages.
+        num_qo_heads, num_kv_heads, head_dim_qk : int
+            H, G and the size of queries and keys; H must be a multiple of G.
+        page_size : int
+            Tokens per page.
+        head_dim_vo : int, optional
+            Size of the values; `head_dim_qk` by default.
+        custom_mask : array of bool, optional
+            The masks (qo_len, kv_len) of all requests, flat, one after the other; takes the place
+            of `causal`.
+        packed_custom_mask : array of uint8, optional
+            The same as bits, the lowest of a byte first, each request from a new byte on.
+        causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap
+            As in `single_prefill_with_kv_cache`.
+        rope_scale, rope_theta : float, optional
+            As in `single_prefill_with_kv_cache`.
+        q_data_type, kv_data_type : dtype or str, optional
+            If given, `run` checks that its arrays have them (FlashInfer's default is float16).
+        o_data_type : dtype, optional
+            dtype of the result, float32 or float16; that of the queries by default.
+        non_blocking : bool
+            Whether the call that copies the plan's tables to a device (the first `run`; `plan` with
+            `use_cuda_graph`) returns before they have arrived.
+        fixed_split_size : int, optional
+            Pages per partial result, in place of 2048 keys; other sizes give other last bits.
+        disable_split_kv : bool
+            Never divide the keys of a row among threads; the bits are the same.
+        disable_page_sharing : bool
+            Read the pages of every request for itself.  On the CPU requests beside each other that
+            begin with the same pages share the work on these, as in a cascade; the bits are the
+            same.
+        kv_format : str, optional
+            How the cache stores numbers where its dtype does not say it, e.g. ``"q8_0"``, or
+            ``"q8_0/q4_0"`` for keys and values of formats of their own; see `kv_formats`.
+        variant : object, optional
+            Functions of your own; see `AttentionVariant`.
+
+        Returns
+        -------
+        AttentionPlan
+            The plan, also kept as `current`.  It refers to the given arrays: do not change them
+            before the last `run`.
+
+        Raises
+        ------
+        UsageError
+            If the tables contradict each other, or a number is out of range.
+        TypeError
+            If an argument is not an array of the right dtype.
+        """
+        refuse_half_precision(use_fp16_qk_reduction)
+        vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        return self._plan_pages(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim_qk, vo), page_size,
+            {
+                "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
+                "rope_scale": rope_scale, "rope_theta": rope_theta,
+                "split_keys": keys_of(fixed_split_size, page_size),
+                "disable_split_kv": disable_split_kv,
+                "disable_page_sharing": disable_page_sharing,
+            },
+            {
+                "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
+                "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
+                "o": o_data_type, "non_blocking": non_blocking,
+            },
+        )  # fmt: skip
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        window_left: int | None = None,
+        sinks: Any = None,
+        lse_base: str = "2",
+    ) -> Any:
+        """Attend with the present plan.
+
+        Parameters
+        ----------
+        q : array of float32 or float16, shape (nnz, H, D)
+            Query rows of all requests; rows may be far apart.
+        paged_kv_cache : pair of arrays, or one array
+            Keys and values, (pages, page_size, G, D) each for ``"NHD"`` or
+            (pages, G, page_size, D) for ``"HND"``; or both in one 5-D array (pages, 2, ...).  They
+            are float32, float16, or as `kv_format` says; keys and values may differ.
+        q_scale, k_scale, v_scale : float or array, optional
+            Factors of queries, keys and values; one for all heads, or one for each head.
+        out : array of the result's dtype, shape (nnz, H, D_v), optional
+            Where to write the result.
+        lse : array of float32, shape (nnz, H), optional
+            Where to write the LSE.
+        return_lse : bool
+            Return the pair (out, lse).
+        window_left : int, optional
+            Another window than the plan's (which then has this one).
+        sinks : array of float32, shape (H,), optional
+            For each head the score of one more key that has no value.
+        lse_base : str
+            ``"2"`` or ``"e"``: base of the logarithm in the LSE.
+
+        Returns
+        -------
+        array, shape (nnz, H, D_v), or a pair with the LSE
+            Each row is bitwise what it is alone, in any other batch and with any page size.
+
+        Raises
+        ------
+        UsageError
+            If there is no plan, or the arrays do not fit it.
+        TypeError
+            If an argument is not an array or has another dtype.
+        """
+        call = Call(
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
+            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
+            tensor_cores=self._tensor_cores,
+        )  # fmt: skip
+        return self._run_pages(q, paged_kv_cache, window_left, call)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+    """Attention of the newest row of each request over a paged key/value cache.
+
+    Parameters
+    ----------
+    float_workspace_buffer : array, optional
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
+    kv_layout : str
+        ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one.
+    use_cuda_graph : bool
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
+    use_tensor_cores : bool
+        `run` raises unless a kernel on tensor cores takes the call.  Such a kernel is chosen
+        wherever there is one, also if this is False.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : arrays
+        These buffers, int32, where the queries lie: of B + 1, as many pages as a step may have, and
+        B elements.
+    backend : str
+        Must be ``"auto"``: the kind of array chooses the kernel.
+
+    Attributes
+    ----------
+    current : AttentionPlan or None
+        The plan of the present step; NumPy arrays to look at.
+
+    Raises
+    ------
+    UsageError
+        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
+
+    Examples
+    --------
+    Two requests, of 3 keys on pages 2 and 0, and of 2 keys on page 1:
+
+    >>> import numpy as np
+    >>> from nbflow_kernels import BatchDecodeWithPagedKVCacheWrapper
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> wrapper = BatchDecodeWithPagedKVCacheWrapper()
+    >>> plan = wrapper.plan(ints(0, 2, 3), ints(2, 0, 1), ints(1, 2), 1, 1, 4, 2)
+    >>> pages = np.repeat(np.arange(6, dtype=np.float32), 4).reshape(3, 2, 1, 4)
+    >>> wrapper.run(np.zeros((2, 1, 4), np.float32), (pages, pages))[:, 0, 0]
+    array([3. , 2.5], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Any = None,
+        paged_kv_indices_buffer: Any = None,
+        paged_kv_last_page_len_buffer: Any = None,
+        backend: str = "auto",
+    ) -> None:
+        buffers = {
+            "kv_indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+            "kv_indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
+            "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+        }
+        graph = graph_of(use_cuda_graph, buffers)
+        super().__init__(kv_layout, backend, float_workspace_buffer, graph)
+        self._tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        *,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        disable_page_sharing: bool = False,
+        q_len_per_req: int = 1,
+        head_dim_vo: int | None = None,
+        kv_format: str | None = None,
+        variant: Any = None,
+    ) -> AttentionPlan:
+        """Divide the step's work; the plan serves every layer with the same options.
+
+        Parameters
+        ----------
+        indptr : array of int32, shape (B + 1,)
+            Pages of request b are ``indices[indptr[b]:indptr[b + 1]]``.
+        indices : array of int32, shape (n_pages,)
+            Page numbers.
+        last_page_len : array of int32, shape (B,)
+            Tokens on each request's last page, 1..page_size; 0 for a request without pages.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            H, G, the size of queries and keys, tokens per page.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `single_prefill_with_kv_cache`.
+        q_data_type, kv_data_type, o_data_type, non_blocking, fixed_split_size, disable_split_kv
+        disable_page_sharing
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        q_len_per_req : int
+            Query rows of each request, causal among each other.
+        head_dim_vo : int, optional
+            Size of the values; `head_dim` by default.
+        kv_format, variant
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Returns
+        -------
+        AttentionPlan
+            The plan, also kept as `current`.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """
+        if q_len_per_req < 1:
+            raise UsageError(f"q_len_per_req must be positive, got {q_len_per_req}")
+        vo = head_dim if head_dim_vo is None else head_dim_vo
+        rows = np.arange(max(len(indptr), 1), dtype=np.int32) * np.int32(q_len_per_req)
+        return self._plan_pages(
+            rows, indptr, indices, last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim, vo), page_size,
+            {
+                "causal": True, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
+                "rope_scale": rope_scale, "rope_theta": rope_theta,
+                "split_keys": keys_of(fixed_split_size, page_size),
+                "disable_split_kv": disable_split_kv,
+                "disable_page_sharing": disable_page_sharing,
+            },
+            {
+                "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
+                "o": o_data_type, "non_blocking": non_blocking, "rows_each": q_len_per_req,
+            },
+        )  # fmt: skip
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        window_left: int | None = None,
+        sinks: Any = None,
+        lse_base: str = "2",
+    ) -> Any:
+        """Attend with the present plan.
+
+        Parameters
+        ----------
+        q : array of float32 or float16, shape (B * q_len_per_req, H, D)
+            Query rows.
+        paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks
+            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        lse_base : str
+            ``"2"`` or ``"e"``: base of the logarithm in the LSE.
+
+        Returns
+        -------
+        array, shape (B * q_len_per_req, H, D_v), or a pair with the LSE
+            Each row is bitwise what it is alone, in any other batch and with any page size.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        call = Call(
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
+            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
+            tensor_cores=self._tensor_cores,
+        )  # fmt: skip
+        return self._run_pages(q, paged_kv_cache, window_left, call)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -1,0 +1,385 @@
+"""Batch attention over ragged keys, and over a paged cache with lengths in tokens."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.arrays import check_array, is_cuda, on_host
+from nbflow_kernels.attention.cuda_graph import graph_of
+from nbflow_kernels.attention.options import (
+    check_dtype,
+    check_indptr,
+    refuse_half_precision,
+)
+from nbflow_kernels.attention.paged_base import PagedWrapper
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.run import Call, run_plan
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache.formats import formats_of
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
+    """Attention of a batch of requests whose keys lie in rows, one request behind the other.
+
+    Parameters
+    ----------
+    float_workspace_buffer : array, optional
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
+    kv_layout : str
+        ``"NHD"``: keys are (nnz_kv, G, D); ``"HND"``: (G, nnz_kv, D).
+    use_cuda_graph : bool
+        As in `BatchPrefillWithPagedKVCacheWrapper`; `k` and `v` have the rows of the first plan in
+        every call, and later ones have as many keys or fewer.
+    qo_indptr_buf, kv_indptr_buf : arrays of int32, optional
+        These buffers, of B + 1 elements each, where the queries lie.
+    backend : str
+        Must be ``"auto"``: the kind of array chooses the kernel.
+
+    Attributes
+    ----------
+    current : AttentionPlan or None
+        The plan of the present step; NumPy arrays to look at.
+
+    Raises
+    ------
+    UsageError
+        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
+
+    Examples
+    --------
+    Request 0 has one row and two keys, request 1 has two rows and two keys:
+
+    >>> import numpy as np
+    >>> from nbflow_kernels import BatchPrefillWithRaggedKVCacheWrapper
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> wrapper = BatchPrefillWithRaggedKVCacheWrapper()
+    >>> plan = wrapper.plan(ints(0, 1, 3), ints(0, 2, 4), 1, 1, 4, causal=True)
+    >>> kv = np.repeat(np.arange(4, dtype=np.float32), 4).reshape(4, 1, 4)
+    >>> wrapper.run(np.zeros((3, 1, 4), np.float32), kv, kv)[:, 0, 0]
+    array([0.5, 2. , 2.5], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Any = None,
+        kv_indptr_buf: Any = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": ("kv_indptr_buf", kv_indptr_buf),
+        }
+        graph = graph_of(use_cuda_graph, buffers)
+        super().__init__(kv_layout, backend, float_workspace_buffer, graph)
+        self._nnz_kv = 0
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        *,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        kv_format: str | None = None,
+        variant: Any = None,
+    ) -> AttentionPlan:
+        """Divide the step's work; the plan serves every layer with the same options.
+
+        Parameters
+        ----------
+        qo_indptr, kv_indptr : array of int32, shape (B + 1,)
+            Query rows and key rows of each request.
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo : int
+            H, G, the size of queries and keys, the size of values (that of keys by default).
+        custom_mask, packed_custom_mask, causal, pos_encoding_mode, use_fp16_qk_reduction
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `single_prefill_with_kv_cache`.
+        q_data_type, kv_data_type, o_data_type, non_blocking, disable_split_kv, kv_format, variant
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        fixed_split_size : int, optional
+            Keys per partial result, in place of 2048; other sizes give other last bits.
+
+        Returns
+        -------
+        AttentionPlan
+            The plan, also kept as `current`.  Each request is one page of it.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """
+        refuse_half_precision(use_fp16_qk_reduction)
+        rows, starts = on_host(qo_indptr), on_host(kv_indptr)
+        check_indptr("kv_indptr", starts)
+        kv_lens = starts[1:] - starts[:-1]
+        n_keys = int(starts[-1])
+        longest = max(int(kv_lens.max()), 1) if len(kv_lens) else 1
+        if self._graph is not None:  # as in the first plan, as captured launches have it
+            longest = max(self._graph.n_keys, 1) if self._graph.is_planned else max(n_keys, 1)
+        vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        # "page" b begins at token starts[b] of what is laid out as pages of one token each
+        plan = self._plan_lens(
+            rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens,
+            (num_qo_heads, num_kv_heads, head_dim_qk, vo), longest,
+            {
+                "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
+                "rope_scale": rope_scale, "rope_theta": rope_theta,
+                "split_keys": fixed_split_size, "disable_split_kv": disable_split_kv,
+            },
+            {
+                "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
+                "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
+                "o": o_data_type, "non_blocking": non_blocking, "n_keys": n_keys,
+            },
+        )  # fmt: skip
+        self._nnz_kv = n_keys if self._graph is None else self._graph.n_keys
+        return plan
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        sinks: Any = None,
+        lse_base: str = "2",
+    ) -> Any:
+        """Attend with the present plan.
+
+        Parameters
+        ----------
+        q : array of float32 or float16, shape (nnz, H, D)
+            Query rows of all requests; rows may be far apart.
+        k, v : array, shapes (nnz_kv, G, D) and (nnz_kv, G, D_v), or (G, nnz_kv, ...)
+            Keys and values of all requests as `kv_layout` says.
+        q_scale, k_scale, v_scale, out, lse, return_lse, sinks, lse_base
+            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        array, shape (nnz, H, D_v), or a pair with the LSE
+            Each row is bitwise what it is alone and in any other batch.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        plan = self._planned()
+        H, G, D_qk, D_vo = plan.heads
+        formats = formats_of(k, v, self._kv_format)
+        heads_first = self.kv_layout == "HND"
+        for name, array, format, size in zip("kv", (k, v), formats, (D_qk, D_vo), strict=True):
+            row = format.row_length(size)
+            shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
+            check_array(name, array, shape, array.dtype)
+            if self._kv_format is None:
+                check_dtype(name, self._dtypes["kv"], array.dtype)
+        check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
+        if self._graph is not None:
+            self._graph.check_place(q)
+        check_dtype("q", self._dtypes["q"], q.dtype)
+        kinds = (formats[0].kind, formats[1].kind)
+        call = Call(
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
+            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
+        )  # fmt: skip
+        if is_cuda(k):  # the same pages: one begins at every token
+            token = 1 if heads_first else 0
+            steps = (k.strides[token], v.strides[token])
+            return run_plan(plan, q, k[None], v[None], kinds, call, self._variant, page_bytes=steps)
+        pages = [_pages_of_tokens(array, heads_first) for array in (k, v)]
+        return run_plan(plan, q, pages[0], pages[1], kinds, call, self._variant)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+def _pages_of_tokens(rows: Any, heads_first: bool) -> Any:
+    """Return keys as overlapping pages that begin at each token, for the strides of a 4-D cache."""
+    token, head = (1, 0) if heads_first else (0, 1)
+    n, G, D = rows.shape[token], rows.shape[head], rows.shape[2]
+    strides = rows.strides
+    steps = (strides[token], strides[head]) if not heads_first else (strides[head], strides[token])
+    lengths = (1, G) if not heads_first else (G, 1)
+    return np.lib.stride_tricks.as_strided(
+        rows, (n, *lengths, D), (strides[token], *steps, strides[2]), writeable=False
+    )
+
+
+class BatchAttention(PagedWrapper):
+    """Attention of prefill and decode requests in one batch, with lengths in tokens.
+
+    Parameters
+    ----------
+    kv_layout : str
+        ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one.
+
+    Attributes
+    ----------
+    current : AttentionPlan or None
+        The plan of the present step; NumPy arrays to look at.
+
+    Raises
+    ------
+    UsageError
+        If `kv_layout` is another name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import BatchAttention
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> batch = BatchAttention()
+    >>> plan = batch.plan(
+    ...     ints(0, 1, 3), ints(0, 2, 3), ints(2, 0, 1), ints(3, 2), 1, 1, 4, 4, 2, causal=True
+    ... )
+    >>> pages = np.repeat(np.arange(6, dtype=np.float32), 4).reshape(3, 2, 1, 4)
+    >>> out, lse = batch.run(np.zeros((3, 1, 4), np.float32), (pages, pages))
+    >>> out[:, 0, 0], lse[:, 0].round(3)  # over 3, 1 and 2 keys
+    (array([3. , 2. , 2.5], dtype=float32), array([1.585, 0.   , 1.   ], dtype=float32))
+    """
+
+    def __init__(self, kv_layout: str = "NHD") -> None:
+        super().__init__(kv_layout)
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_len_arr: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        *,
+        kv_format: str | None = None,
+    ) -> AttentionPlan:
+        """Divide the step's work; the plan serves every layer with the same options.
+
+        Parameters
+        ----------
+        qo_indptr, kv_indptr, kv_indices : arrays of int32
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        kv_len_arr : array of int32, shape (B,)
+            Keys of each request; its pages must hold them.
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size : int
+            H, G, the size of queries and keys, the size of values, tokens per page.
+        causal, sm_scale, logits_soft_cap, q_data_type, kv_data_type, kv_format
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Returns
+        -------
+        AttentionPlan
+            The plan, also kept as `current`.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """
+        if page_size < 1:
+            raise UsageError(f"page_size must be positive, got {page_size}")
+        qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
+        kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
+        check_indptr("kv_indptr", kv_indptr)
+        check_array("kv_indices", kv_indices, (None,), np.int32)
+        if kv_indptr[-1] > len(kv_indices):
+            raise UsageError(
+                f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), "
+                f"got {kv_indptr[-1]}"
+            )
+        check_array("kv_len_arr", kv_len_arr, (len(kv_indptr) - 1,), np.int32)
+        room = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64) * page_size
+        wrong = np.flatnonzero((kv_len_arr < 0) | (kv_len_arr > room))
+        if len(wrong):
+            b = int(wrong[0])
+            raise UsageError(
+                f"kv_len_arr of request {b} must be 0..{room[b]}, what its pages hold, got "
+                f"{kv_len_arr[b]}"
+            )
+        return self._plan_lens(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr,
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,
+            {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
+            {"kv_format": kv_format, "q": q_data_type, "kv": kv_data_type},
+        )  # fmt: skip
+
+    def run(
+        self,
+        q: Any,
+        kv_cache: Any,
+        out: Any = None,
+        lse: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        logits_soft_cap: float = 0.0,
+    ) -> tuple[Any, Any]:
+        """Attend with the present plan.
+
+        Parameters
+        ----------
+        q, kv_cache, out, lse, k_scale, v_scale
+            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        logits_soft_cap : float
+            0, or the plan's.
+
+        Returns
+        -------
+        out, lse : arrays, shapes (nnz, H, D_v) and (nnz, H)
+            The result and its base-2 LSE.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        plan = self._planned()
+        if logits_soft_cap and logits_soft_cap != plan.logits_soft_cap:
+            raise UsageError(
+                f"logits_soft_cap must be the plan's ({plan.logits_soft_cap}), got "
+                f"{logits_soft_cap}; give it to plan(...)"
+            )
+        call = Call(k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
+        result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call)
+        return result

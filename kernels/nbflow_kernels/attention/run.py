@@ -1,0 +1,172 @@
+"""Running a plan on checked arrays: what single calls and wrappers have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.arrays import check_array, check_together, is_cuda
+from nbflow_kernels.attention import cpu, cuda
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant, read_variant
+from nbflow_kernels.cuda import device_of
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call may ask for beyond its plan."""
+
+    q_scale: Any = None
+    """Factor of the queries: a number, or one for each query head."""
+    k_scale: Any = None
+    """Factor of the keys: a number, or one for each key/value head."""
+    v_scale: Any = None
+    """Factor of the values: a number, or one for each key/value head."""
+    sinks: Any = None
+    """Score of a key without value for each query head, float32 (H,)."""
+    out: Any = None
+    """Where to write the result."""
+    lse: Any = None
+    """Where to write the LSE."""
+    return_lse: bool = False
+    """Whether to return the pair (out, lse)."""
+    lse_base: str = "2"
+    """``"2"`` or ``"e"``."""
+    o_dtype: Any = None
+    """dtype of the result; that of the queries by default."""
+    tensor_cores: bool = False
+    """True: raise where no kernel on tensor cores takes the call."""
+
+
+def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVariant | None:
+    """Return the variant's functions; raise if they would meet options that they take over."""
+    if variant is None:
+        return None
+    if plan.logits_soft_cap or plan.table(at.SLOPES) is not None:
+        raise UsageError(
+            "variant takes the place of logits_soft_cap and of pos_encoding_mode='ALIBI'; write "
+            "them in its logits_transform"
+        )
+    if plan.table(at.ROPE) is not None:
+        raise UsageError("variant does not go with pos_encoding_mode='ROPE_LLAMA'; rotate q and k")
+    if call.sinks is not None:
+        raise UsageError("variant does not go with sinks")
+    functions = read_variant(variant)
+    if call.return_lse and not functions.use_softmax:
+        raise UsageError("return_lse needs a softmax, and variant.use_softmax is False")
+    if plan.n_merges:
+        raise UsageError("variant must be given to plan(...) too, which then divides no keys")
+    return functions
+
+
+def check_places(plan: AttentionPlan, call: Call, q: Any) -> None:
+    """Raise unless the workspace lies where the queries do, and tensor cores are there if asked."""
+    workspace = plan.workspace
+    if workspace is not None and is_cuda(workspace) != is_cuda(q):
+        places = ("in host memory", "on a CUDA device")
+        raise UsageError(
+            f"float_workspace_buffer lies {places[is_cuda(workspace)]}, q {places[is_cuda(q)]}: "
+            "give a buffer of the same place, or None"
+        )
+    if call.tensor_cores and not is_cuda(q):
+        raise UsageError(
+            "use_tensor_cores=True needs arrays on a CUDA device, got q in host memory; leave it "
+            "False"
+        )
+
+
+def run_plan(
+    plan: AttentionPlan,
+    q: Any,
+    k: Any,
+    v: Any,
+    kinds: tuple[int, int],
+    call: Call,
+    variant: Any = None,
+    *,
+    page_bytes: tuple[int, int] | None = None,
+) -> Any:
+    """Attend with a plan to checked caches; return what the call asks for.
+
+    On a device pages are `page_bytes` apart, if given: an array's strides cannot say that they
+    overlap.
+    """
+    H, G, D_qk, D_vo = plan.heads
+    check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
+    dtype = output_dtype(call.o_dtype, q)
+    if call.out is not None:
+        check_array("out", call.out, (plan.n_query_rows, H, D_vo), dtype)
+    if call.lse is not None:
+        check_array("lse", call.lse, (plan.n_query_rows, H))
+    if call.sinks is not None:
+        check_array("sinks", call.sinks, (H,))
+        if not is_cuda(q):
+            check_together(q=q, sinks=call.sinks)
+    check_places(plan, call, q)
+    natural = check_lse_base(call.lse_base)
+    functions = check_variant(variant, plan, call)
+    scores = head_factors(H, H // G, call.q_scale, call.k_scale)
+    plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
+    if call.sinks is not None or plan.table(at.SINKS) is not None:
+        plan.set_table(at.SINKS, call.sinks)
+    plan.header[at.LSE_NATURAL] = natural
+    if is_cuda(q):
+        return _run_on_device(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
+    wide = q if q.dtype == np.float32 else q.astype(np.float32)
+    out = call.out
+    new = np.empty if plan.fixed_rows is None else np.zeros  # rows without a request
+    if out is None or out.dtype != np.float32:
+        out = new((plan.n_query_rows, H, D_vo), np.float32)
+    lse = call.lse
+    if lse is None and call.return_lse:
+        lse = new((plan.n_query_rows, H), np.float32)
+    if functions is None:
+        cpu.attend(plan, wide, k, v, out, lse, kinds)
+        if plan.n_merges:
+            cpu.merge_splits(plan, out, lse)
+    else:
+        cpu.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
+    if dtype != np.float32:
+        if call.out is None:
+            out = out.astype(dtype)
+        else:
+            call.out[...] = out
+            out = call.out
+    return (out, lse) if call.return_lse else out
+
+
+def _run_on_device(
+    plan: AttentionPlan,
+    q: Any,
+    k: Any,
+    v: Any,
+    kinds: tuple[int, int],
+    call: Call,
+    dtype: Any,
+    functions: AttentionVariant | None,
+    page_bytes: tuple[int, int] | None,
+) -> Any:
+    """Do the rest of `run_plan` for arrays on a CUDA device, which writes any dtype itself."""
+    H, _, _, D_vo = plan.heads
+    device = device_of(q)
+    out = device.empty((plan.n_query_rows, H, D_vo), dtype) if call.out is None else call.out
+    lse = call.lse
+    if lse is None and call.return_lse:
+        lse = device.empty((plan.n_query_rows, H), np.float32)
+    for name, array in (("k", k), ("v", v), ("out", out), ("lse", lse)):
+        if array is not None and not is_cuda(array):
+            raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")
+    if functions is None:
+        cuda.attend(
+            plan, q, k, v, out, lse, kinds, page_bytes=page_bytes, tensor_cores=call.tensor_cores
+        )
+    elif call.tensor_cores:
+        raise UsageError("use_tensor_cores=True does not go with variant; leave it False")
+    else:
+        cuda.attend_variant(plan, functions, q, k, v, out, lse, kinds, page_bytes=page_bytes)
+    return (out, lse) if call.return_lse else out

@@ -1,0 +1,240 @@
+"""The benchmark's measuring process, and who watches over it.
+
+A kernel that goes wrong on a device takes the whole process with it: after an invalid address
+nothing runs any more, and one that waits for ever cannot be stopped from within.  So cases are
+measured in a process (`work`) that says on its standard output what it begins and what it has
+found, one line of JSON each; `supervise` starts another one for the rest when it breaks off or is
+silent for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import nbflow_kernels
+from nbflow_kernels import cuda
+from nbflow_kernels.benchmarks import gpu
+from nbflow_kernels.benchmarks.gpu import GpuRow
+from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.op_registry import all_cases
+from nbflow_kernels.quantized_matmul.cases import user_cases
+
+COMMAND = (sys.executable, "-m", "nbflow_kernels.benchmarks.gpu_worker")
+BUDGET_S = 420.0
+"""For all cases together, the last one aside; then nine minutes suffice for all."""
+SILENCE_S = 90.0
+"""Longest time for a case, its kernels' compilation and its reference included."""
+_END = ""
+
+
+class Worker:
+    """A process that measures.
+
+    Parameters
+    ----------
+    command : sequence of str
+        What to start.
+    job : dict
+        What it reads: see `work`.
+    """
+
+    def __init__(self, command: Sequence[str], job: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as file:
+                json.dump(job, file)
+        except BrokenPipeError:
+            pass  # it has ended, which `next` says
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            self._lines.put(text)
+        self._lines.put(_END)
+
+    def next(self, seconds: float) -> dict[str, Any] | str:
+        """Return what it says next, or in words why it says no more."""
+        try:
+            text = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return f"no answer for {seconds:.0f} s; its process was ended"
+        if text != _END:
+            found: dict[str, Any] = json.loads(text)
+            return found
+        code = self._process.wait()
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"its process ended with {how}"
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver
+            self._process.wait(10)
+
+
+def supervise(
+    cases: list[OpCase],
+    repeats: int,
+    each: Callable[[dict[str, Any]], None],
+    *,
+    formats: Sequence[str] = (),
+    budget_s: float = BUDGET_S,
+    silence_s: float = SILENCE_S,
+    command: Sequence[str] = COMMAND,
+) -> dict[str, Any]:
+    """Have the cases measured; return the report.
+
+    Parameters
+    ----------
+    cases : list of OpCase
+        Timed cases, in the order in which to take them.
+    repeats : int
+        Samples of each.
+    each : callable
+        Is given the report after every row.
+    formats : sequence of str
+        Files that register weight formats.
+    budget_s : float
+        When to begin no further case.
+    silence_s : float
+        How long to wait for a case.
+    command : sequence of str
+        Starts a process that does `work`.
+    """
+    started = time.perf_counter()
+    report: dict[str, Any] = {"seconds": 0.0, "rows": []}
+    waiting = {case.id: case for case in cases}
+
+    def left() -> float:
+        report["seconds"] = time.perf_counter() - started
+        return budget_s - float(report["seconds"])
+
+    def add(row: GpuRow) -> None:
+        report["rows"].append(asdict(row))
+        left()
+        each(report)
+
+    why = ""
+    while waiting and not why and left() > 0:
+        job = {
+            "cases": list(waiting), "repeats": repeats, "formats": list(formats),
+            "limits": {k: v for k, v in report.items() if k not in ("seconds", "rows")} or None,
+        }  # fmt: skip
+        why = _watch(Worker(command, job), waiting, report, add, left, silence_s)
+    for case in waiting.values():
+        add(GpuRow(case.op, case.name, why or f"no time left of {budget_s:.0f} s"))
+    return report
+
+
+def _watch(
+    worker: Worker,
+    waiting: dict[str, OpCase],
+    report: dict[str, Any],
+    add: Callable[[GpuRow], None],
+    left: Callable[[], float],
+    silence_s: float,
+) -> str:
+    """Take what a worker finds until it ends; return why there is no sense in another one."""
+    begun, n_before = "", len(waiting)
+    try:
+        while waiting and (begun or left() > 0):
+            said = worker.next(silence_s)
+            if isinstance(said, str):
+                if begun:
+                    case = waiting.pop(begun)
+                    add(GpuRow(case.op, case.name, said))
+                return "" if len(waiting) < n_before else f"nothing was measured: {said}"
+            report |= said.get("limits", {})
+            begun = said.get("case", "")
+            if "row" in said:
+                row = GpuRow(**said["row"])
+                del waiting[f"{row.op}-{row.case}"]
+                add(row)
+        return ""
+    finally:
+        worker.stop()
+
+
+def work(job: dict[str, Any], cupy: Any, say: Callable[[dict[str, Any]], None]) -> None:
+    """Measure the cases of a job, and say what `bench_gpu.events` yields.
+
+    Parameters
+    ----------
+    job : dict
+        ``cases``, their ids; ``repeats``; ``limits``, if they are known; ``formats``, files that
+        register weight formats.
+    cupy : module
+        CuPy.
+    say : callable
+        Is given each event.
+    """
+    for file in job["formats"]:
+        nbflow_kernels.load_formats(file)
+    known = {case.id: case for case in (*all_cases(), *user_cases())}
+    cases = [known[name] for name in job["cases"]]
+    for event in gpu.events(cases, job["repeats"], cupy, job["limits"]):
+        say(event)
+
+
+def main(
+    cases: list[OpCase],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    formats: Sequence[str] = (),
+    budget_s: float = BUDGET_S,
+) -> int:
+    """Run the benchmark on CuPy's current device; return the exit code (1: a row has an error)."""
+    found = cuda.detect()
+    wrong = found.reason
+    if out is not None and not out.parent.is_dir():
+        wrong = f"--out: there is no folder {out.parent}"
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+
+    def each(report: dict[str, Any]) -> None:
+        print(gpu.line(GpuRow(**report["rows"][-1])), file=sys.stderr, flush=True)
+        if out is not None:
+            part = out.with_name(f".{out.name}.part")
+            part.write_text(json.dumps(report, indent=2) + "\n")
+            os.replace(part, out)
+
+    report = supervise(
+        gpu.in_order(cases), repeats, each, formats=formats, budget_s=budget_s
+    )  # fmt: skip
+    print(json.dumps(report, indent=2) if as_json else gpu.table(report))
+    return 1 if any(row["error"] for row in report["rows"]) else 0
+
+
+def _main() -> None:
+    """Read a job from standard input; what others print goes to the standard error."""
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+
+        def say(event: dict[str, Any]) -> None:
+            print(json.dumps(event), file=out, flush=True)
+
+        work(json.load(sys.stdin), importlib.import_module("cupy"), say)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,300 @@
+"""Lists of compiled calls that a team of threads runs without Python in between.
+
+A step of a model is some hundred kernel calls of a few microseconds each.  From Python each costs
+one to fifty microseconds more, so a `CallList` writes the calls into a table once: for each, the
+kernel's machine code, its arguments and its number of rows.  A team
+(`nbflow_kernels.cpu.thread_pool`) runs through the table, each thread its share of the rows of
+every call, with a barrier of a tenth of a microsecond where one call's result is another's input.
+
+The kernels stay as they are, functions of arrays and numbers compiled one by one.  A *trampoline*,
+one per signature and made in a millisecond, reads the arguments from memory and calls the kernel.
+Arguments are fixed when the list is made; what changes from step to step is in the arrays, or in a
+*cell*: an array of one int64 in the place of a number of rows.
+
+With compiling off (`nbflow_kernels.cpu.interpreter`) the table stays empty, and the team makes the
+calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.core.compiler_lock import global_compiler_lock
+
+from nbflow_kernels.cpu import interpreter
+
+_I64 = ir.IntType(64)
+
+# The columns of a table.
+FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER, READS, ROW_BYTES = range(8)
+COLUMNS = 8
+
+# An argument this large is what a call reads from memory, row by row; see `team._fetch_ahead`.
+STREAMED_BYTES = 256 << 10
+
+# Below this many multiply-adds for each thread a call is not shared: a core does some 30 in a
+# nanosecond at best, and a barrier costs a hundred.
+MIN_WORK_PER_PART = 20_000
+# Above this many, rows are handed out in pieces: a thread that loses its core delays one piece.
+DYNAMIC_WORK = 40_000_000
+PIECES_PER_THREAD = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """``kernel(*args, 0, n_rows)``, the rows of which may be shared by threads."""
+
+    kernel: Callable[..., None]
+    """A compiled kernel; its last two arguments are a range of rows."""
+    args: tuple[Any, ...]
+    """The kernel's other arguments."""
+    n_rows: Any
+    """Number of rows, or a cell with it: an array of one int64, read when the call is made."""
+    work: float
+    """Multiply-adds (or operations of like cost) of the whole call."""
+    held: Any = None
+    """Arrays whose addresses are among `args`; only held on to."""
+
+    def __call__(self) -> None:
+        """Make the call in the present thread."""
+        self.kernel(*self.args, 0, int(self.n_rows[0]) if self.is_dynamic else self.n_rows)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the number of rows is known only when the call is made."""
+        return isinstance(self.n_rows, np.ndarray)
+
+    def parts(self, n_threads: int) -> int:
+        """Return how many threads share the call; all of them if its size is not known yet."""
+        if self.is_dynamic:
+            return n_threads
+        return max(1, min(n_threads, int(self.n_rows), int(self.work // MIN_WORK_PER_PART)))
+
+
+class CallList:
+    """Calls as a table for a team of `n_threads`; see `Team.run_list` in cpu/thread_pool.py."""
+
+    def __init__(self, calls: Sequence[Call], n_threads: int) -> None:
+        self.calls = tuple(calls)
+        self.n_threads = n_threads
+        self.table = np.zeros((len(calls), COLUMNS), np.int64)
+        self.table_at = self.table.ctypes.data
+        self._kept: list[Any] = []  # the table holds addresses only
+        self.is_shared = False
+        """Whether any call is shared by the threads."""
+        if not interpreter.is_on():  # else there is no machine code to write down
+            self._fill()
+
+    def _fill(self) -> None:
+        calls, n_threads = self.calls, self.n_threads
+        keys = [(call.kernel, tuple(map(_kind, call.args))) for call in calls]
+        missing = {key: call for key, call in zip(keys, calls, strict=True) if key not in _codes}
+        if missing:
+            _add_codes(missing)
+        codes = [_codes[key] for key in keys]
+        parts = [call.parts(n_threads) for call in calls]
+        self.is_shared = max(parts, default=1) > 1
+        for i, (call, code) in enumerate(zip(calls, codes, strict=True)):
+            row = self.table[i]
+            row[FUNCTION] = code.trampoline
+            row[ARGUMENTS] = self._keep(_argument_block(code, call.args))
+            cell = call.n_rows if call.is_dynamic else np.array([call.n_rows], np.int64)
+            row[ROWS] = self._keep(cell)
+            row[PARTS] = parts[i]
+            if parts[i] > 1 and len(calls) > 1 and not call.is_dynamic and call.work > DYNAMIC_WORK:
+                row[GRAIN] = max(1, call.n_rows // (parts[i] * PIECES_PER_THREAD))
+            if parts[i] > 1:
+                row[READS], row[ROW_BYTES] = _streamed(call)
+            # calls of one thread follow each other in that thread; the last waits for everybody
+            row[BARRIER] = i + 1 == len(parts) or max(parts[i], parts[i + 1]) > 1
+
+    def _keep(self, array: np.ndarray) -> int:
+        self._kept.append(array)
+        return array.ctypes.data
+
+
+def _streamed(call: Call) -> tuple[int, int]:
+    """Return address and bytes per row of the largest array among the arguments, if it is large."""
+    arrays = [a for a in call.args if isinstance(a, np.ndarray) and a.flags.c_contiguous]
+    largest = max(arrays, key=lambda a: a.nbytes, default=None)
+    if largest is None or largest.nbytes < STREAMED_BYTES or call.is_dynamic:
+        return 0, 0
+    return largest.ctypes.data, largest.nbytes // int(call.n_rows)
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Machine code of a kernel for one signature."""
+
+    signature: tuple[Any, ...]
+    address: int
+    trampoline: int = 0
+    """Address of what calls it from a table; 0 if that is not made yet."""
+
+
+_codes: dict[tuple[Any, ...], _Code] = {}  # by kernel and kinds of arguments
+
+
+def _kind(value):
+    """Return what the type that Numba gives a value depends on; asking Numba takes far longer."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.dtype, value.ndim, value.flags.num
+    if kind is tuple:
+        return tuple(map(_kind, value))
+    if kind is int:
+        return kind, value >> 63
+    return kind
+
+
+def _add_codes(missing: dict[tuple[Any, ...], Call]) -> None:
+    codes = {key: _machine_code(call) for key, call in missing.items()}
+    functions = _trampolines([code.signature for code in codes.values()])
+    for (key, code), function in zip(codes.items(), functions, strict=True):
+        _codes[key] = dataclasses.replace(code, trampoline=function)
+
+
+def _machine_code(call: Call) -> _Code:
+    """Compile a call's kernel for its arguments, or find it compiled."""
+    kernel: Any = call.kernel
+    key = tuple(numba.typeof(a) for a in call.args)
+    signature = (*key, types.int64, types.int64)
+    if signature not in kernel.overloads:
+        kernel.compile(signature)
+    compiled = kernel.overloads[signature]
+    name = compiled.fndesc.llvm_func_name
+    return _Code(signature, compiled.library.get_pointer_to_function(name))
+
+
+# ---- arguments ------------------------------------------------------------------------------
+
+
+def _argument_block(code: _Code, args: tuple[Any, ...]) -> np.ndarray:
+    """Return the kernel's address and its arguments, 8 bytes each, as the trampoline reads them."""
+    words = [code.address]
+    for value, kind in zip(args, code.signature, strict=False):
+        _add_words(words, value, kind)
+    return np.array(words, np.int64)
+
+
+def _add_words(words: list[int], value: Any, kind: Any) -> None:
+    """Append a value the way Numba passes it: an array as seven or more words."""
+    if isinstance(kind, types.Array):
+        address = value.__array_interface__["data"][0]
+        words += (0, 0, value.size, value.itemsize, address, *value.shape, *value.strides)
+    elif isinstance(kind, types.BaseTuple):
+        members: Any = kind
+        for v, k in zip(value, members.types, strict=True):
+            _add_words(words, v, k)
+    elif isinstance(kind, types.Float):
+        bits = struct.pack("<d", value) if kind.bitwidth == 64 else struct.pack("<f4x", value)
+        words += struct.unpack("<q", bits)
+    elif isinstance(kind, types.Boolean | types.Integer):
+        words.append(int(value))
+    else:
+        raise TypeError(f"a call list cannot hold an argument of type {kind}")
+
+
+# ---- trampolines ----------------------------------------------------------------------------
+
+
+_made: dict[tuple[Any, ...], int] = {}  # signature to address
+_engines: list[Any] = []  # own the code at those addresses
+
+
+def _trampolines(signatures: list[tuple[Any, ...]]) -> list[int]:
+    """Return the address of ``int64 f(arguments, start, stop)`` for each signature.
+
+    It returns 0, or where the description is of what the kernel has raised.
+    """
+    with global_compiler_lock:
+        missing = [s for s in dict.fromkeys(signatures) if s not in _made]
+        if missing:
+            module = ir.Module(name="nbflow_trampolines")
+            names = [f"nbflow_call_{len(_made) + i}" for i in range(len(missing))]
+            for name, signature in zip(names, missing, strict=True):
+                _add_trampoline(module, name, signature)
+            parsed = llvm.parse_assembly(str(module))
+            machine = llvm.Target.from_default_triple().create_target_machine(opt=1)
+            engine = llvm.create_mcjit_compiler(parsed, machine)
+            engine.finalize_object()
+            _engines.append(engine)
+            for name, signature in zip(names, missing, strict=True):
+                _made[signature] = engine.get_function_address(name)
+        return [_made[s] for s in signatures]
+
+
+def _add_trampoline(module: ir.Module, name: str, signature: tuple[Any, ...]) -> None:
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.target_context
+    function = ir.Function(module, ir.FunctionType(_I64, [_I64] * 3), name=name)
+    builder = ir.IRBuilder(function.append_basic_block())
+    block, start, stop = function.args
+
+    def word(i, kind):
+        at = builder.add(block, ir.Constant(_I64, 8 * i))
+        return builder.load(builder.inttoptr(at, ir.PointerType(kind)))
+
+    packer = context.get_arg_packer(signature[:-2])
+    flat = [word(i + 1, kind) for i, kind in enumerate(packer.argument_types)]
+    args = [*packer.from_arguments(builder, flat), start, stop]
+    kind = context.call_conv.get_function_type(types.none, signature)
+    callee = builder.inttoptr(word(0, _I64), kind.as_pointer())
+    status, _ = context.call_conv.call_function(builder, callee, types.none, signature, args)
+    raised = builder.ptrtoint(status.excinfoptr, _I64)
+    raised = builder.select(status.is_user_exc, raised, ir.Constant(_I64, _UNKNOWN))
+    builder.ret(builder.select(status.is_error, raised, ir.Constant(_I64, 0)))
+
+
+# ---- what a kernel raised -------------------------------------------------------------------
+
+_UNKNOWN = 1  # in the place of an address
+
+
+class _Raised(ctypes.Structure):
+    """Numba's description of an exception, as compiled code leaves it."""
+
+    _fields_ = (
+        ("pickled", ctypes.c_void_p),
+        ("n_bytes", ctypes.c_int32),
+        ("values", ctypes.c_void_p),
+        ("unwrap", ctypes.c_void_p),
+        ("n_values", ctypes.c_int32),
+    )
+
+
+def error_of(address: int, kernel: Any) -> BaseException:
+    """Return the exception that a kernel raised in a list, named after the kernel.
+
+    Parameters
+    ----------
+    address : int
+        What the trampoline returned.
+    kernel : callable
+        The kernel.
+    """
+    name = getattr(kernel, "__qualname__", repr(kernel))
+    unknown = RuntimeError(f"kernel {name} failed in a list of calls, with an unknown error")
+    if address == _UNKNOWN:
+        return unknown
+    raised = _Raised.from_address(address)
+    try:
+        made, values, _ = pickle.loads(ctypes.string_at(raised.pickled, raised.n_bytes))
+        # values known only when it was raised are not in the pickle: their places hold None
+        error = made(*(() if raised.n_values > 0 else values))
+    except Exception:
+        return unknown
+    error.add_note(f"raised by kernel {name} in a list of calls")
+    return error if isinstance(error, BaseException) else unknown

@@ -1,0 +1,155 @@
+"""Twins of `nbflow_kernels.formats.decode_cpu`, which says more; `form` is a `CpuLayout`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu.interpreter import simd, simd_int8
+from nbflow_kernels.cpu.interpreter.memory import LANES, read
+
+Vector = NDArray[Any]
+
+PAIRS, D_BYTES = (
+    7,
+    {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1},
+)  # as in `formats.layout_cpu`
+
+
+@functools.cache
+def _fields(bits: int) -> tuple[tuple[int, int, int, int, int], ...]:
+    from nbflow_kernels.formats.layout_cpu import FIELDS  # which itself needs a kernel
+
+    return FIELDS[bits]
+
+
+# ---- code vectors -------------------------------------------------------------------------------
+
+
+def codes(form: Any, at: Any, v: Any) -> Vector:
+    """Return code vector v of a unit."""
+    if form.bits == PAIRS:
+        pairs = _pair_word(at, v // 2)
+        return simd_int8.pair_second(pairs) if v % 2 else simd_int8.pair_first(pairs)
+    code = np.zeros(4 * LANES, np.uint8)
+    for vector, bit, width, word, place in _fields(form.bits):
+        if vector == v:
+            stored = simd_int8.load_bytes(at + 64 * word)
+            code |= simd_int8.move(stored, place, bit, width)
+    if form.values is None:
+        return code
+    table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
+    return table[code]
+
+
+def _pair_word(at: Any, word: int) -> Vector:
+    """Return pair codes in the low 7 bits; those of word 7 are the top bits of the others."""
+    if word < PAIRS:
+        return simd_int8.load_bytes(at + 64 * word)
+    bits = [simd_int8.move(simd_int8.load_bytes(at + 64 * i), 7, i, 1) for i in range(PAIRS)]
+    joined: Vector = np.bitwise_or.reduce(bits)
+    return joined
+
+
+def unit_of(form, at, i):
+    """Return the address of the codes of a unit."""
+    segment, unit = divmod(i, form.segment // form.unit)
+    first = at + form.d_bytes + form.codes_at
+    return first + segment * form.segment_bytes + unit * form.unit_bytes
+
+
+# ---- scales and bases ---------------------------------------------------------------------------
+
+
+def _stored(form: Any, at: Any, base: bool) -> Vector:
+    """Return 16 numbers `d` or `m`."""
+    if form.d_type == "f16":
+        return simd.load_f16(at)
+    if form.d_type == "f32":
+        return simd.load_f32(at)
+    numbers = read(at, np.uint8, LANES)
+    if form.d_type == "e8m0":
+        return np.ldexp(np.float32(1), numbers.astype(np.int32) - 128).astype(np.float32)
+    if form.d_type == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+        return (numbers.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(
+            128
+        )
+    quotient = numbers.astype(np.float32) / np.float32(100 if base else 1000)
+    return quotient - np.float32(1) if base else quotient
+
+
+def _of_block(form, at, s):
+    """Return the address of the number for sub-block s among those of a block."""
+    per_d = form.d_block // form.sub_block
+    return at + (0 if form.block == form.d_block else s // per_d * LANES * D_BYTES[form.d_type])
+
+
+def _of_segment(form, at, s):
+    """Return the address of the integer scales of sub-block s."""
+    segment, scale = divmod(s, form.segment_scales)
+    return at + form.d_bytes + segment * form.segment_bytes + LANES * scale
+
+
+def d_of(form: Any, at: Any, s: Any) -> Vector:
+    """Return `d` of a sub-block."""
+    d = _stored(form, _of_block(form, at, s), base=False)
+    return d * np.float32(form.factor)
+
+
+def m_of(form: Any, at: Any, s: Any) -> Vector:
+    """Return `m` of a sub-block, or -0."""
+    if form.base == "none":
+        return simd.splat(-0.0)
+    offset = LANES * D_BYTES[form.d_type] * (form.block // form.d_block)
+    return _stored(form, _of_block(form, at, s) + offset, base=True)
+
+
+def scale_of(form: Any, at: Any, s: Any, d: Vector) -> Vector:
+    """Return d times the integer scale of a sub-block."""
+    if form.scales == "none":
+        return d
+    dtype = np.int8 if form.scales == "i8" else np.uint8
+    numbers = read(_of_segment(form, at, s), dtype, LANES)
+    if form.scales == "u4":
+        numbers = numbers & np.uint8(15)
+    return d * numbers.astype(np.float32)
+
+
+def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:
+    """Return m, or -m times the integer min of a sub-block."""
+    if form.base != "min":
+        return m
+    place = _of_segment(form, at, s)
+    if form.scales == "u4":
+        numbers = read(place, np.uint8, LANES) >> np.uint8(4)
+    else:
+        numbers = read(place + LANES * form.segment_scales, np.uint8, LANES)
+    return -m * numbers.astype(np.float32)
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+
+def _folds_zero(form):
+    power_of_two = form.zero & (form.zero - 1) == 0
+    exact = power_of_two or (form.d_type == "f16" and form.scales == "none")
+    return bool(form.base == "none" and exact)
+
+
+def parameters(form: Any, at: Any, s: Any) -> tuple[Vector, Vector]:
+    """Return scale and base of a sub-block."""
+    scale = scale_of(form, at, s, d_of(form, at, s))
+    if form.zero and _folds_zero(form):
+        return scale, scale * np.float32(-form.zero)
+    return scale, base_of(form, at, s, m_of(form, at, s))
+
+
+def weight(form: Any, u: Vector, j: Any, scale: Vector, base: Vector) -> Vector:
+    """Return column j of a code vector as weights."""
+    number = u[j::4].astype(np.float32)
+    if form.zero and not _folds_zero(form):
+        number = number - np.float32(form.zero)
+    return simd.fma(scale, number, base)

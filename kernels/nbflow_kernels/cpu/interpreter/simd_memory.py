@@ -1,0 +1,143 @@
+"""Twins of `nbflow_kernels.cpu.simd_memory`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu.interpreter import simd
+from nbflow_kernels.cpu.interpreter.memory import LANES, bf16_to_f32, read, write
+
+Vector = NDArray[Any]
+
+
+def read_f32(addr):
+    """Return one float32."""
+    return read(addr, np.float32, 1)[0]
+
+
+def read_f16(addr):
+    """Return one float16 as float32."""
+    return np.float32(read(addr, np.float16, 1)[0])
+
+
+def read_bf16(addr):
+    """Return one bfloat16 as float32."""
+    return bf16_to_f32(read(addr, np.uint16, 1))[0]
+
+
+def read_i32(addr):
+    """Return one int32."""
+    return int(read(addr, np.int32, 1)[0])
+
+
+def write_i64(addr, x):
+    """Write one int64."""
+    write(addr, np.array([x], np.int64))
+
+
+def store_quarters(addr: Any, step: Any, v: Vector) -> None:
+    """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
+    for i in range(4):
+        write(addr + i * step, v[4 * i : 4 * i + 4])
+
+
+def read_i64(addr):
+    """Return one int64."""
+    return int(read(addr, np.int64, 1)[0])
+
+
+def read_word(addr, i):
+    """Return the i-th int64 behind an address."""
+    return read_i64(addr + 8 * int(i))
+
+
+def read_u8(addr):
+    """Return one unsigned byte."""
+    return int(read(addr, np.uint8, 1)[0])
+
+
+def read_u16(addr):
+    """Return one uint16."""
+    return int(read(addr, np.uint16, 1)[0])
+
+
+def write_f32(addr, x):
+    """Write one float32."""
+    write(addr, np.array([x], np.float32))
+
+
+def write_f16(addr, x):
+    """Write one float32 rounded to float16."""
+    write(addr, np.array([x], np.float32).astype(np.float16))
+
+
+def store_f16(addr: Any, v: Vector) -> None:
+    """Write 16 float32 rounded to float16."""
+    write(addr, v.astype(np.float16))
+
+
+def _first(n):
+    return max(0, min(int(n), LANES))
+
+
+def load_first(addr: Any, n: Any, rest: Any) -> Vector:
+    """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
+    v = np.full(LANES, rest, np.float32)
+    if _first(n):
+        v[: _first(n)] = read(addr, np.float32, _first(n))
+    return v
+
+
+def load_first_f16(addr: Any, n: Any) -> Vector:
+    """Return 16 float16 of which the first `n` are read, and the others are 0, widened."""
+    v = np.zeros(LANES, np.float32)
+    if _first(n):
+        v[: _first(n)] = read(addr, np.float16, _first(n))
+    return v
+
+
+def load_first_bf16(addr: Any, n: Any) -> Vector:
+    """Return 16 bfloat16 of which the first `n` are read, and the others are 0, widened."""
+    v = np.zeros(LANES, np.float32)
+    if _first(n):
+        v[: _first(n)] = bf16_to_f32(read(addr, np.uint16, _first(n)))
+    return v
+
+
+def store_first(addr: Any, n: Any, v: Vector) -> None:
+    """Write the first `n` lanes of 16 float32."""
+    if _first(n):
+        write(addr, v[: _first(n)])
+
+
+_allocated: dict[int, NDArray[Any]] = {}
+
+
+def allocate(n_bytes):
+    """Return the address of new memory, until `release`."""
+    memory = np.full(max(1, int(n_bytes)), 0xFF, np.uint8)  # NaN
+    _allocated[memory.ctypes.data] = memory
+    return memory.ctypes.data
+
+
+def release(addr):
+    """Give back memory from `allocate`."""
+    del _allocated[int(addr)]
+
+
+def prefetch(addr):
+    """Do nothing."""
+
+
+def store_halves(low: Any, high: Any, v: Vector) -> None:
+    """Write lanes 0-7 to `low` and lanes 8-15 to `high`."""
+    write(low, v[:8])
+    write(high, v[8:])
+
+
+def sum16(*vectors: Vector) -> Vector:
+    """Return the vector whose lane i is the sum of the lanes of argument i."""
+    return np.array([simd.sum(v) for v in vectors], np.float32)

@@ -1,0 +1,43 @@
+"""Twins of `nbflow_kernels.cpu.simd_shuffle`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu.interpreter.memory import LANES
+
+Vector = NDArray[Any]
+
+
+def evens(a: Vector, b: Vector) -> Vector:
+    """Return lanes 0, 2, 4... of `a`, then of `b`."""
+    return np.concatenate([a[::2], b[::2]])
+
+
+def odds(a: Vector, b: Vector) -> Vector:
+    """Return lanes 1, 3, 5... of `a`, then of `b`."""
+    return np.concatenate([a[1::2], b[1::2]])
+
+
+def twice_low(v: Vector) -> Vector:
+    """Return lanes 0, 0, 1, 1 ... 7, 7."""
+    return v[: LANES // 2].repeat(2)
+
+
+def twice_high(v: Vector) -> Vector:
+    """Return lanes 8, 8 ... 15, 15."""
+    return v[LANES // 2 :].repeat(2)
+
+
+def swap_pairs(v: Vector) -> Vector:
+    """Return lanes 1, 0, 3, 2 ... 15, 14."""
+    return v.reshape(-1, 2)[:, ::-1].reshape(LANES)
+
+
+def negate_evens(v: Vector) -> Vector:
+    """Return `v` with the sign of its even lanes turned."""
+    signs = np.tile(np.array([1 << 31, 0], np.uint32), LANES // 2)
+    return (v.view(np.uint32) ^ signs).view(np.float32)

@@ -1,0 +1,245 @@
+"""Register tiles: R row groups of 16 weights times T tokens, as one value in a kernel.
+
+A product of matrices keeps R * T vectors of sums in registers, adds to all of them at each step,
+and reads only R vectors of weights and T activations for it.  Numba does not unroll loops over
+tuples of vectors; a tile is one value whose operations emit the R * T instructions.
+
+====================================================  =============================================
+`zeros(R, T)`                                         float32 sums, all 0
+`outer(sums, w, w_step, x, x_step)`                   sums[r, t] + w[r] * x[t]: w 16 float32, x one
+`starts(R, T, n, n_step, factor)`                     int32 sums: factor * n[t] in all lanes
+`dots(ints, w, w_step, x, x_step, bits)`              ints[r, t] + w[r] . x[t]: w 64 bytes, x 4
+`scaled(sums, ints, w, w_step, x, x_step)`            sums[r, t] + ints[r, t] * (w[r] * x[t])
+`based(sums, w, w_step, x, x_step, n, n_step)`        sums[r, t] + w[r] * (x[t] * n[t])
+`add(a, b)`                                           lane by lane
+`store(addr, sums)`                                   write R * T vectors; r is the slower index
+====================================================  =============================================
+
+`w`, `x` and `n` are addresses of the first row group's or token's numbers, each followed by the
+distance in bytes to the next one's.  With a single row group, `w` may be the vector itself.
+Products and sums are fused, with one rounding, except ``w[r] * x[t]`` and ``x[t] * n[t]`` of
+`scaled` and `based`, which are rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba.core import datamodel, errors, extending, types
+
+from nbflow_kernels.cpu import interpreter, isa, llvm
+from nbflow_kernels.cpu.llvm import F32, I8, I32, LANES
+from nbflow_kernels.cpu.simd import Vector, f32x16, i32x16
+from nbflow_kernels.cpu.simd_int8 import emit_dot
+
+intrinsic = functools.partial(interpreter.intrinsic, fallback="register_tiles_int8")
+
+
+class Tile(types.Type):
+    """The Numba type of R x T vectors of 16 float32 or int32."""
+
+    def __init__(self, vector: Any, rows: int, tokens: int) -> None:
+        self.vector, self.rows, self.tokens = vector, rows, tokens
+        super().__init__(name=f"tile.{vector.element}.{rows}x{tokens}")
+
+    @property
+    def llvm(self) -> Any:
+        """Return the LLVM type."""
+        return ir.ArrayType(self.vector.llvm, self.rows * self.tokens)
+
+
+@extending.register_model(Tile)
+class _TileModel(datamodel.models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Tile) -> None:
+        super().__init__(manager, fe_type, fe_type.llvm)
+
+
+class _Emit:
+    """What the operations share while they emit code."""
+
+    def __init__(self, context, builder, signature, args):
+        self.builder = builder
+        self.values = [
+            value
+            if isinstance(kind, Tile | Vector)
+            else context.cast(builder, value, kind, types.int64)
+            for value, kind in zip(args, signature.args, strict=True)
+        ]
+
+    def load(self, addr: Any, step: Any, index: int, kind: Any) -> Any:
+        """Return what lies `index` steps of bytes behind an address."""
+        return llvm.load(self.builder, llvm.element(self.builder, addr, step, index), kind)
+
+    def weights(self, tile: Tile, w: Any, step: Any, kind: Any) -> list[Any]:
+        """Return the vectors of all row groups."""
+        if w.type == kind:
+            return [w]
+        return [self.load(w, step, r, kind) for r in range(tile.rows)]
+
+    def splat(self, scalar: Any) -> Any:
+        """Return a scalar in all lanes."""
+        return llvm.splat(self.builder, scalar)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c."""
+        return llvm.fma(self.builder, a, b, c)
+
+    def each(self, tile: Tile, old: Any, new: Any) -> Any:
+        """Return the tile of ``new(r, t, old vector)``."""
+        result = ir.Constant(tile.llvm, ir.Undefined)
+        for r in range(tile.rows):
+            for t in range(tile.tokens):
+                i = r * tile.tokens + t
+                vector = None if old is None else self.builder.extract_value(old, i)
+                result = self.builder.insert_value(result, new(r, t, vector), i)
+        return result
+
+
+def _tile_of(name: str, tile: Any, vector: Any) -> Tile:
+    if not isinstance(tile, Tile) or tile.vector != vector:
+        raise errors.TypingError(f"simd_tiles.{name}: wanted a tile of {vector}, got {tile}")
+    return tile
+
+
+def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Tile:
+    if not isinstance(rows, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
+        raise errors.TypingError(f"simd_tiles.{name}: R and T must be constants")
+    return Tile(vector, rows.literal_value, tokens.literal_value)
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing_context, rows, tokens):
+    """See the module."""
+    tile = _new("zeros", f32x16, rows, tokens)
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(tile.llvm, None)
+
+    return tile(rows, tokens), codegen
+
+
+@intrinsic
+def outer(typing_context, sums, w, w_step, x, x_step):
+    """See the module."""
+    tile = _tile_of("outer", sums, f32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        sums, w, w_step, x, x_step = emit.values
+        weights = emit.weights(tile, w, w_step, f32x16.llvm)
+        xs = [emit.splat(emit.load(x, x_step, t, F32)) for t in range(tile.tokens)]
+        return emit.each(tile, sums, lambda r, t, old: emit.fma(weights[r], xs[t], old))
+
+    return tile(sums, w, w_step, x, x_step), codegen
+
+
+@intrinsic(prefer_literal=True)
+def starts(typing_context, rows, tokens, n, n_step, factor):
+    """See the module."""
+    tile = _new("starts", i32x16, rows, tokens)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        _, _, n, n_step, factor = emit.values
+        narrow = builder.trunc(factor, I32)
+        loaded = [emit.load(n, n_step, t, I32) for t in range(tile.tokens)]
+        first = [emit.splat(builder.mul(one, narrow)) for one in loaded]
+        return emit.each(tile, None, lambda r, t, old: first[t])
+
+    return tile(rows, tokens, n, n_step, factor), codegen
+
+
+@intrinsic(prefer_literal=True)
+def dots(typing_context, ints, w, w_step, x, x_step, bits):
+    """See the module."""
+    tile = _tile_of("dots", ints, i32x16)
+    seven = isinstance(bits, types.IntegerLiteral) and bits.literal_value < 8
+    bytes_ = llvm.vector(I8, 4 * LANES)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        ints, w, w_step, x, x_step, _ = emit.values
+        weights = emit.weights(tile, w, w_step, bytes_)
+        fours = [emit.splat(emit.load(x, x_step, t, I32)) for t in range(tile.tokens)]
+        xs = [builder.bitcast(four, bytes_) for four in fours]
+        features = isa.features()
+        return emit.each(
+            tile, ints, lambda r, t, old: emit_dot(builder, old, weights[r], xs[t], seven, features)
+        )
+
+    return tile(ints, w, w_step, x, x_step, bits), codegen
+
+
+@intrinsic
+def scaled(typing_context, sums, ints, w, w_step, x, x_step):
+    """See the module."""
+    tile = _tile_of("scaled", sums, f32x16)
+    _tile_of("scaled", ints, i32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        sums, ints, w, w_step, x, x_step = emit.values
+        scales = emit.weights(tile, w, w_step, f32x16.llvm)
+        xs = [emit.splat(emit.load(x, x_step, t, F32)) for t in range(tile.tokens)]
+
+        def one(r, t, old):
+            whole = builder.sitofp(builder.extract_value(ints, r * tile.tokens + t), f32x16.llvm)
+            return emit.fma(whole, builder.fmul(scales[r], xs[t]), old)
+
+        return emit.each(tile, sums, one)
+
+    return tile(sums, ints, w, w_step, x, x_step), codegen
+
+
+@intrinsic
+def based(typing_context, sums, w, w_step, x, x_step, n, n_step):
+    """See the module."""
+    tile = _tile_of("based", sums, f32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        sums, w, w_step, x, x_step, n, n_step = emit.values
+        bases = emit.weights(tile, w, w_step, f32x16.llvm)
+        xs = []
+        for t in range(tile.tokens):
+            count = builder.sitofp(emit.load(n, n_step, t, I32), F32)
+            xs.append(emit.splat(builder.fmul(emit.load(x, x_step, t, F32), count)))
+        return emit.each(tile, sums, lambda r, t, old: emit.fma(bases[r], xs[t], old))
+
+    return tile(sums, w, w_step, x, x_step, n, n_step), codegen
+
+
+@intrinsic
+def add(typing_context, a, b):
+    """See the module."""
+    tile = _tile_of("add", a, f32x16)
+    _tile_of("add", b, f32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        return emit.each(
+            tile,
+            args[0],
+            lambda r, t, old: builder.fadd(
+                old, builder.extract_value(args[1], r * tile.tokens + t)
+            ),
+        )
+
+    return tile(a, b), codegen
+
+
+@intrinsic
+def store(typing_context, addr, sums):
+    """See the module."""
+    tile = _tile_of("store", sums, f32x16)
+
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        for i in range(tile.rows * tile.tokens):
+            vector = builder.extract_value(args[1], i)
+            llvm.store(builder, vector, llvm.offset(builder, address, 4 * LANES * i))
+        return context.get_dummy_value()
+
+    return types.none(addr, sums), codegen

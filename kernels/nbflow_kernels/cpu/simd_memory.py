@@ -1,0 +1,302 @@
+"""Memory and lane helpers for kernels that work on addresses, beside `nbflow_kernels.cpu.simd`.
+
+Kernels that take addresses and byte strides instead of arrays compile once for every layout and
+element type.  They need scalar reads and writes for the tail of a row, and attention needs sixteen
+horizontal sums at the price of about five.
+
+====================================  =========================================================
+`read_f32 read_f16 read_bf16(addr)`   one element as float32
+`read_i64 read_i32 read_u16 read_u8`  one element as int64
+`read_word(addr, i)`                  the i-th int64 behind an address
+`write_f32(addr, x)`                  one float32
+`write_i64(addr, x)`                  one int64
+`write_f16(addr, x)`                  one float32, rounded to float16
+`store_f16(addr, v)`                  16 float32, rounded to float16, halves to even
+`load_first(addr, n, rest)`           16 float32 of which the first `n` are read, the others `rest`
+`load_first_f16 load_first_bf16`      the same, widened; the others 0
+`store_first(addr, n, v)`             the first `n` lanes only
+`allocate(n_bytes)`                   the address of new memory, to be given to `release(addr)`
+`prefetch(addr)`                      ask for the cache line of an address; any address is allowed
+`store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
+`store_quarters(addr, step, v)`       lanes 0-3 to `addr`, 4-7 to `addr + step`, and so on
+`address_of(array)`                   called from Python: a quarter of the time of ``.ctypes.data``
+`sum16(v0, ..., v15)`                 the vector of `simd.sum(v0)`, ..., `simd.sum(v15)`
+====================================  =========================================================
+
+`sum16` adds the lanes of each argument in the order of `simd.sum`, so that a dot product does not
+depend on which of the sixteen places it was computed in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, errors, types
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu import interpreter, llvm
+from nbflow_kernels.cpu.float16 import emit_narrow, emit_widen
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64, LANES
+from nbflow_kernels.cpu.simd import f32x16
+
+intrinsic = functools.partial(interpreter.intrinsic, fallback="simd_memory")
+
+
+def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
+    def read(typing_context, addr):
+        def codegen(context, builder, signature, args):
+            value = llvm.load(builder, llvm.int64(context, builder, signature, args), stored)
+            if widen in ("zext", "sext"):
+                return getattr(builder, widen)(value, I64)
+            return emit_widen(builder, value, widen)
+
+        return result(addr), codegen
+
+    read.__name__ = name
+    return intrinsic(read)
+
+
+read_f32 = _make_read("read_f32", F32, types.float32, None)
+read_f16 = _make_read("read_f16", I16, types.float32, "f16")
+read_bf16 = _make_read("read_bf16", I16, types.float32, "bf16")
+read_i64 = _make_read("read_i64", I64, types.int64, None)
+read_i32 = _make_read("read_i32", I32, types.int64, "sext")
+read_u8 = _make_read("read_u8", I8, types.int64, "zext")
+read_u16 = _make_read("read_u16", I16, types.int64, "zext")
+
+
+@intrinsic
+def read_word(typing_context, addr, i):
+    """Return the i-th int64 behind an address."""
+
+    def codegen(context, builder, signature, args):
+        first, i = (llvm.int64(context, builder, signature, args, n) for n in range(2))
+        address = builder.add(first, builder.shl(i, ir.Constant(I64, 3)))
+        return llvm.load(builder, address, I64)
+
+    return types.int64(addr, i), codegen
+
+
+def _make_write(name: str, narrow: bool) -> Any:
+    def write(typing_context, addr, x):
+        def codegen(context, builder, signature, args):
+            value = context.cast(builder, args[1], signature.args[1], types.float32)
+            if narrow:
+                value = emit_narrow(builder, value)
+            llvm.store(builder, value, llvm.int64(context, builder, signature, args))
+            return context.get_dummy_value()
+
+        return types.none(addr, x), codegen
+
+    write.__name__ = name
+    return intrinsic(write)
+
+
+@intrinsic
+def write_i64(typing_context, addr, x):
+    """Write one integer as int64."""
+
+    def codegen(context, builder, signature, args):
+        address, value = (llvm.int64(context, builder, signature, args, i) for i in range(2))
+        llvm.store(builder, value, address)
+        return context.get_dummy_value()
+
+    return types.none(addr, x), codegen
+
+
+write_f32 = _make_write("write_f32", narrow=False)
+write_f16 = _make_write("write_f16", narrow=True)
+
+
+@intrinsic
+def store_f16(typing_context, addr, v):
+    """Write 16 float32 as float16, rounded to nearest, halves to even."""
+
+    def codegen(context, builder, signature, args):
+        value = emit_narrow(builder, args[1])
+        llvm.store(builder, value, llvm.int64(context, builder, signature, args))
+        return context.get_dummy_value()
+
+    return types.none(addr, v), codegen
+
+
+def first_lanes(context, builder, n, n_type):
+    """Emit the mask of the first `n` lanes, for any `n`."""
+    counts = llvm.splat(builder, context.cast(builder, n, n_type, types.int64))
+    return builder.icmp_signed("<", llvm.constant(I64, range(LANES)), counts)
+
+
+def masked_load(builder, pointer, mask, rest):
+    """Emit the load of the lanes of a mask; the others are those of `rest`."""
+    element = "f32" if rest.type == f32x16.llvm else "i16"
+    name = f"llvm.masked.load.v{LANES}{element}.p0"
+    return llvm.call(builder, name, rest.type, [pointer, ir.Constant(I32, 1), mask, rest])
+
+
+@intrinsic
+def load_first(typing_context, addr, n, rest):
+    """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
+
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        mask = first_lanes(context, builder, args[1], signature.args[1])
+        value = context.cast(builder, args[2], signature.args[2], types.float32)
+        pointer = llvm.pointer(builder, address, f32x16.llvm)
+        return masked_load(builder, pointer, mask, llvm.splat(builder, value))
+
+    return f32x16(addr, n, rest), codegen
+
+
+def _make_load_first(name: str, widen: str) -> Any:
+    def load(typing_context, addr, n):
+        def codegen(context, builder, signature, args):
+            stored = llvm.vector(I16)
+            address = llvm.int64(context, builder, signature, args)
+            mask = first_lanes(context, builder, args[1], signature.args[1])
+            pointer = llvm.pointer(builder, address, stored)
+            value = masked_load(builder, pointer, mask, ir.Constant(stored, None))
+            return emit_widen(builder, value, widen)
+
+        return f32x16(addr, n), codegen
+
+    load.__name__ = name
+    return intrinsic(load)
+
+
+load_first_f16 = _make_load_first("load_first_f16", "f16")
+load_first_bf16 = _make_load_first("load_first_bf16", "bf16")
+
+
+@intrinsic
+def store_first(typing_context, addr, n, v):
+    """Write the first `n` lanes of 16 float32."""
+
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        pointer = llvm.pointer(builder, address, f32x16.llvm)
+        mask = first_lanes(context, builder, args[1], signature.args[1])
+        name = f"llvm.masked.store.v{LANES}f32.p0"
+        llvm.call(builder, name, ir.VoidType(), [args[2], pointer, ir.Constant(I32, 1), mask])
+        return context.get_dummy_value()
+
+    return types.none(addr, n, v), codegen
+
+
+@intrinsic
+def allocate(typing_context, n_bytes):
+    """Return the address of new memory, until `release`.
+
+    It takes the compiler a fraction of the time of an array, which also ends when its name is used
+    last, whoever has its address.
+    """
+
+    def codegen(context, builder, signature, args):
+        pointer = context.nrt.allocate(
+            builder, context.cast(builder, args[0], signature.args[0], types.intp)
+        )
+        with builder.if_then(cgutils.is_null(builder, pointer), likely=False):
+            context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's own memory",))
+        return builder.ptrtoint(pointer, I64)
+
+    return types.int64(n_bytes), codegen
+
+
+@intrinsic
+def release(typing_context, addr):
+    """Give back memory from `allocate`."""
+
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        context.nrt.free(builder, llvm.pointer(builder, address, I8))
+        return context.get_dummy_value()
+
+    return types.none(addr), codegen
+
+
+@intrinsic
+def prefetch(typing_context, addr):
+    """Ask for the cache line at an address, to be read soon; reads nothing."""
+
+    def codegen(context, builder, signature, args):
+        pointer = llvm.pointer(builder, llvm.int64(context, builder, signature, args), I8)
+        read, keep, data = (ir.Constant(I32, n) for n in (0, 2, 1))  # to the second level
+        llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+        return context.get_dummy_value()
+
+    return types.none(addr), codegen
+
+
+@intrinsic
+def store_halves(typing_context, low, high, v):
+    """Write lanes 0-7 to the address `low` and lanes 8-15 to the address `high`."""
+
+    def codegen(context, builder, signature, args):
+        for i in (0, 1):
+            half = llvm.shuffle(builder, args[2], args[2], range(8 * i, 8 * i + 8))
+            llvm.store(builder, half, llvm.int64(context, builder, signature, args, i))
+        return context.get_dummy_value()
+
+    return types.none(low, high, v), codegen
+
+
+@intrinsic
+def store_quarters(typing_context, addr, step, v):
+    """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
+
+    def codegen(context, builder, signature, args):
+        address, step = (llvm.int64(context, builder, signature, args, i) for i in range(2))
+        for i in range(4):
+            quarter = llvm.shuffle(builder, args[2], args[2], range(4 * i, 4 * i + 4))
+            llvm.store(builder, quarter, llvm.element(builder, address, step, i))
+        return context.get_dummy_value()
+
+    return types.none(addr, step, v), codegen
+
+
+def _fold(builder, a, b, width):
+    """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in the result."""
+    starts = range(0, 2 * LANES, width)
+    low = [s + i for s in starts for i in range(width // 2)]
+    high = [s + i for s in starts for i in range(width // 2, width)]
+    return builder.fadd(llvm.shuffle(builder, a, b, low), llvm.shuffle(builder, a, b, high))
+
+
+@intrinsic
+def sum16(typing_context, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15):
+    """Return the vector whose lane i is the sum of the lanes of argument i."""
+    vectors = (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15)
+    if any(v != f32x16 for v in vectors):
+        raise errors.TypingError("lanes.sum16: wanted 16 vectors of float32")
+
+    return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
+
+
+def emit_sums(builder, vectors):
+    """Emit the vector of the sums of 16 vectors."""
+    values, width = list(vectors), LANES
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [_fold(builder, a, b, width) for a, b in pairs]
+        width //= 2
+    return values[0]
+
+
+# NumPy's binary interface: the address of an array's data comes right behind the object's header.
+_HEADER = object.__basicsize__
+_word_at = ctypes.c_int64.from_address
+_probe = np.zeros((2, 3), np.int16)[1:, 2:]
+_FOLLOWS_HEADER = _word_at(id(_probe) + _HEADER).value == _probe.ctypes.data
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Return the address of an array's first element; to be called from Python."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            "the first array lies in host memory, another one on a CUDA device; copy it to the "
+            f"host (cupy.asnumpy), got {type(array).__module__}.{type(array).__name__}"
+        )
+    return _word_at(id(array) + _HEADER).value if _FOLLOWS_HEADER else array.ctypes.data

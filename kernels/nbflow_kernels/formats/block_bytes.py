@@ -1,0 +1,56 @@
+"""Numbers in the bytes of a block, for the functions of a user's weight format.
+
+    from nbflow_kernels.formats.block_bytes import get_f16, put_f16
+
+They run inside compiled code and in plain Python alike.  Bytes need not be aligned; those outside
+the block raise IndexError.
+
+>>> import numpy as np
+>>> block = np.zeros(4, np.uint8)
+>>> put_f16(block, 2, 1.5)
+>>> float(get_f16(block, 2)), block.tolist()
+(1.5, [0, 0, 0, 62])
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.simd_memory import read_f16, read_f32, write_f16, write_f32
+
+__all__ = ["get_f16", "get_f32", "put_f16", "put_f32"]
+
+
+@jit.device_function(inline="always")
+def _check(block, at, n):
+    if at < 0 or at + n > len(block):
+        raise IndexError("a number lies outside the block's bytes")
+
+
+@jit.kernel
+def get_f16(block, at):
+    """Return the float16 at bytes `at`, `at` + 1 of a block as float32."""
+    _check(block, at, 2)
+    return read_f16(simd.address(block) + at)
+
+
+@jit.kernel
+def put_f16(block, at, value):
+    """Write a number as float16, rounded to the nearest, to bytes `at`, `at` + 1 of a block."""
+    _check(block, at, 2)
+    write_f16(simd.address(block) + at, np.float32(value))
+
+
+@jit.kernel
+def get_f32(block, at):
+    """Return the float32 at bytes `at` to `at` + 3 of a block."""
+    _check(block, at, 4)
+    return read_f32(simd.address(block) + at)
+
+
+@jit.kernel
+def put_f32(block, at, value):
+    """Write a number as float32 to bytes `at` to `at` + 3 of a block."""
+    _check(block, at, 4)
+    write_f32(simd.address(block) + at, np.float32(value))

@@ -1,0 +1,425 @@
+"""The paged key/value cache: where tokens lie, writing them there and reading them back.
+
+The page table of a batch is a CSR triple: request b's pages are
+``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, in order, and its last page holds
+``kv_last_page_len[b]`` tokens.  The caller owns the table and the pages.  `kv_format` names how
+numbers are stored: floats, or blocks of quantized ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_device, on_host
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kv_cache import cpu, cuda
+from nbflow_kernels.kv_cache.formats import (
+    KVFormat,
+    format_of,
+    kinds_of,
+    kv_format,
+    kv_formats,
+    split_names,
+)
+from nbflow_kernels.kv_cache.page_table import (
+    check_cache,
+    check_layout,
+    check_mla_cache,
+    check_page_numbers,
+    check_page_table,
+    count_tokens,
+    split_cache,
+)
+
+__all__ = [
+    "KVFormat",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "gather_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "kv_format",
+    "kv_formats",
+]
+
+OUT_DTYPES = ("float32", "float16")
+
+
+def append_paged_kv_cache(
+    append_key: Any,
+    append_value: Any,
+    batch_indices: Any,
+    positions: Any,
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+    *,
+    kv_format: str | None = None,
+) -> None:
+    """Write new keys and values into their pages, in place.
+
+    Parameters
+    ----------
+    append_key, append_value : array of float32, shape (nnz, G, D)
+        One row per new token; rows may be far apart (columns of a wider matrix).  Values may have
+        another size than keys if the cache is a pair.
+    batch_indices : array of int32, shape (nnz,)
+        The request each row belongs to; see `get_batch_indices_positions`.
+    positions : array of int32, shape (nnz,)
+        The row's position in its sequence.  No position may occur twice in a request.
+    paged_kv_cache : pair of arrays, or one array
+        Keys and values, (pages, page_size, G, row) each for ``"NHD"`` or (pages, G, page_size, row)
+        for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A row is D floats, or for a
+        quantized cache ``kv_format(name).row_length(D)`` bytes (uint8).
+    kv_indices : array of int32, shape (n_pages,)
+        Page numbers of all requests.
+    kv_indptr : array of int32, shape (B + 1,)
+        Where each request's pages start in `kv_indices`.
+    kv_last_page_len : array of int32, shape (B,)
+        Tokens on each request's last page, the new ones included.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    kv_format : str, optional
+        How the cache stores numbers: a name that `kv_format` knows, e.g. ``"q8_0"``, or two, that
+        of the keys first, e.g. ``"q8_0/q4_0"`` (see `kv_formats`).  Without it the arrays' dtypes
+        say it: float32, float16, or bfloat16 where a package provides that type
+        (``kv_format="bf16"`` takes its bits as uint16).
+
+    Raises
+    ------
+    UsageError
+        If shapes do not fit, the format is unknown, or a row's request or position is not in the
+        table.
+    TypeError
+        If an argument is not an array or has another dtype.
+
+    Notes
+    -----
+    On a CUDA device the index arrays may lie there or on the host.  Where one lies there, nothing
+    waits for its values: a row whose request or position is not in the table is left out.
+
+    Floats are rounded to nearest, halves to even; what exceeds 65504 becomes infinite in float16.
+    A head vector in a block format is ``quantize(row, kv_format, encoder="plain")``, bit for bit
+    (but for the sign of a base of zero); a block with a NaN or an infinity decodes to NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kv_cache import append_paged_kv_cache
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> cache = np.zeros((2, 2, 2, 1, 1), np.float32)  # 2 pages of keys and values, 2 tokens each
+    >>> row = np.full((1, 1, 1), 5, np.float32)
+    >>> append_paged_kv_cache(row, -row, ints(0), ints(2), cache, ints(1, 0), ints(0, 2), ints(1))
+    >>> cache[0].ravel()  # position 2 is the first slot of the request's second page, page 0
+    array([ 5.,  0., -5.,  0.], dtype=float32)
+    """
+    check_layout(kv_layout)
+    check_array("append_key", append_key, (None, None, None), rows=True)
+    T, G, D = append_key.shape
+    check_array("append_value", append_value, (T, G, None), rows=True)
+    k, v = check_cache(
+        paged_kv_cache, None, G, D, kv_layout, kv_format, D_value=append_value.shape[2]
+    )
+    page_size = k.shape[1 if kv_layout == "NHD" else 2]
+    tables = (kv_indices, kv_indptr, kv_last_page_len)
+    _check_tables(batch_indices, positions, T, tables, page_size, k.shape[0])
+    variant = cuda if is_cuda(append_key) else cpu
+    variant.append_paged_kv_cache(
+        append_key, append_value, batch_indices, positions, k, v, kv_indices, kv_indptr, kv_layout,
+        kinds_of(k, v, kv_format),
+    )  # fmt: skip
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Any,
+    append_kpe: Any,
+    batch_indices: Any,
+    positions: Any,
+    ckv_cache: Any,
+    kpe_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    *,
+    kv_format: str | None = None,
+) -> None:
+    """Write the compressed keys and values of multi-head latent attention into their pages.
+
+    Parameters
+    ----------
+    append_ckv : array of float32, shape (nnz, D_ckv)
+        The compressed key and value of each new token (512 in DeepSeek-V2 and -V3).
+    append_kpe : array of float32, shape (nnz, D_kpe)
+        The rotated part of its key, which all heads share (64 there).
+    batch_indices, positions : array of int32, shape (nnz,)
+        As in `append_paged_kv_cache`.
+    ckv_cache : array, shape (pages, page_size, D_ckv)
+        Pages of float32, float16 or what `kv_format` says.  Tokens may be apart: both caches can be
+        slices of one array (pages, page_size, D_ckv + D_kpe).
+    kpe_cache : array, shape (pages, page_size, D_kpe)
+        As `ckv_cache`, in the same format.
+    kv_indices, kv_indptr, kv_last_page_len : array of int32
+        The page table, as in `append_paged_kv_cache`.
+    kv_format : str, optional
+        One name, as in `append_paged_kv_cache`: a key is both vectors together.  The last axes of
+        the caches are then ``row_length``.
+
+    Raises
+    ------
+    UsageError, TypeError
+        As `append_paged_kv_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kv_cache import append_paged_mla_kv_cache
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> both = np.zeros((1, 2, 3), np.float32)  # one page of 2 tokens, 2 + 1 numbers each
+    >>> row = np.array([[1, 2]], np.float32)
+    >>> append_paged_mla_kv_cache(
+    ...     row, row[:, :1], ints(0), ints(1), both[..., :2], both[..., 2:], ints(0), ints(0, 1),
+    ...     ints(2)
+    ... )
+    >>> both[0, 1]
+    array([1., 2., 1.], dtype=float32)
+    """
+    check_array("append_ckv", append_ckv, (None, None), rows=True)
+    T = append_ckv.shape[0]
+    check_array("append_kpe", append_kpe, (T, None), rows=True)
+    sizes = (append_ckv.shape[1], append_kpe.shape[1])
+    format = check_mla_cache(ckv_cache, kpe_cache, None, sizes, kv_format)
+    n_pages, page_size = ckv_cache.shape[:2]
+    tables = (kv_indices, kv_indptr, kv_last_page_len)
+    _check_tables(batch_indices, positions, T, tables, page_size, n_pages)
+    variant = cuda if is_cuda(append_ckv) else cpu
+    variant.append_paged_mla_kv_cache(
+        append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices,
+        kv_indptr, (format.kind, format.kind),
+    )  # fmt: skip
+
+
+def gather_paged_kv_cache(
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+    *,
+    head_dim: int | None = None,
+    kv_format: str | None = None,
+    dtype: str = "float32",
+    out: tuple[Any, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Return the keys and values of all requests in order, decoded: the reverse of appending.
+
+    Parameters
+    ----------
+    paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout, kv_format
+        The cache and its page table, as in `append_paged_kv_cache`.
+    head_dim : int, optional
+        D; needed for a block format if the last block is padded, else it follows from the cache.
+    dtype : {"float32", "float16"}
+        What the result is made of.
+    out : pair of arrays, shape (N, G, D) each, optional
+        Where to write keys and values; they are of type `dtype`.
+
+    Returns
+    -------
+    keys, values : array, shape (N, G, D)
+        Token after token, request after request: N is the sum of `get_seq_lens`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If the arrays do not fit each other, as in `append_paged_kv_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kv_cache import gather_paged_kv_cache
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> pages = np.arange(4, dtype=np.float32).reshape(2, 2, 1, 1)  # 2 pages of 2 tokens
+    >>> keys, values = gather_paged_kv_cache((pages, -pages), ints(1, 0), ints(0, 2), ints(1))
+    >>> keys.ravel(), values.ravel()  # page 1, then one token of page 0
+    (array([2., 3., 0.], dtype=float32), array([-2., -3., -0.], dtype=float32))
+    """
+    check_layout(kv_layout)
+    if dtype not in OUT_DTYPES:
+        raise unknown_name("dtype", dtype, OUT_DTYPES)
+    k, v, D = _check_gathered(paged_kv_cache, kv_layout, head_dim, kv_format)
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    page_size, G = k.shape[token], k.shape[head]
+    kv_indices, kv_indptr, kv_last_page_len = map(
+        on_host, (kv_indices, kv_indptr, kv_last_page_len)
+    )
+    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
+    check_page_numbers(kv_indices[: kv_indptr[-1]], k.shape[0])
+    lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=indptr[1:])
+    places = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
+    shape = (int(indptr[-1]), G, D)
+    if out is None:
+        out = (empty(k, shape, np.dtype(dtype)), empty(k, shape, np.dtype(dtype)))
+    for name, array in zip(("out (keys)", "out (values)"), out, strict=True):
+        check_array(name, array, shape, np.dtype(dtype))
+    kinds = kinds_of(k, v, kv_format)
+    variant = cuda if is_cuda(k) else cpu
+    variant.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kinds, *out)
+    return out
+
+
+def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
+    """Return the number of tokens of each request.
+
+    Parameters
+    ----------
+    kv_indptr : array of int32, shape (B + 1,)
+        Where each request's pages start.
+    kv_last_page_len : array of int32, shape (B,)
+        Tokens on each request's last page; 0 for a request without pages.
+    page_size : int
+        Tokens per page.
+
+    Returns
+    -------
+    array of int32, shape (B,)
+        ``(pages - 1) * page_size + last_page_len``.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If the arrays do not describe pages of this size.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kv_cache import get_seq_lens
+    >>> get_seq_lens(np.array([0, 2, 3], np.int32), np.array([1, 4], np.int32), 4)
+    array([5, 4], dtype=int32)
+    """
+    indptr, last = on_host(kv_indptr), on_host(kv_last_page_len)
+    check_page_table(indptr, None, last, page_size)
+    lens = count_tokens(indptr, last, page_size)
+    return on_device(np.asarray(lens), kv_indptr) if is_cuda(kv_indptr) else lens
+
+
+def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:
+    """Return the request and the position of every appended row.
+
+    Parameters
+    ----------
+    append_indptr : array of int32, shape (B + 1,)
+        New rows of request b are ``append_indptr[b]:append_indptr[b + 1]``.
+    seq_lens : array of int32, shape (B,)
+        Length of each sequence with the new rows; see `get_seq_lens`.
+    nnz : int
+        Number of new rows, ``append_indptr[-1]``.
+
+    Returns
+    -------
+    batch_indices, positions : arrays of int32, shape (nnz,)
+        The rows of a request have its last positions.
+
+    Raises
+    ------
+    UsageError
+        If `nnz` is another number, or a sequence is shorter than what is appended to it.
+    TypeError
+        If an argument is not an int32 array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kv_cache import get_batch_indices_positions
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> get_batch_indices_positions(ints(0, 1, 3), ints(10, 2), 3)
+    (array([0, 1, 1], dtype=int32), array([9, 0, 1], dtype=int32))
+    """
+    given = append_indptr
+    append_indptr, seq_lens = on_host(append_indptr), on_host(seq_lens)
+    check_array("append_indptr", append_indptr, (None,), np.int32)
+    if not len(append_indptr):
+        raise UsageError("append_indptr must have one entry more than there are requests, got none")
+    check_array("seq_lens", seq_lens, (len(append_indptr) - 1,), np.int32)
+    counts = append_indptr[1:] - append_indptr[:-1]
+    if append_indptr[0] != 0 or (counts < 0).any() or nnz != append_indptr[-1]:
+        raise UsageError(
+            f"append_indptr must start at 0, never fall and end at nnz = {nnz}, "
+            f"got {append_indptr.tolist()}"
+        )
+    if (counts > seq_lens).any():
+        request = int(np.flatnonzero(counts > seq_lens)[0])
+        raise UsageError(
+            f"seq_lens of request {request} must count its {counts[request]} new rows too, "
+            f"got {seq_lens[request]}"
+        )
+    batch_indices = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    start = (seq_lens - append_indptr[1:])[batch_indices]  # position minus row number
+    positions = start + np.arange(nnz, dtype=np.int32)
+    if is_cuda(given):
+        return on_device(batch_indices, given), on_device(positions, given)
+    return batch_indices, positions
+
+
+def _check_gathered(
+    paged_kv_cache: Any, kv_layout: str, head_dim: int | None, kv_format: str | None
+) -> tuple[Any, Any, int]:
+    """Return the key cache, the value cache and D."""
+    k, _ = split_cache(paged_kv_cache)
+    format = format_of(k, split_names(kv_format)[0])
+    if k.ndim != 4:
+        raise UsageError(f"paged_kv_cache (keys) must have 4 axes, got shape {tuple(k.shape)}")
+    n_blocks = k.shape[3] * k.itemsize // format.block_bytes
+    D = n_blocks * format.block_size if head_dim is None else head_dim
+    G = k.shape[2 if kv_layout == "NHD" else 1]
+    k, v = check_cache(paged_kv_cache, None, G, D, kv_layout, kv_format)
+    return k, v, D
+
+
+def _check_tables(
+    batch_indices: Any,
+    positions: Any,
+    T: int,
+    tables: tuple[Any, Any, Any],
+    page_size: int,
+    n_pages: int,
+) -> None:
+    """Raise unless the rows have places in the page table and the pages exist."""
+    kv_indices, kv_indptr, kv_last_page_len = tables
+    check_array("batch_indices", batch_indices, (T,), np.int32)
+    check_array("positions", positions, (T,), np.int32)
+    if any(is_cuda(table) for table in (batch_indices, positions, *tables)):
+        _check_shapes(kv_indices, kv_indptr, kv_last_page_len)
+        return
+    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
+    check_page_numbers(kv_indices[: kv_indptr[-1]], n_pages)
+    _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
+
+
+def _check_shapes(kv_indices, kv_indptr, kv_last_page_len):
+    """Raise unless a page table on a device has the right types; its values are not waited for."""
+    check_array("kv_indptr", kv_indptr, (None,), np.int32)
+    check_array("kv_indices", kv_indices, (None,), np.int32)
+    check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
+
+
+def _check_places(batch_indices, positions, lens):
+    """Raise unless every row's request and position exist."""
+    if not len(batch_indices):
+        return
+    B = len(lens)
+    if batch_indices.min() < 0 or batch_indices.max() >= B:
+        bad = batch_indices[(batch_indices < 0) | (batch_indices >= B)][0]
+        raise UsageError(f"batch_indices must name requests 0..{B - 1}, got {bad}")
+    wrong = (positions < 0) | (positions >= lens[batch_indices])
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise UsageError(
+            f"positions[{row}] must be below the length of its sequence, "
+            f"{lens[batch_indices[row]]} by the page table, got {positions[row]}"
+        )

@@ -1,0 +1,246 @@
+"""Cases of the cache operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.kv_cache.cpu_codec import FIRST_BLOCK_KIND, KINDS
+from nbflow_kernels.kv_cache.formats import kv_format, kv_formats, split_names
+from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.quantizers import quantize
+
+COPY = "copies, rounded or encoded once in the cache's format"
+INTEGERS = "integers"
+
+
+def page_table(
+    rng: np.random.Generator, lens: list[int], page_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (indptr, indices, last_page_len) of sequences on pages in random order."""
+    counts = [-(-n // page_size) for n in lens]
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    indices = rng.permutation(sum(counts)).astype(np.int32)
+    last = [n - max(c - 1, 0) * page_size for n, c in zip(lens, counts, strict=True)]
+    return indptr, indices, np.array(last, np.int32)
+
+
+def _pages(
+    rng: np.random.Generator, n_pages: int, shape: tuple[int, ...], format: str, D: int
+) -> np.ndarray:
+    """Return pages of numbers of unit variance in a format; `shape` is that of a page."""
+    values = rng.standard_normal((n_pages, *shape, D)).astype(np.float32)
+    stored = kv_format(format)
+    if stored.dtype.kind == "f":
+        return values.astype(stored.dtype)
+    data = quantize(values, format, encoder="plain").data
+    return data.view(stored.dtype).reshape(n_pages, *shape, stored.row_length(D))
+
+
+def _cache(
+    rng: np.random.Generator,
+    n_pages: int,
+    G: int,
+    D: int,
+    page_size: int,
+    format: str,
+    kv_layout: str,
+    joined: bool,
+) -> dict[str, Any]:
+    """Return the arguments that say what the cache holds and how."""
+    inner = (page_size, G) if kv_layout == "NHD" else (G, page_size)
+    keys, values = split_names(format)
+    named = {} if format in ("f32", "f16") else {"kv_format": format}
+    if keys != values:
+        both = (_pages(rng, n_pages, inner, name, D) for name in (keys, values))
+        return {"paged_kv_cache": tuple(both), "kv_layout": kv_layout, **named}
+    pages = _pages(rng, n_pages, (2, *inner), format, D)
+    pair = (pages[:, 0].copy(), pages[:, 1].copy())
+    return {"paged_kv_cache": pages if joined else pair, "kv_layout": kv_layout, **named}
+
+
+def _append(
+    lens: list[int],
+    new: list[int],
+    G: int,
+    D: int,
+    page_size: int,
+    *,
+    format: str = "f32",
+    kv_layout: str = "NHD",
+    joined: bool = False,
+) -> Callable[[np.random.Generator], dict[str, Any]]:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, lens, page_size)
+        cache = _cache(rng, len(indices), G, D, page_size, format, kv_layout, joined)
+        runs = [np.arange(n - m, n) for n, m in zip(lens, new, strict=True)]
+        T = sum(new)
+        return {
+            "append_key": rng.standard_normal((T, G, D)).astype(np.float32),
+            "append_value": rng.standard_normal((T, G, D)).astype(np.float32),
+            "batch_indices": np.repeat(np.arange(len(lens)), new).astype(np.int32),
+            "positions": np.concatenate(runs).astype(np.int32),
+            "kv_indices": indices,
+            "kv_indptr": indptr,
+            "kv_last_page_len": last,
+            **cache,
+        }
+
+    return inputs
+
+
+def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: Any) -> OpCase:
+    timed = options.pop("timed", False)
+    G, D, page_size = sizes
+    row_bytes = sum(f.row_bytes(D) for f in kv_formats(options.get("format", "f32")))
+    return OpCase(
+        "append_paged_kv_cache",
+        name,
+        _append(lens, new, G, D, page_size, **options),
+        rtol=0.0,
+        atol=0.0,
+        reason=COPY,
+        exact=True,
+        mutates=("paged_kv_cache",),
+        n_bytes=sum(new) * G * (8 * D + row_bytes),
+        timed=timed,
+    )
+
+
+def _mla(name: str, format: str, D_ckv: int, D_kpe: int) -> OpCase:
+    """Append 5 of 9 tokens and all of 2; with floats both caches are slices of one array."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, [9, 2], 4)
+        ckv, kpe = (_pages(rng, len(indices), (4,), format, D) for D in (D_ckv, D_kpe))
+        named = {} if format in ("f32", "f16") else {"kv_format": format}
+        if not named:
+            both = np.concatenate([ckv, kpe], axis=2)
+            ckv, kpe = both[..., :D_ckv], both[..., D_ckv:]
+        return {
+            "append_ckv": rng.standard_normal((7, D_ckv)).astype(np.float32),
+            "append_kpe": rng.standard_normal((7, D_kpe)).astype(np.float32),
+            "batch_indices": np.repeat([0, 1], [5, 2]).astype(np.int32),
+            "positions": np.array([4, 5, 6, 7, 8, 0, 1], np.int32),
+            "ckv_cache": ckv,
+            "kpe_cache": kpe,
+            "kv_indices": indices,
+            "kv_indptr": indptr,
+            "kv_last_page_len": last,
+            **named,
+        }
+
+    return OpCase(
+        "append_paged_mla_kv_cache",
+        name,
+        inputs,
+        rtol=0.0,
+        atol=0.0,
+        reason=COPY,
+        exact=True,
+        mutates=("ckv_cache", "kpe_cache"),
+    )
+
+
+def _gather(name: str, lens: list[int], *sizes: int, **options: Any) -> OpCase:
+    timed = options.pop("timed", False)
+    dtype = options.pop("dtype", "float32")
+    G, D, page_size = sizes
+    options = {"format": "f32", "kv_layout": "NHD", "joined": False, **options}
+    row_bytes = sum(f.row_bytes(D) for f in kv_formats(options["format"]))
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, lens, page_size)
+        return {
+            "kv_indices": indices,
+            "kv_indptr": indptr,
+            "kv_last_page_len": last,
+            "head_dim": D,
+            "dtype": dtype,
+            **_cache(rng, len(indices), G, D, page_size, **options),
+        }
+
+    return OpCase(
+        "gather_paged_kv_cache",
+        name,
+        inputs,
+        rtol=0.0,
+        atol=0.0,
+        reason="decoding rounds once to float32, and once more to float16 where that is wanted",
+        exact=True,
+        n_bytes=sum(lens) * G * (2 * D * np.dtype(dtype).itemsize + row_bytes),
+        timed=timed,
+    )
+
+
+BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
+
+CASES = [
+    _case("prefill_and_decode", [5, 1, 9], [5, 1, 1], 2, 20, 4),
+    _case("half", [5, 8], [2, 8], 3, 36, 4, format="f16"),
+    _case("bfloat16", [5, 8], [2, 8], 3, 36, 4, format="bf16"),
+    _case("heads_first", [5, 8], [2, 8], 3, 16, 4, kv_layout="HND"),
+    _case("one_array", [5, 8], [2, 8], 3, 16, 4, joined=True),
+    _case(
+        "one_array_half_heads_first",
+        [3],
+        [1],
+        2,
+        100,
+        1,
+        joined=True,
+        format="f16",
+        kv_layout="HND",
+    ),
+    _case("nothing_new", [3, 0], [0, 0], 2, 16, 2),
+    *(_case(f"{name}_padded", [3, 6], [2, 5], 2, 80, 4, format=name) for name in BLOCK_FORMATS),
+    _case("q8_0_heads_first", [5], [5], 3, 64, 2, format="q8_0", kv_layout="HND", joined=True),
+    _case("q4_0_size_20", [5], [5], 1, 20, 4, format="q4_0"),
+    _case("q3h_size_100", [5], [5], 2, 100, 4, format="q3h"),
+    _case("q8_0_and_q4_0", [5, 3], [5, 1], 2, 80, 4, format="q8_0/q4_0"),
+    _case("bf16_and_q3h_heads_first", [5, 8], [2, 8], 3, 36, 4, format="bf16/q3h", kv_layout="HND"),
+    _case("q5_1_and_f16", [5], [2], 1, 20, 4, format="q5_1/f16"),
+    _case("llama2_7b", [512], [512], 32, 128, 16, format="f16", timed=True),
+    _case("llama3_8b_q8_0", [512], [512], 8, 128, 16, format="q8_0", timed=True),
+    _case("llama3_8b_q4", [512], [512], 8, 128, 16, format="q4", timed=True),
+    _mla("slices_of_one_array", "f32", 48, 16),
+    _mla("half", "f16", 33, 7),
+    _mla("q8_0", "q8_0", 64, 20),
+    _gather("float", [5, 0, 9], 2, 20, 4),
+    _gather("half_heads_first", [5, 1], 3, 36, 4, format="f16", kv_layout="HND"),
+    _gather("bfloat16_one_array", [5, 1], 3, 36, 4, format="bf16", joined=True),
+    _gather("q5_0_to_half", [5, 3], 2, 80, 2, format="q5_0", dtype="float16"),
+    *(_gather(f"{name}_padded", [3, 6], 2, 100, 4, format=name) for name in BLOCK_FORMATS),
+    _gather("q8_0_and_f16", [5, 9], 2, 80, 4, format="q8_0/f16", kv_layout="HND"),
+    _gather("f32_and_q4_padded_to_half", [5], 2, 36, 4, format="f32/q4", dtype="float16"),
+    _gather("llama3_8b_q8_0", [2048], 8, 128, 16, format="q8_0", timed=True),
+    _gather("llama3_8b_q3h", [2048], 8, 128, 16, format="q3h", timed=True),
+    OpCase(
+        "get_seq_lens",
+        "with_an_empty_request",
+        lambda rng: {
+            "kv_indptr": np.array([0, 3, 3, 4], np.int32),
+            "kv_last_page_len": np.array([2, 0, 16], np.int32),
+            "page_size": 16,
+        },
+        rtol=0.0,
+        atol=0.0,
+        reason=INTEGERS,
+        exact=True,
+    ),
+    OpCase(
+        "get_batch_indices_positions",
+        "ragged",
+        lambda rng: {
+            "append_indptr": np.array([0, 3, 3, 4], np.int32),
+            "seq_lens": np.array([3, 7, 20], np.int32),
+            "nnz": 4,
+        },
+        rtol=0.0,
+        atol=0.0,
+        reason=INTEGERS,
+        exact=True,
+    ),
+]

@@ -1,0 +1,506 @@
+"""One head vector of the cache: decoded to float32, and encoded when it is written.
+
+A cache row is the key or the value of one token and one head: D numbers.  In a float format it is D
+floats; in a block format it is ``ceil(D / block)`` blocks, the last one padded with copies of the
+last number: the bytes of ``nk.quantize(row, format, encoder="plain")``.
+
+`KINDS` numbers the formats.  The kernels take a format as such a number at run time, so that they
+are compiled once for all of them.  Where a block's fields lie is in `LAYOUTS`, derived from the
+formats' tables of fields.
+
+A number that is NaN or infinite makes its block all NaN: a block format has no place for it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.simd_int8 import store_narrow
+from nbflow_kernels.cpu.simd_memory import (
+    load_first,
+    read_bf16,
+    read_f16,
+    read_f32,
+    store_f16,
+    store_first,
+    write_f16,
+    write_f32,
+)
+from nbflow_kernels.cpu.simd_narrow import (
+    choose_odd,
+    keep,
+    load_fields1,
+    load_fields2,
+    load_fields4,
+    load_pairs1,
+    load_pairs2,
+    load_pairs4,
+    store_bf16,
+    store_fields1,
+    store_fields2,
+    store_fields4,
+    store_pairs1,
+    store_pairs2,
+    store_pairs4,
+    swap_pairs,
+    write_u16,
+)
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.affine_format import (
+    ABSMAX,
+    GGML_ABSMAX,
+    GGML_EXTREME,
+    MIDRISE,
+    RANGE,
+    U8_PAIR,
+    AffineFormat,
+)
+from nbflow_kernels.formats.bit_fields import reciprocal
+from nbflow_kernels.formats.registry import QuantFormat
+
+F32, F16, BF16 = 0, 1, 2
+FIRST_BLOCK_KIND = 3
+
+# How the low bits of 32 codes lie in the block.
+SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS = range(6)
+
+# Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 where there is no base.
+BLOCK, BLOCK_BYTES, SCALE_AT, BASE_AT, MODE, LOW_AT, HIGH_BITS, HIGH_AT, LOW_BITS = range(9)
+ZERO, N_CODES, RULE, DIVISOR = range(9, 13)
+# Of pairs, whose high plane has 2 bits, shifted by LOW_BITS: the plane of single bits, its shift, a
+# second plane of 4 bits (-1: none), the radix, and the number that divides by it.
+TOP_AT, TOP_SHIFT, MIDDLE_AT, RADIX, RECIPROCAL = range(13, 18)
+N_COLUMNS = 18
+
+
+def _layout(format: AffineFormat) -> tuple[int, ...]:
+    """Return the row of LAYOUTS of a format, or raise where the kernels do not know its planes."""
+    code, fields = format.fields["code"], format.fields
+    base_at = fields.at("base") if "base" in fields else -1
+    head = (format.block_size, format.block_bytes, fields.at("scale"), base_at)
+    planes = sorted(code.planes, key=lambda plane: plane.shift)
+    low, rest = planes[0], planes[1:]
+    known = all(p.stride == 1 and not p.first and not p.count and not p.place for p in rest)
+    rule = (format.zero if not code.signed else 0, format.n_codes, format.rule, format.divisor)
+    if code.radix and known and low.bits == 4 and low.stride == 1:
+        middle_at = rest.pop(0).at if rest[0].bits == 4 else -1
+        high, top = rest
+        if (high.bits, top.bits) == (2, 1):
+            mode = (PAIRS, low.at, 0, high.at, high.shift)
+            pairs = (top.at, top.shift, middle_at, code.radix, reciprocal(code.radix))
+            return *head, *mode, *map(int, rule), *pairs
+    modes = {
+        (8, 1): SIGNED if code.signed else BYTES,
+        (4, 1): NIBBLES,
+        (4, 16): HALVES,
+        (2, 1): CRUMBS,
+    }
+    mode_of_low = modes.get((low.bits, low.stride))
+    if mode_of_low is None or not known or len(rest) > 1 or code.radix:
+        raise ValueError(f"{format.name}: the cache's kernels do not know planes {planes}")
+    high_bits, high_at = (rest[0].bits, rest[0].at) if rest else (0, 0)
+    mode = (mode_of_low, low.at, high_bits, high_at, low.bits)
+    return *head, *mode, *map(int, rule), 0, 0, -1, 0, 0
+
+
+def _can_hold_a_cache(format: QuantFormat) -> TypeGuard[AffineFormat]:
+    """Return whether a format has one float16 scale for 32 or 64 numbers of any size."""
+    fits = isinstance(format, AffineFormat) and format.parameters != U8_PAIR
+    return fits and format.block_size in (32, 64)
+
+
+_BLOCK_LAYOUTS = {
+    name: _layout(format) for name, format in FORMATS.built_in.items() if _can_hold_a_cache(format)
+}
+_FLOATS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)}
+
+KINDS: dict[str, int] = {name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAYOUTS])}
+"""Format name to the number the kernels know it by: floats first, then the block formats."""
+
+LAYOUTS = np.array(
+    [sizes + (0,) * (N_COLUMNS - 2) for sizes in _FLOATS.values()] + list(_BLOCK_LAYOUTS.values()),
+    np.int64,
+)
+"""A row for each kind; see the columns above."""
+
+_CUTOFF = np.float32(1e-5)  # Inferflow's encoders: a smaller scale counts as zero
+_NAN_HALF = 0x7E00
+
+
+# ---- decode ---------------------------------------------------------------------------------
+
+
+@jit.kernel
+def copy_row(kind, source, n, factor, target, padded):
+    """Write one head vector as float32.
+
+    `source` is the address of the row in format `kind`, `target` that of `padded` floats: n
+    decoded numbers times `factor`, then zeros.  `padded` is at least `n`, any number.
+    """
+    if kind < FIRST_BLOCK_KIND:
+        _copy_floats(kind, source, n, factor, target)
+        d = n
+    else:
+        _copy_blocks(kind, source, n, factor, target, padded)
+        d = min((n + 15) // 16 * 16, padded)
+    while d < padded:
+        count = padded - d
+        if count >= 16:
+            simd.store_f32(target + 4 * d, simd.splat(0.0))
+        else:
+            store_first(target + 4 * d, count, simd.splat(0.0))
+        d += 16
+
+
+@jit.device_function
+def _copy_floats(kind, source, n, factor, target):
+    f = simd.splat(factor)
+    d = 0
+    while d + 16 <= n:
+        if kind == F32:
+            v = simd.load_f32(source + 4 * d)
+        elif kind == F16:
+            v = simd.load_f16(source + 2 * d)
+        else:
+            v = simd.load_bf16(source + 2 * d)
+        simd.store_f32(target + 4 * d, simd.mul(v, f))
+        d += 16
+    scalar = np.float32(factor)
+    while d < n:
+        if kind == F32:
+            x = read_f32(source + 4 * d)
+        elif kind == F16:
+            x = read_f16(source + 2 * d)
+        else:
+            x = read_bf16(source + 2 * d)
+        write_f32(target + 4 * d, x * scalar)
+        d += 1
+
+
+@jit.device_function
+def _copy_blocks(kind, source, n, factor, target, padded):
+    mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
+    n_full = n // LAYOUTS[kind, BLOCK]
+    # The 8-bit and 4-bit formats have loops of their own, without a choice in them.  More of them
+    # gain less (a third) than they cost to compile.
+    if mode == SIGNED:
+        _copy_signed(source, n_full, factor, target)
+    elif mode == HALVES and high_bits == 0:
+        _copy_4_bits(kind, source, n_full, True, factor, target)
+    elif mode == NIBBLES and high_bits == 0 and LAYOUTS[kind, BLOCK] == 32:
+        _copy_4_bits(kind, source, n_full, False, factor, target)
+    else:
+        n_full = 0
+    first = n_full * LAYOUTS[kind, BLOCK]
+    if first < n:
+        at = source + n_full * LAYOUTS[kind, BLOCK_BYTES]
+        _copy_any(kind, at, n - first, factor, target + 4 * first, padded - first)
+
+
+@jit.device_function
+def _copy_signed(source, n_blocks, factor, target):
+    """Decode whole blocks of a scale and 32 int8."""
+    f = simd.splat(factor)
+    for b in range(n_blocks):
+        at, to = source + 34 * b, target + 128 * b
+        scale = simd.splat(read_f16(at))
+        for i in range(2):
+            v = simd.mul(scale, simd.to_f32(simd.load_i8(at + 2 + 16 * i)))
+            simd.store_f32(to + 64 * i, simd.mul(v, f))
+
+
+@jit.device_function
+def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
+    """Decode whole blocks of a scale, perhaps a base, and 32 codes in 16 bytes."""
+    block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
+    scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
+    f, zero = simd.splat(factor), simd.splat_i32(LAYOUTS[kind, ZERO])
+    for b in range(n_blocks):
+        at, to = source + block_bytes * b, target + 128 * b
+        scale = simd.splat(read_f16(at + scale_at))
+        base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
+        if halves:
+            byte = simd.load_u8(at + low_at)
+            first, second = simd.and_(byte, simd.splat_i32(15)), simd.shr(byte, simd.splat_i32(4))
+        else:
+            first, second = load_fields4(at + low_at), load_fields4(at + low_at + 8)
+        v = simd.fma(scale, simd.to_f32(simd.sub(first, zero)), base)
+        w = simd.fma(scale, simd.to_f32(simd.sub(second, zero)), base)
+        simd.store_f32(to, simd.mul(v, f))
+        simd.store_f32(to + 64, simd.mul(w, f))
+
+
+@jit.device_function
+def _copy_any(kind, source, n, factor, target, padded):
+    block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
+    scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
+    zero, f = simd.splat_i32(LAYOUTS[kind, ZERO]), simd.splat(factor)
+    at = source
+    for first in range(0, n, block):
+        scale = simd.splat(read_f16(at + scale_at))
+        base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
+        for d in range(first, min(first + block, n), 16):
+            code = _load_codes(kind, at, d - first)
+            # one rounding: the product of a float16 and a code has at most 19 bits
+            v = simd.fma(scale, simd.to_f32(simd.sub(code, zero)), base)
+            v = simd.mul(v, f)
+            if d + 16 > n:
+                v = keep(v, n - d)
+            if d + 16 <= padded:
+                simd.store_f32(target + 4 * d, v)
+            else:
+                store_first(target + 4 * d, padded - d, v)
+        at += block_bytes
+
+
+@jit.device_function
+def _load_codes(kind, at, i):
+    """Return codes i .. i + 15 of the block at `at`."""
+    mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
+    high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
+    low = at + LAYOUTS[kind, LOW_AT]
+    if mode == SIGNED:
+        return simd.load_i8(low + i)
+    if mode == BYTES:
+        return simd.load_u8(low + i)
+    if mode == PAIRS:
+        return _load_pair_codes(kind, at, i)
+    if mode == HALVES:
+        byte = simd.load_u8(low)
+        code = simd.and_(simd.shr(byte, simd.splat_i32(i >> 2)), simd.splat_i32(15))
+    elif mode == NIBBLES:
+        code = load_fields4(low + (i >> 1))
+    else:
+        code = load_fields2(low + (i >> 2))
+    if high_bits == 1:
+        code = simd.or_(code, simd.shl(load_fields1(high + (i >> 3)), simd.splat_i32(low_bits)))
+    elif high_bits == 2:
+        code = simd.or_(code, simd.shl(load_fields2(high + (i >> 2)), simd.splat_i32(low_bits)))
+    return code
+
+
+@jit.device_function
+def _load_pair_codes(kind, at, i):
+    """Return 16 codes that are stored as pair codes x + radix * y."""
+    c = load_pairs4(at + LAYOUTS[kind, LOW_AT] + (i >> 2))
+    if LAYOUTS[kind, MIDDLE_AT] >= 0:
+        middle = load_pairs4(at + LAYOUTS[kind, MIDDLE_AT] + (i >> 2))
+        c = simd.or_(c, simd.shl(middle, simd.splat_i32(4)))
+    high = load_pairs2(at + LAYOUTS[kind, HIGH_AT] + (i >> 3))
+    c = simd.or_(c, simd.shl(high, simd.splat_i32(LAYOUTS[kind, LOW_BITS])))
+    top = load_pairs1(at + LAYOUTS[kind, TOP_AT] + (i >> 4))
+    c = simd.or_(c, simd.shl(top, simd.splat_i32(LAYOUTS[kind, TOP_SHIFT])))
+    y = simd.mul(c, simd.splat_i32(LAYOUTS[kind, RECIPROCAL]))
+    y = simd.shr(y, simd.splat_i32(16))  # c // radix
+    return choose_odd(simd.sub(c, simd.mul(y, simd.splat_i32(LAYOUTS[kind, RADIX]))), y)
+
+
+# ---- encode ---------------------------------------------------------------------------------
+
+
+@jit.kernel(strict=True)
+def write_row(kind, source, n, target):
+    """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
+    if kind < FIRST_BLOCK_KIND:
+        write_floats(kind, source, n, target)
+        return
+    block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
+    at = target
+    for first in range(0, n, block):
+        _write_block(kind, source + 4 * first, n - first, at)
+        at += block_bytes
+
+
+@jit.device_function(strict=True)
+def write_floats(kind, source, n, target):
+    """Do as `write_row` for the float kinds alone: little to compile."""
+    d = 0
+    while d + 16 <= n:
+        v = simd.load_f32(source + 4 * d)
+        if kind == F32:
+            simd.store_f32(target + 4 * d, v)
+        elif kind == F16:
+            store_f16(target + 2 * d, v)
+        else:
+            store_bf16(target + 2 * d, v)
+        d += 16
+    while d < n:
+        x = read_f32(source + 4 * d)
+        if kind == F32:
+            write_f32(target + 4 * d, x)
+        elif kind == F16:
+            write_f16(target + 2 * d, x)
+        else:
+            write_u16(target + 2 * d, _bf16_bits(x))
+        d += 1
+
+
+@jit.device_function(strict=True)
+def _bf16_bits(x):
+    """Return the bits of the bfloat16 nearest to x, halves to even; NaN stays NaN."""
+    bits = np.int64(np.float32(x).view(np.uint32))
+    if x != x:
+        return (bits >> 16) | 0x40
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@jit.device_function(strict=True)
+def _write_block(kind, x, count, at):
+    """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
+    block, rule = LAYOUTS[kind, BLOCK], LAYOUTS[kind, RULE]
+    scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
+    count = min(count, block)
+    last = read_f32(x + 4 * (count - 1))
+    base, scale, inverse, finite = _parameters(
+        rule, x, count, block, last, np.float32(LAYOUTS[kind, DIVISOR])
+    )
+    shown = base
+    if rule == MIDRISE:
+        shown = base + scale / np.float32(2)
+    half = np.float32(0.5)
+    if rule == MIDRISE:
+        half = np.float32(1e-4)
+    elif rule == GGML_EXTREME:
+        half = np.float32(LAYOUTS[kind, ZERO]) + half
+    if finite:
+        write_u16(at + scale_at, simd.float_to_half(scale))
+        if base_at >= 0:
+            write_u16(at + base_at, simd.float_to_half(shown))
+    else:
+        inverse = base = np.float32(0)
+        write_u16(at + scale_at, _NAN_HALF)
+        if base_at >= 0:
+            write_u16(at + base_at, _NAN_HALF)
+    top = np.float32(LAYOUTS[kind, N_CODES] - 1)
+    for i in range(0, block, 32):
+        v = load_first(x + 4 * i, count - i, last)
+        w = load_first(x + 4 * (i + 16), count - i - 16, last)
+        if rule in (ABSMAX, GGML_ABSMAX):
+            a = _signed_codes(v, inverse, rule == GGML_ABSMAX)
+            b = _signed_codes(w, inverse, rule == GGML_ABSMAX)
+        else:
+            a, b = _codes(v, base, inverse, half, top), _codes(w, base, inverse, half, top)
+        _store_codes(kind, at, i, a, b)
+
+
+@jit.device_function(strict=True)
+def _parameters(rule, x, count, block, last, divisor):
+    """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
+    low = high = simd.splat(last)
+    bad = simd.splat(0.0)
+    for i in range(0, block, 16):
+        v = load_first(x + 4 * i, count - i, last)
+        low, high = simd.minimum(low, v), simd.maximum(high, v)
+        bad = simd.add(bad, simd.sub(v, v))  # 0, or NaN from a NaN or an infinity
+    largest = simd.max(high)
+    smallest = -simd.max(simd.mul(simd.splat(-1.0), low))
+    magnitude = max(abs(largest), abs(smallest))
+    finite = simd.sum(bad) == 0
+    base = np.float32(0)
+    if rule == GGML_EXTREME:
+        extreme = _first_extreme(x, count, magnitude)
+        scale = extreme / -divisor
+    elif rule in (ABSMAX, GGML_ABSMAX):
+        scale = magnitude / divisor
+    else:
+        base = smallest
+        scale = (largest - smallest) / divisor
+    cut = scale == 0
+    if rule in (RANGE, MIDRISE, ABSMAX):
+        cut = scale < _CUTOFF
+    inverse = np.float32(0)
+    if not cut:
+        inverse = np.float32(1) / scale
+    return base, scale, inverse, finite
+
+
+@jit.device_function(strict=True)
+def _first_extreme(x, count, magnitude):
+    """Return the first of the numbers whose magnitude is the largest."""
+    for i in range(count):
+        value = read_f32(x + 4 * i)
+        if abs(value) == magnitude:
+            return value
+    return np.float32(0)
+
+
+@jit.device_function(strict=True)
+def _codes(x, base, inverse, half, top):
+    """Return ``floor((x - base) * inverse + half)`` within 0 .. top; NaN gives 0."""
+    steps = simd.mul(simd.sub(x, simd.splat(base)), simd.splat(inverse))
+    steps = simd.add(steps, simd.splat(half))
+    steps = simd.minimum(simd.maximum(steps, simd.splat(0.0)), simd.splat(top))
+    return simd.to_i32(steps)
+
+
+@jit.device_function(strict=True)
+def _signed_codes(x, inverse, exact):
+    """Return ``x * inverse`` as -128 .. 127, halves away from zero; NaN gives 0."""
+    steps = simd.mul(x, simd.splat(inverse))
+    zero = simd.splat(0.0)
+    positive = _half_up(simd.minimum(simd.maximum(steps, zero), simd.splat(127.0)), exact)
+    steps = simd.sub(zero, steps)
+    negative = _half_up(simd.minimum(simd.maximum(steps, zero), simd.splat(128.0)), exact)
+    return simd.sub(positive, negative)
+
+
+@jit.device_function(strict=True)
+def _half_up(x, exact):
+    """Return x >= 0 rounded, halves up; not `exact`: after adding 0.5, which rounds itself."""
+    if not exact:
+        return simd.to_i32(simd.add(x, simd.splat(0.5)))
+    whole = simd.to_i32(x)
+    twice = simd.sub(x, simd.to_f32(whole))
+    return simd.add(whole, simd.to_i32(simd.add(twice, twice)))  # 1 from 0.5 on, exactly
+
+
+@jit.device_function(strict=True)
+def _store_codes(kind, at, i, a, b):
+    """Write codes i .. i + 31 of the block at `at`."""
+    mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
+    high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
+    low = at + LAYOUTS[kind, LOW_AT]
+    if mode in (SIGNED, BYTES):
+        store_narrow(low + i, a)
+        store_narrow(low + i + 16, b)
+        return
+    if mode == PAIRS:
+        _store_pair_codes(kind, at, i, a)
+        _store_pair_codes(kind, at, i + 16, b)
+        return
+    mask = simd.splat_i32((1 << low_bits) - 1)
+    low_a, low_b = simd.and_(a, mask), simd.and_(b, mask)
+    if mode == HALVES:
+        store_narrow(low, simd.or_(low_a, simd.shl(low_b, simd.splat_i32(4))))
+    elif mode == NIBBLES:
+        store_fields4(low + (i >> 1), low_a)
+        store_fields4(low + (i >> 1) + 8, low_b)
+    else:
+        store_fields2(low + (i >> 2), low_a)
+        store_fields2(low + (i >> 2) + 4, low_b)
+    shift = simd.splat_i32(low_bits)
+    if high_bits == 1:
+        store_fields1(high + (i >> 3), simd.shr(a, shift))
+        store_fields1(high + (i >> 3) + 2, simd.shr(b, shift))
+    elif high_bits == 2:
+        store_fields2(high + (i >> 2), simd.shr(a, shift))
+        store_fields2(high + (i >> 2) + 4, simd.shr(b, shift))
+
+
+@jit.device_function(strict=True)
+def _store_pair_codes(kind, at, i, code):
+    """Write 16 codes as 8 pair codes x + radix * y."""
+    # the even lanes hold x, the odd ones y; only the even lanes of c count
+    c = simd.add(code, simd.mul(swap_pairs(code), simd.splat_i32(LAYOUTS[kind, RADIX])))
+    low, three = simd.splat_i32(15), simd.splat_i32(3)
+    store_pairs4(at + LAYOUTS[kind, LOW_AT] + (i >> 2), simd.and_(c, low))
+    if LAYOUTS[kind, MIDDLE_AT] >= 0:
+        middle = simd.and_(simd.shr(c, simd.splat_i32(4)), low)
+        store_pairs4(at + LAYOUTS[kind, MIDDLE_AT] + (i >> 2), middle)
+    high = simd.and_(simd.shr(c, simd.splat_i32(LAYOUTS[kind, LOW_BITS])), three)
+    store_pairs2(at + LAYOUTS[kind, HIGH_AT] + (i >> 3), high)
+    top = simd.and_(simd.shr(c, simd.splat_i32(LAYOUTS[kind, TOP_SHIFT])), simd.splat_i32(1))
+    store_pairs1(at + LAYOUTS[kind, TOP_AT] + (i >> 4), top)

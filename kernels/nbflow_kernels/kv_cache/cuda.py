@@ -1,0 +1,150 @@
+"""Writing keys and values into pages and reading them back, on a CUDA device.
+
+The kernels are in `cuda_append_gather.cu`, compiled once for each pair of formats
+(`cuda_codec.cuh`).  What is stored is bit for bit what the CPU stores.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from nbflow_kernels import cuda
+from nbflow_kernels.arrays import on_device
+from nbflow_kernels.kv_cache.cpu_codec import F16, F32, LAYOUTS
+
+_CACHE = "any* k_cache, any* v_cache, " + ", ".join(
+    f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head")
+)
+_TABLE = "i32* kv_indices, i32* kv_indptr, i32 n_requests, i32 n_pages, i32 page_size"
+WARPS = 4
+"""Head vectors per thread block."""
+
+
+def format_type(kind: int) -> str:
+    """Return the type `Format<...>` of `cuda_codec.cuh` that stands for a format."""
+    return f"Format<{', '.join(map(str, (kind, *LAYOUTS[kind].tolist())))}>"
+
+
+def format_types(kinds: tuple[int, int]) -> str:
+    """Return the types of keys and of values."""
+    return ", ".join(map(format_type, kinds))
+
+
+@functools.cache
+def append_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
+    """Return the kernel that writes keys and values in these formats."""
+    return cuda.cpp_kernel(
+        __file__, "cuda_append_gather.cu", f"append<{format_types(kinds)}>",
+        "f32* key, f32* value, i64 key_stride, i64 value_stride, i32* batch_indices, "
+        f"i32* positions, {_CACHE}, {_TABLE}, i32 n_rows, i32 G, i32 D, i32 D_value, "
+        "f32*? cos_sin, i32 rotary_dim, i32 is_neox",
+    )  # fmt: skip
+
+
+@functools.cache
+def gather_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
+    """Return the kernel that reads keys and values in these formats."""
+    return cuda.cpp_kernel(
+        __file__, "cuda_append_gather.cu", f"gather<{format_types(kinds)}>",
+        f"any* key, any* value, i32* batch_indices, i32* positions, {_CACHE}, {_TABLE}, "
+        "i32 n_rows, i32 G, i32 D, i32 D_value, i32 out_kind",
+    )  # fmt: skip
+
+
+def append_paged_kv_cache(
+    key: Any,
+    value: Any,
+    batch_indices: Any,
+    positions: Any,
+    k_cache: Any,
+    v_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_layout: str,
+    kinds: tuple[int, int],
+    *,
+    cos_sin: Any = None,
+    interleave: bool = False,
+) -> None:
+    """See `nbflow_kernels.append_paged_kv_cache`; index arrays may lie on the host.
+
+    A row whose request or position is not in the page table is left out.  With `cos_sin`, float32
+    (positions, rotary_dim) as `rope_cos_sin_cache` makes it, keys are rotated by their positions on
+    the way, in halves or, `interleave`, in pairs of neighbours: one kernel instead of two.
+    """
+    T, G, D = key.shape
+    if not T * G:
+        return
+    itemsize = key.itemsize
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    append_kernel(kinds)(
+        cuda.ceil_div(2 * T * G, WARPS), 32 * WARPS,
+        (
+            key, value, key.strides[0] // itemsize, value.strides[0] // itemsize,
+            on_device(batch_indices, key), on_device(positions, key), k_cache, v_cache,
+            *strides(k_cache, kv_layout), *strides(v_cache, kv_layout),
+            *_table(kv_indices, kv_indptr, key, k_cache, kv_layout), T, G, D, value.shape[2],
+            cos_sin, rotary_dim, int(not interleave),
+        ),
+    )  # fmt: skip
+
+
+def append_paged_mla_kv_cache(
+    ckv: Any,
+    kpe: Any,
+    batch_indices: Any,
+    positions: Any,
+    ckv_cache: Any,
+    kpe_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kinds: tuple[int, int],
+) -> None:
+    """See `nbflow_kernels.append_paged_mla_kv_cache`: one head, two sizes."""
+    append_paged_kv_cache(
+        ckv[:, None], kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
+        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", kinds,
+    )  # fmt: skip
+
+
+def gather_paged_kv_cache(
+    k_cache: Any,
+    v_cache: Any,
+    batch_indices: Any,
+    positions: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_layout: str,
+    kinds: tuple[int, int],
+    key: Any,
+    value: Any,
+) -> None:
+    """See `nbflow_kernels.gather_paged_kv_cache`; the outputs are float32 or float16."""
+    T, G, D = key.shape
+    if not T * G:
+        return
+    gather_kernel(kinds)(
+        cuda.ceil_div(2 * T * G, WARPS), 32 * WARPS,
+        (
+            key, value, on_device(batch_indices, key), on_device(positions, key), k_cache, v_cache,
+            *strides(k_cache, kv_layout), *strides(v_cache, kv_layout),
+            *_table(kv_indices, kv_indptr, key, k_cache, kv_layout), T, G, D, value.shape[2],
+            F32 if key.itemsize == 4 else F16,
+        ),
+    )  # fmt: skip
+
+
+def strides(cache: Any, kv_layout: str) -> tuple[int, int, int]:
+    """Return the bytes from page to page, token to token and head to head."""
+    page, first, second, _ = cache.strides
+    return (page, first, second) if kv_layout == "NHD" else (page, second, first)
+
+
+def _table(kv_indices: Any, kv_indptr: Any, like: Any, k_cache: Any, kv_layout: str) -> Any:
+    """Return the arguments that say where a request's tokens lie."""
+    page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
+    return (
+        on_device(kv_indices, like), on_device(kv_indptr, like), len(kv_indptr) - 1,
+        k_cache.shape[0], page_size,
+    )  # fmt: skip

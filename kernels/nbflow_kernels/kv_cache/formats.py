@@ -1,0 +1,186 @@
+"""How the cache stores numbers: `KVFormat`, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.arrays import is_cuda
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.cpu_codec import BLOCK, BLOCK_BYTES, FIRST_BLOCK_KIND, KINDS, LAYOUTS
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),
+}
+_FLOAT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How the keys and values of a cache are stored; get one from `kv_format`.
+
+    A head vector (the key or the value of one token and one head, D numbers) is a row of its own:
+    D floats, or ``ceil(D / block_size)`` blocks.  Where D is not a multiple of the block, the last
+    block is padded, as in `quantize`: every format holds every head size, and `bits_per_value`
+    says what that costs.
+    """
+
+    name: str
+    """The explicit name, e.g. ``q8_b32t2``."""
+    kind: int
+    """The number the kernels know the format by; see `nbflow_kernels.kv_cache.cpu_codec`."""
+    dtype: np.dtype[Any]
+    """Type of the cache's array: float32, float16, uint16 (the bits of bfloat16), or uint8."""
+    block_size: int
+    """Numbers in a block; 1 for floats."""
+    block_bytes: int
+    """Bytes of a block."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is one of f32, f16 and bf16."""
+        return self.kind < FIRST_BLOCK_KIND
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Return the bytes of a head vector."""
+        return -(-head_dim // self.block_size) * self.block_bytes
+
+    def row_length(self, head_dim: int) -> int:
+        """Return the length of the last axis of the cache's array, in elements of `dtype`."""
+        return self.row_bytes(head_dim) // self.dtype.itemsize
+
+    def bits_per_value(self, head_dim: int) -> float:
+        """Return the storage cost of a number, with scales and padding."""
+        return 8 * self.row_bytes(head_dim) / head_dim
+
+
+def kv_format(name: str) -> KVFormat:
+    """Return the cache format of that name.
+
+    Parameters
+    ----------
+    name : str
+        ``f32``, ``f16``, ``bf16``, or a block format of `FORMATS` whose blocks have 32 or 64
+        numbers, by its explicit or short name: ``q8_0 q5_1 q5_0 q4_1 q4_0``, ``q8 q6 q5 q4 q3h q3
+        q2``.
+
+    Returns
+    -------
+    KVFormat
+        Sizes and types; ``row_length(D)`` is the last axis of the cache's arrays.
+
+    Raises
+    ------
+    UsageError
+        If there is no such format, or it cannot hold a cache.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import kv_format
+    >>> q8 = kv_format("q8_0")
+    >>> q8.dtype.name, q8.row_length(128), q8.bits_per_value(128)
+    ('uint8', 136, 8.5)
+    >>> q8.row_length(80), q8.bits_per_value(80)  # 2.5 blocks take the room of 3
+    (102, 10.2)
+    """
+    lower = name.lower() if isinstance(name, str) else name
+    explicit = FORMATS.short_names.get(lower, lower)
+    kind = KINDS.get(explicit)
+    if kind is None:
+        if explicit in FORMATS:
+            raise UsageError(
+                f"weight format {name} cannot hold a key/value cache: it needs blocks of 32 or 64 "
+                f"numbers of any size; take one of {', '.join(KINDS)}"
+            )
+        raise unknown_name("kv_format", name, KINDS)
+    if kind < FIRST_BLOCK_KIND:
+        dtype = _DTYPES[explicit]
+        return KVFormat(explicit, kind, dtype, 1, dtype.itemsize)
+    sizes = int(LAYOUTS[kind, BLOCK]), int(LAYOUTS[kind, BLOCK_BYTES])
+    return KVFormat(explicit, kind, np.dtype(np.uint8), *sizes)
+
+
+def kv_formats(name: str) -> tuple[KVFormat, KVFormat]:
+    """Return the formats of keys and of values that a name stands for.
+
+    Parameters
+    ----------
+    name : str
+        One name that `kv_format` knows, for both, or two with a slash between them: that of the
+        keys first (``"q8_0/q4_0"``).
+
+    Returns
+    -------
+    pair of KVFormat
+        Of keys and of values.
+
+    Raises
+    ------
+    UsageError
+        If there is no such format, or it cannot hold a cache.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import kv_formats
+    >>> [format.name for format in kv_formats("q8/q4_0")]
+    ['q8_b32t2', 'q4_0']
+    >>> [format.name for format in kv_formats("f16")]
+    ['f16', 'f16']
+    """
+    keys, values = split_names(name)
+    return kv_format(keys), kv_format(values)
+
+
+def split_names(name: Any) -> tuple[Any, Any]:
+    """Return the names of keys and of values in ``"keys/values"``; one name is that of both."""
+    if not isinstance(name, str):
+        return name, name
+    keys, slash, values = name.partition("/")
+    return keys.strip(), (values if slash else keys).strip()
+
+
+def formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
+    """Return the formats of the arrays of keys and of values; see `format_of`."""
+    keys, values = split_names(name)
+    return format_of(k, keys), format_of(v, values)
+
+
+def kinds_of(k: Any, v: Any, name: str | None) -> tuple[int, int]:
+    """Return the numbers that kernels know the formats of keys and of values by."""
+    keys, values = formats_of(k, v, name)
+    return keys.kind, values.kind
+
+
+def format_of(array: Any, name: str | None) -> KVFormat:
+    """Return the format of a cache's array: `name`, or what a float array says itself.
+
+    Raises
+    ------
+    UsageError
+        If the array is no float array and there is no name, or it has not the format's type.
+    TypeError
+        If it is no array.
+    """
+    if not isinstance(array, np.ndarray) and not is_cuda(array):
+        raise TypeError(
+            f"paged_kv_cache must be arrays (NumPy or on a CUDA device), got {type(array).__name__}"
+        )
+    found = array.dtype.name
+    if name is None:
+        if found not in _FLOAT_NAMES:
+            raise TypeError(
+                f"paged_kv_cache must have dtype float32, float16 or bfloat16, got {found}; name "
+                "the format of quantized pages or of bfloat16 bits: kv_format="
+            )
+        return kv_format(_FLOAT_NAMES[found])
+    wanted = kv_format(name)
+    if array.dtype != wanted.dtype and _FLOAT_NAMES.get(found) != wanted.name:
+        raise TypeError(
+            f"paged_kv_cache in format {name} must have dtype {wanted.dtype.name}, got {found}"
+        )
+    return wanted

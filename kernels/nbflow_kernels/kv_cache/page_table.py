@@ -1,0 +1,156 @@
+"""The CSR page table (indptr, indices, last_page_len): its checks and lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.arrays import check_array
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kv_cache.formats import KVFormat, format_of, formats_of
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: str) -> None:
+    """Raise unless the layout is known."""
+    if kv_layout not in LAYOUTS:
+        raise unknown_name("kv_layout", kv_layout, LAYOUTS)
+
+
+def count_tokens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int) -> np.ndarray:
+    """Return the number of tokens of each request, int32 (B,); 0 where there are no pages."""
+    full = kv_indptr[1:] - kv_indptr[:-1] - np.int32(1)
+    lens: np.ndarray = np.maximum(full, 0) * np.int32(page_size) + kv_last_page_len
+    return lens
+
+
+def check_page_table(
+    kv_indptr: np.ndarray,
+    kv_indices: np.ndarray | None,
+    kv_last_page_len: np.ndarray,
+    page_size: int,
+) -> None:
+    """Raise unless the arrays describe pages of `page_size` tokens (`kv_indices`: if given)."""
+    if page_size < 1:
+        raise UsageError(f"page_size must be positive, got {page_size}")
+    check_array("kv_indptr", kv_indptr, (None,), np.int32)
+    if kv_indices is not None:
+        check_array("kv_indices", kv_indices, (None,), np.int32)
+    B = len(kv_indptr) - 1
+    if B < 0:
+        raise UsageError(
+            "kv_indptr must have one entry more than there are requests, got 0 entries"
+        )
+    check_array("kv_last_page_len", kv_last_page_len, (B,), np.int32)
+    if B == 0:
+        return
+    counts = kv_indptr[1:] - kv_indptr[:-1]
+    if kv_indptr[0] != 0 or counts.min() < 0:
+        raise UsageError(f"kv_indptr must start at 0 and never fall, got {kv_indptr.tolist()}")
+    if kv_indices is not None and kv_indptr[-1] > len(kv_indices):
+        raise UsageError(
+            f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), got {kv_indptr[-1]}"
+        )
+    # without pages the last page holds nothing; otherwise it holds 1..page_size tokens
+    if (kv_last_page_len > page_size).any() or ((kv_last_page_len > 0) != (counts > 0)).any():
+        request = int(
+            np.flatnonzero(
+                (kv_last_page_len > page_size) | ((kv_last_page_len > 0) != (counts > 0))
+            )[0]
+        )
+        raise UsageError(
+            f"kv_last_page_len of request {request} must be 1..{page_size} (0 without pages), "
+            f"got {kv_last_page_len[request]} with {counts[request]} pages"
+        )
+
+
+def check_page_numbers(kv_indices: np.ndarray, n_pages: int) -> None:
+    """Raise unless every page of the table exists in the cache."""
+    if len(kv_indices) and (kv_indices.min() < 0 or kv_indices.max() >= n_pages):
+        bad = kv_indices[(kv_indices < 0) | (kv_indices >= n_pages)][0]
+        raise UsageError(f"kv_indices must name pages 0..{n_pages - 1} of the cache, got {bad}")
+
+
+def split_cache(paged_kv_cache: Any) -> tuple[Any, Any]:
+    """Return the key and the value cache of a tuple or of one 5-D array."""
+    if isinstance(paged_kv_cache, tuple):
+        if len(paged_kv_cache) != 2:
+            raise UsageError(
+                f"paged_kv_cache must be a pair (keys, values), got {len(paged_kv_cache)} arrays"
+            )
+        return paged_kv_cache
+    if getattr(paged_kv_cache, "ndim", 0) != 5 or paged_kv_cache.shape[1] != 2:
+        raise UsageError(
+            "paged_kv_cache must be a pair of 4-D arrays or one 5-D array (pages, 2, ...), got "
+            f"{getattr(paged_kv_cache, 'shape', type(paged_kv_cache).__name__)}"
+        )
+    return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+
+
+def check_cache(
+    paged_kv_cache: Any,
+    page_size: int | None,
+    G: int,
+    D: int,
+    kv_layout: str,
+    kv_format: str | None = None,
+    *,
+    D_value: int | None = None,
+) -> tuple[Any, Any]:
+    """Return the key and the value cache, checked: same pages, heads and tokens, dense rows.
+
+    Head vectors have D numbers; `D_value` is the size of the values where it differs.
+    """
+    k, v = split_cache(paged_kv_cache)
+    formats = formats_of(k, v, kv_format)
+    sizes = (D, D if D_value is None else D_value)
+    for name, array, format, size in zip(("keys", "values"), (k, v), formats, sizes, strict=True):
+        row = format.row_length(size)
+        shape = (None, page_size, G, row) if kv_layout == "NHD" else (None, G, page_size, row)
+        check_array(f"paged_kv_cache ({name})", array, shape, array.dtype, rows=True)
+    if k.shape[:-1] != v.shape[:-1]:
+        raise UsageError(
+            f"paged_kv_cache: keys and values must have the same pages, got {k.shape} and {v.shape}"
+        )
+    return k, v
+
+
+def check_mla_cache(
+    ckv_cache: Any, kpe_cache: Any, page_size: int | None, sizes: tuple[int, int], kv_format: Any
+) -> KVFormat:
+    """Return the format of the two caches (pages, page_size, row), checked; tokens may be apart."""
+    if isinstance(kv_format, str) and "/" in kv_format:
+        raise UsageError(
+            f"kv_format={kv_format!r}: a latent cache has one format, because its values are part "
+            "of its keys; name one"
+        )
+    format = format_of(ckv_cache, kv_format)
+    for name, array, size in (
+        ("ckv_cache", ckv_cache, sizes[0]),
+        ("kpe_cache", kpe_cache, sizes[1]),
+    ):
+        row = format.row_length(size)
+        if array.dtype != ckv_cache.dtype:
+            raise TypeError(
+                f"{name} must have dtype {ckv_cache.dtype.name}, got {array.dtype.name}"
+            )
+        if (
+            array.ndim != 3
+            or array.shape[2] != row
+            or (page_size or array.shape[1]) != array.shape[1]
+        ):
+            raise UsageError(
+                f"{name} must have shape (pages, {page_size or 'page_size'}, {row}), "
+                f"got {array.shape}"
+            )
+        # an array without elements may have any strides
+        if array.size and array.shape[2] > 1 and array.strides[2] != array.itemsize:
+            raise UsageError(f"{name}: the last axis must be contiguous")
+    if ckv_cache.shape[:2] != kpe_cache.shape[:2]:
+        raise UsageError(
+            "ckv_cache and kpe_cache must have the same pages, got "
+            f"{ckv_cache.shape[:2]} and {kpe_cache.shape[:2]}"
+        )
+    return format

@@ -1,0 +1,141 @@
+"""The paged key/value cache in plain NumPy, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.formats import split_names
+from nbflow_kernels.quantizers import quantize
+
+
+def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
+    """Return a head vector (D,) as a cache of that dtype stores it."""
+    if kv_format is None or np.dtype(dtype).kind == "f":
+        with np.errstate(over="ignore"):  # beyond 65504, float16 is infinite
+            return row.astype(dtype)
+    stored: np.ndarray = quantize(row, kv_format, encoder="plain").data[0].view(dtype)
+    return stored
+
+
+def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.ndarray:
+    """Return head vectors (..., row) of a cache as float64 (..., D)."""
+    if kv_format is None or rows.dtype.kind == "f":
+        return rows.astype(np.float64)
+    format = FORMATS[kv_format]
+    blocks = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, format.block_bytes)
+    values: np.ndarray = format.dequantize_blocks(blocks).astype(np.float64)
+    return values.reshape(*rows.shape[:-1], -1)[..., :head_dim]
+
+
+def _pages(cache: np.ndarray, kv_layout: str) -> np.ndarray:
+    """Return a view (pages, page_size, G, row)."""
+    return cache if kv_layout == "NHD" else cache.transpose(0, 2, 1, 3)
+
+
+def _split(paged_kv_cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(paged_kv_cache, tuple):
+        return paged_kv_cache
+    return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+
+
+def append_paged_kv_cache(
+    append_key: np.ndarray,
+    append_value: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    paged_kv_cache: Any,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_last_page_len: np.ndarray,
+    kv_layout: str = "NHD",
+    *,
+    kv_format: str | None = None,
+) -> None:
+    """See `nbflow_kernels.append_paged_kv_cache`."""
+    caches, names = _split(paged_kv_cache), split_names(kv_format)
+    for rows, cache, name in zip((append_key, append_value), caches, names, strict=True):
+        pages = _pages(cache, kv_layout)
+        for row, request, position in zip(rows, batch_indices, positions, strict=True):
+            page, slot = divmod(int(position), pages.shape[1])
+            for g, vector in enumerate(row):
+                stored = encode(vector, cache.dtype, name)
+                pages[kv_indices[kv_indptr[request] + page], slot, g] = stored
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: np.ndarray,
+    append_kpe: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    ckv_cache: np.ndarray,
+    kpe_cache: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_last_page_len: np.ndarray,
+    *,
+    kv_format: str | None = None,
+) -> None:
+    """See `nbflow_kernels.append_paged_mla_kv_cache`: a cache of one head."""
+    append_paged_kv_cache(
+        append_ckv[:, None],
+        append_kpe[:, None],
+        batch_indices,
+        positions,
+        (ckv_cache[:, :, None], kpe_cache[:, :, None]),
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        kv_format=kv_format,
+    )
+
+
+def gather_paged_kv_cache(
+    paged_kv_cache: Any,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_last_page_len: np.ndarray,
+    kv_layout: str = "NHD",
+    *,
+    head_dim: int | None = None,
+    kv_format: str | None = None,
+    dtype: str = "float32",
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.gather_paged_kv_cache`."""
+    found = []
+    for cache, name in zip(_split(paged_kv_cache), split_names(kv_format), strict=True):
+        pages = _pages(cache, kv_layout)
+        lens = get_seq_lens(kv_indptr, kv_last_page_len, pages.shape[1])
+        rows = [
+            pages[kv_indices[kv_indptr[request] + n // pages.shape[1]], n % pages.shape[1]]
+            for request, length in enumerate(lens)
+            for n in range(length)
+        ]
+        stored = np.array(rows, cache.dtype).reshape(-1, *pages.shape[2:])
+        with np.errstate(over="ignore"):
+            found.append(decode(stored, name, head_dim).astype(dtype))
+    return found[0], found[1]
+
+
+def get_seq_lens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int) -> np.ndarray:
+    """See `nbflow_kernels.get_seq_lens`."""
+    lens = [
+        max(int(b - a) - 1, 0) * page_size + int(last)
+        for a, b, last in zip(kv_indptr[:-1], kv_indptr[1:], kv_last_page_len, strict=True)
+    ]
+    return np.array(lens, np.int32)
+
+
+def get_batch_indices_positions(
+    append_indptr: np.ndarray, seq_lens: np.ndarray, nnz: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.get_batch_indices_positions`."""
+    pairs = [
+        (request, int(seq_lens[request]) - n + i)
+        for request, n in enumerate(np.diff(append_indptr).tolist())
+        for i in range(n)
+    ]
+    table = np.array(pairs, np.int32).reshape(nnz, 2)
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,84 @@
+// Mixture of experts: routing, the order of experts, the weighted sum; products are `matmul`'s.
+#include "moe/cuda_topk_routing.cuh"
+
+// ---- routing ----------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(32) routing(
+    const float* logits, float* weights, int* ids, Routing r) {
+  extern __shared__ double room[];
+  const long long token = blockIdx.x;
+  route(r, logits + token * r.E, weights + token * r.k, ids + token * r.k, room);
+}
+
+// ---- order of experts ------------------------------------------------------------------------------
+
+// Thread block e counts the pairs of expert e; ids that are no expert's belong to none.
+extern "C" __global__ void __launch_bounds__(256) count_pairs(const int* ids, int* counts, int n) {
+  __shared__ int room[8];
+  int count = 0;
+  for (int i = threadIdx.x; i < n; i += 256) count += ids[i] == blockIdx.x;
+  count = reduce_block<256>(count, Sum(), room);
+  if (threadIdx.x == 0) counts[blockIdx.x] = count;
+}
+
+// Thread block e writes the pairs of expert e in order; the last one those of none, behind all.
+extern "C" __global__ void __launch_bounds__(256) place_pairs(
+    const int* ids, const int* counts, int* rows, int* indptr, int* inverse, int n, int E, int k) {
+  __shared__ int room[8], before[8];
+  const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int at = 0;
+  for (int i = threadIdx.x; i < e; i += 256) at += counts[i];
+  at = reduce_block<256>(at, Sum(), room);
+  if (threadIdx.x == 0) indptr[e] = at;
+  for (int first = 0; first < n; first += 256) {
+    const int i = first + threadIdx.x, id = i < n ? ids[i] : -2;
+    const bool own = i < n && (e < E ? id == e : id < 0 || id >= E);
+    const unsigned mask = __ballot_sync(0xffffffffu, own);
+    if (lane == 0) before[warp] = __popc(mask);
+    __syncthreads();
+    int place = at, found = 0;
+    for (int w = 0; w < 8; w++) {
+      place += w < warp ? before[w] : 0;
+      found += before[w];
+    }
+    place += __popc(mask & ((1u << lane) - 1u));
+    if (own) rows[place] = i / k, inverse[i] = e < E ? place : -1;
+    at += found;
+    __syncthreads();
+  }
+}
+
+// ---- sums ------------------------------------------------------------------------------------------
+
+// A column of a token; its results are added in order.  Thread block (columns, token).
+extern "C" __global__ void __launch_bounds__(256) combine(
+    const float* y, const float* weights, const int* inverse, float* out, int H, int k, int P,
+    int accumulate) {
+  const int d = blockIdx.x * 256 + threadIdx.x, t = blockIdx.y;
+  if (d >= H) return;
+  float* to = out + (long long)t * H + d;
+  float total = accumulate ? *to : 0.0f;
+  for (int j = 0; j < k; j++) {
+    const int place = inverse[t * k + j];
+    if (place >= 0 && place < P) total = fmaf(weights[t * k + j], y[(long long)place * H + d], total);
+  }
+  *to = total;
+}
+
+// Row t of `y` times the logistic function of the product of row t of `x` and `gate`.
+extern "C" __global__ void __launch_bounds__(256) scale_rows(
+    const float* x, const float* gate, float* y, int width, int H) {
+  __shared__ float room[8];
+  x += (long long)blockIdx.x * width, y += (long long)blockIdx.x * H;
+  const float factor = gate_factor(x, gate, width, room);
+  for (int d = threadIdx.x; d < H; d += 256) y[d] *= factor;
+}
+
+// Zeros in the rows from indptr[E] on.  Thread block (columns, rows).
+extern "C" __global__ void __launch_bounds__(256) clear_unused(
+    float* out, const int* indptr, long long out_stride, int E, int n_rows, int width) {
+  const int d = blockIdx.x * 256 + threadIdx.x;
+  if (d >= width) return;
+  for (int row = indptr[E] + blockIdx.y; row < n_rows; row += gridDim.y)
+    out[row * out_stride + d] = 0.0f;
+}

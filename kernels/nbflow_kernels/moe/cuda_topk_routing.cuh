@@ -1,0 +1,116 @@
+// Which experts a token goes to and with which weights: a warp for each token, in float64 as on the
+// CPU; and how much of the expert of all tokens it takes.
+#pragma once
+#include "cuda/block_reduce.cuh"
+#include "cuda/types.cuh"
+
+struct Routing {
+  const float* bias;  // of the choice, or null
+  int E, k, sigmoid, renormalize, n_groups, top_k_groups, top2_sum;
+  float scale, min_score;
+  int padding;
+
+  DEV_METHOD int room() const { return 2 * E + n_groups; }  // numbers that `route` needs
+};
+
+// The best of a number of values, on all lanes: the largest, of equals the first.
+struct Best {
+  double value;
+  int place;
+};
+
+DEV Best best_of(const double* values, int first, int stop) {
+  Best b = {-infinity64(), 0x7fffffff};
+  for (int i = first + (threadIdx.x & 31); i < stop; i += 32)
+    if (values[i] > b.value) b = {values[i], i};
+  for (int mask = 16; mask; mask /= 2) {
+    const double value = __shfl_xor_sync(0xffffffffu, b.value, mask);
+    const int place = __shfl_xor_sync(0xffffffffu, b.place, mask);
+    if (value > b.value || (value == b.value && place < b.place)) b = {value, place};
+  }
+  return b;
+}
+
+// Scores of a token's experts; false if it has a NaN or +inf, or nothing but -inf.
+DEV bool score(const float* logits, int E, bool sigmoid, double* scores) {
+  float top = -infinity();
+  bool bad = false;
+  for (int e = threadIdx.x & 31; e < E; e += 32) {
+    bad |= !(logits[e] < infinity());
+    top = fmaxf(top, logits[e]);
+  }
+  top = reduce_lanes<32>(top, Max());
+  if (__any_sync(0xffffffffu, bad) || top == -infinity()) return false;
+  double total = 0.0;
+  for (int e = threadIdx.x & 31; e < E; e += 32) {
+    scores[e] = sigmoid ? 1.0 / (1.0 + exp(-(double)logits[e])) : exp((double)logits[e] - top);
+    total += scores[e];
+  }
+  total = reduce_lanes<32>(total, Sum());
+  if (!sigmoid)
+    for (int e = threadIdx.x & 31; e < E; e += 32) scores[e] /= total;
+  __syncwarp();
+  return true;
+}
+
+// Set the values of experts outside the best groups to -inf.
+DEV void drop_groups(
+    double* choice, int E, int n_groups, int top_k_groups, bool top2_sum, double* groups) {
+  const int size = E / n_groups;
+  for (int g = 0; g < n_groups; g++) {
+    const Best first = best_of(choice, g * size, (g + 1) * size);
+    double value = first.value;
+    if (top2_sum && value > -infinity64())
+      value += fmax(best_of(choice, g * size, first.place).value,
+                    best_of(choice, first.place + 1, (g + 1) * size).value);
+    if ((threadIdx.x & 31) == 0) groups[g] = value;
+  }
+  __syncwarp();
+  for (int i = 0; i < top_k_groups; i++) {
+    const Best b = best_of(groups, 0, n_groups);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0 && b.value > -infinity64()) groups[b.place] = nan64();  // chosen
+    __syncwarp();
+  }
+  for (int e = threadIdx.x & 31; e < E; e += 32)
+    if (groups[e / size] == groups[e / size]) choice[e] = -infinity64();
+  __syncwarp();
+}
+
+// The weights and numbers of the k experts of a token.
+DEV void route(const Routing& r, const float* logits, float* weights, int* ids, double* room) {
+  const int lane = threadIdx.x & 31;
+  double *scores = room, *choice = room + r.E, *groups = room + 2 * r.E;
+  if (!score(logits, r.E, r.sigmoid, scores)) {
+    for (int j = lane; j < r.k; j += 32) weights[j] = nan32(), ids[j] = -1;
+    return;
+  }
+  for (int e = lane; e < r.E; e += 32)
+    choice[e] = logits[e] == -infinity() ? -infinity64() : scores[e] + (r.bias ? r.bias[e] : 0.0f);
+  __syncwarp();
+  if (r.n_groups > 1) drop_groups(choice, r.E, r.n_groups, r.top_k_groups, r.top2_sum, groups);
+  double total = 0.0;
+  for (int j = 0; j < r.k; j++) {
+    const Best b = best_of(choice, 0, r.E);
+    const bool used = b.value > -infinity64() && scores[b.place] >= (double)r.min_score;
+    if (used) total += scores[b.place];
+    __syncwarp();
+    if (lane == 0) {
+      ids[j] = used ? b.place : -1;
+      if (b.value > -infinity64()) choice[b.place] = -infinity64();
+    }
+    __syncwarp();
+  }
+  const double factor = r.renormalize && total > 0.0 ? r.scale / total : (double)r.scale;
+  for (int j = lane; j < r.k; j += 32)
+    weights[j] = ids[j] >= 0 ? (float)(scores[ids[j]] * factor) : 0.0f;
+}
+
+// The logistic function of the product of a token and the gate of the expert of all tokens, for all
+// of 256 threads.
+DEV float gate_factor(const float* x, const float* gate, int width, float* room) {
+  float total = 0.0f;
+  for (int d = threadIdx.x; d < width; d += 256) total = fmaf(x[d], gate[d], total);
+  total = reduce_block<256>(total, Sum(), room);
+  return 1.0f / (1.0f + expf(-total));
+}

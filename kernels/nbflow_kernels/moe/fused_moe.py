@@ -1,0 +1,331 @@
+"""The whole layer: gate, up, activation, down and the weighted sum over experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.activation import cpu as activation_cpu
+from nbflow_kernels.activation import cuda as activation_cuda
+from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, overlap
+from nbflow_kernels.cpu.parallel_for import together
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats.tensor import QuantTensor
+from nbflow_kernels.moe import cpu, cuda
+from nbflow_kernels.moe.grouped_matmul import check_matrix, grouped_matmul, list_matrices
+from nbflow_kernels.moe.routing import moe_permute
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """An expert that all tokens go to.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import SharedExpert
+    >>> expert = SharedExpert(np.ones((4, 8), np.float32), np.ones((8, 2), np.float32))
+    >>> expert.gate is None
+    True
+    """
+
+    gate_up: Any
+    """Array or QuantTensor (2F, H), the gate's rows first; with `up`, the gate (F, H)."""
+    down: Any
+    """Array or QuantTensor (H, F)."""
+    up: Any = None
+    """Array or QuantTensor (F, H), if it is not part of `gate_up`."""
+    gate: Any = None
+    """Array of float32 (H,): the result is multiplied by the logistic function of its product with
+    the token (Qwen2-MoE)."""
+
+    def to_device(self, like: Any = None) -> SharedExpert:
+        """Return the expert on the device of an array, by default CuPy's current device."""
+        from nbflow_kernels.cuda import to_device
+
+        return SharedExpert(
+            *(
+                w if w is None or is_cuda(w) else w.to_device(like)
+                if isinstance(w, QuantTensor) else to_device(w, like)
+                for w in (self.gate_up, self.down, self.up, self.gate)
+            )
+        )  # fmt: skip
+
+    def to_host(self) -> SharedExpert:
+        """Return the expert in NumPy arrays; the inverse of `to_device`."""
+        from nbflow_kernels.cuda import to_host
+
+        return SharedExpert(
+            *(
+                w if w is None else w.to_host() if isinstance(w, QuantTensor) else to_host(w)
+                for w in (self.gate_up, self.down, self.up, self.gate)
+            )
+        )
+
+
+def moe_combine(
+    y: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    inverse: NDArray[np.int32],
+    *,
+    accumulate: bool = False,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Add the experts' results of each token with its weights.
+
+    .. math:: o_t = \sum_j w_{tj} \, y_{\mathrm{inverse}_{tj}}
+
+    Parameters
+    ----------
+    y : array of float32, shape (P, H)
+        Results in order of experts.
+    weights : array of float32, shape (T, k)
+        Weights of each token's experts.
+    inverse : array of int32, shape (T, k)
+        Where the results are, as from `moe_permute`; -1 is left out.
+    accumulate : bool
+        Add to what `out` holds instead of replacing it.
+    out : array of float32, shape (T, H), optional
+        Where to write the result.
+
+    Returns
+    -------
+    array of float32, shape (T, H)
+        `out` if given, else a new array.
+
+    Raises
+    ------
+    UsageError
+        If a shape or a place does not fit, or `accumulate` is given without `out`.  On a CUDA
+        device a place that does not fit is left out.
+    TypeError
+        If an array has another dtype.
+
+    Notes
+    -----
+    A token's results are added one after the other, in order of j, in float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import moe_combine
+    >>> y = np.array([[1, 2], [10, 20], [100, 200]], np.float32)
+    >>> weights = np.array([[0.5, 0.25], [1, 0]], np.float32)
+    >>> moe_combine(y, weights, np.array([[2, 0], [1, -1]], np.int32))
+    array([[ 50.25, 100.5 ],
+           [ 10.  ,  20.  ]], dtype=float32)
+    """
+    check_together(y=y, weights=weights, inverse=inverse, out=out)
+    check_array("y", y, (None, None))
+    check_array("weights", weights, (None, None))
+    check_array("inverse", inverse, weights.shape, np.int32)
+    if not is_cuda(y) and inverse.size and (inverse.min() < -1 or inverse.max() >= len(y)):
+        raise UsageError(f"inverse must lie in -1..{len(y) - 1}, the rows of y")
+    if out is not None:
+        check_array("out", out, (len(weights), y.shape[1]))
+    elif accumulate:
+        raise UsageError("accumulate=True needs out=, the array to add to")
+    else:
+        out = empty(y, (len(weights), y.shape[1]))
+    (cuda if is_cuda(y) else cpu).combine(y, weights, inverse, bool(accumulate), out)
+    return out
+
+
+def fused_moe(
+    x: NDArray[np.float32],
+    gate_up: Any,
+    down: Any,
+    topk_weights: NDArray[np.float32],
+    topk_ids: NDArray[np.int32],
+    *,
+    up: Any = None,
+    activation: str = "silu",
+    shared: SharedExpert | None = None,
+    gate_up_bias: NDArray[np.float32] | None = None,
+    up_bias: NDArray[np.float32] | None = None,
+    down_bias: NDArray[np.float32] | None = None,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Run a gated feed-forward layer of experts.
+
+    .. math:: o_t = \sum_j w_{tj} D_e \bigl(a(G_e x_t) \odot U_e x_t\bigr), \quad e = e_{tj}
+
+    and, with biases, :math:`G_e x_t + b_e` for :math:`G_e x_t`, for the other products alike.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, H)
+        Tokens.
+    gate_up : array, QuantTensor or sequence of them
+        Gate and up projection of each expert, (E, 2F, H) with the gate's rows first, in any form
+        that `grouped_matmul` takes; the gate alone, (E, F, H), if `up` is given.
+    down : array, QuantTensor or sequence of them
+        Down projection of each expert, (E, H, F).
+    topk_weights : array of float32, shape (T, k)
+        Weights of each token's experts, as from `moe_routing`.
+    topk_ids : array of int32, shape (T, k)
+        Experts of each token; -1 is none.
+    up : array, QuantTensor or sequence of them, optional
+        Up projection of each expert, (E, F, H), if it is stored by itself.
+    activation : str
+        As in the ops ``..._and_mul``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ...;
+        ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved.
+    shared : SharedExpert, optional
+        An expert of all tokens; its result is added.
+    gate_up_bias : array of float32, shape (E, 2F), optional
+        Biases of `gate_up`; (E, F) if `up` is given.
+    up_bias : array of float32, shape (E, F), optional
+        Biases of `up`.
+    down_bias : array of float32, shape (E, H), optional
+        Biases of the down projections.
+    out : array of float32, shape (T, H), optional
+        Where to write the result; it must not overlap `x`.
+
+    Returns
+    -------
+    array of float32, shape (T, H)
+        `out` if given, else a new array.
+
+    Raises
+    ------
+    UsageError
+        If shapes do not fit or an id is out of range.
+    TypeError
+        If an array has another dtype.
+
+    See Also
+    --------
+    nbflow_kernels.moe_routing : Makes weights and ids.
+    nbflow_kernels.grouped_matmul : The products.
+
+    Notes
+    -----
+    A token's result does not depend on the other tokens, bit for bit: products are batch-invariant,
+    and its experts are added in the order of `topk_ids`, after the shared one.
+
+    Examples
+    --------
+    Two experts with one hidden unit: both gates are relu(x0), the first doubles x1, the second
+    triples it.
+
+    >>> import numpy as np
+    >>> from nbflow_kernels import fused_moe
+    >>> gate_up = np.array([[[1, 0], [0, 2]], [[1, 0], [0, 3]]], np.float32)  # (2, 2 * 1, 2)
+    >>> down = np.ones((2, 2, 1), np.float32)
+    >>> x = np.array([[1.0, 1.0]], np.float32)
+    >>> weights, ids = np.array([[0.5, 0.5]], np.float32), np.array([[0, 1]], np.int32)
+    >>> fused_moe(x, gate_up, down, weights, ids, activation="relu")
+    array([[2.5, 2.5]], dtype=float32)
+    """
+    check_array("x", x, (None, None))
+    check_together(x=x, topk_weights=topk_weights, topk_ids=topk_ids, out=out)
+    T, H = x.shape
+    check_array("topk_weights", topk_weights, (T, None))
+    check_array("topk_ids", topk_ids, topk_weights.shape, np.int32)
+    act = _activation(activation, x)
+    gates = list_matrices("gate_up", gate_up, H)[0]
+    ups = None if up is None else list_matrices("up", up, H)[0]
+    F = gates[0].shape[0] if up is not None else _half("gate_up", gates[0].shape[0])
+    downs, n_out = list_matrices("down", down, F)
+    counts = {len(gates), len(downs), len(gates if ups is None else ups)}
+    if len(counts) > 1 or n_out != H or (ups is not None and ups[0].shape[0] != F):
+        raise UsageError(
+            f"gate_up, up and down must be of the same experts, down (E, {H}, {F}); got "
+            f"{sorted(counts)} experts and a down projection to {n_out} columns"
+        )
+    if up_bias is not None and up is None:
+        raise UsageError("up_bias goes with up; without it gate_up_bias has the biases of both")
+    check_together(x=x, gate_up_bias=gate_up_bias, up_bias=up_bias, down_bias=down_bias)
+    widths = {"gate_up_bias": gates[0].shape[0], "up_bias": F, "down_bias": H}
+    biases = (gate_up_bias, up_bias, down_bias)
+    for (name, width), bias in zip(widths.items(), biases, strict=True):
+        if bias is not None:
+            check_array(name, bias, (len(gates), width))
+    if out is None:
+        out = empty(x, (T, H))
+    check_array("out", out, (T, H))
+    if overlap(x, out):
+        raise UsageError("out must not overlap x; pass another array")
+    rows, indptr, inverse = moe_permute(topk_ids, len(gates))
+    hidden = empty(x, (len(rows), F))
+    act(_projections(x, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
+    y = grouped_matmul(hidden, down, indptr, bias=down_bias)
+    if shared is not None:
+        _run_shared(x, shared, act, out)
+    _device(x).combine(y, topk_weights, inverse, shared is not None, out)
+    return out
+
+
+def _device(x):
+    """Return the variant for an array."""
+    return cuda if is_cuda(x) else cpu
+
+
+def _projections(
+    x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
+) -> Any:
+    """Return gate and up projections side by side, (P, 2F)."""
+    of_gate, of_up = biases
+    if ups is None:
+        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
+    F = list_matrices("gate_up", gates, x.shape[1])[1]
+    P = len(x) if rows is None else len(rows)
+    if is_cuda(x):
+        both = empty(x, (P, 2 * F))
+        cuda.grouped(x, gates, indptr, of_gate, both[:, :F], rows)
+        cuda.grouped(x, ups, indptr, of_up, both[:, F:], rows)
+        return both
+    x = x if rows is None else x[rows]
+    gate, up = np.empty((P, F), np.float32), np.empty((P, F), np.float32)
+    with together():
+        cpu.grouped(x, list_matrices("gate_up", gates, x.shape[1])[0], indptr, of_gate, gate)
+        cpu.grouped(x, list_matrices("up", ups, x.shape[1])[0], indptr, of_up, up)
+    return np.concatenate([gate, up], axis=1)
+
+
+def _run_shared(x: Any, shared: SharedExpert, act: Any, out: Any) -> None:
+    """Write the shared expert's result."""
+    T, H = x.shape
+    check_matrix("shared.gate_up", shared.gate_up, None, H)
+    F = shared.gate_up.shape[0]
+    F = F if shared.up is not None else _half("shared.gate_up", F)
+    check_matrix("shared.down", shared.down, H, F)
+    if shared.up is not None:
+        check_matrix("shared.up", shared.up, F, H)
+    hidden = empty(x, (T, F))
+    act(_shared_projections(x, shared, F), hidden)
+    _device(x).matmul(hidden, shared.down, None, out)
+    if shared.gate is not None:
+        check_array("shared.gate", shared.gate, (H,))
+        _device(x).scale_rows(x, shared.gate, out)
+
+
+def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
+    """Return gate and up projections of the shared expert side by side, (T, 2F)."""
+    both = empty(x, (len(x), 2 * F))
+    if shared.up is None:
+        _device(x).matmul(x, shared.gate_up, None, both)
+        return both
+    halves = [empty(x, (len(x), F)) for _ in range(2)]
+    for w, half, to in zip((shared.gate_up, shared.up), halves, (0, F), strict=True):
+        _device(x).matmul(x, w, None, half)
+        both[:, to : to + F] = half
+    return both
+
+
+def _activation(name: str, x: Any) -> Any:
+    """Return the launcher of a gated activation."""
+    if name not in activation_cpu.GATED:
+        raise unknown_name("activation", name, activation_cpu.GATED)
+    glu = (activation_cuda if is_cuda(x) else activation_cpu).glu
+    return lambda both, hidden: glu(both, name, True, hidden)
+
+
+def _half(name: str, n: int) -> int:
+    """Return half of the number of rows of gate and up together."""
+    if n % 2:
+        raise UsageError(f"{name} must have an even number of rows, gate and up, got {n}")
+    return n // 2

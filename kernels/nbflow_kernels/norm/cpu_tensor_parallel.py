@@ -1,0 +1,44 @@
+"""The norm of rows that several ranks hold parts of: squares are summed, then the parts scaled."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import split_rows
+
+
+def sum_squares(x: NDArray[np.float32], counts: bool, out: NDArray[np.float32]) -> None:
+    """Write each row's sum of squares, or 0 if it does not count, to (T,); a launcher."""
+    split_rows(_sum_squares, len(x), float(x.size), x, np.float64(counts), out)
+
+
+def rmsnorm_with_sums(
+    x: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    width: int,
+    eps: float,
+    offset: float,
+    out: NDArray[np.float32],
+) -> None:
+    """Normalize parts (T, n) of rows of `width` whose sums of squares are (T,); a launcher."""
+    split_rows(_scale, len(x), float(x.size), x, sums, weight, float(width), eps, offset, out)
+
+
+@jit.kernel
+def _sum_squares(x, factor, out, start, stop):
+    for t in range(start, stop):
+        total = 0.0
+        for d in range(x.shape[1]):
+            total += np.float64(x[t, d]) * np.float64(x[t, d])
+        out[t] = np.float32(total * factor)
+
+
+@jit.kernel
+def _scale(x, sums, weight, width, eps, offset, out, start, stop):
+    for t in range(start, stop):
+        factor = 1.0 / np.sqrt(np.float64(sums[t]) / width + eps)
+        for d in range(x.shape[1]):
+            out[t, d] = np.float32(np.float64(x[t, d]) * factor * (weight[d] + offset))

@@ -1,0 +1,225 @@
+"""The op families: which public function lives where.  The one place that lists them.
+
+A family is the folder ``nbflow_kernels/<family>/`` with `__init__.py` (the public functions),
+`reference.py`, `cpu.py`, `cuda.py` and `cases.py`.  The public surface of `nbflow_kernels`, the
+tests, the benchmark and the table of tolerances all read this table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbflow_kernels.op_case import OpCase
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "norm": (
+        "rmsnorm",
+        "layernorm",
+        "fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "gemma_fused_add_rmsnorm",
+        "fused_add_layernorm",
+        "l2norm",
+        "linear_norm",
+    ),
+    "activation": (
+        "silu",
+        "gelu",
+        "gelu_tanh",
+        "relu",
+        "silu_and_mul",
+        "gelu_and_mul",
+        "gelu_tanh_and_mul",
+        "relu_and_mul",
+        "gelu_quick",
+        "relu2",
+        "sigmoid",
+        "gelu_quick_and_mul",
+        "relu2_and_mul",
+        "sigmoid_and_mul",
+        "glu",
+        "swigluoai_and_mul",
+    ),
+    "embedding": ("embedding",),
+    "position": (
+        "apply_rope",
+        "apply_rope_pos_ids",
+        "apply_rope_with_cos_sin_cache_inplace",
+        "rope_cos_sin_cache",
+        "apply_rope_inplace",
+        "apply_rope_pos_ids_inplace",
+        "apply_rope_with_cos_sin_cache",
+        "apply_llama31_rope",
+        "apply_llama31_rope_inplace",
+        "apply_llama31_rope_pos_ids",
+        "apply_llama31_rope_pos_ids_inplace",
+        "rope_frequencies",
+        "RopeScaling",
+        "LinearRopeScaling",
+        "DynamicNtkRopeScaling",
+        "YarnRopeScaling",
+        "Llama3RopeScaling",
+        "LongRopeScaling",
+        "alibi_slopes",
+        "alibi_bias",
+        "relative_position_bucket",
+        "relative_position_bias",
+        "sinusoidal_position_embedding",
+        "add_learned_positions",
+    ),
+    "matmul": ("matmul",),
+    "quantized_matmul": ("qmatmul",),
+    "sparse": ("CsrMatrix", "sparse_matmul"),
+    "kv_cache": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "gather_paged_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+    ),
+    "attention": (
+        "single_prefill_with_kv_cache",
+        "single_decode_with_kv_cache",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+        "AttentionVariant",
+        "BatchAttention",
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "BatchMLAPagedAttentionWrapper",
+        "BlockSparseAttentionWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "VariableBlockSparseAttentionWrapper",
+    ),
+    "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
+    "sampling": (
+        "softmax",
+        "argmax",
+        "sampling_from_probs",
+        "top_k_sampling_from_probs",
+        "top_p_sampling_from_probs",
+        "min_p_sampling_from_probs",
+        "top_k_top_p_sampling_from_probs",
+        "top_k_renorm_probs",
+        "top_p_renorm_probs",
+        "min_p_renorm_probs",
+        "typical_renorm_probs",
+        "tail_free_renorm_probs",
+        "xtc_renorm_probs",
+        "typical_sampling_from_probs",
+        "tail_free_sampling_from_probs",
+        "mirostat_sampling_from_probs",
+        "sampling_from_logits",
+        "top_k_top_p_sampling_from_logits",
+        "top_k",
+        "top_k_mask_logits",
+        "top_n_sigma_mask_logits",
+        "chain_speculative_sampling",
+    ),
+    "penalties": (
+        "apply_penalties",
+        "apply_no_repeat_ngram",
+        "apply_dry_penalty",
+        "apply_logit_bias",
+        "mask_token_ids",
+        "apply_token_bitmask",
+    ),
+    "moe": (
+        "moe_routing",
+        "moe_permute",
+        "grouped_matmul",
+        "moe_combine",
+        "fused_moe",
+        "SharedExpert",
+        "SegmentGEMMWrapper",
+    ),
+    "logits": (
+        "log_softmax",
+        "token_log_probs",
+        "kl_divergence",
+        "top1_agreement",
+        "soft_cap",
+        "masked_softmax",
+    ),
+}
+"""Family to its public names."""
+
+_TABLE = "makes a table once, in host memory; copy it to the device"
+_RECORD = "a record of numbers"
+
+NO_CUDA: dict[str, str] = {
+    "rope_cos_sin_cache": _TABLE,
+    "rope_frequencies": _TABLE,
+    "alibi_slopes": _TABLE,
+    "RopeScaling": _RECORD,
+    "LinearRopeScaling": _RECORD,
+    "DynamicNtkRopeScaling": _RECORD,
+    "YarnRopeScaling": _RECORD,
+    "Llama3RopeScaling": _RECORD,
+    "LongRopeScaling": _RECORD,
+    "SharedExpert": _RECORD,
+}
+"""Public names without a CUDA variant, and why; all others run on CUDA devices too."""
+
+NUMPY_ON_CPU = (
+    "linear_norm",
+    "embedding",
+    "alibi_bias",
+    "relative_position_bucket",
+    "relative_position_bias",
+    "sinusoidal_position_embedding",
+    "add_learned_positions",
+    "packbits",
+    "get_seq_lens",
+    "get_batch_indices_positions",
+    "top1_agreement",
+)
+"""Public ops whose CPU variant is NumPy: they copy, compare or make a table.
+
+Rows of a quantized table (`embedding`) are decoded by the format's compiled kernel.
+"""
+
+SUPPORT: dict[str, tuple[str, ...]] = {
+    "formats": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize"),
+    "quantizers": ("quantize",),
+    "formats.user": ("load_formats", "register_format", "unregister_format"),
+    "testing.format_checks": ("check_format",),
+    "kv_cache.formats": ("KVFormat", "kv_format", "kv_formats"),
+    "cpu.parallel_for": ("get_num_threads", "set_num_threads"),
+    "errors": ("MissingExtraError", "UsageError"),
+}
+"""Modules that are not families to their public names."""
+
+
+def module_of() -> dict[str, str]:
+    """Return the full module name of every public name."""
+    tables = (FAMILIES, SUPPORT)
+    return {
+        name: f"nbflow_kernels.{module}"
+        for table in tables
+        for module, names in table.items()
+        for name in names
+    }
+
+
+def family_of(op: str) -> str:
+    """Return the family of a public op."""
+    return next(family for family, ops in FAMILIES.items() if op in ops)
+
+
+def load(family: str, part: str) -> ModuleType:
+    """Import a part of a family: ``reference``, ``cpu``, ``cuda`` or ``cases``."""
+    return importlib.import_module(f"nbflow_kernels.{family}.{part}")
+
+
+def all_cases() -> Iterator[OpCase]:
+    """Yield the cases of all families, in the order of the table."""
+    for family in FAMILIES:
+        yield from load(family, "cases").CASES

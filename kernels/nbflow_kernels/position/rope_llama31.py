@@ -1,0 +1,224 @@
+"""The rotary embedding with Llama 3.1's frequencies, under FlashInfer's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbflow_kernels.position.rope import check_rope, positions_of, turn
+from nbflow_kernels.position.rope_scaling import Llama3RopeScaling
+
+
+def apply_llama31_rope_pos_ids(
+    q: Any,
+    k: Any,
+    pos_ids: Any,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8.0,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    old_context_len: int = 8192,
+) -> tuple[Any, Any]:
+    """Return query and key rows rotated by the angles of their positions, as in Llama 3.1.
+
+    Parameters
+    ----------
+    q, k, pos_ids, rotary_dim, interleave, rope_theta
+        As in `apply_rope_pos_ids`.
+    rope_scale : float
+        Divisor of the long wavelengths.
+    low_freq_factor, high_freq_factor : float
+        Turns over the trained length below which a frequency is divided, and above which it stays.
+    old_context_len : int
+        The trained length.
+
+    Returns
+    -------
+    q, k : arrays of float32
+        New arrays of the same shapes.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If shapes, dtypes or numbers do not fit.
+
+    See Also
+    --------
+    nbflow_kernels.Llama3RopeScaling : The frequencies; a record for `rope_cos_sin_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import apply_llama31_rope_pos_ids
+    >>> q = np.ones((1, 1, 2), np.float32)
+    >>> apply_llama31_rope_pos_ids(q, q, np.array([3], np.int32))[0].ravel().round(3)
+    array([-1.131, -0.849], dtype=float32)
+    """
+    scaling = Llama3RopeScaling(
+        factor=rope_scale,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position=old_context_len,
+    )
+    frequencies = check_rope(q, k, pos_ids, rotary_dim, 1.0, rope_theta, scaling)
+    q, k = q.copy(order="C"), k.copy(order="C")
+    turn(q, k, pos_ids, interleave, 1.0, frequencies)
+    return q, k
+
+
+def apply_llama31_rope_pos_ids_inplace(
+    q: Any,
+    k: Any,
+    pos_ids: Any,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8.0,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    old_context_len: int = 8192,
+) -> None:
+    """Rotate query and key rows by the angles of their positions, as in Llama 3.1, in place.
+
+    Parameters
+    ----------
+    q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
+        Changed in place; rows may be far apart.
+    pos_ids, rotary_dim, interleave, rope_scale, rope_theta
+        As in `apply_llama31_rope_pos_ids`.
+    low_freq_factor, high_freq_factor, old_context_len
+        As in `apply_llama31_rope_pos_ids`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If shapes, dtypes or numbers do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import apply_llama31_rope_pos_ids_inplace
+    >>> q, k = np.ones((2, 1, 1, 2), np.float32)
+    >>> apply_llama31_rope_pos_ids_inplace(q, k, np.array([3], np.int32))
+    >>> q.ravel().round(3)
+    array([-1.131, -0.849], dtype=float32)
+    """
+    scaling = Llama3RopeScaling(
+        factor=rope_scale,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position=old_context_len,
+    )
+    frequencies = check_rope(q, k, pos_ids, rotary_dim, 1.0, rope_theta, scaling)
+    turn(q, k, pos_ids, interleave, 1.0, frequencies)
+
+
+def apply_llama31_rope(
+    q: Any,
+    k: Any,
+    indptr: Any,
+    offsets: Any,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8.0,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    old_context_len: int = 8192,
+) -> tuple[Any, Any]:
+    """Return the rows of several requests rotated as in Llama 3.1.
+
+    Parameters
+    ----------
+    q, k, indptr, offsets
+        As in `apply_rope`.
+    rotary_dim, interleave, rope_scale, rope_theta
+        As in `apply_llama31_rope_pos_ids`.
+    low_freq_factor, high_freq_factor, old_context_len
+        As in `apply_llama31_rope_pos_ids`.
+
+    Returns
+    -------
+    q, k : arrays of float32
+        New arrays of the same shapes.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If shapes, dtypes or numbers do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import apply_llama31_rope
+    >>> q, ints = np.ones((1, 1, 2), np.float32), lambda *values: np.array(values, np.int32)
+    >>> apply_llama31_rope(q, q, ints(0, 1), ints(3))[0].ravel().round(3)
+    array([-1.131, -0.849], dtype=float32)
+    """
+    return apply_llama31_rope_pos_ids(
+        q,
+        k,
+        positions_of(q, indptr, offsets),
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        low_freq_factor,
+        high_freq_factor,
+        old_context_len,
+    )
+
+
+def apply_llama31_rope_inplace(
+    q: Any,
+    k: Any,
+    indptr: Any,
+    offsets: Any,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8.0,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    old_context_len: int = 8192,
+) -> None:
+    """Rotate the rows of several requests in place, as in Llama 3.1.
+
+    Parameters
+    ----------
+    q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
+        Changed in place; rows may be far apart.
+    indptr, offsets
+        As in `apply_rope`.
+    rotary_dim, interleave, rope_scale, rope_theta
+        As in `apply_llama31_rope_pos_ids`.
+    low_freq_factor, high_freq_factor, old_context_len
+        As in `apply_llama31_rope_pos_ids`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If shapes, dtypes or numbers do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import apply_llama31_rope_inplace
+    >>> q, k = np.ones((2, 1, 1, 2), np.float32)
+    >>> apply_llama31_rope_inplace(q, k, np.array([0, 1], np.int32), np.array([3], np.int32))
+    >>> q.ravel().round(3)
+    array([-1.131, -0.849], dtype=float32)
+    """
+    apply_llama31_rope_pos_ids_inplace(
+        q,
+        k,
+        positions_of(q, indptr, offsets),
+        rotary_dim,
+        interleave,
+        rope_scale,
+        rope_theta,
+        low_freq_factor,
+        high_freq_factor,
+        old_context_len,
+    )

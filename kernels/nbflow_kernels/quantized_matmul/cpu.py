@@ -1,0 +1,164 @@
+"""Quantized matrix product on the CPU: a lane of a vector is a weight row.
+
+Weights are read in the packed layout (`formats.layout_cpu`), by kernels made for its form when they
+are first needed: `floats` for one row of float32 activations, `dense` for several and for bfloat16
+ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.formats.floats import PackedFloats
+from nbflow_kernels.formats.layout_cpu import ROWS, CpuPacked
+from nbflow_kernels.formats.tensor import QuantTensor
+from nbflow_kernels.matmul import cpu_packed
+from nbflow_kernels.quantized_matmul import (
+    cpu_gemm_f32_bf16,
+    cpu_gemv_f32,
+    cpu_gemv_int8,
+    cpu_outliers,
+    cpu_user_formats,
+)
+from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
+
+__all__ = [
+    "Int8Rows",
+    "matmul",
+    "matmul_bf16",
+    "matmul_int8",
+    "qmatmul",
+    "quantize_activations",
+]
+
+_NO_BIAS = np.zeros(0, np.float32)
+
+
+def qmatmul(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    activations: str,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.qmatmul`."""
+    if activations != "int8":
+        launch = matmul if activations == "f32" else matmul_bf16
+        launch(x, w, bias, accumulate, out)
+        return
+    rows = Int8Rows.empty(*x.shape)
+    quantize_activations(x, rows)
+    matmul_int8(rows, w, bias, accumulate, out)
+
+
+def matmul(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Do `nbflow_kernels.qmatmul` with float32 activations."""
+    with cpu_outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            cpu_user_formats.matmul(x, w, bias, accumulate, out)
+        else:
+            _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+        cpu_outliers.add(x, w, out)
+
+
+def _matmul(
+    x: NDArray[np.float32],
+    packed: CpuPacked | PackedFloats,
+    bias: NDArray[np.float32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply float32 rows by packed weights."""
+    if isinstance(packed, PackedFloats):
+        cpu_packed.matmul(x, packed.data, bias, accumulate, out)
+        return
+    kernel = cpu_gemv_f32.one_row if x.shape[0] == 1 else cpu_gemm_f32_bf16.many_rows
+    split_rows(
+        kernel(packed.form), packed.n_groups, _work(packed, x.shape[0]),
+        x, packed.data, packed.n_blocks, bias, accumulate, out,
+    )  # fmt: skip
+
+
+def matmul_bf16(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
+    with cpu_outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            cpu_user_formats.matmul(x, w, bias, accumulate, out, bf16=True)
+        else:
+            _matmul_bf16(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+        cpu_outliers.add(x, w, out)
+
+
+def _matmul_bf16(
+    x: NDArray[np.float32],
+    packed: CpuPacked | PackedFloats,
+    bias: NDArray[np.float32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply rows by packed weights, both rounded to bfloat16."""
+    if isinstance(packed, PackedFloats):
+        cpu_packed.matmul_bf16(x, packed.data, bias, accumulate, out)
+        return
+    split_rows(
+        cpu_gemm_f32_bf16.any_rows_bf16(packed.form), packed.n_groups,
+        _work(packed, x.shape[0]) / 2,
+        x, packed.data, packed.n_blocks, bias, accumulate, out,
+    )  # fmt: skip
+
+
+def matmul_int8(
+    rows: Int8Rows,
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Do `nbflow_kernels.qmatmul` with activations that are quantized already."""
+    with cpu_outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            cpu_user_formats.matmul_int8(rows, w, bias, accumulate, out)
+        else:
+            _matmul_int8(rows, w.packed(), bias, accumulate, out)
+        cpu_outliers.add_int8(rows, w, out)
+
+
+def _matmul_int8(
+    rows: Int8Rows,
+    packed: CpuPacked | PackedFloats,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply quantized rows by packed weights."""
+    assert isinstance(packed, CpuPacked), "int8 activations go with integer codes"
+    if rows.n_rows == 0:  # the kernels read a first row
+        return
+    bias = _NO_BIAS if bias is None else bias
+    sums = rows.sums if cpu_gemv_int8.piece_vectors(packed.form) == 8 else rows.half_sums
+    split_rows(
+        cpu_gemv_int8.kernel_for(packed.form, rows.n_rows), packed.n_groups,
+        _work(packed, rows.n_rows),
+        rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,
+        out,
+    )  # fmt: skip
+
+
+def _work(packed: CpuPacked, n_rows: int) -> float:
+    """Return the multiply-adds of a product."""
+    return float(n_rows) * packed.n_columns * packed.n_groups * ROWS

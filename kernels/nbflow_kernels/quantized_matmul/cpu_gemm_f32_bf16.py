@@ -1,0 +1,122 @@
+"""Products of packed weights and several rows of float32 or bfloat16 activations.
+
+A panel of a row group is decoded at a time and multiplied in register tiles
+(`nbflow_kernels.matmul.cpu_packed_tiles`, which states the order of additions): with float32
+activations as float32, in the order of `floats.one_row`; with bfloat16 ones rounded to bfloat16, in
+pairs of columns, and one row goes the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba.core import extending
+
+from nbflow_kernels.cpu import jit, register_tiles, simd
+from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
+from nbflow_kernels.formats.layout_cpu import CpuLayout
+from nbflow_kernels.matmul import cpu_packed_tiles
+
+
+@functools.cache
+def many_rows(form: CpuLayout) -> Any:
+    """Return the kernel for rows of float32 activations and row groups [start, stop)."""
+    block, block_bytes = form.block, form.block_bytes
+    panel = max(1, cpu_packed_tiles.PANEL // block) * block
+
+    @jit.kernel
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
+        like = np.empty(0, np.float32)
+        cpu_packed_tiles.multiply_decoded(
+            decode_f32, False, form, simd.address(packed), n_blocks * block_bytes,
+            n_blocks * block, panel, like, x, bias, accumulate, out, start, stop,
+        )  # fmt: skip
+
+    return kernel
+
+
+@functools.cache
+def any_rows_bf16(form: CpuLayout) -> Any:
+    """Return the kernel for rows of activations rounded to bfloat16."""
+    block, block_bytes = form.block, form.block_bytes
+    panel = max(1, cpu_packed_tiles.PANEL // block) * block
+
+    @jit.kernel
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
+        like = np.empty(0, np.int32)
+        cpu_packed_tiles.multiply_decoded(
+            decode_pairs, True, form, simd.address(packed), n_blocks * block_bytes,
+            n_blocks * block // 2, panel, like, x, bias, accumulate, out, start, stop,
+        )  # fmt: skip
+
+    return kernel
+
+
+def decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Write columns k to k + n, whole blocks, of the row group at `at` to address `to`."""
+    _decoder(form, form.block, _write_f32, 256)(form, at, k, n, to)
+
+
+def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Do as `decode_f32` with pairs of columns, rounded to bfloat16."""
+    _decoder(form, form.block // 2, _write_pairs, 128)(form, at, k, n, to)
+
+
+# Chosen by the type of the form, not held by the kernels: a kernel that holds a compiled function
+# is never found in the disk cache again.
+_OPTIONS: Any = {
+    "forceinline": True,
+    "error_model": "numpy",
+    "fastmath": jit.FAST_MATH,
+}  # as `helper`
+
+
+@extending.overload(decode_f32, jit_options=_OPTIONS)
+def _decode_f32(form, at, k, n, to):
+    return _decoder(form.form, form.form.block, _write_f32, 256)
+
+
+@extending.overload(decode_pairs, jit_options=_OPTIONS)
+def _decode_pairs(form, at, k, n, to):
+    return _decoder(form.form, form.form.block // 2, _write_pairs, 128)
+
+
+def _decoder(known: CpuLayout, block: int, write: Any, written: int) -> Callable[..., None]:
+    """Return the decoder of a form, of which a block has `block` units."""
+    units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
+    block_bytes = known.block_bytes
+    piece = min(vectors, per_scale)  # vectors that have one scale
+    pieces = vectors // piece
+
+    def decode(form, at, k, n, to):
+        at += k // block * block_bytes
+        for _ in range(n // block):
+            for unit in range(units):
+                for p in range(pieces):
+                    scale, base = parameters(form, at, (unit * vectors + p * piece) // per_scale)
+                    for v in range(piece):
+                        u = codes(form, unit_of(form, at, unit), p * piece + v)
+                        write(form, u, scale, base, to)
+                        to += written
+            at += block_bytes
+
+    return decode
+
+
+@jit.device_function(inline="llvm")
+def _write_f32(form, u, scale, base, to):
+    """Write four columns of 16 rows."""
+    for j in range(4):
+        simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
+
+
+@jit.device_function(inline="llvm")
+def _write_pairs(form, u, scale, base, to):
+    """Write four columns of 16 rows as two pairs."""
+    for j in range(2):
+        even = weight(form, u, 2 * j, scale, base)
+        odd = weight(form, u, 2 * j + 1, scale, base)
+        simd.store_i32(to + 64 * j, register_tiles.to_pairs(even, odd))

@@ -1,0 +1,61 @@
+"""Products of packed weights and one row of float32 activations.
+
+Weights are decoded in registers to ``scale * value + base``, the float32 that `dequantize` gives.
+The order of additions of one output, as in `nbflow_kernels.matmul.cpu_packed_tiles`: chain j of 4
+adds columns j, j + 4, ... one after the other (fused multiply-add), the result is (chain 0 + chain
+1) + (chain 2 + chain 3), plus the bias, plus the old output.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.simd_int8 import broadcast_f32
+from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
+from nbflow_kernels.formats.layout_cpu import CpuLayout
+from nbflow_kernels.matmul.cpu_packed_outputs import write_group
+
+
+@functools.cache
+def one_row(form: CpuLayout) -> Any:
+    """Return the kernel for one row of activations and row groups [start, stop)."""
+    units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
+    block, block_bytes = form.block, form.block_bytes
+
+    @jit.kernel
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
+        n_whole = x.shape[1] // block
+        # the columns of the last blocks where x has fewer: storage may be padded by several of them
+        tail = np.zeros((n_blocks - n_whole) * block, np.float32)
+        for i in range(x.shape[1] - n_whole * block):
+            tail[i] = x[0, n_whole * block + i]
+        for group in range(start, stop):
+            at = simd.address(packed) + group * n_blocks * block_bytes
+            x_at = simd.address(x)
+            chain0 = chain1 = chain2 = chain3 = simd.splat(0.0)
+            for b in range(n_blocks):
+                if b == n_whole:
+                    x_at = simd.address(tail)
+                for unit in range(units):
+                    for v in range(vectors):
+                        s = (unit * vectors + v) // per_scale
+                        scale, base = parameters(form, at, s)
+                        u = codes(form, unit_of(form, at, unit), v)
+                        w = weight(form, u, 0, scale, base)
+                        chain0 = simd.fma(w, broadcast_f32(x_at), chain0)
+                        w = weight(form, u, 1, scale, base)
+                        chain1 = simd.fma(w, broadcast_f32(x_at + 4), chain1)
+                        w = weight(form, u, 2, scale, base)
+                        chain2 = simd.fma(w, broadcast_f32(x_at + 8), chain2)
+                        w = weight(form, u, 3, scale, base)
+                        chain3 = simd.fma(w, broadcast_f32(x_at + 12), chain3)
+                        x_at += 16
+                at += block_bytes
+            total = simd.add(simd.add(chain0, chain1), simd.add(chain2, chain3))
+            write_group(total, bias, accumulate, out, 0, group)
+
+    return kernel

@@ -1,0 +1,49 @@
+"""The outliers of a quantized tensor: what they add to a product, after all else."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, parallel_for
+from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.quantized_matmul.int8_activations import COLUMNS, Int8Rows
+from nbflow_kernels.sparse.cpu import sparse_matmul
+
+COST = 4  # multiply-adds that an outlier costs, for the choice of thread count
+
+
+def in_order(w: Any) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which a product with `w` and its outliers are added in this order."""
+    return parallel_for.in_order() if w.outliers is not None else contextlib.nullcontext()
+
+
+def add(x: Any, w: Any, out: Any) -> None:
+    """Add the product of float32 activations with the outliers of `w`; a launcher."""
+    if w.outliers is not None:
+        sparse_matmul(x, w.outliers, True, out)
+
+
+def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
+    """Add the product of quantized activations with the outliers of `w`; a launcher."""
+    sparse = w.outliers
+    if sparse is not None:
+        work = float(COST * rows.n_rows * (sparse.nnz + sparse.shape[0]))
+        split_rows(
+            _add_int8, sparse.shape[0], work, rows.codes, rows.scales, sparse.indptr,
+            sparse.indices, sparse.values, out,
+        )  # fmt: skip
+
+
+@jit.kernel
+def _add_int8(codes, scales, indptr, indices, values, out, start, stop):
+    """Add to columns [start, stop) of the result, a row's values one after the other."""
+    for n in range(start, stop):
+        for t in range(out.shape[0]):
+            total = np.float32(0.0)
+            for j in range(indptr[n], indptr[n + 1]):
+                k = indices[j]
+                total += scales[t, k // COLUMNS] * np.float32(codes[t, k]) * values[j]
+            out[t, n] += total

@@ -1,0 +1,54 @@
+// Weights in units as rows of numbers: float32, the same bits as on the CPU, or rounded to bfloat16.
+//
+// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows of bfloat16 are whole pieces of
+// 32 columns with zeros at their end, each in the order of `column_at` (`matmul/cuda_mma_common.cuh`): what a
+// lane has of two steps lies together, so that a step of the product takes 16 neighbouring columns.
+#include "quantized_matmul/cuda_bf16.cuh"
+
+template <class T>
+__global__ void __launch_bounds__(128) unpack(
+    const u8* weights, T* out, long long tile_bytes, int row_0, int n_rows, int n_columns) {
+  const int lane = threadIdx.x & 31, chunk = blockIdx.x * 4 + (threadIdx.x >> 5);
+  if (chunk * CHUNK >= n_columns) return;
+  const u8* unit = weights + (row_0 / 16 + blockIdx.y) * tile_bytes + (chunk >> 1) * UNIT_BYTES;
+  Chunk part;
+  Floats floats;
+  floats.load(unit, lane);
+  part.load_scales(chunk_of(unit, chunk & 1), lane);
+  part.load_words(chunk_of(unit, chunk & 1), lane);
+  Table table;
+  table.load(n_rows >> 31, lane);
+  u32 operand[8][4];
+  decode_chunk(table, part.w, operand);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = blockIdx.y * 16 + (lane >> 2) + 8 * h;
+    if (row >= n_rows) continue;
+    u32 pairs[4];  // of two steps
+#pragma unroll
+    for (int s = 0; s < 8; s++) {
+      float scale, base;
+      numbers_of(table, part.scales[h], floats.of_row[h], s * 16 / SUB_BLOCK, scale, base);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * (lane & 3);
+        // the code's unit is 2**-24 times 2**position of its slot
+        const float up = __uint_as_float((127u - position_of(2 * (s & 3) + j)) << 23) / UNIT;
+        const u32 codes = operand[s][2 * j + h];
+        const float v0 = fmaf(scale, low_f16(codes) * up - ZERO, base);
+        const float v1 = fmaf(scale, high_f16(codes) * up - ZERO, base);
+        if constexpr (sizeof(T) == 4) {
+          float* to = out + (long long)row * n_columns + k;
+          if (k < n_columns) to[0] = v0;
+          if (k + 1 < n_columns) to[1] = v1;
+        } else {
+          pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v0 : 0.0f, k + 1 < n_columns ? v1 : 0.0f);
+        }
+      }
+      const int piece = chunk * CHUNK + 16 * (s - 1), stride = (n_columns + 31) / 32 * 32;
+      if (sizeof(T) == 2 && (s & 1) && piece < stride)
+        *(uint4*)(out + (long long)row * stride + piece + 8 * (lane & 3)) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}

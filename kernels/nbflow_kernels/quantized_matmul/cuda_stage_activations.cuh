@@ -1,0 +1,258 @@
+// Activations as the other operand, chunks of 128 columns, in one of three arithmetics.
+//
+// F32_SUMS   The numbers of a token's chunk are multiplied by a power of two that brings the largest
+//            magnitude to 2**14..2**15, and by 2**-position of the code field that they meet; then
+//            x = high + low, both float16: exact to 2**-22 of the number or 2**-30 of the chunk's
+//            largest (2**-25 with pairs).
+// INT8_SUMS  The codes of 8-bit activations, as float16 numbers: sums of products with codes of weights
+//            are exact integers, and one product is enough.  Each 32 columns have a scale.
+// BF16_SUMS  Numbers rounded to bfloat16, for weights that are too (`cuda_bf16.cuh`).
+//
+// A *record* of a chunk is
+//
+//   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps;
+//              `low` with F32_SUMS alone, and with BF16_SUMS there is nothing else
+//   sums       [token] of the groups of columns that share a scale, divided by SUB_BLOCK: two groups'
+//              high parts in float16, then their low parts; or without TENSOR_SUMS float32, and times
+//              -ZERO without mins
+//   scales     [4 groups of 32 columns][token]: float32, of 8-bit activations
+//   factors    [token]: float32, the power of two that takes the scaling back
+#pragma once
+#include "formats/decode_mma.cuh"
+
+#ifndef ARITHMETIC
+#define ARITHMETIC 0
+#endif
+enum { F32_SUMS, INT8_SUMS, BF16_SUMS };
+
+constexpr int FRAGMENT_PARTS = ARITHMETIC == F32_SUMS ? 2 : 1;
+
+template <int NB>  // tokens: 1, 2, 4 or 8
+struct Record {
+  static constexpr int GROUP = 64 * FRAGMENT_PARTS * NB;  // bytes of 32 columns
+  static constexpr int SUMS = 4 * GROUP;
+  static constexpr int TOKEN = 8 * SUM_PAIRS;  // bytes of a token's sums
+  static constexpr int SCALES_AT = SUMS + NB * TOKEN;
+  static constexpr int FACTORS = SCALES_AT + (ARITHMETIC == INT8_SUMS ? 16 * NB : 0);
+  static constexpr int BYTES = ARITHMETIC == BF16_SUMS ? SUMS : (FACTORS + 4 * NB + 15) / 16 * 16;
+
+  // A lane's results are those of columns 2 t and 2 t + 1 of the operand.  Up to 4 tokens have even
+  // columns, so that the second one is for nothing and what would be done with it is left out.
+  static constexpr int RESULTS = NB == 8 ? 2 : 1;
+
+  DEV static int token_of_column(int n) { return NB == 8 ? n : min(n >> 1, NB - 1); }
+  DEV static int token(int t, int e) { return token_of_column(2 * t + e); }
+};
+
+DEV float lane_max(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+
+// Four columns from `k` on of a row of n; zeros behind its end.
+DEV float4 load_four(const float* row, int k, int n, bool wide) {
+  if (wide && k + 4 <= n) return *(const float4*)(row + k);
+  float4 v;
+  v.x = k < n ? row[k] : 0.0f;
+  v.y = k + 1 < n ? row[k + 1] : 0.0f;
+  v.z = k + 2 < n ? row[k + 2] : 0.0f;
+  v.w = k + 3 < n ? row[k + 3] : 0.0f;
+  return v;
+}
+
+// The codes of 8-bit activations, whose scale is that of 32 columns, in eight lanes (`qmatmul`, Notes).
+DEV float4 int8_codes(float4 v, float& scale) {
+  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
+  float inverse = largest >= 7.888609052210118e-31f ? 127.0f / largest : 0.0f;  // 2**-100
+  scale = inverse > 0.0f ? largest / 127.0f : 0.0f;
+  // 0 times what is not finite keeps it so
+  if (!(largest <= 3.4028234663852886e38f)) scale = largest;
+  return {rintf(v.x * inverse), rintf(v.y * inverse), rintf(v.z * inverse), rintf(v.w * inverse)};
+}
+
+// The numbers that they stand for.
+DEV float4 rounded_to_int8(float4 v) {
+  float scale;
+  const float4 q = int8_codes(v, scale);
+  return {q.x * scale, q.y * scale, q.z * scale, q.w * scale};
+}
+
+// x = high + low; what is not finite stays in `high`.
+DEV void split(float x0, float x1, u32& high, u32& low) {
+  high = to_f16x2(x0, x1);
+  float r0 = x0 - low_f16(high), r1 = x1 - high_f16(high);
+  low = to_f16x2(r0 == r0 ? r0 : 0.0f, r1 == r1 ? r1 : 0.0f);
+}
+
+// Where a lane's four columns lie in the fragments of token n: two words, 16 bytes apart.
+//
+// Lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1.
+template <int NB>
+DEV u8* fragment_of(u8* record, int n, int lane) {
+  const int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
+  return record + group * Record<NB>::GROUP + n * 64 + t * 16 + step * 8 + j * 4;
+}
+
+// Write token n of a record: a warp, whose lanes hold four columns each.
+template <int NB>
+DEV void stage(float4 v, u8* record, int n, int lane) {
+  using Of = Record<NB>;
+  u8* to = fragment_of<NB>(record, n, lane);
+  if constexpr (ARITHMETIC == BF16_SUMS) {
+    *(u32*)to = to_bf16x2(v.x, v.y), *(u32*)(to + 16) = to_bf16x2(v.z, v.w);
+    return;
+  }
+  float4 code = {};
+  float scale = 0.0f;
+  if constexpr (ARITHMETIC == INT8_SUMS) {
+    code = int8_codes(v, scale);
+    v = {code.x * scale, code.y * scale, code.z * scale, code.w * scale};
+  }
+  // fmaxf ignores NaN, which need no scaling
+  float largest = lane_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  // zero and tiny numbers: as if 2**-112, so that the exponents below stay in range
+  u32 exponent = max(__float_as_uint(largest) >> 23, 15u);
+  float up = __uint_as_float((268u - exponent) << 23);
+  float factor = __uint_as_float((exponent - 14u) << 23);
+  v.x *= up, v.y *= up, v.z *= up, v.w *= up;
+  float sum = (v.x + v.y) + (v.z + v.w);
+#pragma unroll
+  for (int o = 1; o < SUB_BLOCK / 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (lane % (SUB_BLOCK / 4) == 0) {
+    const int g = lane / (SUB_BLOCK / 4);
+    if constexpr (TENSOR_SUMS) {
+      u32 high, low;
+      split(sum * (1.0f / SUB_BLOCK), 0.0f, high, low);
+      u16* at = (u16*)(record + Of::SUMS + n * Of::TOKEN + 8 * (g >> 1)) + (g & 1);
+      at[0] = (u16)high, at[2] = (u16)low;
+      if (GROUPS == 1) at[1] = 0, at[3] = 0;
+    } else {
+      *(float*)(record + Of::SUMS + n * Of::TOKEN + 4 * g) = sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
+    }
+  }
+  if (lane == 0) *(float*)(record + Of::FACTORS + n * 4) = factor;
+  const u32 position = ((u32)POSITIONS >> 4 * (lane >> 1 & 7)) & 15u;
+  const float down = __uint_as_float((127u - position) << 23);
+  if constexpr (ARITHMETIC == INT8_SUMS) {
+    if ((lane & 7) == 0) *(float*)(record + Of::SCALES_AT + 4 * ((lane >> 3) * NB + n)) = scale * up;
+    *(u32*)to = to_f16x2(code.x * down, code.y * down);
+    *(u32*)(to + 16) = to_f16x2(code.z * down, code.w * down);
+  } else {
+    u32 high[2], low[2];
+    split(v.x * down, v.y * down, high[0], low[0]);
+    split(v.z * down, v.w * down, high[1], low[1]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      *(u32*)(to + 16 * i) = high[i];
+      *(u32*)(to + 64 * NB + 16 * i) = low[i];
+    }
+  }
+}
+
+// Columns whose products are added before a scale is applied.
+constexpr int PIECE = ARITHMETIC == INT8_SUMS && SUB_BLOCK > 32 ? 32 : SUB_BLOCK;
+static_assert(ARITHMETIC != INT8_SUMS || TENSOR_SUMS || !(HAS_ZERO || HAS_MIN), "sums are not integers");
+
+// acc += factor * scale * (codes . x) + ..., for R row tiles and the tokens of a record.
+//
+// Every product and sum is in an order that depends on nothing but the chunk, so that a token's result
+// is the same in every kernel that calls this.  before(i): steps 4 i to 4 i + 3 come next.
+template <int R, int NB, class Before>
+DEV void multiply_chunk(
+    Before before, const Table& table, const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats,
+    const u8* record, int lane, float (*acc)[4]) {
+  using Of = Record<NB>;
+  constexpr int E = Of::RESULTS;
+  const int t = lane & 3, n = Of::token_of_column(lane >> 2);
+  const u8 *fragments = record + n * 64 + t * 16, *all_sums = record + Of::SUMS;
+  float part[R][4] = {}, mins[R][4] = {};
+  if constexpr (TENSOR_SUMS) {
+    uint2 sums = *(const uint2*)(all_sums + n * Of::TOKEN + t % SUM_PAIRS * 8);
+    if (t >= SUM_PAIRS) sums = {0, 0};
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const u32 a0 = sum_operand(chunk[r].scales[0], t), a1 = sum_operand(chunk[r].scales[1], t);
+      mma_f16_k8(mins[r], a0, a1, sums.x);
+      mma_f16_k8(mins[r], a0, a1, sums.y);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if constexpr (!TWO_FLOATS) part[r][i] = SUM_FACTOR * mins[r][i];
+    }
+  }
+  uint4 high, low;
+#pragma unroll
+  for (int p = 0; p < CHUNK / PIECE; p++) {
+    const int g = p * PIECE / SUB_BLOCK;
+    // without TENSOR_SUMS; the codes' zero: sums start at -ZERO times that of the activations
+    float sum[2] = {}, start[2] = {};
+    if constexpr (!TENSOR_SUMS && (HAS_ZERO || HAS_MIN)) {
+#pragma unroll
+      for (int e = 0; e < E; e++) sum[e] = *(const float*)(all_sums + Of::token(t, e) * Of::TOKEN + 4 * g);
+    }
+    if constexpr (!TENSOR_SUMS && HAS_ZERO) {
+#pragma unroll
+      for (int e = 0; e < E; e++) start[e] = HAS_MIN ? -ZERO * sum[e] : sum[e];
+    }
+    float of_token[2] = {1.0f, 1.0f};
+    if constexpr (ARITHMETIC == INT8_SUMS) {
+#pragma unroll
+      for (int e = 0; e < E; e++)
+        of_token[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
+    }
+    float c[R][4];
+#pragma unroll
+    for (int r = 0; r < R; r++) c[r][0] = c[r][2] = start[0], c[r][1] = c[r][3] = start[1];
+#pragma unroll
+    for (int s = 0; s < PIECE / 16; s++) {
+      const int step = p * (PIECE / 16) + s;
+      if (step % 4 == 0) before(step / 4);
+      if (step % 2 == 0) {
+        high = *(const uint4*)(fragments + (step / 2) * Of::GROUP);
+        if constexpr (FRAGMENT_PARTS == 2)
+          low = *(const uint4*)(fragments + (step / 2) * Of::GROUP + 64 * NB);
+      }
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        mma_f16(c[r], operand[r][step], step % 2 ? high.z : high.x, step % 2 ? high.w : high.y);
+        if constexpr (FRAGMENT_PARTS == 2)
+          mma_f16(c[r], operand[r][step], step % 2 ? low.z : low.x, step % 2 ? low.w : low.y);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float scale = 1.0f, base = 0.0f;
+        if constexpr (TENSOR_SUMS) scale = scale_of(table, chunk[r].scales[h], g);
+        else scale_of(table, chunk[r].scales[h], g, scale, base);
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const float both = ARITHMETIC == INT8_SUMS ? __fmul_rn(scale, of_token[e]) : scale;
+          part[r][2 * h + e] = fmaf(both, c[r][2 * h + e], part[r][2 * h + e]);
+          if constexpr (HAS_MIN && !TENSOR_SUMS) {
+            float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];
+            to = fmaf(base, sum[e], to);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < E; e++) {
+    const float factor = *(const float*)(record + Of::FACTORS + 4 * Of::token(t, e));
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int i = 2 * h + e;
+        float v = part[r][i];
+        if constexpr (HAS_FLOATS) v *= low_f16(floats[r].of_row[h]) * (1.0f / SCALE_UNIT);
+        if constexpr (TWO_FLOATS) v = fmaf(-SUM_FACTOR * high_f16(floats[r].of_row[h]), mins[r][i], v);
+        acc[r][i] = fmaf(factor, v, acc[r][i]);
+      }
+    }
+  }
+}

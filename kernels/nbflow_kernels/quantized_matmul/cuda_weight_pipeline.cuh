@@ -1,0 +1,68 @@
+// Units multiplied as they come: while a warp decodes one it has the next one's bytes on their way.
+#pragma once
+#include "quantized_matmul/cuda_split_k.cuh"
+
+constexpr int NB = TOKENS;
+
+// A lane's part of a unit, or of one of its chunks if both would be too many registers.
+constexpr int AHEAD = CHUNK_WORDS > 12 ? 1 : 2;
+
+struct Unit {
+  Floats floats;
+  Chunk chunks[AHEAD];
+};
+
+DEV void load_unit(Unit& to, const u8* unit, int n_chunks, int lane) {
+  to.floats.load(unit, lane);
+#pragma unroll
+  for (int odd = 0; odd < AHEAD; odd++) {
+    if (WHOLE || odd < n_chunks) {
+      to.chunks[odd].load_scales(chunk_of(unit, odd), lane);
+      to.chunks[odd].load_words(chunk_of(unit, odd), lane);
+    }
+  }
+}
+
+// Multiply a unit of `n_chunks`; its registers take the next one's bytes (`n_next` chunks) as soon as
+// they are free.  With WHOLE units have two chunks always, and slots whole units, and nothing depends on
+// it.  In bfloat16 steps `first` to `end` of the unit are the slot's.
+DEV void multiply_unit(
+    const Table& table, Unit& now, const u8* unit, int n_chunks, const u8* next, int n_next,
+    const u8* records, int lane, float acc[4], int first = 0, int end = UNIT_STEPS) {
+  const Floats floats = now.floats;
+  now.floats.load(next, lane);
+#pragma unroll
+  for (int odd = 0; odd < 2; odd++) {
+    Chunk& chunk = now.chunks[odd % AHEAD];
+    // what comes into its place
+    const bool own = AHEAD == 1 && odd == 0 && (WHOLE || n_chunks == 2);
+    const u8* from = own ? chunk_of(unit, 1) : chunk_of(next, odd % AHEAD);
+    const bool there = WHOLE || own || odd % AHEAD < n_next;
+    if (WHOLE || odd < n_chunks) {
+      const u8* record = records + odd * Record<NB>::BYTES;
+      if constexpr (ARITHMETIC == BF16_SUMS) {
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+          const int step = 2 * odd + tile;
+          const bool own_step = WHOLE || (first <= step && step < end);
+          u32 operand[1][4][4];
+          if (own_step) decode_bf16(table, chunk, floats, tile, operand[0]);
+          if (tile == 1 && there) chunk.load_words(from, lane);
+          if (own_step) multiply_tile<1, NB>(operand, record, tile, lane, (float(*)[4])acc);
+        }
+      } else {
+        u32 operand[1][8][4];
+        auto before = [&](int tile) {
+          decode_tile(table, chunk.w, tile, operand[0] + 4 * tile);
+          if (tile == 1 && there) chunk.load_words(from, lane);
+        };
+        multiply_chunk<1, NB>(before, table, operand, &chunk, &floats, record, lane, (float(*)[4])acc);
+      }
+      if (there) chunk.load_scales(from, lane);
+    } else if (AHEAD == 2 && there) {
+      chunk.load_words(from, lane);
+      chunk.load_scales(from, lane);
+    }
+    __syncwarp();  // keeps the compiler from loading fragments of both chunks at once: registers
+  }
+}

@@ -1,0 +1,127 @@
+"""Activations as int8: 32 columns share a scale.
+
+For 32 columns of a row, in float32: ``d = max|x| / 127``, and ``q = rint(x * (127 / max|x|))``,
+halves to even, so that x is about d * q.  Where the largest magnitude is below 2 ** -100, d and all
+q are 0; where a column is not finite, d is NaN and so is everything computed from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.cpu import jit, simd, simd_int8
+from nbflow_kernels.cpu.parallel_for import split_rows
+
+COLUMNS = 32  # that share a scale
+PADDING = 256  # the padded columns are a multiple of it: of the block of every format
+ROWS = 8  # rows are allocated in multiples of the longest register tile, which needs no masks then
+
+TINY = np.float32(2.0**-100)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Rows:
+    """Room for rows of quantized activations, with what products need of them; K is padded."""
+
+    n_rows: int
+    """Rows in use; the arrays have `ROWS` - 1 more at most."""
+    codes: NDArray[np.int8]
+    """(rows, K), 0 in padded columns."""
+    scales: NDArray[np.float32]
+    """(rows, K / 32)."""
+    sums: NDArray[np.int32]
+    """(rows, K / 32): sums of codes."""
+    half_sums: NDArray[np.int32]
+    """(rows, K / 16): sums of codes."""
+
+    @classmethod
+    def empty(cls, n_rows: int, n_columns: int) -> Int8Rows:
+        """Return room for rows of `n_columns` columns, all zero.
+
+        Examples
+        --------
+        >>> Int8Rows.empty(5, 100).codes.shape
+        (8, 256)
+        """
+        rows, columns = -(-n_rows // ROWS) * ROWS, -(-n_columns // PADDING) * PADDING
+        return cls(
+            n_rows,
+            np.zeros((rows, columns), np.int8),
+            np.zeros((rows, columns // COLUMNS), np.float32),
+            np.zeros((rows, columns // COLUMNS), np.int32),
+            np.zeros((rows, columns // 16), np.int32),
+        )
+
+    @staticmethod
+    def size(n_rows: int, n_columns: int) -> int:
+        """Return the bytes that `empty` takes.
+
+        Examples
+        --------
+        >>> Int8Rows.size(5, 100) == Int8Rows.empty(5, 100).nbytes
+        True
+        """
+        rows, columns = -(-n_rows // ROWS) * ROWS, -(-n_columns // PADDING) * PADDING
+        return rows * (columns + 4 * (2 * columns // COLUMNS + columns // 16))
+
+    def first(self, n_rows: int) -> Int8Rows:
+        """Return the first rows, as room of its own; what is written there is written here."""
+        rows = -(-n_rows // ROWS) * ROWS
+        return Int8Rows(
+            n_rows, self.codes[:rows], self.scales[:rows], self.sums[:rows], self.half_sums[:rows]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        arrays = (self.codes, self.scales, self.sums, self.half_sums)
+        return sum(array.nbytes for array in arrays)
+
+
+def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
+    """Write rows of activations (T, K) to `out`, made for as many rows and columns."""
+    split_rows(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
+
+
+@jit.kernel
+def _quantize(x, codes, scales, sums, half_sums, start, stop):
+    """Quantize rows [start, stop)."""
+    tail = np.zeros(COLUMNS, np.float32)
+    n_columns = x.shape[1]
+    magnitude = simd.splat_i32(0x7FFFFFFF)
+    least, most = simd.splat(-127.0), simd.splat(127.0)
+    for row in range(start, stop):
+        to = simd.address(codes) + row * codes.strides[0]
+        for b in range((n_columns + COLUMNS - 1) // COLUMNS):
+            at = simd.address(x) + row * x.strides[0] + 4 * COLUMNS * b
+            if COLUMNS * (b + 1) > n_columns:
+                for i in range(n_columns - COLUMNS * b):
+                    tail[i] = x[row, COLUMNS * b + i]
+                at = simd.address(tail)
+            low, high = simd.load_f32(at), simd.load_f32(at + 64)
+            sizes = simd.maximum(
+                simd.as_f32(simd.and_(simd.as_i32(low), magnitude)),
+                simd.as_f32(simd.and_(simd.as_i32(high), magnitude)),
+            )
+            largest = simd.max(sizes)
+            # 0, or NaN if a column is NaN or infinite
+            broken = simd.sum(simd.add(simd.sub(low, low), simd.sub(high, high)))
+            inverse = np.float32(0)
+            scale = broken
+            if largest >= TINY and broken == 0:
+                inverse = np.float32(127) / largest
+                scale = largest / np.float32(127)
+            factor = simd.splat(inverse)
+            low = simd.rint(simd.mul(low, factor))
+            high = simd.rint(simd.mul(high, factor))
+            low = simd.minimum(simd.maximum(low, least), most)  # a NaN too becomes an int
+            high = simd.minimum(simd.maximum(high, least), most)
+            simd_int8.store_narrow(to + COLUMNS * b, simd.to_i32(low))
+            simd_int8.store_narrow(to + COLUMNS * b + 16, simd.to_i32(high))
+            first, second = np.int32(simd.sum(low)), np.int32(simd.sum(high))
+            scales[row, b] = scale
+            sums[row, b] = first + second
+            half_sums[row, 2 * b], half_sums[row, 2 * b + 1] = first, second

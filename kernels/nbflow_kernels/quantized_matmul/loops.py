@@ -1,0 +1,63 @@
+"""Products of quantized weights as plain loops, for reading.
+
+With float32 activations the kernels decode weights in registers, each rounded once, and add them in
+the order of `nbflow_kernels.matmul.loops.interleaved`.  With int8 activations they add products of
+integers, piece by piece, as here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.scalar_math import fma
+
+
+@jit.kernel(strict=True)
+def read_code(unit, fields, row, column):
+    """Return a code from the packed bytes of a unit (columns) of 16 rows.
+
+    Byte ``4 * row + column % 4`` of a word vector holds bits of the code.  `fields` is the table
+    `formats.layout_cpu.FIELDS` of the format's bits: code vector, first bit, bits, word, place.
+    """
+    code = 0
+    for i in range(len(fields)):
+        vector, bit, bits, word, place = fields[i]
+        if vector == column // 4:
+            byte = np.int64(unit[64 * word + 4 * row + column % 4])
+            code |= (byte >> place & (1 << bits) - 1) << bit
+    return code
+
+
+@jit.kernel(strict=True)
+def quantize_row(x, codes, scales):
+    """Round a row to int8; 32 columns share a scale.  For numbers of ordinary size only."""
+    for b in range(len(scales)):
+        largest = np.float32(0.0)
+        for k in range(32 * b, 32 * b + 32):
+            largest = max(largest, abs(x[k]))
+        scales[b] = largest / np.float32(127.0)
+        for k in range(32 * b, 32 * b + 32):
+            codes[k] = np.int8(np.rint(x[k] * (np.float32(127.0) / largest)))
+
+
+@jit.kernel(strict=True)
+def int8(values, scales, bases, codes, x_scales, out):
+    """Multiply int8 activations (T, K) by weights scale * value + base; `values` is (N, K).
+
+    `scales` and `bases` are (N, pieces): a piece is 32 columns, or 16 if they have a scale of
+    their own.
+    """
+    size = values.shape[1] // scales.shape[1]
+    for t in range(codes.shape[0]):
+        for n in range(values.shape[0]):
+            total = base_total = np.float32(0.0)
+            for piece in range(scales.shape[1]):
+                products, count = 0, 0
+                for k in range(piece * size, (piece + 1) * size):
+                    products += np.int64(values[n, k]) * codes[t, k]
+                    count += codes[t, k]
+                d = x_scales[t, piece * size // 32]
+                total = fma(np.float32(products), scales[n, piece] * d, total)
+                base_total = fma(bases[n, piece], d * np.float32(count), base_total)
+            out[t, n] = total + base_total

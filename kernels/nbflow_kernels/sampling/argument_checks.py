@@ -1,0 +1,126 @@
+"""The checks the public sampling functions share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sampling.cpu_filters import FLOOR, MIN_P, OFF, RANKED, SHARE, TOP_K
+
+NOT_PROBS = "must be finite, not negative and not all zero"
+NOT_LOGITS = "must not have a NaN or +inf, nor be all -inf"
+
+
+def check_valid(name: str, out: Any, wanted: str) -> None:
+    """Raise if a kernel marked a row as invalid, by a negative number.
+
+    What lies on a device is not looked at: that would have to wait for it.
+    """
+    if is_cuda(out):
+        return
+    if (out < 0).any():
+        raise UsageError(f"{name}: row {int(np.flatnonzero(out < 0)[0])} {wanted}")
+
+
+def check_flags(name: str, valid: Any, wanted: str) -> None:
+    """Raise if a kernel wrote 0 for a row; what lies on a device is not looked at."""
+    if not is_cuda(valid):
+        check_valid(name, valid - 1, wanted)
+
+
+def check_rows(name: str, array: Any) -> None:
+    """Raise unless `array` is float32 (B, V) with V >= 1."""
+    check_array(name, array, (None, None))
+    if array.shape[1] == 0:
+        raise UsageError(f"{name} must have at least one column, got shape (B, 0)")
+
+
+def per_row(name: str, value: Any, B: int) -> Any:
+    """Return one float64 per row from a number or an array of shape (B,)."""
+    array = np.asarray(on_host(value), np.float64)
+    if array.shape not in ((), (B,)):
+        raise UsageError(f"{name} must be a number or have shape ({B},), got {array.shape}")
+    return np.broadcast_to(array, B)
+
+
+def counts_per_row(name: str, value: Any, B: int) -> Any:
+    """Return one float64 per row from integers of at least 1 (infinity too)."""
+    counts = per_row(name, value, B)
+    if not (counts >= 1).all() or (np.floor(counts) != counts).any():
+        raise UsageError(f"{name} must be an integer of at least 1, got {counts.min():g}")
+    return counts
+
+
+def units_per_row(name: str, value: Any, B: int) -> Any:
+    """Return one float64 per row from numbers in 0..1."""
+    units = per_row(name, value, B)
+    inside = (units >= 0) & (units <= 1)
+    if not inside.all():
+        raise UsageError(f"{name} must be 0..1, got {units[~inside][0]:g}")
+    return units
+
+
+def temperatures(value: Any, B: int) -> Any:
+    """Return one positive float32 per row; None is 1."""
+    scale = per_row("temperature", 1.0 if value is None else value, B)
+    # below the least normal float32 the reciprocal overflows
+    if not ((scale >= np.finfo(np.float32).tiny) & np.isfinite(scale)).all():
+        raise UsageError(f"temperature must be positive, got {scale.min()}; for 0 use argmax")
+    return scale.astype(np.float32)
+
+
+def limits_of(B: int, **filters: Any) -> Any:
+    """Return the filters' parameters, float64 (B, 5); see `nbflow_kernels.sampling.cpu_filters`."""
+    limits = np.tile(np.array(OFF), (B, 1))
+    for name, value in filters.items():
+        if name == "top_k":
+            limits[:, TOP_K] = counts_per_row(name, value, B)
+        elif name == "floor":
+            limits[:, FLOOR] = value
+        else:
+            limits[:, MIN_P if name == "min_p" else SHARE] = units_per_row(name, value, B)
+            limits[:, RANKED] = name == "typical_p"
+    return limits
+
+
+def rows_of(indices: Any, R: int, name: str) -> Any:
+    """Return the row each draw uses, int32 (B,)."""
+    if indices is None:
+        return np.arange(R, dtype=np.int32)
+    check_array("indices", indices, (None,), np.int32)
+    if not is_cuda(indices) and len(indices) and (indices.min() < 0 or indices.max() >= R):
+        bad = indices[(indices < 0) | (indices >= R)][0]
+        raise UsageError(f"indices must name rows 0..{R - 1} of {name}, got {bad}")
+    return indices
+
+
+def streams(seed: Any, offset: Any, B: int) -> tuple[Any, Any]:
+    """Return seed and offset of each row, uint64 (B,)."""
+    columns: list[Any] = []
+    n_axes = 0
+    for name, value in (("seed", seed), ("offset", offset)):
+        array = np.asarray(on_host(value))
+        if array.dtype.kind not in "iu":
+            raise TypeError(
+                f"{name} must be an integer of 64 bits or an array of them, got {value!r}"
+            )
+        if array.shape not in ((), (B,)):
+            raise UsageError(f"{name} must be an integer or have shape ({B},), got {array.shape}")
+        if array.size and int(array.min()) < 0:
+            raise UsageError(f"{name} must not be negative, got {array.min()}")
+        n_axes += array.ndim
+        columns.append(np.array(np.broadcast_to(array.astype(np.uint64), B)))  # writable
+    if n_axes == 0:
+        columns[1] = columns[1] + np.arange(B, dtype=np.uint64)
+    return columns[0], columns[1]
+
+
+def output(name: str, like: Any, out: Any) -> Any:
+    """Return `out` after a check of its shape, or a new array like `like`."""
+    if out is not None:
+        check_array(name, out, like.shape)
+        return out
+    return empty(like, like.shape)

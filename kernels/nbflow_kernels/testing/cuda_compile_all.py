@@ -1,0 +1,197 @@
+"""Compiles the kernels of all ops for a device, by many processes, without the device.
+
+    python -m nbflow_kernels.testing.cuda_compile_all [OP ...] [--arch sm_90] [--jobs N] [--timed]
+
+What runs afterwards finds them on disk (`nbflow_kernels.cuda.cache`): the first minutes of a short
+session on a device need not go to a compiler.  Every case of the ops is run on arrays of
+`nbflow_ptx.cupy_stand_in`, with kernels that are compiled and then do nothing; what a device has
+too few registers or too little shared memory for is an error.  Machines whose compilers have the
+same versions can share the folder, also one that has no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import nbflow_kernels
+from nbflow_kernels.cuda import cache, nvrtc
+from nbflow_kernels.cuda.devices import Dim3, Launch
+from nbflow_kernels.cuda.errors import CompileError, CudaError
+from nbflow_kernels.cuda.workspace import release
+from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.op_registry import NO_CUDA, all_cases
+from nbflow_kernels.testing import checks
+
+N_SMS = 132
+"""Streaming multiprocessors that launches are divided for: those of an H100 or H200."""
+MEMORY_BYTES = 4 << 30
+"""For the arrays of a case; what nobody writes takes no room."""
+SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99, "sm_121": 99}
+"""Shared memory of a thread block; others have 227 KB (CUDA C++ Programming Guide)."""
+LEFT_OUT = "left out: "
+"""Begins what `compile_all` says of cases that end early, as no kernel has made their numbers."""
+_REGISTERS = 16384
+"""Of a quarter of a multiprocessor, which has every fourth warp of a thread block."""
+
+
+def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
+    """Compile what cases launch, in `n_jobs` processes; return what went wrong, or was left out.
+
+    Parameters
+    ----------
+    cases : sequence of OpCase
+        Those of ops without a CUDA variant are left out.
+    arch : str
+        ``sm_80``, ``sm_90``, ...
+    n_jobs : int
+        Processes.
+
+    Raises
+    ------
+    MissingExtraError
+        If a compiler is not installed.
+    """
+    nvrtc.version()
+    names = [case.id for case in cases if case.op not in NO_CUDA]
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(n_jobs, processes, _start, (arch,)) as pool:
+        try:
+            answers = list(pool.map(_compile, names))
+        except BrokenProcessPool as error:
+            return [f"a process has died: {error}"]
+    return [answer for answer in answers if answer]
+
+
+def check_launch(cubin: bytes, entry: str, block: Dim3, shared: int, most_shared: int) -> None:
+    """Check that a multiprocessor has what a thread block needs, as the driver does.
+
+    Parameters
+    ----------
+    cubin : bytes
+        The compiled code.
+    entry : str
+        The kernel.
+    block : tuple of int
+        Threads of a thread block.
+    shared : int
+        Bytes of dynamic shared memory.
+    most_shared : int
+        Bytes of shared memory that a thread block may have, static and dynamic.
+
+    Raises
+    ------
+    CudaError
+        If the launch would fail.
+    """
+    facts = importlib.import_module("nbflow_ptx").lint(cubin)[entry]
+    n_warps = -(-math.prod(block) // 32)
+    if -(-facts.registers // 8) * 8 * 32 * -(-n_warps // 4) > _REGISTERS:
+        raise CudaError(
+            f"{entry}: {facts.registers} registers of {math.prod(block)} threads are too many"
+        )
+    if facts.static_shared_bytes + shared > most_shared:
+        raise CudaError(
+            f"{entry}: {facts.static_shared_bytes} static and {shared} dynamic bytes of shared "
+            f"memory, a thread block has {most_shared}"
+        )
+
+
+def _start(arch: str) -> None:
+    """Let the arrays of this process live on a device that only compiles."""
+    stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
+    stand_in.reset(memory_bytes=MEMORY_BYTES, arch=arch)
+    made: Any = type(stand_in.ndarray.__kernel_device__)
+
+    class OnlyCompiles(made):  # type: ignore[misc]
+        output = "cubin"
+        n_sms = N_SMS
+        max_shared_bytes = 1024 * SHARED_KB.get(arch, 227)
+
+        def load(self, code: bytes, entry: str) -> Launch:
+            def launch(grid: Dim3, block: Dim3, packed: bytes, shared: int) -> None:
+                check_launch(code, entry, block, shared, self.max_shared_bytes)
+
+            return launch
+
+    stand_in.ndarray.__kernel_device__ = OnlyCompiles(
+        stand_in.empty, stand_in.asarray, stand_in.mapped
+    )
+
+
+def _compile(name: str) -> str:
+    """Compile what a case launches; return why it could not be, or nothing."""
+    stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
+    case = next(case for case in all_cases() if case.id == name)
+    arguments, out = checks.make_inputs(case), checks.make_out(case)
+    try:
+        arguments, out = checks.placed(case, arguments, out, checks.placer(stand_in))
+        getattr(nbflow_kernels, case.op)(**arguments, **out)
+    except (CompileError, CudaError, MissingExtraError) as error:
+        return f"{name}: {error}"
+    except Exception as error:
+        return f"{LEFT_OUT}{name}: {type(error).__name__}: {error}"
+    finally:
+        device = stand_in.ndarray.__kernel_device__
+        release(device.key, device.stream)
+        stand_in.reset(memory_bytes=MEMORY_BYTES, arch=device.arch)
+    return ""
+
+
+def choose(ops: Sequence[str], timed: bool) -> list[OpCase]:
+    """Return the cases of some ops, or of all; the timed ones alone, large and in front, if asked.
+
+    Raises
+    ------
+    UsageError
+        If there is no such op.
+    """
+    cases = [case for case in all_cases() if case.timed or not timed]
+    for name in ops:
+        if not any(case.op == name for case in cases):
+            raise unknown_name("op", name, sorted({case.op for case in cases}))
+    return [case for case in cases if not ops or case.op in ops]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code (1: a compiler refused something, 2: wrong usage)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nbflow_kernels.testing.cuda_compile_all",
+        description="Compile the CUDA kernels of ops ahead, for a device that need not be here.",
+    )
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops (default: all)")
+    parser.add_argument("--arch", default="sm_90", help="what for (default: sm_90)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--timed", action="store_true", help="only what the benchmark takes")
+    arguments = parser.parse_args(argv)
+    started = time.perf_counter()
+    try:
+        if arguments.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, got {arguments.jobs}")
+        cases = choose(arguments.ops, arguments.timed)
+        wrong = compile_all(cases, arguments.arch, arguments.jobs)
+    except (UsageError, MissingExtraError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in wrong:
+        print(line, file=sys.stderr)
+    n_kernels = len(list(cache.folder().glob("*.cubin")))
+    print(
+        f"{len(cases)} cases in {time.perf_counter() - started:.0f} s; "
+        f"{n_kernels} kernels in {cache.folder()}"
+    )
+    return 0 if all(line.startswith(LEFT_OUT) for line in wrong) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""llama.cpp, in this process, on the same GGUF file: the peer of `nbflow bench`.
+
+It comes from the package ``llama-cpp-python`` (extra ``bench``).  What is timed is what llama-bench
+times: ``llama_decode`` of the prompt in batches of 512, then one decode per generated token with
+its logits computed; nothing is sampled (ours draws greedily).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbflow.benchmark.timing import Test
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
+
+STEP_TOKENS = 512  # n_batch and n_ubatch, the defaults of llama-bench
+
+
+class LlamaCpp:
+    """A model loaded by llama.cpp.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file.
+    threads : int
+        Threads for prompts and for generation.
+    context : int
+        Most tokens of a sequence.
+    sequences : int
+        Most sequences at once.
+    exact : bool
+        Keep keys and values in float32, and do without flash attention, which takes them to
+        float16: for comparing results, not speed.
+
+    Raises
+    ------
+    MissingExtraError
+        If llama-cpp-python is not installed.
+    UsageError
+        If llama.cpp cannot load the file.
+    """
+
+    def __init__(
+        self, path: Path, threads: int, context: int, sequences: int, exact: bool = False
+    ) -> None:
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the peer llama.cpp needs llama-cpp-python: {install_command('bench')} "
+                "(it is built from source: a C++ compiler is needed)"
+            ) from error
+        self._lib: Any = llama_cpp
+        self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
+        self._silent = self._lib.llama_log_callback(lambda *_: None)  # kept: C holds the address
+        self._lib.llama_log_set(self._silent, ctypes.c_void_p())
+        self._lib.llama_backend_init()
+        options = self._lib.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self._model = self._lib.llama_model_load_from_file(str(path).encode(), options)
+        if not self._model:
+            raise UsageError(f"{path}: llama.cpp cannot load this file")
+        settings = self._lib.llama_context_default_params()
+        settings.n_ctx = context * sequences
+        settings.n_batch = settings.n_ubatch = STEP_TOKENS
+        settings.n_seq_max = sequences
+        settings.n_threads = settings.n_threads_batch = threads
+        if exact:
+            settings.type_k = settings.type_v = self._lib.GGML_TYPE_F32
+            settings.flash_attn_type = self._lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._context = self._lib.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise UsageError(f"{path}: llama.cpp cannot make a context of {settings.n_ctx} tokens")
+        self._memory = self._lib.llama_get_memory(self._context)
+        vocabulary = self._lib.llama_model_get_vocab(self._model)
+        self._n_words = self._lib.llama_vocab_n_tokens(vocabulary)
+        self._held = (0, 0)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._lib.llama_free(self._context)
+        self._lib.llama_model_free(self._model)
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """Return the logits after each token of a sequence, float32 (T, V)."""
+        self._lib.llama_memory_clear(self._memory, True)
+        self._decode([(int(token), i, 0, True) for i, token in enumerate(ids)])
+        rows = (self._lib.llama_get_logits_ith(self._context, i) for i in range(len(ids)))
+        return np.array([np.ctypeslib.as_array(row, (self._n_words,)).copy() for row in rows])
+
+    def seconds(self, test: Test) -> float:
+        """Return how long one repetition of a test takes."""
+        tokens = np.random.default_rng(0).integers(3, self._n_words, test.context + STEP_TOKENS)
+        sequences = range(test.batch)
+        done = test.depth if not test.n_prompt else 0
+        self._hold(tokens[:done], sequences)
+        started = time.perf_counter()
+        self._prompt(tokens[: test.n_prompt], sequences, 0)
+        done = max(done, test.n_prompt)
+        for i in range(test.n_gen):
+            self._decode([(int(tokens[done + i]), done + i, s, True) for s in sequences])
+        return time.perf_counter() - started
+
+    def _hold(self, tokens: np.ndarray, sequences: range) -> None:
+        """Let each sequence hold these tokens; they stay from one repetition to the next."""
+        wanted = len(tokens), len(sequences)
+        if wanted == self._held and len(tokens):
+            for s in sequences:
+                self._lib.llama_memory_seq_rm(self._memory, s, len(tokens), -1)
+            return
+        self._lib.llama_memory_clear(self._memory, True)
+        self._prompt(tokens, sequences, 0)
+        self._held = wanted
+
+    def _prompt(self, tokens: np.ndarray, sequences: range, start: int) -> None:
+        for s in sequences:
+            for first in range(0, len(tokens), STEP_TOKENS):
+                piece = tokens[first : first + STEP_TOKENS].tolist()
+                last = first + len(piece) == len(tokens)
+                self._decode(
+                    [
+                        (token, start + first + i, s, last and i + 1 == len(piece))
+                        for i, token in enumerate(piece)
+                    ]
+                )
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """Run rows of (token, position, sequence, whether its logits are wanted)."""
+        batch = self._lib.llama_batch_init(len(rows), 0, 1)
+        try:
+            batch.n_tokens = len(rows)
+            for i, (token, position, sequence, wanted) in enumerate(rows):
+                batch.token[i], batch.pos[i] = token, position
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+                batch.logits[i] = wanted
+            if self._lib.llama_decode(self._context, batch):
+                raise RuntimeError("llama_decode failed")
+            self._lib.llama_synchronize(self._context)
+        finally:
+            self._lib.llama_batch_free(batch)

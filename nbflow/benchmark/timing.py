@@ -1,0 +1,117 @@
+"""Time a loaded model: prompt processing and generation.
+
+What is timed: whole steps as `Model.generate` runs them (scheduling, kernels, communication,
+drawing greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up
+run comes first), making the requests.  Token ids are random with a fixed seed; end tokens are
+ignored; log-probabilities are not asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from nbflow.engine.llm import WHOLE_BURST_S, Model
+from nbflow.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Test:
+    """One thing to time, called as llama-bench calls it."""
+
+    n_prompt: int
+    """Prompt tokens, timed."""
+    n_gen: int
+    """Tokens each sequence draws, timed."""
+    batch: int = 1
+    """Sequences at once."""
+    depth: int = 0
+    """Tokens each sequence holds before it generates, not timed; only without a prompt."""
+
+    __test__ = False  # for pytest: not a test
+
+    @property
+    def name(self) -> str:
+        """Return e.g. ``pp512``, ``tg128``, ``pp512+tg128``, ``tg32 @ d4096``."""
+        parts = (("pp", self.n_prompt), ("tg", self.n_gen))
+        at = f" @ d{self.depth}" if self.depth else ""
+        return "+".join(f"{kind}{n}" for kind, n in parts if n) + at
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the tokens the rate counts."""
+        return self.batch * (self.n_prompt + self.n_gen)
+
+    @property
+    def context(self) -> int:
+        """Return the tokens a sequence holds at the end."""
+        return max(self.depth + self.n_prompt, 1) + self.n_gen
+
+
+class Timed(Protocol):
+    """Another program that can run the same tests (`nbflow.benchmark.llama_cpp`)."""
+
+    name: str
+    """What it is, with its version."""
+
+    def seconds(self, test: Test) -> float:
+        """Return how long one repetition takes."""
+
+
+def time_test(model: Model, test: Test) -> float:
+    """Return the seconds of one repetition; every rank of the model calls it alike."""
+    to_first, rest = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
+    return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
+
+
+def time_prefill(
+    model: Model, n_prompt: int, batch: int = 1, repeats: int = 5, warmup: int = 1
+) -> list[float]:
+    """Return the seconds to run `batch` prompts of `n_prompt` tokens and draw one token each.
+
+    Every rank of the model calls it alike.  One entry per repetition; divide ``batch * n_prompt``
+    by it for tokens per second.
+    """
+    test = Test(n_prompt, 0, batch)
+    return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
+
+
+def time_decode(
+    model: Model, n_prompt: int, n_gen: int, batch: int = 1, repeats: int = 5, warmup: int = 1
+) -> list[float]:
+    """Return the seconds for `n_gen` steps that each draw one token for `batch` sequences.
+
+    Every rank of the model calls it alike.  The sequences begin with `n_prompt` tokens, whose time
+    is not counted.  One entry per repetition; divide ``batch * n_gen`` by it for tokens per
+    second.
+    """
+    test = Test(0, n_gen, batch, depth=n_prompt)
+    return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
+
+
+def time_both(model: Model, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:
+    """Return the seconds of a prefill and of the `n_gen` steps behind it, of one repetition.
+
+    The first end when every sequence has its first token; the steps draw `n_gen` more for each.
+    Every rank of the model calls it alike.
+    """
+    requests = make_requests(model, n_prompt, n_gen + 1, batch)
+    started = time.perf_counter()
+    first = 0.0
+    for _ in model.run_requests(requests, burst_s=WHOLE_BURST_S):
+        if not first and all(r.ids for r in requests):
+            first = time.perf_counter()
+    return first - started, time.perf_counter() - first
+
+
+def make_requests(model: Model, n_prompt: int, n_new: int, batch: int) -> list[Request]:
+    """Return requests with random prompts that draw exactly `n_new` tokens each."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, model.spec.vocab_size, (batch, n_prompt))
+    requests = [model.make_request(row, n_new, "greedy", 0, ignore_eos=True) for row in ids]
+    for request in requests:
+        request.wants_logprobs = False
+    return requests

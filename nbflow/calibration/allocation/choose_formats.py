@@ -1,0 +1,274 @@
+r"""Which format each matrix gets, so that the model loses least within a budget of bytes.
+
+The error that a format makes in a matrix is that of its outputs, relative to them,
+
+.. math:: r_{mf} = \frac{\mathrm{tr}(E M E^T)}{\mathrm{tr}(W M W^T)}, \qquad E = Q_f(W) - W
+
+with the second moments M of its inputs, their mean squares as a diagonal, or equal ones if nothing
+is known.  What the model loses by it is taken to be :math:`c_m r_{mf}`: near its minimum, the
+divergence of a model grows with the square of what is changed, and matrices add up.  c_m is 1, or
+measured: one matrix at a time is put into a format, and the divergence on a text divided by its r.
+
+The formats are then chosen by `nbflow.calibration.allocation.knapsack` with the bytes that are
+stored.  That losses add up is an approximation, which
+`nbflow.calibration.allocation.check_allocation` tests afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nbflow_kernels as nk
+from nbflow.calibration.allocation.divergence import Probe
+from nbflow.calibration.allocation.knapsack import solve
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.conversion.importance_names import known_inputs
+from nbflow.program.read_operand import read_part
+from nbflow.program.records import Operand
+from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
+from nbflow.quantization.transforms import check_encoder, prepare
+from nbflow.spec import check_tensors, resolve
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quantizers import DAMPING
+from nbflow_kernels.quantizers.gptq import output_errors
+
+ROWS = 4096  # encoded at once
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A format for each matrix."""
+
+    formats: dict[str, str]
+    """Our name of a matrix -> format."""
+    budget_bytes: int
+    """What the matrices may take."""
+    n_bytes: int
+    """What they take."""
+    n_weights: int
+    """Weights of the matrices."""
+    predicted: float
+    """Sum of what the matrices lose: nats per token where it was measured, else relative errors."""
+    sensitivity: str
+    """What the loss of a matrix was taken from: "error" or "kld"."""
+    errors: dict[str, dict[str, float]]
+    """Our name of a matrix -> format -> relative squared error of its outputs."""
+    slopes: dict[str, float]
+    """Our name of a matrix -> what the model loses for a relative squared error of 1."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of a weight, over all matrices."""
+        return 8 * self.n_bytes / self.n_weights
+
+    @property
+    def weight_formats(self) -> WeightFormats:
+        """What `nbflow.load` takes as `weights`."""
+        return WeightFormats(tuple(self.formats.items()), self.facts)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How it was made."""
+        return {
+            "bits_per_weight": self.bits_per_weight,
+            "stored_bytes": self.n_bytes,
+            "budget_bytes": self.budget_bytes,
+            "sensitivity": self.sensitivity,
+            "predicted_loss": self.predicted,
+        }
+
+    def write(self, out: str | os.PathLike[str]) -> None:
+        """Write a policy file (`nbflow.quantization.policy`)."""
+        write_policy(out, self.formats, self.facts)
+
+
+def allocate(
+    model: str | Path,
+    bits_per_weight: float | Sequence[float],
+    candidates: Sequence[str],
+    *,
+    encoder: str = "best",
+    importance: str | Path | dict[str, NDArray[Any]] | None = None,
+    act_order: bool = False,
+    damping: float = DAMPING,
+    sensitivity: str = "error",
+    probe: Probe | None = None,
+    spec: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Choose the format of each matrix of a model.
+
+    Parameters
+    ----------
+    model : str or path
+        What `nbflow.load` takes.
+    bits_per_weight : float or sequence of float
+        Stored bits of a weight, with everything in it, over the matrices that formats apply to.
+    candidates : sequence of str
+        Formats to choose from.
+    encoder, importance, act_order, damping
+        How matrices will be encoded, as for `nbflow.load`.  Of foldings, "awq" is left out here: it
+        needs to know the formats.
+    sensitivity : {"error", "kld"}
+        Whether errors count alike in all matrices, or as much as they move what the model says on a
+        text, which takes a run for each matrix.
+    probe : Probe, optional
+        The text, for "kld".
+    spec : path, optional
+        A spec file, as for `nbflow.load`.
+    progress : callable, optional
+        Called with what is being done, the number of matrices done, and of all.
+
+    Returns
+    -------
+    Allocation, or a list of them
+        For each number of bits.
+
+    Raises
+    ------
+    UsageError
+        If a name is unknown, a budget is less than the smallest format takes, or there is no text.
+
+    Examples
+    --------
+    >>> chosen = allocate("tiny_python", 3.75, ["q3", "q2"], encoder="plain")
+    >>> chosen.bits_per_weight <= 3.75, sorted(set(chosen.formats.values()))
+    (True, ['q2_b32t1b', 'q3_b32t1b'])
+    """
+    if sensitivity not in ("error", "kld"):
+        raise UsageError(f"sensitivity must be 'error' or 'kld', got {sensitivity!r}")
+    if sensitivity == "kld" and probe is None:
+        raise UsageError("sensitivity 'kld' needs a text: --text FILE (probe=)")
+    names = [nk.FORMATS[name].name for name in candidates]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"candidates must be formats, each once, got {', '.join(candidates)}")
+    budgets = bits_per_weight if isinstance(bits_per_weight, Sequence) else [bits_per_weight]
+    if not budgets or any(not 0 < float(bits) <= 64 for bits in budgets):
+        raise UsageError(f"bits_per_weight must lie in 0..64, got {bits_per_weight}")
+    foldings, last = check_encoder(encoder)
+    options: dict[str, Any] = {
+        "encoder": "+".join([*(f for f in foldings if f != "awq"), last]),
+        "importance": importance, "act_order": act_order, "damping": damping,
+    }  # fmt: skip
+    measured = _measured(model, spec, names, options, progress)
+    slopes = dict.fromkeys(measured.errors, 1.0)
+    if probe is not None and sensitivity == "kld":
+        options["spec"] = spec
+        middle = min(names, key=lambda f: abs(nk.FORMATS[f].bits_per_weight - float(budgets[0])))
+        slopes = _slopes(measured, middle, probe, options, progress)
+    found = [_chosen(measured, names, slopes, sensitivity, float(bits)) for bits in budgets]
+    return found if isinstance(bits_per_weight, Sequence) else found[0]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What formats make of the matrices."""
+
+    shapes: dict[str, tuple[int, ...]]
+    errors: dict[str, dict[str, float]]
+
+
+def _measured(
+    model: str | Path,
+    spec: str | Path | None,
+    names: Sequence[str],
+    options: dict[str, Any],
+    progress: Progress | None,
+) -> _Measured:
+    """Return the errors of all matrices in all formats."""
+    resolved = resolve(model, spec=spec)
+    with open_weights(resolved.path) as file:
+        check_tensors(resolved.spec, file)
+        known = known_inputs(options["importance"], resolved, file)
+        options = {**options, "importance": known}
+        prepared = prepare(resolved.spec, file, lambda _: None, **options)
+        opened, shapes = prepared.opened(file), prepared.spec.tensor_shapes()
+        matrices = {name: shape for name, shape in shapes.items() if is_quantized(name, shape)}
+        errors = {}
+        for i, name in enumerate(matrices):
+            errors[name] = _errors(prepared.spec, opened, name, names, prepared.encoding)
+            if progress is not None:
+                progress("errors", i + 1, len(matrices))
+    return _Measured(matrices, errors)
+
+
+def _slopes(
+    measured: _Measured,
+    format: str,
+    probe: Probe,
+    options: dict[str, Any],
+    progress: Progress | None,
+) -> dict[str, float]:
+    """Return the divergence that each matrix alone in a format brings, for an error of 1."""
+    slopes = {}
+    for i, (name, errors) in enumerate(measured.errors.items()):
+        lost = probe.measure(weights=WeightFormats(((name, format),), {}), **options).kld
+        slopes[name] = lost / errors[format] if errors[format] > 0 else 0.0
+        if progress is not None:
+            progress("divergences", i + 1, len(measured.errors))
+    return slopes
+
+
+def _chosen(
+    measured: _Measured,
+    names: Sequence[str],
+    slopes: dict[str, float],
+    sensitivity: str,
+    bits: float,
+) -> Allocation:
+    """Solve for one budget."""
+    shapes = measured.shapes
+    costs = np.array([[slopes[m] * measured.errors[m][f] for f in names] for m in shapes])
+    sizes = np.array([[_n_bytes(shape, f) for f in names] for shape in shapes.values()])
+    n_weights = sum(math.prod(shape) for shape in shapes.values())
+    budget = int(bits * n_weights / 8)
+    try:
+        chosen = solve(costs, sizes, budget)
+    except UsageError as error:
+        raise UsageError(f"bits_per_weight={bits:g}: {error}") from error
+    at = np.arange(len(shapes)), chosen
+    return Allocation(
+        formats={m: names[j] for m, j in zip(shapes, chosen, strict=True)},
+        budget_bytes=budget,
+        n_bytes=int(sizes[at].sum()),
+        n_weights=n_weights,
+        predicted=float(costs[at].sum()),
+        sensitivity=sensitivity,
+        errors=measured.errors,
+        slopes=slopes,
+    )
+
+
+def _n_bytes(shape: Sequence[int], format: str) -> int:
+    """Return the bytes that a matrix takes in a format."""
+    chosen = nk.FORMATS[format]
+    return shape[0] * chosen.row_blocks(shape[1]) * chosen.block_bytes
+
+
+def _errors(
+    spec: ModelSpec, file: WeightFile, name: str, formats: Sequence[str], encoding: Encoding
+) -> dict[str, float]:
+    """Return the relative squared error of a matrix's outputs in each format."""
+    known = encoding.importance.get(name)
+    wide = None if known is None else known.astype(np.float64)
+    n_rows = spec.shape_of(name)[0]
+    lost, whole = dict.fromkeys(formats, 0.0), 0.0
+    for first in range(0, n_rows, ROWS):
+        part = Operand(name, rows=(first, min(first + ROWS, n_rows)))
+        rows = read_part(spec, file, part).astype(np.float32)
+        whole += float(output_errors(rows.astype(np.float64), wide).sum())
+        for format in formats:
+            found = nk.dequantize(encoding.encode(name, rows, format)).astype(np.float64)
+            lost[format] += float(output_errors(found - rows, wide).sum())
+    return {format: error / whole if whole > 0 else 0.0 for format, error in lost.items()}

@@ -1,0 +1,222 @@
+"""Files of importances: written as llama.cpp's ``imatrix`` does, or with all second moments.
+
+==============  ===================================================================================
+``.gguf``       per matrix ``NAME.in_sum2`` (experts, K), sums of squares, and ``NAME.counts``
+                (experts, 1), rows
+``.dat``        llama.cpp's older form: name, windows, and mean squares times windows
+``.safetensors``  mean squares (K,), or second moments (K, K), once for all matrices that read the
+                same rows: the tensor's name lists theirs with commas
+==============  ===================================================================================
+
+Source of the first two: https://github.com/ggml-org/llama.cpp/blob/b6000/tools/imatrix/imatrix.cpp
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.calibration.collect import Inputs
+from nbflow.checkpoint.readers.gguf import ARRAY, STRING
+from nbflow.checkpoint.writers.gguf import U32, write_gguf
+from nbflow.checkpoint.writers.safetensors import write_safetensors
+from nbflow.conversion.gguf import ArrayRows
+from nbflow.conversion.plan import NewTensor
+from nbflow.quantization.encoding import BEST
+from nbflow.quantization.importance import read_sums
+from nbflow.utils.output_file import check_output, new_file
+from nbflow_kernels.errors import UsageError
+
+Sums = Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
+"""Name -> sums of squares (experts, K) and rows (experts,)."""
+ENDINGS = (".gguf", ".dat", ".safetensors")
+
+
+def write_inputs(
+    out: str | os.PathLike[str],
+    found: Sequence[Inputs],
+    *,
+    names: Mapping[str, tuple[str, ...]] | None = None,
+    text: str = "",
+    n_windows: int = 1,
+    window: int = 0,
+    force: bool = False,
+) -> None:
+    """Write what `nbflow.calibration.collect` found.
+
+    Parameters
+    ----------
+    out : path
+        Its ending says which kind of file; only ``.safetensors`` has room for second moments.
+    found : sequence of Inputs
+        The sums.
+    names : mapping, optional
+        GGUF names -> ours (`nbflow.conversion.importance_names`), for ``.gguf`` and ``.dat``; ours
+        where there are none.
+    text : str
+        Name of the text, for the record.
+    n_windows, window : int
+        How many windows were read and how many tokens they had, for the record.
+    force : bool
+        Whether `out` may be replaced.
+
+    Raises
+    ------
+    UsageError
+        If the ending is another one, `out` exists, or has no room for what was found.
+    """
+    path = check_ending(out)
+    if path.suffix == ".safetensors":
+        _write(path, force, lambda stream: _write_safetensors(stream, found))
+        return
+    if any(inputs.sums.ndim == 2 for inputs in found):
+        raise UsageError(f"{path}: all second moments go into a .safetensors file only")
+    sums = _by_matrix(found, names or {})
+    _write_sums(path, sums, [text] if text else [], n_windows, window, force)
+
+
+def merge(
+    files: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    force: bool = False,
+) -> Sums:
+    """Add up importance files of one model, each with the weight of its text, and write the sum.
+
+    Parameters
+    ----------
+    files : sequence of path
+        All ``.gguf``, which count rows, or all ``.dat``, which count windows.
+    out : path
+        File of the same kind.
+    force : bool
+        Whether `out` may be replaced.
+
+    Returns
+    -------
+    mapping
+        Name -> sums of squares (experts, K) and counts (experts,).
+
+    Raises
+    ------
+    UsageError
+        If the kinds differ or matrices of one name have different columns.
+    """
+    path = check_ending(out)
+    kinds = {Path(file).suffix for file in files} | {path.suffix}
+    if len(files) < 1 or len(kinds) != 1 or ".safetensors" in kinds:
+        raise UsageError(
+            "files to merge, and the new one, must be all .gguf or all .dat: one counts rows and "
+            f"the other windows; got {', '.join(sorted(kinds))}"
+        )
+    total: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+    for file in files:
+        for name, (sums, counts) in read_sums(file).items():
+            old = total.get(name)
+            if old is not None and old[0].shape != sums.shape:
+                raise UsageError(
+                    f"{file}: {name} has sums of shape {sums.shape}, and {old[0].shape} in a file "
+                    "before; they are of different models"
+                )
+            total[name] = (sums, counts) if old is None else (old[0] + sums, old[1] + counts)
+    n_windows = max(1, int(max(counts.max() for _, counts in total.values())))
+    _write_sums(path, total, [str(Path(f).name) for f in files], n_windows, 0, force)
+    return total
+
+
+def check_ending(out: str | os.PathLike[str]) -> Path:
+    """Return the path of an importance file, or raise if its ending says no kind."""
+    path = Path(out)
+    if path.suffix not in ENDINGS:
+        raise UsageError(f"{path}: an importance file ends in {', '.join(ENDINGS)}")
+    return path
+
+
+@contextmanager
+def new_inputs_file(path: Path, force: bool) -> Iterator[BinaryIO]:
+    """Open a new importance file, which gets its name at the end."""
+    check_output(path, path.with_name(path.name + ".source"), force=force, may_hold=frozenset())
+    with new_file(path) as stream:
+        yield stream
+
+
+def _write(path: Path, force: bool, fill: Any) -> None:
+    with new_inputs_file(path, force) as stream:
+        fill(stream)
+
+
+def _write_sums(
+    path: Path, sums: Sums, texts: list[str], n_windows: int, window: int, force: bool
+) -> None:
+    """Write one of llama.cpp's kinds."""
+    if path.suffix == ".gguf":
+        _write(path, force, lambda s: _write_gguf(s, sums, texts, n_windows, window))
+    else:
+        _write(path, force, lambda s: _write_dat(s, sums, texts, n_windows))
+
+
+def _by_matrix(found: Sequence[Inputs], names: Mapping[str, tuple[str, ...]]) -> Sums:
+    """Return sums under GGUF's names; experts of one tensor together."""
+    of = {name: inputs for inputs in found for name in inputs.names}
+    result: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+    taken: set[str] = set()
+    for name, ours in names.items():
+        members = [of[own] for own in ours if own in of]
+        if not members or len(members) < len(ours):
+            continue
+        if all(member is members[0] for member in members):  # q, k, v in one tensor
+            members = members[:1]
+        taken.update(ours)
+        result[name] = (
+            np.stack([m.squares for m in members]),
+            np.array([float(m.n_rows) for m in members]),
+        )
+    for own, inputs in of.items():
+        if own not in taken:
+            result[own] = (inputs.squares[None], np.array([float(inputs.n_rows)]))
+    return result
+
+
+def _write_gguf(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int, window: int) -> None:
+    metadata: dict[str, tuple[tuple[int, ...], Any]] = {
+        "general.type": ((STRING,), "imatrix"),
+        "imatrix.datasets": ((ARRAY, STRING), texts),
+        "imatrix.chunk_count": ((U32,), n_windows),
+        "imatrix.chunk_size": ((U32,), window),
+    }
+    tensors = []
+    for name, (squares, counts) in sums.items():
+        tensors.append(tensor(f"{name}.in_sum2", squares))
+        tensors.append(tensor(f"{name}.counts", counts[:, None]))
+    write_gguf(file, metadata, tensors, BEST)
+
+
+def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> None:
+    file.write(struct.pack("<i", len(sums)))
+    for name, (squares, counts) in sums.items():
+        text = name.encode()
+        # an expert that was never used says nothing: all of its columns count alike
+        mean = np.where(counts[:, None] > 0, squares / np.maximum(counts[:, None], 1), 1.0)
+        file.write(struct.pack("<i", len(text)) + text + struct.pack("<ii", n_windows, mean.size))
+        file.write((mean * n_windows).astype("<f4").tobytes())
+    texts_as_bytes = ",".join(texts).encode()
+    file.write(struct.pack("<ii", n_windows, len(texts_as_bytes)) + texts_as_bytes)
+
+
+def _write_safetensors(file: BinaryIO, found: Sequence[Inputs]) -> None:
+    used = [inputs for inputs in found if inputs.n_rows]
+    tensors = [tensor(",".join(i.names), i.sums / i.n_rows) for i in used]
+    write_safetensors(file, tensors, BEST)
+
+
+def tensor(name: str, values: NDArray[Any]) -> NewTensor:
+    """Return a tensor of float32 that is written as it is."""
+    array = np.asarray(values, np.float32)
+    return NewTensor(name, array.shape, "f32", "f32", (ArrayRows(array),))

@@ -1,0 +1,1 @@
+"""Readers of checkpoint files, one module for each file format."""

@@ -1,0 +1,143 @@
+"""Checkpoints in several files: the folder, and the index that says which tensor is where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nbflow.checkpoint.quantization_config import FLOAT8, read_quantization, with_scales
+from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
+from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.json_file import read_object
+from nbflow.utils.safe_repr import shown
+from nbflow_kernels.errors import UsageError
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+NAMES = (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin")
+"""What a Hugging Face folder may hold, the first one present counts."""
+
+_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def find_in_folder(folder: Path) -> Path:
+    """Return the index or the only file of a Hugging Face folder."""
+    for name in NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    weights = sorted(p.name for p in folder.glob("*") if p.suffix in _SUFFIXES)
+    found = f"; it holds {', '.join(weights[:8])}, which can be named itself" if weights else ""
+    raise UsageError(
+        f"{folder}: the folder must hold {NAMES[1]} or {NAMES[3]}, or the index of either{found}"
+    )
+
+
+def open_checkpoint(
+    path: Path, format: str, read_header: Callable[[ByteFile], list[TensorEntry]]
+) -> WeightFile:
+    """Open an index with its shards, or one file, with the config.json beside it.
+
+    Parameters
+    ----------
+    path : Path
+        The index or the file.
+    format : str
+        What `WeightFile.format` says.
+    read_header : callable
+        Gives the tensors of one file.
+    """
+    entries: list[TensorEntry] = []
+    files: list[ByteFile] = []
+    try:
+        if path.name.endswith(".index.json"):
+            open_shards(path, read_header, files, entries)
+        else:
+            files.append(ByteFile(path))
+            entries += read_header(files[0])
+        config_path = path.parent / "config.json"
+        entries, scales = _joined(entries, config_path)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return WeightFile(
+        path, format, entries, files, lambda: read_object(config_path, missing_ok=True), scales
+    )
+
+
+def _joined(
+    entries: list[TensorEntry], config_path: Path
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Return the tensors joined with their scales, and the scales.
+
+    Where config.json says something else than we know, all stay as they are: they can be listed,
+    and whoever wants to run the model is told what cannot be read (`nbflow.spec.resolve`).
+    """
+    if not any(entry.dtype in FLOAT8 or entry.name.endswith("_blocks") for entry in entries):
+        return entries, []
+    config = read_object(config_path, missing_ok=True) or {}
+    try:
+        quantization = read_quantization(config, str(config_path))
+    except UsageError:
+        quantization = None
+    return (entries, []) if quantization is None else with_scales(entries, quantization)
+
+
+def open_shards(
+    index: Path,
+    read_header: Callable[[ByteFile], list[TensorEntry]],
+    files: list[ByteFile],
+    entries: list[TensorEntry],
+) -> None:
+    """Open every shard the index names and check that it holds what the index says.
+
+    Parameters
+    ----------
+    index : Path
+        JSON with a ``weight_map`` from tensor names to file names.
+    read_header : callable
+        Gives the tensors of one file.
+    files, entries : list
+        Where opened files, also before an error, and tensors are added.
+    """
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index}: weight_map must be a table of tensor names and file names")
+    shards: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or shard in {"", ".", ".."} or Path(shard).name != shard:
+            raise UsageError(
+                f"{index}: weight_map of tensor {shown(name)} must be a file name, "
+                f"got {shown(shard)}"
+            )
+        shards.setdefault(shard, []).append(name)
+    missing = [shard for shard in shards if not _is_file(index.parent / shard)]
+    if missing:
+        raise UsageError(
+            f"{index}: {len(missing)} of {len(shards)} shards are missing: "
+            f"{', '.join(map(shown, missing[:8]))}"
+        )
+    seen: dict[str, str] = {}
+    for shard, names in shards.items():
+        files.append(ByteFile(index.parent / shard))
+        held = read_header(files[-1])
+        absent = set(names) - {entry.name for entry in held}
+        if absent:
+            raise UsageError(
+                f"{files[-1].path}: {len(absent)} tensors that {index.name} promises are not in "
+                f"the file, the first is {shown(min(absent))}"
+            )
+        for entry in held:
+            if entry.name in seen:
+                raise UsageError(
+                    f"{index}: tensor {shown(entry.name)} is in both {seen[entry.name]} and {shard}"
+                )
+            seen[entry.name] = shard
+        entries += held
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is such a file; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with a zero byte
+        return False

@@ -1,0 +1,503 @@
+"""What every reader of weights offers: a table of tensors, and arrays cut from it on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbflow.checkpoint.dequantize_scaled import multiply_scales, mxfp4_blocks
+from nbflow.checkpoint.dtypes import ITEM_BITS, ITEM_BYTES, NUMPY, WIDENED, widen
+from nbflow.checkpoint.strided_read import is_contiguous, read_strided
+from nbflow.utils.binary_file import ByteFile
+from nbflow_kernels.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from nbflow_kernels.formats import QuantTensor
+
+__all__ = ["ITEM_BYTES", "Scaled", "Span", "TensorEntry", "WeightFile", "tensor_bytes"]
+
+Span = tuple[int, int]
+
+_CHUNK_BYTES = 1 << 24  # of a tensor that is read piece by piece
+_MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
+_REPEATED_BYTES = 1 << 20  # what a tensor that repeats its elements may always take
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
+    """Return the bytes of a tensor of plain elements or of blocks (`nbflow_kernels.FORMATS`).
+
+    Raises
+    ------
+    UsageError
+        If the type is unknown, the rows are not whole blocks, or the shape is absurd; the message
+        begins with `where`.
+    """
+    if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise UsageError(f"{where}: shape {shape} is too large for any tensor")
+    if dtype in ITEM_BITS:
+        n_bits = math.prod(shape) * ITEM_BITS[dtype]
+        if n_bits % 8:
+            raise UsageError(f"{where}: shape {shape} of {dtype} is no whole number of bytes")
+        return n_bits // 8
+    from nbflow_kernels.formats import FORMATS
+
+    known = FORMATS.get(dtype)
+    if known is None:
+        raise UsageError(f"{where}: type {dtype} cannot be read")
+    if not shape or shape[-1] % known.block_size:
+        raise UsageError(
+            f"{where}: rows of {dtype} must be multiples of {known.block_size}, got shape {shape}"
+        )
+    return int(math.prod(shape) // known.block_size * known.block_bytes)
+
+
+def _check_repeats(entry: TensorEntry, n_bytes: int) -> None:
+    """Refuse to make more bytes of a view than its file has; only repeated elements can."""
+    if n_bytes > max(entry.file.size, _REPEATED_BYTES):
+        raise UsageError(
+            f"{entry.file.path}: tensor {entry.name!r} repeats its elements (strides "
+            f"{entry.strides}) and would take {n_bytes} bytes, more than the file has; read fewer "
+            "rows at once"
+        )
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies."""
+
+    name: str
+    """Name in the file's own terms."""
+    dtype: str
+    """Stored element type, a key of `ITEM_BYTES`, or the name of a block format; of what is made of
+    two tensors, what it is read as."""
+    shape: tuple[int, ...]
+    """Rows first, as the file says."""
+    file: ByteFile
+    """The file that holds it."""
+    offset: int
+    """First byte, counted from the beginning of the file."""
+    strides: tuple[int, ...] | None = None
+    """Distances of neighbours along each axis, in elements; None means row after row."""
+    order: str = "<"
+    """Byte order of the elements, as in `struct`."""
+    scaled: Scaled | None = None
+    """The two tensors that it is made of, if it is."""
+
+    @property
+    def stored_dtype(self) -> str:
+        """The type of the numbers without their scales: FP8's, where `dtype` is f32."""
+        if self.scaled is None or self.dtype not in ITEM_BITS:
+            return self.dtype
+        return self.scaled.codes.dtype
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Small numbers and their scales, which together are one tensor."""
+
+    codes: TensorEntry
+    """The numbers, a matrix."""
+    scales: TensorEntry
+    """The scales, a matrix with a row for each row of blocks."""
+    block: tuple[int, int]
+    """Rows and columns of the tensor that share a scale."""
+
+
+class WeightFile:
+    """Named tensors in one or several files, read only where asked.
+
+    Opening reads headers; `array` reads exactly the bytes of the rows and columns asked for.
+    A reader makes one of these; users get it from `nbflow.checkpoint.open_weights`.  It is a
+    context manager, and several threads may read at once.
+
+    Parameters
+    ----------
+    path : Path
+        What the user named: a file or a folder.
+    format : str
+        Name of the file format.
+    entries : sequence of TensorEntry
+        The tensors, in the file's order.
+    config : callable
+        Gives the model configuration that belongs to the weights, or None.
+    scales : sequence of TensorEntry
+        Tensors that are nothing by themselves: scales of others.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        entries: Sequence[TensorEntry],
+        files: Sequence[ByteFile],
+        config: Callable[[], dict[str, Any] | None],
+        scales: Sequence[TensorEntry] = (),
+    ) -> None:
+        self.path = path
+        """What was opened: a file or a folder."""
+        self.format = format
+        """Name of the file format."""
+        self.bytes_read = 0
+        """Bytes of tensor data read so far; headers do not count."""
+        self._entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in entries}
+        self._scales: Mapping[str, TensorEntry] = {entry.name: entry for entry in scales}
+        self._files = tuple(files)
+        self._config = config
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in the file's order."""
+        return list(self._entries)
+
+    def scales(self) -> list[str]:
+        """Return the names of tensors that are only scales of others, and not in `names`."""
+        return list(self._scales)
+
+    def files(self) -> list[Path]:
+        """Return the files that hold the tensors."""
+        return [file.path for file in self._files]
+
+    def config(self) -> dict[str, Any] | None:
+        """Return the model's configuration as the checkpoint states it, or None without one.
+
+        Returns
+        -------
+        dict or None
+            ``config.json`` of the folder for safetensors and pickles; the header's numbers for
+            llama2.c and GGML; the metadata for GGUF.
+        """
+        return self._config()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`."""
+        return self.entry(name).shape
+
+    def dtype(self, name: str) -> str:
+        """Return the stored element type of tensor `name`, e.g. ``"bf16"``.
+
+        FP8 with scales counts as ``"f32"``, which is what `array` makes of it.
+        """
+        return self.entry(name).dtype
+
+    def n_bytes(self, name: str) -> int:
+        """Return the bytes tensor `name` takes in the file, with its scales."""
+        return sum(
+            tensor_bytes(part.dtype, part.shape, f"{part.file.path}: tensor {part.name!r}")
+            for part in _parts(self.entry(name))
+        )
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where tensor `name` lies, or raise `UsageError` with close names."""
+        found = self._entries.get(name) or self._scales.get(name)
+        if found is None:
+            raise UsageError(f"{self.path}: {unknown_name('tensor', name, self._some(name))}")
+        return found
+
+    def array(
+        self,
+        name: str,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        *,
+        flat: bool = False,
+    ) -> np.ndarray[Any, Any]:
+        """Read a tensor, or a rectangle of it.
+
+        Parameters
+        ----------
+        name : str
+            Name of the tensor in the file's terms.
+        rows : (start, stop), optional
+            Which rows (first dimension) to read; all by default.
+        columns : (start, stop), optional
+            Which columns to read, for a tensor of two dimensions; all by default.
+        flat : bool
+            Count all dimensions but the last as rows of a matrix.
+
+        Returns
+        -------
+        array, C-contiguous
+            In the stored type; bf16, 8-bit floats and block formats as float32, which is exact for
+            bf16 and 8-bit floats.  The product of FP8 and a scale is rounded once.
+
+        Raises
+        ------
+        UsageError
+            If there is no such tensor, the range does not fit, the element type has no NumPy
+            equivalent, or the file cannot be read.
+        """
+        entry = _flat(self.entry(name)) if flat else self.entry(name)
+        row_span = self._span(entry, "rows", rows, axis=0)
+        column_span = self._span(entry, "columns", columns, axis=1)
+        if entry.dtype not in ITEM_BYTES:
+            return self._dequantized(entry, row_span, column_span)
+        if entry.scaled is not None:
+            return self._multiplied(entry.shape, entry.scaled, row_span, column_span)
+        return self._decode(entry, row_span, column_span)
+
+    def quantized(
+        self,
+        name: str,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        *,
+        flat: bool = False,
+    ) -> QuantTensor:
+        """Read a tensor that is stored in a block format, as it is.
+
+        Parameters
+        ----------
+        name : str
+            Name of the tensor in the file's terms.
+        rows, columns : (start, stop), optional
+            As in `array`; columns must begin and end between blocks.
+        flat : bool
+            As in `array`.
+
+        Returns
+        -------
+        QuantTensor
+
+        Raises
+        ------
+        UsageError
+            If the tensor is not stored in blocks, or the columns cut one; otherwise as `array`.
+        """
+        from nbflow_kernels.formats import FORMATS, QuantTensor
+
+        entry = _flat(self.entry(name)) if flat else self.entry(name)
+        if entry.dtype in ITEM_BYTES:
+            raise UsageError(f"{self.path}: tensor {name!r} is stored as {entry.dtype}, not blocks")
+        row_span = self._span(entry, "rows", rows, axis=0)
+        column_span = self._span(entry, "columns", columns, axis=1)
+        block, size = FORMATS[entry.dtype].block_size, FORMATS[entry.dtype].block_bytes
+        first, last = column_span or (0, entry.shape[-1])
+        if first % block or last % block:
+            raise UsageError(
+                f"{self.path}: columns of tensor {name!r} must begin and end at multiples of the "
+                f"{entry.dtype} block of {block}, got ({first}, {last})"
+            )
+        if row_span is not None and len(entry.shape) < 2:
+            raise UsageError(f"{self.path}: rows of {entry.dtype} are not cut from a vector")
+        start, stop = row_span or (0, entry.shape[0] if len(entry.shape) > 1 else 1)
+        inner = entry.shape[1:-1]  # dimensions that are part of a row of the file's
+        shape = (stop - start, *inner, last - first) if len(entry.shape) > 1 else entry.shape
+        n_bytes = math.prod(inner) * entry.shape[-1] // block * size
+        if entry.scaled is not None:
+            n = math.prod(inner)
+            each = first // block, last // block
+            blocks = self._joined(entry.scaled, (start * n, stop * n), each)
+        else:
+            lead = entry.shape[:1] if len(entry.shape) > 1 else (1,)
+            stored = dataclasses.replace(entry, dtype="u8", shape=(*lead, n_bytes))
+            cut = None if column_span is None else (first // block * size, last // block * size)
+            blocks = self._decode(stored, row_span, cut)
+        blocks = blocks.reshape(math.prod(shape[:-1]), (last - first) // block * size)
+        return QuantTensor(entry.dtype, shape, self._host_blocks(entry, blocks))
+
+    def _joined(self, scaled: Scaled, rows: Span, blocks: Span) -> np.ndarray[Any, Any]:
+        """Read some rows and blocks of MXFP4 whose scales lie apart."""
+        columns = 16 * blocks[0], 16 * blocks[1]
+        codes = self._decode(scaled.codes, rows, columns)
+        return mxfp4_blocks(codes, self._decode(scaled.scales, rows, blocks))
+
+    def _multiplied(
+        self, shape: tuple[int, ...], scaled: Scaled, rows: Span | None, columns: Span | None
+    ) -> np.ndarray[Any, Any]:
+        """Read a rectangle of FP8 times its scales."""
+        values = self._decode(scaled.codes, rows, columns)
+        start, stop = rows or (0, shape[0])
+        per = scaled.block[0]
+        first = start // per
+        scales = self._decode(scaled.scales, (first, -(-stop // per)), None)
+        at = start - first * per, 0 if columns is None else columns[0]
+        multiply_scales(values, scales.astype(np.float32, copy=False), scaled.block, at)
+        return values
+
+    def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
+        """Return blocks (rows, bytes) with their numbers in the byte order we compute with."""
+        if entry.order != "<":
+            raise UsageError(f"{self.path}: {entry.dtype} cannot be read in another byte order")
+        return blocks
+
+    def _dequantized(
+        self, entry: TensorEntry, rows: Span | None, columns: Span | None
+    ) -> np.ndarray[Any, Any]:
+        """Read the whole blocks around a rectangle and cut it out."""
+        from nbflow_kernels.formats import FORMATS, dequantize
+
+        flat = entry.shape != self.entry(entry.name).shape
+        if columns is None:
+            return dequantize(self.quantized(entry.name, rows, flat=flat))
+        block = FORMATS[entry.dtype].block_size
+        first = columns[0] // block * block
+        around = (first, -(-columns[1] // block) * block)
+        wide = dequantize(self.quantized(entry.name, rows, around, flat=flat))
+        return np.ascontiguousarray(wide[:, columns[0] - first : columns[1] - first])
+
+    def close(self) -> None:
+        """Close the files; closing twice does nothing."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"WeightFile({str(self.path)!r}, {self.format}, {len(self._entries)} tensors)"
+
+    def _some(self, name: str, limit: int = 8) -> list[str]:
+        """Return the names closest to a misspelt one, so that the message stays readable."""
+        import difflib
+
+        names = list(self._entries)
+        return difflib.get_close_matches(name, names, n=limit, cutoff=0.0) or names[:limit]
+
+    def _span(self, entry: TensorEntry, what: str, span: Span | None, axis: int) -> Span | None:
+        """Check a (start, stop) pair against the shape; None means all."""
+        if span is None:
+            return None
+        rank_needed = 1 if axis == 0 else 2
+        rank = len(entry.shape)
+        if rank < rank_needed or (axis == 1 and rank != 2):
+            raise UsageError(
+                f"{self.path}: {what} cannot be cut from tensor {entry.name!r} "
+                f"of shape {entry.shape}"
+            )
+        start, stop = (int(bound) for bound in span)
+        if not 0 <= start <= stop <= entry.shape[axis]:
+            raise UsageError(
+                f"{self.path}: {what} of tensor {entry.name!r} must lie within "
+                f"0..{entry.shape[axis]}, got ({start}, {stop})"
+            )
+        return start, stop
+
+    def _decode(
+        self, entry: TensorEntry, rows: Span | None, columns: Span | None
+    ) -> np.ndarray[Any, Any]:
+        """Read the elements of a rectangle and give them a NumPy type."""
+        if entry.dtype not in NUMPY:
+            raise UsageError(
+                f"{entry.file.path}: tensor {entry.name!r} is stored as {entry.dtype}, which "
+                f"cannot be read; readable are {', '.join(NUMPY)}"
+            )
+        data = self._read(entry, np.dtype(entry.order + NUMPY[entry.dtype]), rows, columns)
+        if not data.dtype.isnative:
+            data = data.astype(data.dtype.newbyteorder("="))
+        return widen(data, entry.dtype) if entry.dtype in WIDENED else data
+
+    def _read(
+        self, entry: TensorEntry, dtype: np.dtype[Any], rows: Span | None, columns: Span | None
+    ) -> np.ndarray[Any, Any]:
+        """Read a rectangle of plain elements, and nothing else of the file."""
+        shape = list(entry.shape)
+        for axis, span in enumerate((rows, columns)):
+            if span is not None:
+                shape[axis] = span[1] - span[0]
+        if entry.strides is not None and not is_contiguous(entry.shape, entry.strides):
+            return self._read_view(entry, dtype, (rows, columns), tuple(shape))
+        row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
+        first = entry.offset + (rows[0] * row_bytes if rows is not None else 0)
+        out = np.empty(shape, dtype)
+        if columns is None or columns == (0, entry.shape[1]):
+            self._fill(entry.file, out, first)
+            return out
+        first += columns[0] * dtype.itemsize
+        for i in range(shape[0]):
+            self._fill(entry.file, out[i], first + i * row_bytes)
+        return out
+
+    def _read_view(
+        self,
+        entry: TensorEntry,
+        dtype: np.dtype[Any],
+        spans: Sequence[Span | None],
+        shape: tuple[int, ...],
+    ) -> np.ndarray[Any, Any]:
+        """Read a rectangle of a view: transposed, with gaps, or with repeated elements."""
+        assert entry.strides is not None
+        _check_repeats(entry, math.prod(shape) * dtype.itemsize)
+        cuts = zip(spans, entry.strides, strict=False)
+        starts = [span[0] * stride for span, stride in cuts if span is not None]
+        return read_strided(
+            lambda target, offset: self._fill(entry.file, target, offset),
+            dtype,
+            entry.offset + sum(starts) * dtype.itemsize,
+            shape,
+            entry.strides,
+        )
+
+    def stored_chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of tensor `name` as they are stored, in pieces of at most 16 MiB.
+
+        The elements of a view of a larger tensor come row after row; a single row may be longer
+        than a piece.  Scales follow what they belong to.
+        """
+        entry = self.entry(name)
+        if entry.scaled is None:
+            yield from self._chunks(entry, self.n_bytes(name))
+            return
+        for part in _parts(entry):
+            yield from self._chunks(part, tensor_bytes(part.dtype, part.shape, part.name))
+
+    def _chunks(self, entry: TensorEntry, n_bytes: int) -> Iterator[bytes]:
+        """Yield the bytes of one stored tensor."""
+        if entry.strides is None or is_contiguous(entry.shape, entry.strides):
+            end = entry.offset + n_bytes
+            for offset in range(entry.offset, end, _CHUNK_BYTES):
+                chunk = np.empty(min(_CHUNK_BYTES, end - offset), np.uint8)
+                self._fill(entry.file, chunk, offset)
+                yield chunk.tobytes()
+            return
+        _check_repeats(entry, n_bytes)
+        item = np.dtype(f"V{ITEM_BYTES[entry.dtype]}")
+        row_bytes = max(1, math.prod(entry.shape[1:]) * item.itemsize)
+        n_rows = max(1, _CHUNK_BYTES // row_bytes)
+        for start in range(0, entry.shape[0], n_rows):
+            stop = min(start + n_rows, entry.shape[0])
+            yield self._read(entry, item, (start, stop), None).tobytes()
+
+    def sha256(self, name: str) -> str:
+        """Return the SHA-256 of the bytes of tensor `name` (`stored_chunks`), in hexadecimal."""
+        import hashlib
+
+        digest = hashlib.sha256()
+        for chunk in self.stored_chunks(name):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def _fill(self, file: ByteFile, target: np.ndarray[Any, Any], offset: int) -> None:
+        """Fill a C-contiguous array from the file and count the bytes."""
+        if target.size == 0:
+            return
+        file.read_into(target.reshape(-1).view(np.uint8).data, offset)
+        with self._lock:
+            self.bytes_read += target.nbytes
+
+
+def _parts(entry: TensorEntry) -> tuple[TensorEntry, ...]:
+    """Return what is stored of a tensor: itself, or numbers and scales."""
+    return (entry,) if entry.scaled is None else (entry.scaled.codes, entry.scaled.scales)
+
+
+def _flat(entry: TensorEntry) -> TensorEntry:
+    """Return an entry with all dimensions but the last as one; vectors stay as they are."""
+    if len(entry.shape) < 3:
+        return entry
+    return dataclasses.replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1]))

@@ -1,0 +1,1 @@
+"""Writers of checkpoint files: safetensors and GGUF."""

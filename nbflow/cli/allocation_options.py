@@ -1,0 +1,152 @@
+"""Options of `nbflow quantize` that choose a format for each matrix, and what is printed of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from nbflow.calibration.allocation import Allocation, Check, allocate, check_allocation
+from nbflow.calibration.allocation.divergence import Probe
+from nbflow.utils.tables import text_table
+from nbflow_kernels.errors import UsageError
+
+
+def add_allocation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("a format for each matrix")
+    group.add_argument(
+        "--bits-per-weight",
+        type=float,
+        metavar="B",
+        help="stored bits of a weight over all matrices: each gets one of the --formats so that "
+        "the model loses least (instead of --to)",
+    )
+    group.add_argument(
+        "--sensitivity",
+        choices=("error", "kld"),
+        default="error",
+        help="error: relative errors of outputs count alike in all matrices; kld: as much as they "
+        "move what the model says on --text, measured one matrix at a time (error)",
+    )
+    group.add_argument(
+        "--text", metavar="FILE", help="text for kld and --check (the model's own eval.txt)"
+    )
+    group.add_argument(
+        "--tokens", type=int, default=2048, metavar="N", help="tokens of it that are read (2048)"
+    )
+    group.add_argument("--policy", metavar="FILE", help="also write the choice to a policy file")
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="measure the divergence afterwards, beside single formats that are no larger",
+    )
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise if options of an allocation are given without one, or the other way round."""
+    asked = arguments.bits_per_weight is not None
+    if asked == (arguments.to is not None):
+        raise UsageError("give --to FORMAT, or --bits-per-weight B with --formats F1,F2,...")
+    names = split_formats(arguments.formats)[1]
+    if asked and not names:
+        raise UsageError("--bits-per-weight needs formats to choose from: --formats q2,q3,q3h,q4")
+    if names and not asked:
+        raise UsageError(f"--formats {','.join(names)}: names are for --bits-per-weight")
+    if not asked and (arguments.policy or arguments.check or arguments.sensitivity != "error"):
+        raise UsageError("--policy, --check and --sensitivity are for --bits-per-weight")
+
+
+def split_formats(given: list[str]) -> tuple[list[str], list[str]]:
+    """Return files that register formats (``.py``), and names of formats, of ``--formats``."""
+    files = [text for text in given if text.endswith(".py")]
+    names = [n for text in given if text not in files for n in text.split(",") if n]
+    return files, names
+
+
+class Chosen:
+    """An allocation and what measured it, made as the arguments say."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        _, self._names = split_formats(arguments.formats)
+        self._arguments = arguments
+        self._options: dict[str, Any] = {
+            name: getattr(arguments, name)
+            for name in ("encoder", "importance", "act_order", "damping", "spec")
+        }
+        self._probe: Probe | None = None
+        if arguments.sensitivity == "kld" or arguments.check:
+            probe = {"n_tokens": arguments.tokens, "spec": arguments.spec}
+            self._probe = Probe(arguments.model, arguments.text, **probe)
+        self.allocation: Allocation = allocate(
+            arguments.model,
+            arguments.bits_per_weight,
+            self._names,
+            sensitivity=arguments.sensitivity,
+            probe=self._probe,
+            progress=_show,
+            **self._options,
+        )
+
+    def check(self) -> Check | None:
+        """Measure what the allocation promised, if that is asked for."""
+        if not self._arguments.check or self._probe is None:
+            return None
+        return check_allocation(self.allocation, self._probe, self._names, **self._options)
+
+
+def _show(what: str, n_done: int, n: int) -> None:
+    """Show progress on a terminal."""
+    if sys.stderr.isatty():
+        end = "\n" if n_done == n else ""
+        print(f"\r{what} [{n_done}/{n}]", end=end, file=sys.stderr, flush=True)
+
+
+def allocation_facts(allocation: Allocation, check: Check | None) -> dict[str, Any]:
+    """Return plain data for ``--json``."""
+    facts: dict[str, Any] = {**allocation.facts, "n_weights": allocation.n_weights}
+    facts["formats"] = allocation.formats
+    if check is not None:
+        facts["check"] = {
+            "measured": vars(check.measured),
+            "predicted_kld": check.predicted,
+            "stored_perplexity": check.stored.perplexity,
+            "single_formats": {name: vars(found) for name, found in check.singles.items()},
+        }
+    return facts
+
+
+def print_allocation(allocation: Allocation, check: Check | None) -> None:
+    """Print what was chosen, and what came of it."""
+    counts: dict[str, int] = {}
+    for format in allocation.formats.values():
+        counts[format] = counts.get(format, 0) + 1
+    shares = ", ".join(f"{n} {format}" for format, n in sorted(counts.items()))
+    left = allocation.budget_bytes - allocation.n_bytes
+    print(
+        f"chose for {len(allocation.formats)} matrices: {shares}\n"
+        f"{allocation.n_bytes:,} of {allocation.budget_bytes:,} bytes ({left:,} left), "
+        f"{allocation.bits_per_weight:.4f} bits per weight"
+    )
+    if check is None:
+        return
+    rows = [("stored", check.stored)]
+    rows += [(f"all {name}", found) for name, found in check.singles.items()]
+    rows.append(("chosen", check.measured))
+    numbers = [
+        (name, f"{c.kld:.5f}", f"{c.kld_stderr:.5f}", f"{c.perplexity:.4f}") for name, c in rows
+    ]
+    print(text_table(("", "KLD, nats", "+-", "perplexity"), numbers))
+    if check.predicted is not None:
+        ratio = check.measured.kld / check.predicted if check.predicted else float("nan")
+        print(f"predicted {check.predicted:.5f} nats; measured / predicted = {ratio:.2f}")
+
+
+def write_policy_of(chosen: Chosen, arguments: argparse.Namespace) -> None:
+    """Write the policy file, if it is asked for."""
+    if arguments.policy:
+        path = Path(arguments.policy)
+        if path.exists() and not arguments.force:
+            raise UsageError(f"{path}: exists; give another name, or --force")
+        chosen.allocation.write(path)

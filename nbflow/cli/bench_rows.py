@@ -1,0 +1,195 @@
+"""The rows of `nbflow bench`: measured, with their limit and peer, and printed."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import truediv
+from typing import Any
+
+import nbflow
+from nbflow.benchmark.timing import Test, Timed, make_requests, time_test
+from nbflow.cli.options import speaks
+from nbflow.engine.llm import WHOLE_BURST_S
+from nbflow.utils.system import processor_name
+from nbflow.utils.tables import text_table
+
+PAUSE_S = 0.02
+"""Between a peer's repetition and ours, for its threads to stop spinning."""
+
+
+@dataclass
+class Samples:
+    """What was measured for one test, an entry per round."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Ours."""
+    peer_seconds: list[float] = field(default_factory=list)
+    """The peer's, if there is one."""
+    bandwidths: list[float] = field(default_factory=list)
+    """Bytes per second that as many threads read, right before and after our repetition.  Of
+    several ranks one reads, before the first round: the others wait for it with their cores."""
+    peer: str | None = None
+    """Who the peer is."""
+
+
+def samples(
+    model: nbflow.Model, test: Test, repeats: int, peer: Timed | None, n_ranks: int
+) -> Samples:
+    """Run a test `repeats` times, in turn with the read probe and the peer."""
+    from nbflow_kernels.benchmarks.read_probe import ReadProbe
+
+    taken = Samples(peer=None if peer is None else peer.name)
+    probe = ReadProbe(threads=n_ranks * model.threads) if speaks(model) else None
+    time_test(model, test)  # compiles
+    if peer is not None:
+        peer.seconds(test)
+    for i in range(repeats):
+        probes = probe is not None and (i == 0 or n_ranks == 1)
+        time.sleep(PAUSE_S)
+        before = probe.bandwidth() if probe and probes else 0.0
+        taken.seconds.append(time_test(model, test))
+        if probe and probes:
+            after = probe.bandwidth() if n_ranks == 1 else before
+            taken.bandwidths.append((before + after) / 2)
+        if peer is not None:  # like ours, it starts with a cache full of something else
+            taken.peer_seconds.append(peer.seconds(test))
+    return taken
+
+
+def make_row(
+    model: nbflow.Model,
+    weights: str,
+    arguments: argparse.Namespace,
+    memory: list[dict[str, int]],
+    test: Test,
+    taken: Samples,
+) -> dict[str, Any]:
+    """Return one row; times in seconds, sizes in bytes."""
+    rates = [test.n_tokens / s for s in taken.seconds]
+    row = {
+        "model": model.spec.name,
+        "weights": weights or "as stored",
+        "activations": arguments.activations,
+        "kv": arguments.kv,
+        "partition": model.plan.partition,
+        "exchange": arguments.exchange,
+        "exchange_error": model.exchange_error(),
+        "threads_per_rank": model.threads,
+        "batch": test.batch,
+        "test": test.name,
+        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s_spread": _spread(rates),
+        "samples_s": taken.seconds,
+        "weight_bytes": sum(m["weight_bytes"] for m in memory),
+        "kv_bytes": sum(m["kv_bytes"] for m in model.memory()),
+        "matrix_bytes_per_step": sum(m["matrix_bytes"] for m in memory),
+        "processor": processor_name(),
+        "python": platform.python_version(),
+    }
+    return row | _limit(row, test, taken) | _peer(test, taken)
+
+
+def _spread(values: list[float]) -> float:
+    """Return half the distance between the quartiles."""
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return (quartiles[2] - quartiles[0]) / 2
+
+
+def _limit(row: dict[str, Any], test: Test, taken: Samples) -> dict[str, Any]:
+    """Return bytes per second and their share of the machine's read bandwidth (generation only)."""
+    bandwidth = statistics.median(taken.bandwidths) if taken.bandwidths else None
+    rate = share = None
+    if test.n_gen and not test.n_prompt:
+        rates = [row["matrix_bytes_per_step"] * test.n_gen / s for s in taken.seconds]
+        rate = statistics.median(rates)
+        if len(taken.bandwidths) == len(rates):
+            share = statistics.median(map(truediv, rates, taken.bandwidths))
+        elif bandwidth is not None:
+            share = rate / bandwidth
+    return {
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "read_bytes_per_s": rate,
+        "read_share": share,
+    }
+
+
+def _peer(test: Test, taken: Samples) -> dict[str, Any]:
+    if taken.peer is None:
+        return {}
+    ratios = [theirs / ours for theirs, ours in zip(taken.peer_seconds, taken.seconds, strict=True)]
+    return {
+        "peer": taken.peer,
+        "peer_tokens_per_s": statistics.median(test.n_tokens / s for s in taken.peer_seconds),
+        "peer_samples_s": taken.peer_seconds,
+        "times_peer": statistics.median(ratios),
+        "times_peer_spread": _spread(ratios),
+    }
+
+
+def profile(model: nbflow.Model) -> str:
+    """Generate 64 tokens and return a table of where the time of this rank went."""
+    from nbflow_kernels.cpu.parallel_for import kernel_seconds
+
+    if len(model.engines) != 1:
+        return "(a profile is made for one rank per process: partition '0', or mpirun)"
+    executor = model.engines[0].executor
+    for _ in model.run_requests(make_requests(model, 1, 8, 1), WHOLE_BURST_S):
+        pass
+    executor.seconds = defaultdict(float)
+    with kernel_seconds() as kernels:
+        started = time.perf_counter()
+        for _ in model.run_requests(make_requests(model, 1, 64, 1), WHOLE_BURST_S):
+            pass
+        total = time.perf_counter() - started
+    by_kind, executor.seconds = executor.seconds, None
+    in_ops, in_kernels = sum(by_kind.values()), sum(kernels)
+    lines = [(f"  {kind}", s) for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])] + [
+        ("all ops", in_ops),
+        ("outside ops (scheduling, drawing)", total - in_ops),
+        ("inside compiled kernels", in_kernels),
+        ("outside compiled kernels", total - in_kernels),
+    ]
+    return "\n".join(
+        f"{name:<36} {s / 64 * 1e6:9.1f} us/token {s / total:7.1%}" for name, s in lines
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table."""
+
+    def some(key: str, form: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda r: "" if r.get(key) is None else form(r[key])
+
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("model", lambda r: r["model"]),
+        ("weights", lambda r: r["weights"]),
+        ("act", lambda r: r["activations"]),
+        ("MiB", lambda r: f"{r['weight_bytes'] / 2**20:.1f}"),
+        ("kv", lambda r: r["kv"]),
+        ("partition", lambda r: f"`{r['partition']}`"),
+        ("threads", lambda r: str(r["threads_per_rank"])),
+        ("batch", lambda r: str(r["batch"])),
+        ("test", lambda r: r["test"]),
+        ("t/s", lambda r: f"{r['tokens_per_s']:,.1f} ± {r['tokens_per_s_spread']:,.1f}"),
+        ("GB/s", some("read_bytes_per_s", lambda v: f"{v / 1e9:.2f}")),
+        ("% read", some("read_share", lambda v: f"{v:.0%}")),
+    ]
+    if "peer" in rows[0]:
+        columns += [
+            ("peer t/s", some("peer_tokens_per_s", lambda v: f"{v:,.1f}")),
+            ("x peer", lambda r: f"{r['times_peer']:.2f} ± {r['times_peer_spread']:.2f}"),
+        ]
+    made = text_table(
+        [name for name, _ in columns], [[f(r) for _, f in columns] for r in rows], markdown=True
+    )
+    bandwidth = statistics.median(r["read_bandwidth_bytes_per_s"] for r in rows) / 1e9
+    note = f"{rows[0]['processor']}; read bandwidth {bandwidth:.1f} GB/s"
+    if "peer" in rows[0]:
+        note += f"; peer: {rows[0]['peer']}, in turn with ours"
+    return f"{made}\n\n{note}"

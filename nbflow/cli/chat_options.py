@@ -1,0 +1,97 @@
+"""Options of commands that take a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from nbflow.tokenization import Tokenizer
+from nbflow.tokenization.tokenizer_config import read_template
+from nbflow_kernels.errors import UsageError
+
+_MAX_MESSAGES_BYTES = 100_000_000
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --chat and what belongs to it."""
+    parser.add_argument(
+        "--chat", action="store_true", help="put the text into the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    parser.add_argument(
+        "--messages",
+        metavar="FILE",
+        help="JSON list of messages with role and content that come before the text (- is stdin)",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="T",
+        help="for --chat: a name (simple, chatml, vicuna-1.1, ...), a file, or the template itself",
+    )
+    parser.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="special tokens spelt out in the text are tokens",
+    )
+
+
+def is_chat(arguments: argparse.Namespace) -> bool:
+    """Return whether a conversation is meant; refuse its options without --chat."""
+    given = [
+        option
+        for option in ("system", "messages", "template")
+        if getattr(arguments, option) is not None
+    ]
+    if given and not arguments.chat:
+        raise UsageError(f"--{given[0]} needs --chat")
+    return bool(arguments.chat)
+
+
+def chat_ids(tokenizer: Tokenizer, arguments: argparse.Namespace, text: str | None) -> list[int]:
+    """Return the ids of the conversation that the arguments describe."""
+    from nbflow.tokenization.chat import encode_chat
+
+    return encode_chat(
+        tokenizer,
+        _messages(arguments, text),
+        _template(arguments.template),
+        parse_special=arguments.parse_special,
+    )
+
+
+def _messages(arguments: argparse.Namespace, text: str | None) -> list[dict[str, Any]]:
+    """Return system message, earlier messages and the new one."""
+    messages: list[dict[str, Any]] = []
+    if arguments.system is not None:
+        messages.append({"role": "system", "content": arguments.system})
+    if arguments.messages is not None:
+        from nbflow.tokenization.chat.messages import parse_messages
+
+        messages += parse_messages(_read(arguments.messages), arguments.messages)
+    if text is not None:
+        messages.append({"role": "user", "content": text})
+    if not messages:
+        raise UsageError("--chat needs a text, or --messages FILE")
+    return messages
+
+
+def _read(name: str) -> str:
+    """Return the text of a file or of standard input."""
+    if name == "-":
+        return sys.stdin.read(_MAX_MESSAGES_BYTES)
+    path = Path(name)
+    if path.is_file() and path.stat().st_size > _MAX_MESSAGES_BYTES:
+        raise UsageError(f"{path}: may have at most {_MAX_MESSAGES_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from error
+
+
+def _template(given: str | None) -> str | None:
+    """Return a template's name or text; a file's text if there is such a file."""
+    if given is None or "{" in given or not Path(given).is_file():
+        return given
+    return read_template(Path(given))

@@ -1,0 +1,54 @@
+"""`nbflow env`: versions, processor and MPI, for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+from nbflow.utils import system
+from nbflow_kernels.cpu.thread_pool import available_cores
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    facts = environment()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            print(f"{key}:")
+            for name, text in value.items():
+                print(f"  {name:<14} {text}")
+        else:
+            print(f"{key:<16} {value}")
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Return what a result depends on besides the code and the data."""
+    from nbflow_kernels.cuda import detect
+    from nbflow_kernels.jit_cache import cache_root
+
+    found = detect()
+    version = ".".join(str(n) for n in found.driver_version or ())
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": system.processor_name(),
+        "cores": os.cpu_count(),
+        "cores_available": available_cores(),
+        "memory_bytes": system.memory_bytes(),
+        "kernel_cache": str(cache_root()),
+        "cuda": found.reason or f"{found.n_devices} devices, driver for CUDA {version}",
+        "packages": system.package_versions(),
+        "variables": system.relevant_variables(),
+    }

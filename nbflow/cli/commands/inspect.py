@@ -1,0 +1,109 @@
+"""`nbflow inspect`: what a weight file holds, the same table for every format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.utils.tables import text_table
+from nbflow_kernels.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "file", metavar="FILE", help="weight file or Hugging Face folder, of any readable format"
+    )
+    parser.add_argument(
+        "--tensor", metavar="PATTERN", default="*", help="only tensors that match, e.g. '*.3.*'"
+    )
+    parser.add_argument(
+        "--hash", action="store_true", help="add the SHA-256 of each tensor's stored bytes"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    with open_weights(arguments.file) as weights:
+        facts = _facts(weights, arguments.tensor, arguments.hash)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    _print_table(facts["tensors"], facts["files"])
+    print(
+        f"{facts['format']}, {len(facts['files'])} files, {len(facts['tensors'])} tensors, "
+        f"{facts['total_bytes']:,} bytes"
+    )
+    if facts["config"] is not None:
+        print(f"model_type {printable(facts['config'].get('model_type', 'not stated'))}")
+    return 0
+
+
+def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
+    """Print a line per tensor; the last column but the hash is the place in the file."""
+    if not tensors:
+        return
+    columns = ["name", "dtype", "shape", "bytes", "file:offset"]
+    rows = []
+    for tensor in tensors:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        place = f"{files.index(tensor['file'])}:{tensor['offset']}"
+        found = [printable(tensor["name"]), tensor["dtype"], shape, f"{tensor['bytes']:,}", place]
+        rows.append([*found, tensor["sha256"]] if "sha256" in tensor else found)
+    if "sha256" in tensors[0]:
+        columns.append("sha256")
+    print(text_table(columns, rows))
+    print()
+    for i, file in enumerate(files):
+        print(f"file {i}: {printable(file)}")
+
+
+def printable(text: object) -> str:
+    """Return text of a file with everything escaped that could move the cursor or fail to print."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]:
+    """Return what the file holds as plain data."""
+    names = [name for name in _names(weights) if fnmatchcase(name, pattern)]
+    if not names and weights.names():
+        raise UsageError(f"{weights.path}: no tensor matches {pattern!r}")
+    return {
+        "path": str(weights.path),
+        "format": weights.format,
+        "files": [str(path) for path in weights.files()],
+        "config": weights.config(),
+        "total_bytes": sum(weights.n_bytes(name) for name in names),
+        "tensors": [_tensor(weights, name, with_hash) for name in names],
+    }
+
+
+def _names(weights: WeightFile) -> list[str]:
+    """Return the names of all tensors but scales, which count with what they belong to."""
+    entries = [weights.entry(name) for name in weights.names()]
+    joined = {entry.scaled.scales.name for entry in entries if entry.scaled is not None}
+    return [*weights.names(), *(name for name in weights.scales() if name not in joined)]
+
+
+def _tensor(weights: WeightFile, name: str, with_hash: bool) -> dict[str, Any]:
+    """Return the facts of one tensor."""
+    entry = weights.entry(name)
+    facts = {
+        "name": name,
+        "dtype": entry.stored_dtype,
+        "shape": list(entry.shape),
+        "bytes": weights.n_bytes(name),
+        "file": str(entry.file.path),
+        "offset": entry.offset,
+    }
+    if entry.scaled is not None:
+        facts["scales"] = entry.scaled.scales.name
+    if entry.strides is not None:
+        facts["strides"] = list(entry.strides)
+    if with_hash:
+        facts["sha256"] = weights.sha256(name)
+    return facts

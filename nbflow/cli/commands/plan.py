@@ -1,0 +1,236 @@
+"""`nbflow plan`: what partitions of a model hold, send and reach on a machine, without running it.
+
+Every sensible partition of the ranks is predicted, or the ones named with ``--partition``; the best
+for each batch is marked.  No weights are needed: the name of a model, a ``config.json`` or the
+header of a weight file is enough.  ``nbflow plan --measure -o FILE`` describes this machine: under
+mpirun its ranks, otherwise ``--ranks N`` threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbflow_kernels as nk
+from nbflow.cli.option_arguments import add_options
+from nbflow.cli.options import add_kv_arguments, numbers
+from nbflow.options import LoadOptions
+from nbflow.planner import (
+    Machine,
+    PlannedModel,
+    Prediction,
+    Setting,
+    Workload,
+    best,
+    compare,
+    known_machines,
+    load_machine,
+    planned_model,
+    with_shares,
+    written_machine,
+)
+from nbflow.utils.tables import text_table
+from nbflow_kernels.errors import UsageError, unknown_name
+
+SHARES = ("speed", "memory")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="name of a model (llama3.1_70b), config.json, model file, or weights in any format",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"what it runs on: {', '.join(known_machines())}, or a file",
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="ranks to use (all that the machine has)"
+    )
+    parser.add_argument(
+        "--partition",
+        metavar="P",
+        action="append",
+        default=[],
+        help="look at this one (repeatable); by default at all that make sense",
+    )
+    parser.add_argument(
+        "--shares", metavar="BY", help="uneven parts that suit the devices: speed or memory"
+    )
+    parser.add_argument(
+        "--weights", metavar="FMT",
+        help="weight format, e.g. q4 (as stored); with --measure those to time, e.g. q4,q8_0",
+    )  # fmt: skip
+    add_kv_arguments(parser)
+    parser.add_argument(
+        "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
+    )
+    add_options(parser, LoadOptions, ["exchange", "kv_host_percent", "embeddings_on_host"])
+    parser.add_argument("--batch", default="1,8,64", help="sequences at once (1,8,64)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (512)")
+    parser.add_argument("--generate", type=int, default=128, help="tokens each draws (128)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens the cache holds for each sequence"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="measure this machine and describe it"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="where --measure writes (stdout)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.measure:
+        return _measure(arguments)
+    if arguments.model is None:
+        raise UsageError("name a MODEL to plan for, or --measure this machine")
+    if arguments.machine is None:
+        raise UsageError(
+            f"name a --machine: {', '.join(known_machines())}, or a file that "
+            "`nbflow plan --measure -o FILE` has written"
+        )
+    machine = load_machine(arguments.machine)
+    machine = machine.with_ranks(arguments.ranks or len(machine.devices))
+    model = planned_model(arguments.model, arguments.weights)
+    setting = Setting(
+        kv=arguments.kv,
+        activations=arguments.activations,
+        kv_host=arguments.kv_host_percent / 100,
+        embedding_on_host=arguments.embeddings_on_host,
+        exchange=arguments.exchange,
+    )
+    partitions = arguments.partition
+    if arguments.shares is not None:
+        partitions = _shared(arguments, machine)
+    plans = []
+    for batch in numbers(arguments.batch, "--batch"):
+        workload = Workload(batch, arguments.prompt, arguments.generate, arguments.context)
+        plans.append((workload, *compare(model, machine, workload, setting, partitions or None)))
+    if arguments.partition and not any(predictions for _, predictions, _ in plans):
+        raise UsageError("; ".join(plans[0][2].values()))
+    if arguments.json:
+        print(json.dumps(_facts(model, machine, plans), indent=2))
+    else:
+        _print(model, machine, plans, detailed=len(arguments.partition) == 1)
+    return 0
+
+
+def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
+    if arguments.shares not in SHARES:
+        raise unknown_name("--shares", arguments.shares, SHARES)
+    if not arguments.partition:
+        raise UsageError("--shares needs a --partition whose parts it sets, e.g. '0;1'")
+    return [with_shares(p, machine, arguments.shares) for p in arguments.partition]
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    """Describe this machine."""
+    from nbflow.benchmark.measure_machine import FORMATS, measure_machine
+    from nbflow.engine.load import load
+
+    formats: Sequence[str] = FORMATS
+    if arguments.weights is not None:
+        formats = tuple(nk.FORMATS[name.strip()].name for name in arguments.weights.split(","))
+    machine = measure_machine(load, arguments.ranks, formats=formats)
+    if machine is None:  # another rank writes
+        return 0
+    text = written_machine(machine)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+        print(f"wrote {arguments.output}: {machine.description}")
+    return 0
+
+
+Plans = list[tuple[Workload, list[Prediction], dict[str, str]]]
+
+
+def _facts(model: PlannedModel, machine: Machine, plans: Plans) -> dict[str, Any]:
+    """Return everything as plain data."""
+    return {
+        "model": model.spec.name,
+        "n_parameters": model.spec.n_parameters,
+        "weights": model.weights or "as stored",
+        "machine": dataclasses.asdict(machine),
+        "predictions": [row(p) for _, predictions, _ in plans for p in predictions],
+        "refused": plans[0][2],
+    }
+
+
+def row(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain data, with what follows from it."""
+    return {
+        **dataclasses.asdict(prediction),
+        "fits": prediction.fits,
+        "prefill_tokens_per_s": prediction.prefill_tokens_per_s,
+        "decode_tokens_per_s": prediction.decode_tokens_per_s,
+        "request_s": prediction.request_s,
+    }
+
+
+def _print(model: PlannedModel, machine: Machine, plans: Plans, detailed: bool) -> None:
+    stored = model.weights or "as stored"
+    print(f"{model.spec.name}: {model.spec.n_parameters / 1e9:.1f}e9 parameters, weights {stored}")
+    print(f"{machine.name}: {len(machine.devices)} ranks, {machine.description}")
+    for workload, predictions, _ in plans:
+        print(
+            f"\nbatch {workload.batch}: prompts of {workload.prompt} tokens, {workload.generate} "
+            f"generated, cache for {workload.room}"
+        )
+        _print_table(predictions)
+    for partition, reason in plans[0][2].items():
+        print(f"\nnot possible: {partition}: {reason}")
+    if detailed and plans[-1][1]:
+        _print_ranks(plans[-1][1][0])
+
+
+def _print_table(predictions: list[Prediction]) -> None:
+    """Print a line for each partition, the best for each aim marked."""
+    marks = _marks(predictions)
+    columns = (
+        "partition", "kind", "GB/rank", "free", "prefill/s", "decode/s", "ms/token", "groups",
+        "idle", "",
+    )  # fmt: skip
+    rows = []
+    for p in predictions:
+        held = max(r.weight_bytes + r.kv_bytes + r.workspace_bytes for r in p.ranks) / 1e9
+        free = min(r.free_bytes for r in p.ranks) / 1e9
+        sizes = f"{held:.1f}", f"{free:.1f}"
+        speeds = f"{p.prefill_tokens_per_s:,.0f}", f"{p.decode_tokens_per_s:,.1f}"
+        steps = f"{p.decode_s * 1e3:.2f}", p.micro_batches, f"{p.bubble:.0%}"
+        rows.append((p.partition, p.kind, *sizes, *speeds, *steps, marks[p.partition]))
+    print(text_table(columns, rows))
+
+
+def _marks(predictions: list[Prediction]) -> dict[str, str]:
+    """Return what to write behind each partition."""
+    marks = {p.partition: "" if p.fits else "does not fit" for p in predictions}
+    if any(p.fits for p in predictions) and len(predictions) > 1:
+        marks[best(predictions, "latency").partition] = "<- latency"
+        fastest = best(predictions, "throughput").partition
+        marks[fastest] = "<- latency, throughput" if marks[fastest] else "<- throughput"
+    return marks
+
+
+def _print_ranks(prediction: Prediction) -> None:
+    """Print what each rank holds."""
+    columns = (
+        "rank", "layers", "heads", "kv heads", "ffn", "weights GB", "cache GB", "host GB",
+        "sent MB/token",
+    )  # fmt: skip
+    rows = []
+    for r in prediction.ranks:
+        spans = [f"{a}-{b - 1}" for a, b in (r.layers, r.heads, r.kv_heads, r.ffn)]
+        held = [f"{n / 1e9:.2f}" for n in (r.weight_bytes, r.kv_bytes, r.host_bytes)]
+        rows.append((r.rank, *spans, *held, f"{r.sent_bytes_per_token / 1e6:.2f}"))
+    print(f"\n{text_table(columns, rows)}")

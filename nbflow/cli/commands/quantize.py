@@ -1,0 +1,131 @@
+"""`nbflow quantize`: write a checkpoint with its matrices in a weight format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from nbflow.cli.allocation_options import (
+    Chosen,
+    add_allocation_arguments,
+    allocation_facts,
+    check_options,
+    print_allocation,
+    split_formats,
+    write_policy_of,
+)
+from nbflow.cli.commands.inspect import printable
+from nbflow.cli.option_arguments import add_options
+from nbflow.conversion import WrittenCheckpoint, quantize_checkpoint
+from nbflow.options import LoadOptions
+from nbflow.utils.tables import text_table
+from nbflow_kernels import load_formats
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="what nbflow run takes")
+    parser.add_argument(
+        "--to", metavar="FORMAT", help="weight format, e.g. q4 or q4_k, or a policy file (.toml)"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", required=True, help="a .gguf, a .safetensors, or a folder"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="format of the matrices whose name matches; the first match wins (repeatable)",
+    )
+    add_options(parser, LoadOptions, ["encoder", "importance", "act_order", "damping"])
+    parser.add_argument(
+        "--formats",
+        action="append",
+        default=[],
+        metavar="FILE|F1,F2,...",
+        help="Python file (.py) that registers weight formats; it is executed.  Or names of "
+        "formats that --bits-per-weight chooses from (repeatable)",
+    )
+    add_options(parser, LoadOptions, ["spec"])
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_allocation_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    check_options(arguments)
+    for file in split_formats(arguments.formats)[0]:
+        load_formats(file)
+    chosen = None if arguments.bits_per_weight is None else Chosen(arguments)
+    done = quantize_checkpoint(
+        arguments.model,
+        arguments.out,
+        arguments.to if chosen is None else chosen.allocation.weight_formats,
+        rules=arguments.rule,
+        spec=arguments.spec,
+        encoder=arguments.encoder,
+        importance=arguments.importance,
+        act_order=arguments.act_order,
+        damping=arguments.damping,
+        force=arguments.force,
+        dry_run=arguments.dry_run,
+    )
+    check = None
+    if chosen is not None:
+        write_policy_of(chosen, arguments)
+        check = chosen.check()
+    if arguments.json:
+        facts = _facts(done, arguments.dry_run)
+        if chosen is not None:
+            facts["allocation"] = allocation_facts(chosen.allocation, check)
+        print(json.dumps(facts, indent=2))
+        return 0
+    if arguments.dry_run:
+        _print_table(done)
+    if chosen is not None:
+        print_allocation(chosen.allocation, check)
+    total = f"{len(done.tensors)} tensors, {done.n_bytes:,} bytes"
+    print(f"{'would write' if arguments.dry_run else 'wrote'} {done.path} ({done.format}): {total}")
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _facts(done: WrittenCheckpoint, dry_run: bool) -> dict[str, Any]:
+    """Return plain data for ``--json``."""
+    return {
+        "path": str(done.path),
+        "format": done.format,
+        "written": not dry_run,
+        "total_bytes": done.n_bytes,
+        "notes": list(done.notes),
+        "tensors": [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "stored": t.stored,
+                "format": t.format,
+                "bytes": t.n_bytes,
+            }
+            for t in done.tensors
+        ],
+    }
+
+
+def _print_table(done: WrittenCheckpoint) -> None:
+    """Print a line per tensor."""
+    rows = [
+        (
+            printable(t.name),
+            "x".join(map(str, t.shape)) or "scalar",
+            t.stored,
+            t.format,
+            f"{t.n_bytes:,}",
+        )
+        for t in done.tensors
+    ]
+    print(text_table(("name", "shape", "stored", "format", "bytes"), rows))

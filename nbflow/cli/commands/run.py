@@ -1,0 +1,181 @@
+"""`nbflow run`: continue a prompt, printing as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from nbflow.cli.chat_options import add_chat_arguments, chat_ids, is_chat
+from nbflow.cli.option_arguments import add_options
+from nbflow.cli.options import (
+    add_memory_arguments,
+    add_model_arguments,
+    load_model,
+    print_plan,
+    speaks,
+)
+from nbflow.cli.sampling_options import (
+    add_decoding_arguments,
+    add_search_arguments,
+    load_draft,
+    request_values,
+    search_name,
+    search_values,
+)
+from nbflow.engine import Generation, Model
+from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.request import Request
+from nbflow.engine.search.api import search
+from nbflow.engine.worker import RankEngine
+from nbflow.options import SamplingParams
+from nbflow.tokenization import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_model_arguments(parser)
+    add_memory_arguments(parser)
+    parser.add_argument("-p", "--prompt", help="text to continue (default: none)")
+    add_chat_arguments(parser)
+    add_options(parser, SamplingParams, ["max_tokens"])
+    add_decoding_arguments(parser)
+    add_search_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no line of statistics")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if print_plan(arguments):
+        return 0
+    with load_model(arguments) as model, load_draft(arguments) as draft:
+        if not model.participates:
+            return 0
+        if is_chat(arguments):
+            prompt = chat_ids(model.tokenizer, arguments, arguments.prompt)
+        else:
+            prompt = _prompt_ids(model.tokenizer, arguments.prompt or "", arguments.parse_special)
+        name = search_name(arguments)
+        if name is not None:
+            values = search_values(arguments, name)
+            found = search(model, name, prompt, arguments.max_tokens, **values)
+            _print_search(model, arguments, prompt, found)
+            return 0
+        request = model.make_request(
+            prompt, arguments.max_tokens, draft=draft, **request_values(arguments)
+        )
+        request.wants_logprobs = arguments.json
+        started = time.perf_counter()
+        first = None
+        text = _Shown(model, request, is_chat(arguments), arguments.json)
+        for _ in model.run_requests([request]):
+            first = first or time.perf_counter()
+            text.update()
+        ended = time.perf_counter()
+        text.finish()
+        if speaks(model) and arguments.json:
+            _print_json(arguments, model.generation(request))
+        elif speaks(model) and not arguments.quiet:
+            _statistics(request, (first or ended) - started, ended - (first or ended))
+            for engine in model.engines:
+                _device(engine)
+    return 0
+
+
+class _Shown:
+    """The text of a request on the screen, as it comes."""
+
+    def __init__(self, model: Model, request: Request, chat: bool, silent: bool) -> None:
+        self._request, self._n = request, 0
+        self._stream = None
+        if speaks(model) and not silent:
+            before = model.tokenizer.decode_stream()
+            shown = "".join([*(before.push(i) for i in request.prompt), before.finish()])
+            _show("" if chat else shown)
+            self._stream = TextStream(
+                model.tokenizer, request.stop_texts, request.include_stop_text, request.prompt
+            )
+
+    def update(self) -> None:
+        """Show what is new."""
+        if self._stream is not None:
+            _show("".join(self._stream.push(i) for i in self._request.ids[self._n :]))
+            self._n = len(self._request.ids)
+
+    def finish(self) -> None:
+        """Show the rest."""
+        if self._stream is not None:
+            self.update()
+            print(self._stream.finish())
+
+
+def _print_search(
+    model: Model, arguments: argparse.Namespace, prompt: list[int], found: Generation
+) -> None:
+    if not speaks(model):
+        return
+    if arguments.json:
+        _print_json(arguments, found)
+    else:
+        print(("" if is_chat(arguments) else model.tokenizer.decode(prompt)) + found.text)
+
+
+def _print_json(arguments: argparse.Namespace, made: Generation) -> None:
+    values: dict[str, Any] = {
+        "prompt": arguments.prompt or "",
+        "prompt_ids": made.prompt_ids,
+        "text": made.text,
+        "ids": made.ids,
+        "logprobs": made.logprobs,
+        "finish_reason": made.finish_reason,
+    }
+    if made.top_logprobs:
+        values["top_logprobs"] = made.top_logprobs
+    if made.score is not None:
+        values["score"] = made.score
+    if made.n_drafted:
+        values |= {"n_drafted": made.n_drafted, "n_accepted": made.n_accepted}
+    print(json.dumps(values))
+
+
+def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[int]:
+    """Return the prompt's ids; an empty prompt begins with the first token the model knows."""
+    ids = tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
+    return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _device(engine: RankEngine) -> None:
+    """Print how a rank's steps ran and what it holds, if it is on a device."""
+    report, held = engine.executor.report(), engine.memory()
+    if not report:
+        return
+    names = {
+        "weight_bytes": "weights",
+        "kv_bytes": "keys and values",
+        "workspace_bytes": "workspace",
+        "step_bytes": "steps and graphs",
+    }
+    parts = ", ".join(f"{name} {held[key]:,}" for key, name in names.items())
+    total = sum(held[key] for key in names)
+    print(f"[{report}; {total:,} bytes on the device: {parts}]", file=sys.stderr)
+
+
+def _statistics(request: Request, to_first_s: float, rest_s: float) -> None:
+    n_prompt, n_new = len(request.prompt), len(request.ids)
+    rate = f", then {(n_new - 1) / rest_s:,.0f} tokens/s" if n_new > 1 and rest_s > 0 else ""
+    drafted = ""
+    if request.n_drafted:
+        drafted = f"; {request.n_accepted} of {request.n_drafted} proposed tokens accepted"
+    print(
+        f"[{n_prompt} prompt tokens, {n_new} new; first after {to_first_s * 1e3:.0f} ms{rate}"
+        f"{drafted}]",
+        file=sys.stderr,
+    )

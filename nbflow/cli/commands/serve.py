@@ -1,0 +1,131 @@
+"""`nbflow serve`: answer requests over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbflow.cli.option_arguments import add_options
+from nbflow.cli.options import add_model_arguments
+from nbflow.option_fields import fields, toml_names
+from nbflow.options import EngineOptions, LoadOptions, SpeculativeConfig
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
+
+if TYPE_CHECKING:
+    from nbflow.server.config import ServerConfig
+
+_OF_MODEL = (*toml_names(LoadOptions), *fields(SpeculativeConfig), "chat_template")
+"""Keys of ``[models.NAME]`` that are options of the command, too."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Serve a model, or what a file says (docs/server.md): .toml, or an Inferflow .ini."
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--host", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (8000); 0 takes a free one")
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model")
+    parser.add_argument("--chat-template", metavar="T", help="name, file or text of a template")
+    add_options(parser, EngineOptions)
+    add_options(parser, SpeculativeConfig)
+    parser.add_argument("--keys-file", metavar="FILE", help="API keys, one per line")
+    parser.add_argument("--keys-env", metavar="VAR", help="environment variable with API keys")
+    parser.add_argument("--log-format", choices=("text", "json"), help="lines of the log (text)")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="start at once")
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="print what each rank will hold and, with --machine, how fast it is; load nothing",
+    )  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="read the configuration, and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    need_extra()
+    config = configuration(arguments)
+    if arguments.check:
+        print(config.model_dump_json(indent=2, exclude={"auth": {"keys"}}))
+        return 0
+    if arguments.plan:
+        from nbflow.cli.serve_plan import print_plans
+
+        print_plans(config)
+        return 0
+    from nbflow.server.lifecycle import serve
+
+    return serve(config)
+
+
+def need_extra() -> None:
+    """Raise `MissingExtraError` unless everything that serving needs is there."""
+    for name in ("fastapi", "prometheus_client", "uvicorn"):
+        if find_spec(name) is None:
+            raise MissingExtraError(f"nbflow serve needs {name}: {install_command('serve')}")
+
+
+def configuration(arguments: argparse.Namespace) -> ServerConfig:
+    """Return the configuration that the command's arguments describe.
+
+    Raises
+    ------
+    UsageError
+        If it is wrong, or a file cannot be read.
+    """
+    return _config(_given(arguments))
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return MODEL and the options that differ from what they are when left out."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    usual = vars(parser.parse_args([arguments.model])) | {"model": None}
+    return {key: value for key, value in vars(arguments).items() if value != usual[key]}
+
+
+def _config(given: dict[str, Any]) -> ServerConfig:
+    """Return the configuration that the arguments describe."""
+    from nbflow.compat.inferflow.ini_config import read_ini
+    from nbflow.server.config import make_config, read_config
+
+    path = Path(given["model"])
+    if path.suffix not in (".toml", ".ini"):
+        return make_config(_table(given), "nbflow serve")
+    of_file = sorted(set(given) & {*_OF_MODEL, *fields(EngineOptions), "name", "formats"})
+    if of_file:
+        option = of_file[0].replace("_", "-")
+        raise UsageError(f"--{option} belongs to a model: write it into {path}")
+    config = read_config(path) if path.suffix == ".toml" else read_ini(path)
+    stated = config.model_dump()
+    return make_config(_merged(stated, _of_server(given)), str(path))
+
+
+def _table(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the file that would say the same as the arguments."""
+    name = given.get("name") or Path(given["model"]).name or given["model"]
+    model: dict[str, Any] = {"path": given["model"]}
+    model |= {key: given[key] for key in _OF_MODEL if key in given}
+    model["engine"] = {key: given[key] for key in fields(EngineOptions) if key in given}
+    table = {"models": {name: model}, "formats": given.get("formats", [])}
+    return _merged(table, _of_server(given))
+
+
+def _of_server(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of the arguments that is not about a model."""
+    table: dict[str, Any] = {k: given[k] for k in ("host", "port", "warmup") if k in given}
+    table["auth"] = {k: given[k] for k in ("keys_file", "keys_env") if k in given}
+    table["log"] = {k: given[f"log_{k}"] for k in ("format", "level") if f"log_{k}" in given}
+    return table
+
+
+def _merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `more` put in, table by table."""
+    result = dict(base)
+    for key, value in more.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, dict) else value
+    return result

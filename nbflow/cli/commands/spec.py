@@ -1,0 +1,222 @@
+"""`nbflow spec`: what a model is made of, and whether its checkpoint fits."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from nbflow.checkpoint import open_weights
+from nbflow.distributed import make_plan
+from nbflow.program import build, fuse, partition
+from nbflow.spec import ModelSpec, ResolvedModel, check_tensors, known_models, published, resolve
+from nbflow.spec.check_tensors import ranges
+from nbflow.spec.explain import explain
+from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.utils.tables import text_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL|FILE",
+        help="Hugging Face folder, weight file or name of a model; a family or spec file (.toml) "
+        "without weights is checked and explained, or computed if it has a [config]",
+    )
+    parser.add_argument(
+        "--spec", metavar="FILE", help="spec file or name: the family and what differs"
+    )
+    parser.add_argument("--tensors", action="store_true", help="list every tensor and its name")
+    parser.add_argument("--program", action="store_true", help="print the op records of every rank")
+    parser.add_argument(
+        "--partition", metavar="P", default="0", help="partition for --program, e.g. '0&1'"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    path = _without_weights(arguments.model)
+    if path is not None and arguments.spec is None:
+        model_file = load_model_file(path)
+        if model_file.config:
+            return _published(model_file, arguments)
+        return _explain(path, as_json=arguments.json)
+    resolved = resolve(arguments.model, spec=arguments.spec)
+    spec = resolved.spec
+    with open_weights(resolved.path) as weights:
+        check_tensors(spec, weights)
+        dtypes = {ours: weights.dtype(theirs) for ours, theirs in _names(spec).items()}
+    if arguments.program:
+        return _programs(spec, arguments.partition)
+    if arguments.json:
+        print(json.dumps(_facts(resolved, dtypes), indent=2))
+        return 0
+    _print([*_rows(spec), *_file_rows(resolved, dtypes)])
+    if arguments.tensors:
+        print()
+        shapes, names = spec.tensor_shapes(), _names(spec)
+        rows = [(name, shape, dtypes[name], names[name]) for name, shape in shapes.items()]
+        print(text_table(("tensor", "shape", "dtype", "name in the file"), rows))
+    return 0
+
+
+def _without_weights(model: str) -> Path | None:
+    """Return the spec or family file that is meant, if it names no weights."""
+    path = Path(model)
+    if path.suffix != ".toml" and not path.exists():
+        path = known_models().get(model, path)
+    return path if path.suffix == ".toml" and load_model_file(path).path is None else None
+
+
+def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
+    """Say what a model is made of from the configuration in its file."""
+    spec = published(model_file)
+    if arguments.program:
+        return _programs(spec, arguments.partition)
+    shapes = spec.tensor_shapes()
+    if arguments.json:
+        facts = {
+            "spec": spec.as_dict(),
+            "prompt_template": model_file.prompt_template,
+            "defaults": model_file.defaults,
+            "n_parameters": spec.n_parameters,
+            "f16_bytes": 2 * spec.n_parameters,
+            "tensors": [{"name": name, "shape": shape} for name, shape in shapes.items()],
+        }
+        print(json.dumps(facts, indent=2))
+        return 0
+    _print(
+        [
+            ("description", model_file.description),
+            *_rows(spec),
+            ("prompt template", repr(model_file.prompt_template)),
+            ("defaults", model_file.defaults or "none"),
+            ("weights", "none: name them as MODEL, and this as --spec"),
+        ]
+    )
+    if arguments.tensors:
+        print()
+        print(text_table(("tensor", "shape"), shapes.items()))
+    return 0
+
+
+def _programs(spec: ModelSpec, parts: str) -> int:
+    """Print the op records of every rank."""
+    for rank in make_plan(spec, parts).ranks:
+        print(f"rank {rank.rank}: {fuse(partition(build(spec), rank))}\n")
+    return 0
+
+
+def _print(rows: list[tuple[str, Any]]) -> None:
+    for key, value in rows:
+        print(f"{key:<18} {value}")
+
+
+def _explain(path: Path, *, as_json: bool) -> int:
+    """Say where a model of this family, or spec file, gets every field from."""
+    model_file, rows = explain(path)
+    family = model_file.family
+    if as_json:
+        fields = {name: {"source": source, "meaning": doc} for name, source, doc in rows}
+        facts = {
+            "family": family.name,
+            "fields": fields,
+            "prompt_template": model_file.prompt_template,
+            "defaults": model_file.defaults,
+        }
+        print(json.dumps(facts, indent=2))
+        return 0
+    print(f"{path}: valid; {model_file.description or family.description}")
+    if family.model_types:
+        print(f"serves model_type {', '.join(family.model_types)}")
+    width = max(len(name) for name, _, _ in rows)
+    for name, source, _ in rows:
+        print(f"  {name:<{width}}  {source}")
+    if model_file.prompt_template is not None:
+        print(f"  prompt template: {model_file.prompt_template!r}")
+    if model_file.defaults:
+        print(f"  defaults: {model_file.defaults}")
+    print("tensors")
+    for ours, theirs in {**family.tensors, **model_file.tensors}.items():
+        print(f"  {ours:<34} {' or '.join(theirs)}")
+    return 0
+
+
+def _names(spec: ModelSpec) -> dict[str, str]:
+    """Return our name -> the checkpoint's of every tensor."""
+    return {name: spec.checkpoint_name(name) for name in spec.tensor_shapes()}
+
+
+def _facts(resolved: ResolvedModel, dtypes: dict[str, str]) -> dict[str, Any]:
+    """Return everything as plain data."""
+    shapes, names = resolved.spec.tensor_shapes(), _names(resolved.spec)
+    return {
+        "spec": resolved.spec.as_dict(),
+        "path": str(resolved.path),
+        "tokenizer": None if resolved.tokenizer is None else str(resolved.tokenizer),
+        "prompt_template": resolved.prompt_template,
+        "defaults": resolved.defaults,
+        "n_parameters": resolved.spec.n_parameters,
+        "f16_bytes": 2 * resolved.spec.n_parameters,
+        "tensors": [
+            {"name": name, "checkpoint_name": names[name], "shape": shape, "dtype": dtypes[name]}
+            for name, shape in shapes.items()
+        ],
+    }
+
+
+def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
+    """Return what a specification says, as lines of the printed form."""
+    fields = (
+        "name", "family", "vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads",
+        "n_kv_heads", "head_dim", "max_context", "norm", "norm_eps", "activation", "gated",
+        "sm_scale", "window", "logits_soft_cap", "tied_head", "bos_token_id", "eos_token_ids",
+    )  # fmt: skip
+    others = [
+        (field.name, getattr(spec, field.name))
+        for field in dataclasses.fields(spec)
+        if field.default is not dataclasses.MISSING
+        and field.name not in (*fields, "biases", "ignored_tensors")
+        and field.name != "encoder"
+        and getattr(spec, field.name) != field.default
+    ]
+    if spec.encoder is not None:
+        encoder = spec.encoder
+        kind = f"{encoder.family}, {encoder.n_layers} layers of width {encoder.hidden_size}"
+        others.append(("encoder", f"{kind}, {encoder.n_heads} heads"))
+    others = [(name, _shown(value)) for name, value in others]
+    rope = f"{spec.rope.style}, theta {spec.rope.theta:g}, {spec.rope.dim} columns"
+    return [
+        *((name, getattr(spec, name)) for name in fields),
+        ("rope", rope),
+        *others,
+        ("biases", ", ".join(sorted(spec.biases)) or "none"),
+        ("parameters", f"{spec.n_parameters:,}"),
+        ("bytes as f16", f"{2 * spec.n_parameters:,}"),
+    ]
+
+
+def _shown(value: Any) -> Any:
+    """Return a part of a specification as words, sets of layers as ranges."""
+    if isinstance(value, frozenset):
+        return ranges(list(value)) if value else "none"
+    if dataclasses.is_dataclass(value):
+        entries = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return ", ".join(f"{name} {_shown(entry)}" for name, entry in entries)
+    return value
+
+
+def _file_rows(resolved: ResolvedModel, dtypes: dict[str, str]) -> list[tuple[str, Any]]:
+    """Return where the parts of a model are, as lines of the printed form."""
+    return [
+        ("stored as", ", ".join(sorted(set(dtypes.values())))),
+        ("weights", resolved.path),
+        ("tokenizer", resolved.tokenizer or "none beside the weights"),
+        ("prompt template", repr(resolved.prompt_template)),
+        ("defaults", resolved.defaults or "none"),
+        ("checkpoint", f"fits: {len(dtypes)} tensors"),
+    ]

@@ -1,0 +1,147 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any
+
+import nbflow
+from nbflow.cli.option_arguments import add_options, given_options
+from nbflow.distributed import world
+from nbflow.distributed.device import is_host
+from nbflow.options import LoadOptions
+from nbflow.planner.memory import MemoryPlan, plan_memory
+from nbflow_kernels import load_formats
+from nbflow_kernels.errors import UsageError
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the options of `nbflow.load`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
+    )
+    add_options(parser, LoadOptions)
+    _add_kv_sides(parser)
+    parser.add_argument(
+        "--formats",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file that registers weight formats; it is executed (repeatable)",
+    )
+
+
+def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the format of the KV cache, with llama.cpp's names for its two sides."""
+    add_options(parser, LoadOptions, ["kv"])
+    _add_kv_sides(parser)
+
+
+def _add_kv_sides(parser: argparse.ArgumentParser) -> None:
+    for side, name in enumerate(("keys", "values")):
+        parser.add_argument(
+            f"-ct{name[0]}", f"--cache-type-{name[0]}", metavar="FMT", dest="kv",
+            default=LoadOptions.kv, action=_OneSide, side=side,
+            help=f"format of the {name}, in place of that of --kv",
+        )  # fmt: skip
+
+
+class _OneSide(argparse.Action):
+    """Put one side's format into ``keys/values``, and leave the other one as it is."""
+
+    def __init__(self, *, side: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._side = side
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        keys, slash, other = getattr(namespace, self.dest).partition("/")
+        names = [keys, other if slash else keys]
+        names[self._side] = values
+        setattr(namespace, self.dest, names[0] if names[0] == names[1] else "/".join(names))
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option that shows what memory is taken."""
+    parser.add_argument(
+        "--plan",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="print the memory that each rank takes for N requests at once (1), and load nothing",
+    )
+
+
+def print_plan(arguments: argparse.Namespace) -> bool:
+    """Print the memory plan if it is asked for; return whether it is."""
+    if arguments.plan is None:
+        return False
+    if arguments.plan < 1:
+        raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
+    for file in arguments.formats:
+        load_formats(file)
+    plan = _plan(arguments)
+    if world().rank == 0:
+        print(plan)
+    return True
+
+
+def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+    """Return the memory plan for as many requests as asked for, or one."""
+    from nbflow.engine.load import measure
+
+    sequences = getattr(arguments, "plan", None) or 1
+    return plan_memory(
+        arguments.model, load_options(arguments), max_sequences=sequences, measure=measure
+    )
+
+
+def load_options(arguments: argparse.Namespace) -> LoadOptions:
+    """Return the options of `nbflow.load` that arguments have."""
+    return LoadOptions(**given_options(LoadOptions, arguments))
+
+
+def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
+    """Load the model that the arguments describe, after the formats it may be stored in."""
+    for file in arguments.formats:
+        load_formats(file)
+    options = load_options(arguments).replaced(changes)
+    if not is_host(arguments.device) and world().rank == 0 and _can_plan(arguments):
+        print(_plan(arguments), file=sys.stderr)
+    return nbflow.load(arguments.model, options)
+
+
+def _can_plan(arguments: argparse.Namespace) -> bool:
+    """Return whether the checkpoint and the arguments alone say who holds what."""
+    return arguments.partition != "auto" and "/" not in arguments.partition
+
+
+def speaks(model: nbflow.Model) -> bool:
+    """Return whether this process is the one that prints."""
+    comm = world()
+    return comm.size == 1 or comm.rank == min(model.plan.numbers)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Return the numbers of a list: 1,8 or first-last+step or first-last*factor."""
+    result = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)([+*])(\d+))?", part.strip())
+        if not match:
+            raise UsageError(
+                f"{option} must be numbers like 128 or 1,8 or 64-512+64 or 1-8*2, got {part!r}"
+            )
+        first, last, sign, step = match.groups()
+        value, end = int(first), int(last or first)
+        if sign and (int(step) < (2 if sign == "*" else 1) or (value == 0 and sign == "*")):
+            raise UsageError(f"{option}: the range {part!r} does not advance")
+        while value <= end:
+            result.append(value)
+            if not sign:
+                break
+            value = value * int(step) if sign == "*" else value + int(step)
+    return result

@@ -1,0 +1,99 @@
+"""`nbflow serve --plan`: what a server's models will take, and how fast they are."""
+
+from __future__ import annotations
+
+from nbflow.distributed import world
+from nbflow.engine.load import measure
+from nbflow.options import MAX_SEQUENCES
+from nbflow.planner import (
+    Setting,
+    Workload,
+    known_machines,
+    load_machine,
+    planned_model,
+    predict,
+)
+from nbflow.planner.memory import MemoryPlan, plan_memory
+from nbflow.server.config import ModelOptions, ServerConfig
+from nbflow.utils.system import available_memory_bytes
+from nbflow.utils.tables import text_table
+from nbflow_kernels import load_formats
+
+PROMPT, GENERATE = 512, 128
+"""Tokens of the requests that speed is predicted for, where the context holds them."""
+
+
+def print_plans(config: ServerConfig) -> None:
+    """Print the plan of every model of a server; every rank must call it.
+
+    Raises
+    ------
+    UsageError
+        If a model's description is not there, or its partition does not fit.
+    """
+    for file in config.formats:
+        load_formats(file)
+    for name, options in config.models.items():
+        plan = model_plan(options)
+        if world().rank:
+            continue
+        print(f"{name}: {options.path}, weights {options.weights or 'as stored'}, kv {options.kv}")
+        print(plan)
+        if options.draft not in (None, "ngram"):
+            print(f"\n{name}, draft: {options.draft}, beside it on the first rank")
+            print(draft_plan(options))
+        print()
+        for line in steps(options, plan):
+            print(line)
+
+
+def model_plan(options: ModelOptions) -> MemoryPlan:
+    """Return what a model takes, with the memory for keys and values that its engine will take."""
+    engine = options.engine.options()
+    load = options.load_options()
+    if engine.max_step_tokens is not None:
+        load = load.replaced({"max_step_tokens": engine.max_step_tokens})
+    sequences = engine.max_sequences or MAX_SEQUENCES
+    plan = plan_memory(options.path, load, max_sequences=sequences, measure=measure)
+    wanted = max(rank.kv_bytes for rank in plan.ranks)
+    allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))
+    if engine.kv_bytes is None and wanted <= allowed:
+        return plan
+    partition = plan.partition if options.partition == "auto" else options.partition
+    return plan_memory(
+        options.path, load, max_sequences=sequences, kv_bytes=allowed, partition=partition
+    )
+
+
+def draft_plan(options: ModelOptions) -> MemoryPlan:
+    """Return what the model that proposes tokens takes, if all requests fill its context."""
+    assert options.draft is not None
+    return plan_memory(
+        options.draft, weights=options.draft_weights, activations=options.activations,
+        kv=options.kv, max_sequences=options.engine.max_sequences or MAX_SEQUENCES,
+    )  # fmt: skip
+
+
+def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
+    """Return the predicted speed with one request, eight, and all there may be, a line for each."""
+    if options.machine is None:
+        known = ", ".join(known_machines())
+        return [f"for its speed name a --machine: {known}, or a file (nbflow plan --measure)"]
+    machine = load_machine(options.machine)
+    model = planned_model(options.path, options.weights, options.spec).encoded_by(options.encoder)
+    context = min(options.max_context or model.spec.max_context, model.spec.max_context)
+    prompt = min(PROMPT, max(1, context // 2))
+    generate = max(1, min(GENERATE, context - prompt))
+    setting = Setting(kv=options.kv, activations=options.activations, exchange=options.exchange)
+    rows = []
+    for batch in sorted({1, 8, plan.max_sequences}):
+        if batch > plan.max_sequences:
+            continue
+        workload = Workload(batch, prompt, generate)
+        made = predict(model, plan.partition, machine, workload, setting)
+        speeds = f"{made.prefill_tokens_per_s:,.0f}", f"{made.decode_tokens_per_s:,.1f}"
+        times = f"{made.prefill_s:.3f}", *speeds, f"{made.decode_s * 1e3:.2f}"
+        rows.append((batch, *times, "yes" if made.fits else "no"))
+    columns = ("requests", "first token s", "prefill/s", "decode/s", "ms/step", "fits")
+    head = f"on {machine.name}: prompts of {prompt} tokens, {generate} generated"
+    return [head, *text_table(columns, rows).splitlines()]

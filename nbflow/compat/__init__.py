@@ -1,0 +1,1 @@
+"""Compatibility with other engines; the command line alone imports it."""

@@ -1,0 +1,1 @@
+"""Inferflow's service files, protocol, query templates and decoding strategies."""

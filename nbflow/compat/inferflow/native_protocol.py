@@ -1,0 +1,175 @@
+"""Inferflow's own protocol: ``POST /`` or ``/process_query`` with ``text``; lines of JSON.
+
+The protocol is the published one (https://github.com/inferflow/inferflow, its service).  What
+differs: an answer always ends, also a failed one, with a chunk that has ``is_end``; no text is
+dropped at the end; requests that cannot be answered have a status and a ``ret_code`` instead of an
+empty answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from nbflow.compat.inferflow.strategies import INFERFLOW
+from nbflow.options import SamplingParams
+from nbflow.server.errors import ApiError, json_response
+from nbflow.server.generation_request import GenerationRequest
+from nbflow.server.option_models import http_option
+from nbflow.server.requests import build_requests
+from nbflow.server.schemas import Body, GenerationBody
+from nbflow.server.served_model import Served
+from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import Job, OutputChunk, Stream, unless_gone
+from nbflow_kernels.errors import UsageError, unknown_name
+
+router = APIRouter(tags=["Inferflow"])
+
+_FLUSH_BYTES = 16  # text is sent when so much of it is there
+_RET_CODES = {429: "error.busy", 503: "error.busy", 400: "error.invalid_request_format"}
+
+
+class Header(Body):
+    """Who asks, and for what."""
+
+    fn: str = Field(default="process_query", pattern="^(process_query|get_stat|)$")
+    user: str = ""
+    passcode: str = ""
+    """Not a password here: keys are sent as Authorization."""
+
+
+class NativeBody(Body):
+    """The body of an Inferflow request."""
+
+    header: Header = Header()
+    text: str | None = None
+    """The query."""
+    system_prompt: str = ""
+    res_prefix: str = ""
+    """The beginning of the answer, which it continues."""
+    decoder_input_template: str | None = None
+    """A template instead of the model's, if the server allows that."""
+    max_output_len: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """The same as max_output_len; 1024 by default."""
+    decoding_alg: str = ""
+    """Name of a strategy; by default the model's."""
+    random_seed: int = Field(default=0, ge=0, lt=2**63)
+    """0 for another one each time."""
+    temperature: Annotated[float, http_option(SamplingParams, "temperature")] = 1.0
+    is_streaming_mode: bool | int = True
+
+    instead: ClassVar[dict[str, str]] = {
+        "messages": "use /v1/chat/completions",
+        "prompt": "use text, or /v1/completions",
+        "encoder_input_template": "models with an encoder are given text through /v1/completions",
+        "stream": "use is_streaming_mode",
+        "max_tokens": "use max_output_len",
+    }
+
+
+@router.post("/process_query", summary="Answer an Inferflow request")
+@router.post("/", include_in_schema=False)
+async def process_query(
+    body: NativeBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
+) -> Response:
+    """Answer an Inferflow request."""
+    started = time.monotonic()
+    if body.header.fn == "get_stat":
+        return await get_stat(state)
+    try:
+        if not body.text:
+            return json_response({"ret_code": "error.empty_request", "error_text": "no text"}, 400)
+        served = state.models.generating(None)
+        job = await _job(served, body, state, request)
+        note(request, model=served.name, prompt_tokens=len(job.request_of(0).prompt))
+        if body.is_streaming_mode:
+            await job.__aenter__()
+            return Stream(_chunks(job, started), job.leave, "application/json")
+        async with job:
+            (chunk,) = await unless_gone(request.receive, job.whole())
+    except (ApiError, UsageError) as error:
+        return _refusal(error)
+    seconds = time.monotonic() - started
+    return json_response({"text": chunk.text, "ret_code": "succ", "time_cost": seconds})
+
+
+@router.post("/get_stat", include_in_schema=False)
+async def get_stat(state: Annotated[ServerState, Depends(state_of)]) -> Response:
+    """Return the engines' numbers."""
+    return json_response({"ret_code": "succ", **state.engine_stats()})
+
+
+async def _job(served: Served, body: NativeBody, state: ServerState, request: Request) -> Job:
+    messages = [{"role": "user", "content": body.text}]
+    if body.system_prompt:
+        messages.insert(0, {"role": "system", "content": body.system_prompt})
+    if body.res_prefix:
+        messages.append({"role": "assistant", "content": body.res_prefix})
+    if body.decoder_input_template is not None and not state.config.request_templates:
+        raise ApiError(400, "decoder_input_template: this server takes no templates from requests")
+    most = body.max_output_len or body.max_new_tokens or 1024
+
+    def prepare() -> list[GenerationRequest]:
+        ids = served.chat_ids(messages, body.decoder_input_template)
+        if len(ids) >= served.model.spec.max_context:
+            raise ApiError(400, "the request is too long", code="error.too_long_request")
+        sampling = _sampling(served, body)
+        limits = state.config.limits
+        return build_requests(served, sampling, [ids], most, limits, continues_text=False)
+
+    wanted = await state.workers.run_for(request.receive, prepare)
+    return Job(served, wanted, state.mailbox, state.metrics)
+
+
+def _sampling(served: Served, body: NativeBody) -> GenerationBody:
+    """Return how the answer is drawn: as Inferflow does, unless the model has a default."""
+    name = body.decoding_alg.lower().removeprefix("sample.")
+    if not name and "decoding" not in served.defaults:
+        name = "auto"
+    if name and name not in INFERFLOW:
+        raise ApiError(400, str(unknown_name("decoding_alg", body.decoding_alg, INFERFLOW)))
+    values = {
+        "seed": body.random_seed or None,
+        "temperature": body.temperature,
+        "decoding": f"inferflow.{name}" if name else None,
+    }
+    return GenerationBody.model_validate(values)
+
+
+def _refusal(error: ApiError | UsageError) -> Response:
+    status = error.status if isinstance(error, ApiError) else 400
+    code = error.code if isinstance(error, ApiError) else None
+    ours = code if code and code.startswith("error.") else None
+    ret_code = ours or _RET_CODES.get(status, "error.processing")
+    headers = error.headers if isinstance(error, ApiError) else {}
+    return json_response({"ret_code": ret_code, "error_text": str(error)}, status, headers)
+
+
+async def _chunks(job: Job, started: float) -> AsyncIterator[bytes]:
+    """Yield the answer in pieces of some bytes; the last one has `is_end`."""
+    held: list[str] = []
+    async for chunks in job:
+        for chunk in chunks:
+            held.append(chunk.text)
+            if chunk.error is not None or chunk.finish_reason is not None:
+                yield _chunk("".join(held), started, chunk)
+                return
+        if sum(len(text.encode()) for text in held) >= _FLUSH_BYTES:
+            yield _chunk("".join(held), started)
+            held.clear()
+
+
+def _chunk(text: str, started: float, last: OutputChunk | None = None) -> bytes:
+    line: dict[str, Any] = {"text": text, "time_cost": round(time.monotonic() - started, 6)}
+    if last is not None:
+        line["is_end"] = 1
+        if last.error is not None:
+            line |= {"ret_code": "error.processing", "error_text": last.error.message}
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,197 @@
+r"""Inferflow's template language: one line with the query in braces.
+
+===================================  ==========================================================
+``{query}``, ``{question}``          the user's text
+``{_query}``, ``{_question}``        the same behind a space
+``{system_prompt}``                  the system's text, empty if there is none
+``{res_prefix}``, ``{answer}``       where the answer begins; what follows is dropped
+``{bos}``, ``{eos}``                 these tokens
+``{user_token}``,                    the tokens that generation_config.json names
+``{assistant_token}``
+``{#123}``                           a token by its id
+``{<s>}``, ``{[CLS]}``, ``{__en__}`` any token by its spelling
+``{\n}``, ``{\r}``, ``{\t}``         these characters
+===================================  ==========================================================
+
+Everything else is text, in which the spellings of special tokens are these tokens; the query and
+the system's text are never read for tokens.  A template has a query and is one turn: a
+conversation of several needs a Jinja template.
+
+The named templates are those of Inferflow's service configuration
+(https://github.com/inferflow/inferflow/blob/14ff95e/bin/inferflow_service.ini), with their line
+breaks as line breaks; `chatml` is the one of its Yi-34B-Chat.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from nbflow.tokenization.tokenizer import Tokenizer
+from nbflow_kernels.errors import UsageError
+
+_FIELD = re.compile(r"\{([^{}]+)\}")
+_QUERY = {"query": "", "question": "", "_query": " ", "_question": " "}
+_ANSWER = ("res_prefix", "answer")
+_CHARACTERS = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\n": "\n", "\r": "\r", "\t": "\t"}
+_LLAMA2_SYSTEM = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
+    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, "
+    "toxic, dangerous, or illegal content. Please ensure that your responses are socially unbiased "
+    "and positive in nature."
+)
+_LLAMA2_UNSURE = (
+    "If a question does not make any sense, or is not factually coherent, explain why instead of "
+    "answering something not correct. If you don't know the answer to a question, please don't "
+    "share false information."
+)
+_INSTRUCTION = "\n\n### Instruction:\n\n{%s}\n\n### Response:\n\n{res_prefix}"
+
+NAMED = {
+    "simple": "{query}\n{res_prefix}",
+    "llama2_chat.std": "<s>[INST]\n{query}[/INST]",
+    "llama2_chat.std.1": "<s>[INST]<<SYS>>\n{system_prompt}\n<</SYS>>\n{query}[/INST]",
+    "llama2_chat.std.2": f"<s>[INST]<<SYS>>\n{_LLAMA2_SYSTEM}\n{_LLAMA2_UNSURE}\n<</SYS>>\n"
+    "{query}[/INST]",
+    "llama2_chat.alt": "USER: {query}\nASSISTANT: {res_prefix}",
+    "llama2_chat.alt.2": f"SYSTEM: {_LLAMA2_SYSTEM} {_LLAMA2_UNSURE}\n"
+    "USER: {query}\nASSISTANT: {res_prefix}",
+    "vicuna-1.0": "### Human:\n{query}\n### Assistant:\n{res_prefix}",
+    "vicuna-1.1": "USER: {query}\nASSISTANT: {res_prefix}",
+    "llama_cpp_t0": _INSTRUCTION % "query",
+    "llama_cpp_t1": _INSTRUCTION % "_query",
+    "baichuan2_chat": "\n\n{<reserved_106>}{query}{<reserved_107>}\n",
+    "chatml": "<|im_start|>system\n{system_prompt}<|im_end|>\n<|im_start|>user\n{query}<|im_end|>\n"
+    "<|im_start|>assistant\n",
+}
+"""Templates that can be asked for by name."""
+
+
+class Parts:
+    """Text, in which no special token is meant, and tokens between.
+
+    Attributes
+    ----------
+    items : list of str or int
+        For `nbflow.tokenization.Tokenizer.encode_parts`.
+    shown : str
+        The same as text, tokens as they are spelt.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[str | int] = []
+        self.shown = ""
+
+    def text(self, text: str) -> None:
+        """Add text."""
+        if text:
+            self.items.append(text)
+            self.shown += text
+
+    def token(self, token: tuple[int, str]) -> None:
+        """Add a token: its id and its spelling."""
+        self.items.append(token[0])
+        self.shown += token[1]
+
+
+def is_template(text: str) -> bool:
+    """Return whether a text is a template of this language: it has a query."""
+    return any(name in _QUERY for name in _FIELD.findall(text))
+
+
+def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Parts:
+    """Put a conversation of one turn into a template.
+
+    Parameters
+    ----------
+    template : str
+        The template.
+    messages : list of dict
+        A system message or none, a user message, and perhaps the beginning of the answer as an
+        assistant message.
+    tokenizer : Tokenizer
+        Its vocabulary gives tokens by their spelling.
+    where : str
+        Name of the template, for messages.
+
+    Returns
+    -------
+    Parts
+        Text and tokens.
+
+    Raises
+    ------
+    UsageError
+        If the template has an unknown field or no query, or the conversation has several turns.
+    """
+    if not is_template(template):
+        raise UsageError(f"{where}: must contain {{query}}")
+    system, query, answer = _one_turn(messages, where)
+    parts = Parts()
+    position = 0
+    for field in _FIELD.finditer(template):
+        _own_text(parts, template[position : field.start()], tokenizer)
+        position = field.end()
+        name = field[1]
+        if name in _QUERY:
+            parts.text(_QUERY[name] + query)
+        elif name == "system_prompt":
+            parts.text(system)
+        elif name in _ANSWER:
+            parts.text(answer)
+            return parts
+        elif name in _CHARACTERS:
+            parts.text(_CHARACTERS[name])
+        else:
+            parts.token(_token(name, tokenizer, where))
+    _own_text(parts, template[position:], tokenizer)
+    parts.text(answer)
+    return parts
+
+
+def _own_text(parts: Parts, text: str, tokenizer: Tokenizer) -> None:
+    """Add the template's own text, with the special tokens spelt out in it."""
+    for part in tokenizer.split_special(text):
+        if isinstance(part, str):
+            parts.text(part)
+        else:
+            parts.token((part, tokenizer.piece(part)))
+
+
+def _one_turn(messages: list[dict[str, Any]], where: str) -> tuple[str, str, str]:
+    """Return the system's text, the query and the beginning of the answer."""
+    texts = {"system": "", "user": "", "assistant": ""}
+    roles = [message["role"] for message in messages]
+    rest = roles[1:] if roles[0] == "system" else roles
+    if rest not in (["user"], ["user", "assistant"]):
+        raise UsageError(
+            f"{where}: takes one turn (system, user, and perhaps the beginning of the answer), "
+            f"got {', '.join(roles)}; use a Jinja template for a longer conversation"
+        )
+    for message in messages:
+        if not isinstance(message["content"], str):
+            raise UsageError(f"{where}: takes content as text, not as a list of parts")
+        texts[message["role"]] = message["content"]
+    return texts["system"], texts["user"], texts["assistant"]
+
+
+def _token(name: str, tokenizer: Tokenizer, where: str) -> tuple[int, str]:
+    """Return a token by name, id or spelling, and how it is spelt."""
+    found: int | None
+    if name == "bos":
+        found = tokenizer.bos_id
+    elif name == "eos":
+        found = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+    elif re.fullmatch(r"#\d{1,9}", name):
+        found = tokenizer.check_id(int(name[1:]))
+    else:
+        spelt = tokenizer.named_tokens.get(name, name)
+        found = tokenizer.token_id(spelt)
+        if found is None:
+            found = tokenizer.token_id(spelt.replace(" ", "\u2581"))
+    if found is None:
+        raise UsageError(
+            f"{where}: {{{name}}} is neither a field (query, _query, system_prompt, res_prefix, "
+            "bos, eos, user_token, assistant_token, #ID, \\n) nor a token of this vocabulary"
+        )
+    return found, tokenizer.piece(found)

@@ -1,0 +1,68 @@
+"""Every matrix of a model as an encoder puts it into its format, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nbflow_kernels as nk
+from nbflow.checkpoint import open_weights
+from nbflow.conversion.importance_names import known_inputs
+from nbflow.program.read_operand import read_part
+from nbflow.program.records import Operand
+from nbflow.quantization.policy import Weights, weight_formats
+from nbflow.quantization.transforms import prepare
+from nbflow.spec import check_tensors, resolve
+from nbflow_kernels.errors import UsageError
+
+
+def encoded_matrices(
+    model: str | Path,
+    weights: Weights,
+    *,
+    encoder: str = "best",
+    importance: str | Path | dict[str, NDArray[Any]] | None = None,
+    outliers: float = 0.0,
+) -> Iterator[tuple[str, NDArray[np.float32], nk.QuantTensor]]:
+    """Yield our name, the values before and the tensor after, of all matrices of a weight format.
+
+    Parameters
+    ----------
+    model, weights, encoder, importance, outliers
+        As of `nbflow.load`.  With an encoder that folds the model the values before are those of
+        the model as it is folded.
+
+    Raises
+    ------
+    UsageError
+        As `nbflow.load`.
+
+    Examples
+    --------
+    >>> name, exact, qt = next(encoded_matrices("tiny_python", "q3h", encoder="hqq"))
+    >>> name, qt.format.name, bool(np.abs(nk.dequantize(qt) - exact).mean() < 0.02)
+    ('layers.0.attn.q.weight', 'q3h_b64t1', True)
+    """
+    formats = weight_formats(weights)
+    if formats is None:
+        raise UsageError("weights must name a format or a policy file")
+    resolved = resolve(model)
+
+    def format_of(name: str) -> str | None:
+        return formats.of(name, resolved.spec.shape_of(name))
+
+    with open_weights(resolved.path) as file:
+        check_tensors(resolved.spec, file)
+        known = known_inputs(importance, resolved, file)
+        prepared = prepare(resolved.spec, file, format_of, encoder, known, outliers=outliers)
+        opened = prepared.opened(file)
+        for name, shape in prepared.spec.tensor_shapes().items():
+            format = formats.of(name, shape)
+            if format is None:
+                continue
+            exact = read_part(prepared.spec, opened, Operand(name)).astype(np.float32)
+            yield name, exact, prepared.encoding.encode(name, exact, format)

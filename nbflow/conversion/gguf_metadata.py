@@ -1,0 +1,142 @@
+"""The metadata of a GGUF file that says a model's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow.checkpoint.readers import gguf
+from nbflow.checkpoint.writers.gguf import BOOL, F32, U32
+from nbflow.spec.architecture import LatentSpec, MoeSpec
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.position import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
+
+_GATING = {"softmax": 1, "sigmoid": 2}
+_SCALED = ("granite", "granitemoe", "minicpm")
+"""Architectures with factors on embeddings, sublayers and logits."""
+
+
+def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
+    """Return the metadata of an architecture, key -> type and value."""
+    values: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "context_length": spec.max_context,
+        "embedding_length": spec.hidden_size,
+        "block_count": spec.n_layers,
+        "feed_forward_length": spec.intermediate_size,
+        "attention.head_count": spec.n_heads,
+        "attention.head_count_kv": spec.n_kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        _eps_key(spec): float(spec.norm_eps),
+    }
+    if spec.rope.dim:
+        values["rope.dimension_count"] = spec.rope.dim
+        values["rope.freq_base"] = float(spec.rope.theta)
+        values |= _scaling(spec)
+    if spec.local_rope is not None:
+        values["rope.freq_base_swa"] = float(spec.local_rope.theta)
+    if spec.window is not None:
+        values["attention.sliding_window"] = spec.window
+    if spec.logits_soft_cap is not None:
+        values["attn_logit_softcapping"] = spec.logits_soft_cap
+    if spec.head_soft_cap is not None:
+        values["final_logit_softcapping"] = spec.head_soft_cap
+    if arch in ("gptneox", "stablelm"):
+        values["use_parallel_residual"] = spec.residual != "sequential"
+    if arch in _SCALED:
+        values["embedding_scale"] = float(spec.embed_scale)
+        values["residual_scale"] = float(spec.residual_scale)
+        values["logit_scale"] = 1.0 / spec.logits_scale
+        values["attention.scale"] = float(spec.sm_scale)
+    if arch in ("command-r", "cohere2"):
+        values["logit_scale"] = float(spec.logits_scale)
+    if arch == "mpt":
+        values["attention.max_alibi_bias"] = 8.0
+    if spec.moe is not None:
+        values |= _experts(spec, spec.moe, arch)
+    if spec.latent is not None:
+        values |= _latent(spec, spec.latent)
+    metadata = {
+        "general.architecture": ((gguf.STRING,), arch),
+        "general.type": ((gguf.STRING,), "model"),
+        "general.name": ((gguf.STRING,), spec.name),
+        **{f"{arch}.{key}": _typed(value) for key, value in values.items()},
+    }
+    ends = ("eos", "eot")  # two ids that end a sequence have a place
+    special = {"bos": spec.bos_token_id, **dict(zip(ends, spec.eos_token_ids, strict=False))}
+    for name, value in special.items():
+        if value is not None:
+            metadata[f"tokenizer.ggml.{name}_token_id"] = ((U32,), value)
+    return metadata
+
+
+def _typed(value: Any) -> tuple[tuple[int, ...], Any]:
+    """Return a value with the type it is written as."""
+    if isinstance(value, str):
+        return (gguf.STRING,), value
+    if isinstance(value, bool):
+        return (BOOL,), value
+    return ((U32,), value) if isinstance(value, int) else ((F32,), float(np.float32(value)))
+
+
+def _eps_key(spec: ModelSpec) -> str:
+    kind = "layer_norm_rms" if spec.norm == "rms" else "layer_norm"
+    return f"attention.{kind}_epsilon"
+
+
+def _scaling(spec: ModelSpec) -> dict[str, Any]:
+    """Return what is said of a scaling beside its tensors."""
+    scaling = spec.rope.scaling
+    if isinstance(scaling, LinearRopeScaling):
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
+    if isinstance(scaling, LongRopeScaling):
+        _, factor = scaling.frequencies(spec.rope.dim, spec.rope.theta, spec.max_context)
+        return {
+            "rope.scaling.original_context_length": scaling.original_max_position,
+            "rope.scaling.attn_factor": factor,
+        }
+    if isinstance(scaling, YarnRopeScaling) and (spec.latent is not None or not scaling.truncate):
+        values = {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": scaling.factor,
+            "rope.scaling.original_context_length": scaling.original_max_position,
+        }
+        if spec.latent is not None:
+            log_multiplier = 0.1 * (scaling.mscale_all_dim or 0.0)
+            values["rope.scaling.yarn_log_multiplier"] = log_multiplier
+        return values
+    return {}
+
+
+def _experts(spec: ModelSpec, moe: MoeSpec, arch: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"expert_count": moe.n_experts, "expert_used_count": moe.top_k}
+    if moe.expert_size != spec.intermediate_size or arch in ("deepseek2", "gpt-oss"):
+        values["expert_feed_forward_length"] = moe.expert_size
+    if moe.shared_gate:
+        values["expert_shared_feed_forward_length"] = moe.shared_size
+    if not arch.startswith("deepseek"):
+        return values
+    values["leading_dense_block_count"] = spec.n_layers - len(moe.layers)
+    values["expert_shared_count"] = moe.shared_size // moe.expert_size
+    values["expert_weights_scale"] = float(moe.scale)
+    if arch == "deepseek2":
+        values["expert_weights_norm"] = moe.renormalize
+        values["expert_gating_func"] = _GATING[moe.scoring]
+        if moe.groups > 1:
+            values["expert_group_count"] = moe.groups
+            values["expert_group_used_count"] = moe.groups_used
+    return values
+
+
+def _latent(spec: ModelSpec, latent: LatentSpec) -> dict[str, Any]:
+    """Return what latent attention has; head sizes are those of the cache, with others beside."""
+    values = {
+        "attention.key_length": spec.cached_dim,
+        "attention.value_length": latent.kv_rank,
+        "attention.key_length_mla": spec.head_dim,
+        "attention.value_length_mla": latent.value_dim,
+        "attention.kv_lora_rank": latent.kv_rank,
+    }
+    return values | ({"attention.q_lora_rank": latent.q_rank} if latent.q_rank else {})

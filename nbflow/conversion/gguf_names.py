@@ -1,0 +1,275 @@
+"""How a model that is no GGUF file becomes one: names, order of rows, what lies in one tensor.
+
+The family of the GGUF file (``families/*_gguf.toml``) gives the names.  As llama.cpp's converter
+does, rows of rotary pairs are made neighbours where that family turns neighbours and the
+checkpoint's does not, what the family adds to norms is added here, and some matrices are joined.
+What the file will say is then read as `nbflow.spec.resolve` reads it, and compared with the model:
+what GGUF cannot say is refused, not lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from nbflow.checkpoint import WeightFile
+from nbflow.checkpoint.dtypes import ITEM_BYTES
+from nbflow.checkpoint.readers import gguf
+from nbflow.checkpoint.writers.gguf import Metadata
+from nbflow.conversion.encode_rows import ModelRows
+from nbflow.conversion.plan import Choice, NewTensor
+from nbflow.spec.architecture import RopeSpec
+from nbflow.spec.family import Family, families, get_family
+from nbflow.spec.fields import FUSED
+from nbflow.spec.from_config import build_spec
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import Llama3RopeScaling, LongRopeScaling
+
+ARCHITECTURES = {
+    "llama": "llama", "internlm": "llama", "internlm2": "internlm2",
+    "llama2c": "llama", "llama_ggml": "llama",
+    "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3",
+    "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "gpt_neox": "gptneox", "falcon": "falcon",
+    "bloom": "bloom", "stablelm": "stablelm", "granite": "granite", "minicpm": "minicpm",
+    "orion": "orion", "olmo2": "olmo2", "olmoe": "olmoe", "cohere": "command-r",
+    "cohere2": "cohere2", "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4",
+    "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
+    "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "gpt_oss": "gpt-oss",
+}  # fmt: skip
+"""Families that can be written -> what llama.cpp calls the architecture."""
+QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
+"""Architectures of which llama.cpp wants q, k and v in one tensor, one below the other."""
+_MAY_DIFFER = (
+    "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
+    "transposed", "norm_offset", "gate_up_layout", "experts_transposed",
+)  # fmt: skip
+"""Fields that are compared by themselves, or not at all because they say how tensors are stored."""
+# GGUF says numbers as float32; a field may be made of two of them by a formula
+_TOLERANCE = 4 * 2.0**-23
+
+
+def target_family(spec: ModelSpec) -> tuple[str, Family]:
+    """Return the architecture and the family of the GGUF file of a model."""
+    if spec.family not in ARCHITECTURES:
+        raise UsageError(
+            f"models of family {spec.family!r} cannot be written as GGUF, only those of "
+            f"{', '.join(ARCHITECTURES)}, and GGUF files of any family; "
+            "safetensors (a folder as OUT) takes all"
+        )
+    arch = ARCHITECTURES[spec.family]
+    named = {kind: f.name for f in families().values() for kind in f.model_types}
+    return arch, get_family(named[f"gguf-{arch}"], spec.name)
+
+
+def plan_renamed(
+    spec: ModelSpec, file: WeightFile, family: Family, arch: str, choice: Choice
+) -> list[NewTensor]:
+    """Return the tensors under the names of a GGUF family; experts lie in one tensor each."""
+    neighbours = _makes_neighbours(spec, family)
+    offset = spec.norm_offset - family.structure.get("norm_offset", 0.0)
+    held: dict[str, list[str]] = {}
+    for ours in spec.tensor_shapes():
+        held.setdefault(_name(ours, spec, family, arch), []).append(ours)
+    tensors = []
+    for name, unordered in held.items():
+        members = sorted(unordered, key=_place_in_tensor)
+        first = members[0]
+        turns = neighbours and (".attn.q." in first or ".attn.k." in first)
+        group = 1
+        if turns:
+            group = spec.head_dim
+        elif first.endswith("attn.k_b.weight"):  # read head by head
+            group = spec.shape_of(first)[0] // spec.n_heads
+        rows = tuple(
+            ModelRows(spec, file, ours, group, turns, offset if _is_norm_weight(ours) else 0.0)
+            for ours in members
+        )
+        chosen = choice.of(name, [(ours, spec.shape_of(ours)) for ours in members])
+        dtype = rows[0].dtype
+        shape = _shape(spec, members)
+        format = chosen or _kept(dtype, shape, name)
+        tensors.append(NewTensor(name, shape, dtype, format, rows, tuple(members)))
+    choice.check_rules()
+    return tensors
+
+
+def _is_norm_weight(ours: str) -> bool:
+    return ours.endswith("norm.weight") or _is_of_head(ours.split("."))
+
+
+def _place_in_tensor(ours: str) -> int:
+    """Return which part of a tensor of several of ours comes first: q, k, v; gate, up; experts."""
+    parts = ours.split(".")
+    if _is_of_expert(parts):
+        return int(parts[3])
+    if _is_of_head(parts):
+        return int(parts[4])
+    role = ".".join(parts[2:-1])
+    return next((members.index(role) for members in FUSED.values() if role in members), 0)
+
+
+def _makes_neighbours(spec: ModelSpec, family: Family) -> bool:
+    """Return whether the rows of rotary pairs must be brought next to each other."""
+    styles = spec.rope.style, family.structure.get("rope_style", "half")
+    if not spec.rope.dim or styles[0] == styles[1]:
+        return False
+    if styles[0] == "interleaved":
+        raise UsageError(f"{spec.name}: the rotary pairs of {family.name} lie apart")
+    if spec.rope.dim != spec.head_dim:
+        raise UsageError(f"{spec.name}: only part of each head turns; {family.name} cannot say it")
+    return True
+
+
+def _shape(spec: ModelSpec, members: list[str]) -> tuple[int, ...]:
+    """Return the shape of a tensor that holds some of ours: of experts or heads, or joined."""
+    shapes = [spec.shape_of(ours) for ours in members]
+    parts = members[0].split(".")
+    if _is_of_expert(parts) or _is_of_head(parts):
+        return len(members), *shapes[0]
+    if members[0].endswith(("attn.k_b.weight", "attn.v_b.weight")):
+        return spec.n_heads, shapes[0][0] // spec.n_heads, shapes[0][1]
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+
+def _is_of_expert(parts: list[str]) -> bool:
+    """Return whether a name is that of one expert's matrix; biases are those of all."""
+    return parts[2:3] == ["moe"] and parts[-1] != "bias"
+
+
+def _is_of_head(parts: list[str]) -> bool:
+    """Return whether a name is that of the norm of one head's queries or keys."""
+    return parts[3:4] in (["q_norm"], ["k_norm"]) and len(parts) == 6
+
+
+def _kept(dtype: str, shape: tuple[int, ...], name: str) -> str:
+    """Return the type of a tensor that is not converted: float32 of vectors, as GGML wants."""
+    if len(shape) < 2 or name.endswith((".bias", "_norm.weight")):
+        return "f32"
+    is_plain = dtype in ITEM_BYTES
+    return dtype if dtype in ("f32", "f16", "bf16") or not is_plain else "f32"
+
+
+def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
+    """Return what a family calls one of our tensors, or the one that it becomes a part of."""
+    parts = ours.split(".")
+    layer = parts[1] if parts[0] == "layers" else ""
+    if layer:
+        parts[1] = "{i}"
+    if _is_of_expert(parts):
+        parts[3] = "{j}"
+    if _is_of_head(parts):
+        parts[4] = "{j}"
+    kind = parts[-1]
+    role = ".".join(parts[2:-1])
+    if role in FUSED["attn.qkv"] and arch in QKV_IN_ONE:
+        parts[3] = "qkv"
+    pattern = ".".join([*parts[:-1], "weight"])
+    names = family.tensors.get(pattern) or _fused(role, family)
+    own = family.tensors.get(".".join(parts))
+    if own and kind == "bias":  # a bias with a name of its own
+        return own[0].replace("{i}", layer)
+    if not names:
+        raise UsageError(f"family {family.name!r} has no name for {ours}")
+    # of several names the first; falcon's only norm and queries from a short vector have the last
+    last = (arch == "falcon" and spec.residual == "parallel") or (
+        role == "attn.q" and spec.latent is not None and spec.latent.q_rank > 0
+    )
+    return names[-1 if last else 0].replace("{i}", layer).removesuffix("weight") + kind
+
+
+def _fused(role: str, family: Family) -> tuple[str, ...] | None:
+    """Return the name of the tensor in which a family has one of our matrices with others."""
+    for fused, members in FUSED.items():
+        if role in members:
+            return family.tensors.get(f"layers.{{i}}.{fused}.weight")
+    return None
+
+
+def divisors_of(spec: ModelSpec) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the divisors of the rotary frequencies that GGUF has as tensors, float32 (D/2,).
+
+    Those of Llama 3.1 hold for all lengths, LongRoPE has some for short sequences and for long.
+    """
+    scaling, dim, theta = spec.rope.scaling, spec.rope.dim, spec.rope.theta
+    if isinstance(scaling, LongRopeScaling):
+        return {
+            "rope_long_divisors": np.array(scaling.long_factor, np.float32),
+            "rope_short_divisors": np.array(scaling.short_factor, np.float32),
+        }
+    if not isinstance(scaling, Llama3RopeScaling):
+        return {}
+    plain = theta ** (-np.arange(0, dim, 2) / dim)
+    stretched, _ = scaling.frequencies(dim, theta, spec.max_context)
+    return {"rope_divisors": (plain / stretched).astype(np.float32)}
+
+
+def check_reading(
+    spec: ModelSpec, family: Family, metadata: Metadata, names: list[str], where: str
+) -> None:
+    """Raise unless the new file will be read as the model that it was made of."""
+    read = build_spec(
+        family,
+        gguf.config_of({key: value for key, (_, value) in metadata.items()}),
+        name=spec.name,
+        where=where,
+        checkpoint_tensors=names,
+        rope_divisors={key: vector.tolist() for key, vector in divisors_of(spec).items()},
+    )
+    for ours in spec.tensor_shapes():
+        if read.tensor_layout(ours).name not in names:
+            raise UsageError(
+                f"{where}: {ours} would not be found as {read.tensor_layout(ours).name}"
+            )
+    wanted, found = _comparable(spec), _comparable(read)
+    for key, value in wanted.items():
+        if not _is_close(value, found[key]):
+            raise UsageError(
+                f"{where}: GGUF files of {family.name} cannot say {key} = {value!r}: it would be "
+                f"read as {found[key]!r}; write safetensors (a folder as OUT)"
+            )
+
+
+def _comparable(spec: ModelSpec) -> dict[str, Any]:
+    """Return what must be the same."""
+    fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    facts = {key: value for key, value in fields.items() if key not in _MAY_DIFFER}
+    facts |= {"rope.theta": spec.rope.theta, "rope.dim": spec.rope.dim}
+    facts["rope.scaling"] = _angles(spec.rope, spec.max_context)
+    facts["biases"] = sorted(spec.biases)
+    if spec.position != "alibi":
+        del facts["alibi_scaled"]
+    if spec.local_rope is not None:
+        facts["local_rope"] = _angles(spec.local_rope, spec.max_context)
+    return facts
+
+
+def _angles(rope: RopeSpec, max_context: int) -> list[float]:
+    """Return the frequencies and the factors on cosines, for short and for long sequences."""
+    if rope.scaling is None or not rope.dim:
+        return [rope.theta]
+    short, factor = rope.scaling.frequencies(rope.dim, rope.theta, 1)
+    longest, long_factor = rope.scaling.frequencies(rope.dim, rope.theta, max_context)
+    plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    factors = factor, long_factor, rope.scaling.softmax_factor
+    if factors == (1.0, 1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
+        return [rope.theta]  # a dynamic scaling within the context that the model was trained for
+    return [rope.theta, *factors, *short.tolist(), *longest.tolist()]
+
+
+def _is_close(wanted: Any, found: Any) -> bool:
+    """Return whether two values are the same but for the rounding to float32."""
+    if isinstance(wanted, float) and isinstance(found, float):
+        return math.isclose(wanted, found, rel_tol=_TOLERANCE)
+    if isinstance(wanted, list) and isinstance(found, list):
+        pairs = zip(wanted, found, strict=False)
+        return len(wanted) == len(found) and all(_is_close(a, b) for a, b in pairs)
+    if dataclasses.is_dataclass(wanted) and type(wanted) is type(found):
+        names = [f.name for f in dataclasses.fields(wanted)]
+        return all(_is_close(getattr(wanted, n), getattr(found, n)) for n in names)
+    return bool(wanted == found)

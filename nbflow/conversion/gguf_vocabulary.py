@@ -1,0 +1,118 @@
+"""A byte-level BPE ``tokenizer.json`` as the vocabulary of a GGUF file.
+
+Written are tokenizers that cut text as GPT-2 or as one pattern does that a pre-tokenizer of
+llama.cpp has (`nbflow.tokenization.pre_tokenizers`).  For any other the file gets no vocabulary,
+and a note says so; ``--tokenizer`` names the tokenizer's own file when the model is run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nbflow.checkpoint.readers.gguf import ARRAY, STRING
+from nbflow.checkpoint.writers.gguf import BOOL, I32
+from nbflow.tokenization import load_tokenizer_file
+from nbflow.tokenization.pre_tokenizers import PRE_TOKENIZERS
+from nbflow.tokenization.sentencepiece_bpe import CONTROL, NORMAL, USER_DEFINED
+from nbflow.utils.json_file import read_object
+from nbflow_kernels.errors import MissingExtraError, UsageError
+
+_UNUSED = 5
+_PREFERRED = ("gpt-2", "qwen2", "llama-bpe")
+"""Names that stand for a pattern that several have."""
+
+Entries = dict[str, Any]
+
+
+class _NotWritableError(Exception):
+    """Why a tokenizer has no place in a GGUF file."""
+
+
+def vocabulary(path: Path | None, n_tokens: int) -> tuple[Entries, list[str]]:
+    """Return the metadata of a tokenizer, or that there is none and notes why.
+
+    Parameters
+    ----------
+    path : Path or None
+        The model's tokenizer file.
+    n_tokens : int
+        Rows of the embedding; ids without a token are filled up.
+    """
+    try:
+        if path is None:
+            raise _NotWritableError("the model has no tokenizer file")
+        if path.name != "tokenizer.json":
+            raise _NotWritableError(f"{path.name} is not written, only tokenizer.json")
+        load_tokenizer_file(path)  # a damaged file ends here
+        return _byte_level(read_object(path), n_tokens), []
+    except (_NotWritableError, UsageError, MissingExtraError) as reason:
+        note = f"no vocabulary in the file: {reason}; name the tokenizer's file when you run it"
+        return {"tokenizer.ggml.model": ((STRING,), "no_vocab")}, [note]
+
+
+def _byte_level(table: dict[str, Any], n_tokens: int) -> Entries:
+    """Return the metadata of a tokenizer.json."""
+    model = table.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise _NotWritableError("tokenizer.json is not of byte-level BPE")
+    if table.get("normalizer") not in (None, {"type": "NFC"}) or model.get("unk_token"):
+        raise _NotWritableError("tokenizer.json normalizes text")
+    pre = _pre_name(table.get("pre_tokenizer"), bool(model.get("ignore_merges")))
+    vocab, added, merges = model.get("vocab"), table.get("added_tokens"), model.get("merges")
+    if not isinstance(vocab, dict) or not isinstance(merges, list) or not isinstance(added, list):
+        raise _NotWritableError("tokenizer.json lacks its vocabulary or its merges")
+    tokens = [f"[PAD{i}]" for i in range(n_tokens)]
+    types = [_UNUSED] * n_tokens
+    special = {t["id"]: t for t in added}
+    by_id = {i: token for token, i in vocab.items()} | {i: t["content"] for i, t in special.items()}
+    for i, token in by_id.items():
+        if type(i) is not int or not 0 <= i < n_tokens:
+            raise _NotWritableError(f"token {token!r:.40} has id {i!r:.20}, beyond {n_tokens} ids")
+        tokens[i] = token
+        types[i] = NORMAL
+        if i in special:
+            types[i] = CONTROL if special[i].get("special") else USER_DEFINED
+    pairs = [" ".join(m) if isinstance(m, list) else m for m in merges]
+    return {
+        "tokenizer.ggml.model": ((STRING,), "gpt2"),
+        "tokenizer.ggml.pre": ((STRING,), pre),
+        "tokenizer.ggml.tokens": ((ARRAY, STRING), tokens),
+        "tokenizer.ggml.token_type": ((ARRAY, I32), types),
+        "tokenizer.ggml.merges": ((ARRAY, STRING), pairs),
+        "tokenizer.ggml.add_bos_token": ((BOOL,), _adds_bos(table.get("post_processor"))),
+    }
+
+
+def _pre_name(pre: Any, ignore_merges: bool) -> str:
+    """Return llama.cpp's name of a pre-tokenizer."""
+    steps = pre.get("pretokenizers", [pre]) if isinstance(pre, dict) else []
+    patterns, rest = [], list(steps)
+    while rest and rest[0].get("type") == "Split" and rest[0].get("behavior") == "Isolated":
+        patterns.append(rest.pop(0).get("pattern", {}).get("Regex"))
+    is_last = len(rest) == 1 and rest[0].get("type") == "ByteLevel"
+    if not is_last or rest[0].get("add_prefix_space"):
+        raise _NotWritableError("tokenizer.json cuts text in a way that GGUF has no name for")
+    if rest[0].get("use_regex", True):
+        patterns.append(PRE_TOKENIZERS["gpt-2"].patterns[0])
+    for name in (*_PREFERRED, *PRE_TOKENIZERS):
+        known = PRE_TOKENIZERS[name]
+        same = known.patterns == tuple(patterns) and known.ignore_merges == ignore_merges
+        if same and known.byte_level and not known.add_sep:
+            return name
+    raise _NotWritableError("tokenizer.json cuts text in a way that GGUF has no name for")
+
+
+def _adds_bos(post: Any) -> bool:
+    """Return whether a token is put before a text; what is put behind has no place here."""
+    steps = post.get("processors", [post]) if isinstance(post, dict) else []
+    before = False
+    for step in steps:
+        if step.get("type") == "ByteLevel":
+            continue
+        single = step.get("single") if step.get("type") == "TemplateProcessing" else None
+        kinds = [next(iter(item)) for item in single or []]
+        if kinds not in (["Sequence"], ["SpecialToken", "Sequence"]):
+            raise _NotWritableError("tokenizer.json puts tokens around a text")
+        before = before or len(kinds) == 2
+    return before

@@ -1,0 +1,66 @@
+"""What a GGUF file calls our matrices, so that importances go from one program to another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.readers import gguf
+from nbflow.conversion.gguf_names import ARCHITECTURES, plan_renamed, target_family
+from nbflow.conversion.plan import Choice, plan_as_stored
+from nbflow.quantization.importance import read_importance
+from nbflow.spec import resolve
+from nbflow.spec.resolve import ResolvedModel
+
+
+def gguf_names(resolved: ResolvedModel, file: WeightFile) -> dict[str, tuple[str, ...]]:
+    """Return names of a model's GGUF file -> our names of what each tensor holds, in order.
+
+    Empty for families that cannot be written as GGUF.
+    """
+    if file.format == gguf.FORMAT:
+        tensors = plan_as_stored(resolved.spec, file, Choice("f32"))
+    elif resolved.spec.family not in ARCHITECTURES:
+        return {}
+    else:
+        arch, family = target_family(resolved.spec)
+        tensors = plan_renamed(resolved.spec, file, family, arch, Choice("f32"))
+    return {tensor.name: tensor.ours for tensor in tensors}
+
+
+def gguf_names_of(model: str, spec: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Do `gguf_names` for what `nbflow.load` takes."""
+    resolved = resolve(model, spec=spec)
+    with open_weights(resolved.path) as file:
+        return gguf_names(resolved, file)
+
+
+def with_our_names(
+    importance: Mapping[str, np.ndarray], names: Mapping[str, tuple[str, ...]]
+) -> dict[str, np.ndarray]:
+    """Return importances under GGUF's names and ours; those of experts one by one."""
+    found = dict(importance)
+    for name, ours in names.items():
+        if name not in importance:
+            continue
+        array = np.asarray(importance[name])
+        each = array.ndim == 2 and len(array) == len(ours) > 1
+        for i, own in enumerate(ours):
+            found.setdefault(own, array[i] if each else array)
+    return found
+
+
+def known_inputs(
+    importance: str | os.PathLike[str] | Mapping[str, np.ndarray] | None,
+    resolved: ResolvedModel,
+    file: WeightFile,
+) -> dict[str, np.ndarray] | None:
+    """Return importances, of a file or as they are, under the names they have and ours."""
+    if importance is None:
+        return None
+    if isinstance(importance, str | os.PathLike):
+        importance = read_importance(importance)
+    return with_our_names(importance, gguf_names(resolved, file))

@@ -1,0 +1,143 @@
+"""Ranks with a GPU each, through NCCL: arrays stay on the devices.
+
+`Nccl` stands on a communicator of the host (`Mpi`), which carries Python objects and the id that
+NCCL's ranks find each other by.  Collectives run on CuPy's current stream and can be captured into
+a graph.  NCCL adds in an order of its own: every rank gets the same bits, but not those of `Mpi`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nbflow.distributed.comm import Alone, Comm
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
+
+DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_INT32"}
+"""Type of an array to the name of NCCL's constant in `cupy.cuda.nccl`."""
+
+
+def has_nccl() -> bool:
+    """Return whether CuPy and an NCCL library that it can use are installed."""
+    try:
+        _nccl()
+    except MissingExtraError:
+        return False
+    return True
+
+
+def _nccl() -> tuple[Any, Any]:
+    """Return CuPy and its NCCL module."""
+    try:
+        import cupy
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise MissingExtraError(
+            f"ranks with GPUs need CuPy, which cannot be imported ({error}); install it: "
+            f"{install_command('cuda12')}, or cuda13"
+        ) from error
+    if not getattr(nccl, "available", False):
+        raise MissingExtraError(
+            "CuPy finds no NCCL library; install the one of its CUDA version: pip install "
+            "nvidia-nccl-cu12 (or -cu13)"
+        )
+    return cupy, nccl
+
+
+class Nccl(Comm):
+    """One rank with its current CUDA device.
+
+    Parameters
+    ----------
+    host : Comm
+        The same ranks on the host.
+
+    Raises
+    ------
+    MissingExtraError
+        If CuPy or NCCL is missing.
+    """
+
+    def __init__(self, host: Comm) -> None:
+        super().__init__()
+        self._cupy, self._nccl = _nccl()
+        self._host = host
+        self.rank, self.size = host.rank, host.size
+        unique = self._nccl.get_unique_id() if host.rank == 0 else None
+        unique = host.bcast_object(unique)
+        self._comm = self._nccl.NcclCommunicator(host.size, unique, host.rank)
+
+    def _arguments(self, array: Any) -> tuple[int, int, int]:
+        """Return address, number of elements and NCCL's type of a device array."""
+        if not hasattr(array, "__cuda_array_interface__"):
+            raise TypeError(f"array must be on a CUDA device, got {type(array).__name__}")
+        name = str(array.dtype)
+        if name not in DTYPES:
+            raise TypeError(f"array must be of {', '.join(DTYPES)}, got {name}")
+        if not array.flags.c_contiguous:
+            raise UsageError("array must be C-contiguous; pass a copy")
+        return int(array.data.ptr), int(array.size), int(getattr(self._nccl, DTYPES[name]))
+
+    @property
+    def _stream(self) -> int:
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def Allreduce(self, array: Any) -> None:
+        if self.size == 1:
+            return
+        address, n, kind = self._arguments(array)
+        self._comm.allReduce(address, address, n, kind, self._nccl.NCCL_SUM, self._stream)
+        self.sent["all_reduce"] += array.nbytes * (self.size - 1)
+
+    def Allreduce_q8(self, array: Any) -> None:
+        raise UsageError("exchange 'q8' is for ranks on the host; NCCL's sums are exact: use 'f32'")
+
+    def _exchange(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
+        address, n, kind = self._arguments(part)
+        target, _, _ = self._arguments(whole)
+        if len(set(counts)) == 1:
+            self._comm.allGather(address, target, n, kind, self._stream)
+            return
+        self._nccl.groupStart()  # parts of different lengths: each rank's to all, at once
+        for root, count in enumerate(counts):
+            source = address if root == self.rank else target
+            self._comm.broadcast(source, target, count, kind, root, self._stream)
+            target += count * part.dtype.itemsize
+        self._nccl.groupEnd()
+
+    def _buffer(self, shape: tuple[int, ...]) -> Any:
+        buffer = self._scratch.get(shape)
+        if buffer is None:
+            buffer = self._scratch[shape] = self._cupy.empty(shape, "float32")
+        return buffer
+
+    def Send(self, array: Any, dest: int) -> None:
+        address, n, kind = self._arguments(array)
+        self._comm.send(address, n, kind, dest, self._stream)
+        self.sent["send"] += array.nbytes
+
+    def Recv(self, array: Any, source: int) -> None:
+        address, n, kind = self._arguments(array)
+        self._comm.recv(address, n, kind, source, self._stream)
+
+    def Bcast(self, array: Any, root: int) -> None:
+        address, n, kind = self._arguments(array)
+        self._comm.broadcast(address, address, n, kind, root, self._stream)
+        if self.rank == root:
+            self.sent["broadcast"] += array.nbytes * (self.size - 1)
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._host.bcast_object(value, root)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        return self._host.gather_object(value, root)
+
+    def barrier(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+        self._host.barrier()
+
+    def split(self, ranks: Sequence[int]) -> Comm | None:
+        part = self._host.split(ranks)
+        if part is None:
+            return None
+        return Alone() if part.size == 1 else Nccl(part)

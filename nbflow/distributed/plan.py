@@ -1,0 +1,262 @@
+"""Partition as a pure function: (specification, partition string, block size) -> plan.
+
+Partition strings are explained in `nbflow.distributed.partition_notation`.
+
+Layers are dealt out in order by the shares of the stages, the first stages getting one more where
+they do not divide.  Within a stage the query heads and with them the key/value heads, the columns
+of the feed-forward network, the experts and the rows of embedding and head are dealt out; a
+key/value head is stored by several ranks where there are fewer of them than ranks.  Cuts through
+columns fall on borders of quantization blocks, so that every rank holds exactly the blocks that one
+rank alone would hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbflow.distributed.partition_notation import parse_stages, written
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError, unknown_name
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds."""
+
+    rank: int
+    """Number of the rank, as written in the partition string."""
+    stage: int
+    """Index of its stage."""
+    group: tuple[int, ...]
+    """Ranks of its stage, itself included."""
+    layers: Range
+    """Its layers."""
+    heads: Range
+    """Its query heads."""
+    kv_heads: Range
+    """Its key/value heads."""
+    ffn: Range
+    """Its columns of the feed-forward network."""
+    vocab: Range
+    """Its rows of the embedding (used by the first stage) and of the head (by the last)."""
+    first: bool
+    """Whether its stage holds the embedding."""
+    last: bool
+    """Whether its stage holds the final norm and the head."""
+    receives_from: int | None
+    """Rank of the stage before that sends it the hidden states."""
+    sends_to: tuple[int, ...]
+    """Ranks of the next stage that it sends the hidden states to."""
+    experts: Range = (0, 0)
+    """Its experts."""
+    shared: Range = (0, 0)
+    """Its columns of the expert of all tokens."""
+    vocab_widths: tuple[int, ...] = ()
+    """How many rows of embedding and head each rank of the group holds."""
+    exchange: str = "f32"
+    """How partial sums of a layer are sent: as they are, or rounded to bytes."""
+
+    @property
+    def index(self) -> int:
+        """Return its position within its stage."""
+        return self.group.index(self.rank)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who holds what."""
+
+    partition: str
+    """The partition string, in normal form."""
+    ranks: tuple[RankPlan, ...]
+    """One entry per rank, stages in order."""
+    block_size: int = 1
+    """Cuts through columns are multiples of it."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the ranks' numbers, stages in order."""
+        return tuple(r.rank for r in self.ranks)
+
+    @property
+    def head_rank(self) -> int:
+        """Return the rank that samples: the first of the last stage."""
+        return self.ranks[-1].group[0]
+
+    def of(self, rank: int) -> RankPlan:
+        """Return the entry of rank number `rank`."""
+        return next(r for r in self.ranks if r.rank == rank)
+
+
+EXCHANGES = ("f32", "q8")
+
+
+def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: str = "f32") -> Plan:
+    """Return who holds what.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    partition : str
+        Partition string.
+    block_size : int
+        Block of the weight format; cuts through columns are multiples of it.
+    exchange : {"f32", "q8"}
+        How the ranks of a stage send each other the partial sums of a layer: as float32, or
+        rounded to bytes with a scale for 32 of them (`Comm.Allreduce_q8`).
+
+    Raises
+    ------
+    UsageError
+        If there is no such exchange, or the model has too few layers, heads or blocks for the
+        partition.
+    """
+    if exchange not in EXCHANGES:
+        raise unknown_name("exchange", exchange, EXCHANGES)
+    stages = parse_stages(partition)
+    if len(stages) > spec.n_layers:
+        raise UsageError(
+            f"partition {partition!r} has {len(stages)} stages, but {spec.name} has only "
+            f"{spec.n_layers} layers; use at most that many stages"
+        )
+    groups = [tuple(member.rank for member in stage) for stage in stages]
+    layers = split_by_shares(spec.n_layers, [sum(m.share for m in stage) for stage in stages])
+    ranks = []
+    for s, (stage, group) in enumerate(zip(stages, groups, strict=True)):
+        n, shares = len(stage), [member.share for member in stage]
+        heads = _split_heads(spec, shares, block_size, partition)
+        size = spec.intermediate_size
+        ffn = _split_aligned(size, shares, block_size, "intermediate_size", partition)
+        experts, shared = _split_experts(spec, shares, block_size, partition)
+        vocab = split_by_shares(spec.vocab_size, shares)
+        for j, rank in enumerate(group):
+            before = groups[s - 1] if s else ()
+            after = groups[s + 1] if s + 1 < len(groups) else ()
+            ranks.append(
+                RankPlan(
+                    rank,
+                    s,
+                    group,
+                    layers[s],
+                    *heads[j],
+                    ffn[j],
+                    vocab[j],
+                    first=not before,
+                    last=not after,
+                    receives_from=before[j % len(before)] if before else None,
+                    sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
+                    experts=experts[j],
+                    shared=shared[j],
+                    vocab_widths=tuple(b - a for a, b in vocab),
+                    exchange=exchange,
+                )
+            )
+    return Plan(written(stages), tuple(ranks), block_size)
+
+
+def split_by_shares(total: int, shares: Sequence[float]) -> list[Range]:
+    """Cut [0, total) into ranges whose lengths are as the shares, none empty if that can be.
+
+    Equal shares give lengths that differ by at most one, the longer ones first.
+
+    Examples
+    --------
+    >>> split_by_shares(8, [3, 1])
+    [(0, 6), (6, 8)]
+    """
+    exact = [total * share / sum(shares) for share in shares]
+    least = min(1, total // len(shares))
+    sizes = [max(least, int(size)) for size in exact]
+    while sum(sizes) < total:
+        i = max(range(len(sizes)), key=lambda i: (exact[i] - sizes[i], -i))
+        sizes[i] += 1
+    while sum(sizes) > total:
+        i = max(range(len(sizes)), key=lambda i: (sizes[i] > least, sizes[i] - exact[i]))
+        sizes[i] -= 1
+    edges = [0, *itertools.accumulate(sizes)]
+    return list(itertools.pairwise(edges))
+
+
+def split_evenly(total: int, n: int) -> list[Range]:
+    """Cut [0, total) into `n` ranges whose lengths differ by at most one, the longer ones first."""
+    return split_by_shares(total, [1.0] * n)
+
+
+def _split_aligned(
+    total: int, shares: Sequence[float], unit: int, what: str, partition: str
+) -> list[Range]:
+    """Cut [0, total) at multiples of `unit`; what is left over goes to the last range."""
+    units, n = -(-total // unit), len(shares)
+    if units < n:
+        raise UsageError(
+            f"partition {partition!r}: {what} = {total} has {units} blocks of {unit} columns, too "
+            f"few for {n} ranks; use fewer ranks per stage or a format with a smaller block"
+        )
+    return [(a * unit, min(b * unit, total)) for a, b in split_by_shares(units, shares)]
+
+
+def _split_experts(
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
+) -> tuple[list[Range], list[Range]]:
+    """Return the experts of each rank, and its columns of the shared one."""
+    n = len(shares)
+    none = [(0, 0)] * n
+    if spec.moe is None:
+        return none, none
+    if spec.moe.n_experts < n:
+        raise UsageError(
+            f"partition {partition!r}: {spec.name} has {spec.moe.n_experts} experts, too few for "
+            f"{n} ranks; use fewer ranks per stage"
+        )
+    size = spec.moe.shared_size
+    shared = _split_aligned(size, shares, block_size, "shared_size", partition) if size else none
+    return split_by_shares(spec.moe.n_experts, shares), shared
+
+
+def _split_heads(
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
+) -> list[tuple[Range, Range]]:
+    """Return the query heads and key/value heads of each rank."""
+    n = len(shares)
+    per_group = spec.n_heads // spec.n_kv_heads
+    unit = _heads_per_unit(block_size, per_group * spec.value_dim)
+    if n == 1:
+        return [((0, spec.n_heads), (0, spec.n_kv_heads))]
+    if spec.n_kv_heads // unit >= n and spec.n_kv_heads % unit == 0:
+        cuts = split_by_shares(spec.n_kv_heads // unit, shares)
+        return [
+            ((a * unit * per_group, b * unit * per_group), (a * unit, b * unit)) for a, b in cuts
+        ]
+    # Fewer key/value heads than ranks: several ranks store the same one and share its query heads.
+    if len(set(shares)) > 1:
+        raise UsageError(
+            f"partition {partition!r}: {spec.name} has {spec.n_kv_heads} key/value heads for {n} "
+            "ranks, so that ranks share them, which goes with equal shares only; leave the shares "
+            "within a stage out or use fewer ranks per stage"
+        )
+    unit = _heads_per_unit(block_size, spec.value_dim)
+    holders = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
+    if not holders or per_group % unit or any(b - a > per_group // unit for a, b in holders):
+        raise UsageError(
+            f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and "
+            f"{spec.n_kv_heads} key/value heads of {spec.value_dim} columns, which cannot be dealt "
+            f"out to {n} ranks in whole heads and whole blocks of {block_size} columns; use fewer "
+            "ranks per stage or a format with a smaller block"
+        )
+    result = []
+    for g, (a, b) in enumerate(holders):
+        for c, d in split_evenly(per_group // unit, b - a):
+            first = g * per_group
+            result.append(((first + c * unit, first + d * unit), (g, g + 1)))
+    return result
+
+
+def _heads_per_unit(block_size: int, columns: int) -> int:
+    """Return how many heads of `columns` columns make whole blocks."""
+    return math.lcm(block_size, columns) // columns

@@ -1,0 +1,123 @@
+"""What a decoder remembers of its encoder: keys and values of the hidden states, for every layer.
+
+The encoder runs once for a sequence, on the same ranks as the decoder; then each rank makes the
+keys and values of its layers and heads, and the decoder's steps read them like its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nbflow.checkpoint import WeightFile
+from nbflow.distributed.plan import RankPlan
+from nbflow.engine.evaluator import pieces
+from nbflow.engine.interfaces import StepRunner
+from nbflow.engine.request import Request
+from nbflow.executor import Place, RankWeights, make_executor, make_step
+from nbflow.kv_cache import KVStorage, PageTable
+from nbflow.options import OffloadConfig
+from nbflow.program import build_memory, fuse, partition
+from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.policy import Weights
+from nbflow.spec.model_spec import ModelSpec
+
+
+class Memory:
+    """One rank's part.
+
+    Parameters
+    ----------
+    encoder : StepRunner
+        The encoder.
+    spec : ModelSpec
+        The decoder.
+    mine : RankPlan
+        What the rank holds of the decoder.
+    file : WeightFile
+        The checkpoint, open.
+    weights, encoding, activations, kv, page_size, place, offload
+        As of the decoder.
+    """
+
+    def __init__(
+        self,
+        encoder: StepRunner,
+        spec: ModelSpec,
+        mine: RankPlan,
+        file: WeightFile,
+        *,
+        weights: Weights,
+        encoding: Encoding,
+        activations: str,
+        kv: str,
+        page_size: int,
+        place: Place,
+        offload: OffloadConfig,
+    ) -> None:
+        self.encoder = encoder
+        program = fuse(partition(build_memory(spec), mine))
+        self.weights = RankWeights(program, file, weights, encoding=encoding)
+        self.weights.settle(place)
+        self.storage = KVStorage(
+            program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
+            place.purposed("the cache of the encoder's keys and values"),
+            (
+                place.purposed("the host's part of the encoder's keys and values").mapped(),
+                offload.host_layers(len(program.layers)),
+            ),
+        )  # fmt: skip
+        self.table = PageTable(page_size)
+        self._executor = make_executor(
+            program, self.weights, self.storage, activations=activations, place=place
+        )
+
+    def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
+        """Run the encoder on the inputs of sequences and keep what the decoder sees of it."""
+        if not inputs:
+            return
+        states = self.encoder.sequences("outputs", list(inputs.values()), "y")
+        for piece in pieces([len(x) for x in states], self.encoder.max_step_tokens, whole=True):
+            numbers = [list(inputs)[b] for b, _, _ in piece]
+            for number in numbers:
+                self.table.add(number)
+            self._executor.given = np.concatenate([states[b] for b, _, _ in piece])
+            try:
+                step = make_step(self.table, numbers, [[0] * (n - m) for _, m, n in piece], [])
+                self.storage.ensure(self.table.n_pages)
+                self._executor.run(step)
+            except BaseException:
+                for number in inputs:
+                    if number in self.table:
+                        self.table.drop(number)
+                raise
+            finally:
+                self._executor.given = np.zeros((0, 0), np.float32)
+
+    def update(self, running: Sequence[Request]) -> None:
+        """Read the inputs of requests that have begun, and forget those that do not run."""
+        ids = {sequence for request in running for sequence in request.sequences}
+        for number in [n for n in self.table.sequences if n >= 0 and n not in ids]:
+            self.table.drop(number)
+        new = {
+            r.id: r.encoder_ids or [] for r in running if not r.branches and r.id not in self.table
+        }
+        self.add(new)
+
+    def drop(self, sequence: int) -> None:
+        """Forget a sequence, if it is there."""
+        if sequence in self.table:
+            self.table.drop(sequence)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of this rank's part, as `RankEngine.memory` calls them."""
+        mine = {
+            "weight_bytes": self.weights.n_bytes,
+            "kv_bytes": self.storage.n_bytes,
+            "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
+            "workspace_bytes": self._executor.workspace_bytes,
+            "step_bytes": self._executor.step_bytes,
+        }
+        encoder = self.encoder.memory()
+        return {key: n + encoder[key] for key, n in mine.items()}

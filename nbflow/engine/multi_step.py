@@ -1,0 +1,128 @@
+"""Several steps of generation without Python between them.
+
+While every sequence of a step generates, the next step's numbers follow from the drawn tokens
+alone: the token is the next id, positions and lengths grow by one.  Then the draws and this
+bookkeeping are compiled calls behind the program's own, and the team goes through all of them
+again and again (`nbflow.executor.CpuExecutor.run_repeated`).  The tokens are the same as step by
+step.  A burst ends when a sequence draws an end token, after a number of steps that the caller
+chooses by their duration: a new request waits no longer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow.engine.request import Request
+from nbflow.engine.sampler import log_probabilities
+from nbflow.executor.cpu import Bound
+from nbflow.sampling import Strategy
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.graph import Call
+from nbflow_kernels.cpu.parallel_for import capture
+
+MAX_STEPS = 512
+"""Most steps of one burst."""
+
+
+class Burst:
+    """The arrays of a burst of `n` sequences that draw with one strategy.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        How all sequences choose.
+    n : int
+        Number of sequences.
+    n_stops : int
+        Most end tokens of a sequence.
+    logprobs : bool
+        Whether the tokens' log-probabilities are wanted.
+    """
+
+    def __init__(self, strategy: Strategy, n: int, n_stops: int, logprobs: bool) -> None:
+        self.strategy = strategy
+        self.logprobs = logprobs
+        self.drawn = np.zeros(n, np.int32)
+        self.seeds = np.zeros(n, np.uint64)
+        self.offsets = np.zeros(n, np.uint64)
+        self.stops = np.zeros((n, n_stops), np.int32)
+        self.tokens = np.zeros((n, MAX_STEPS), np.int32)
+        self.drawn_logprobs = np.full((n, 1), np.nan)
+        self.token_logprobs = np.full((n, MAX_STEPS), np.nan)
+        self.n_steps = np.zeros(1, np.int64)
+        self.stop = np.zeros(1, np.int64)
+
+    @staticmethod
+    def fits(requests: Sequence[Request]) -> bool:
+        """Return whether one burst can draw for these requests: they have one compiled strategy."""
+        if any(r.n_top_logprobs or not r.strategy.compiled for r in requests):
+            return False
+        return len({r.strategy for r in requests}) == 1
+
+    @classmethod
+    def key(cls, requests: Sequence[Request]) -> tuple[Any, ...]:
+        """Return the constructor's arguments for these requests."""
+        n_stops = max(1, *(len(r.stop_ids) for r in requests))
+        return requests[0].strategy, len(requests), n_stops, any(r.wants_logprobs for r in requests)
+
+    def begin(self, requests: Sequence[Request]) -> dict[int, Exception]:
+        """Fill the arrays for the first step; return what went wrong, by the row it belongs to."""
+        self.stops[:] = -1
+        wrong: dict[int, Exception] = {}
+        for b, request in enumerate(requests):
+            try:
+                self.seeds[b] = request.seed
+                self.offsets[b] = len(request.ids)
+                self.stops[b, : len(request.stop_ids)] = sorted(request.stop_ids)
+            except Exception as error:
+                wrong[b] = error
+        self.n_steps[0] = self.stop[0] = 0
+        return wrong
+
+    def calls(self, bound: Bound, logits: np.ndarray) -> list[Call]:
+        """Return the calls that go from the logits of a step to the numbers of the next one."""
+        with capture() as seen:
+            self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)
+            if self.logprobs:
+                log_probabilities(logits, self.drawn, self.drawn_logprobs)
+        assert seen.complete
+        calls = list(seen.calls)
+        arrays = bound.arrays
+        args = (
+            self.drawn, self.drawn_logprobs, self.stops, self.tokens, self.token_logprobs,
+            self.n_steps, self.stop, self.offsets, arrays.ids, arrays.positions, arrays.rope_rows,
+            arrays.kv_lens,
+        )  # fmt: skip
+        calls.append(Call(_next_step, args, 1, 1.0))
+        if bound.attention is not None:
+            calls += bound.attention.next_step_calls()
+        return calls
+
+
+@jit.kernel
+def _next_step(
+    drawn: Any, drawn_logprobs: Any, stops: Any, tokens: Any, token_logprobs: Any, n_steps: Any,
+    flag: Any, offsets: Any, ids: Any, positions: Any, rope_rows: Any, kv_lens: Any, start: Any,
+    stop: Any,
+) -> None:  # fmt: skip
+    """Note the drawn tokens and make them the next step's input."""
+    step = n_steps[0]
+    for b in range(len(drawn)):
+        token = drawn[b]
+        tokens[b, step] = token
+        token_logprobs[b, step] = drawn_logprobs[b, 0]
+        if token < 0:  # no distribution: the caller raises, but the list goes on to its end
+            flag[0] = 1
+            token = np.int32(0)
+        for s in range(stops.shape[1]):
+            if token == stops[b, s]:
+                flag[0] = 1
+        ids[b] = token
+        positions[b] += 1
+        rope_rows[b] += 1
+        kv_lens[b] += 1
+        offsets[b] += np.uint64(1)
+    n_steps[0] = step + 1

@@ -1,0 +1,1 @@
+"""Data parallelism: several replicas of a model behind one engine."""

@@ -1,0 +1,154 @@
+"""Several whole models, each on ranks of its own, that share batches out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from nbflow.distributed import Comm, Plan
+from nbflow.engine.llm import STREAM_BURST_S, Model
+from nbflow.engine.outputs import Generation, TokenOutput
+from nbflow.engine.replicas.router import ReplicaEngine
+from nbflow.engine.request import Request
+
+
+class Replicas(Model):
+    """Replicas of a model, seen from one process.
+
+    A batch is shared out: the i-th request goes to replica i modulo their number.  Everything else
+    (logits, one sequence) each replica does for itself, with the same result.
+
+    Parameters
+    ----------
+    mine : list of Model
+        The replicas of this process: one under mpirun (none if it holds no part), all of them where
+        ranks are threads.
+    plan : Plan
+        All ranks of all replicas.
+    comm : Comm
+        All those ranks, in that order; a single one where ranks are threads.
+    index, n : int
+        Which replica is this process's, and of how many.
+    """
+
+    engine_class = ReplicaEngine
+
+    def __init__(self, mine: list[Model], plan: Plan, comm: Comm, index: int, n: int) -> None:
+        first = mine[0]
+        super().__init__(
+            first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
+            first.defaults, first._why_no_tokenizer,
+        )  # fmt: skip
+        self.turns = first.turns  # its ranks are called here, too
+        self.mine = mine
+        """The replicas of this process."""
+        self._comm = comm
+        self.index = index
+        """Which of them is the first of these."""
+        self.n = n
+        """How many there are."""
+
+    def close(self) -> None:
+        """Close all replicas of this process."""
+        for model in self.mine:
+            model.close()
+        self.engines, self._team = [], None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process says what all replicas do."""
+        return self.index == 0 and super().leads
+
+    @property
+    def begins(self) -> bool:
+        """Whether this process says what the ranks of its replica do."""
+        return super().leads
+
+    def tell(self, value: Any) -> Any:
+        """Return what the first rank of the first replica says, on every rank of all of them."""
+        return self._comm.bcast_object(value)
+
+    def stream(self, *args: Any, **options: Any) -> Iterator[int]:
+        """As `Model.stream`, by each process's own replica."""
+        yield from self.mine[0].stream(*args, **options)
+
+    def generate(self, *args: Any, **options: Any) -> Generation:
+        """As `Model.generate`, by each process's own replica."""
+        return self.mine[0].generate(*args, **options)
+
+    def run_requests(
+        self,
+        requests: list[Request],
+        burst_s: float = STREAM_BURST_S,
+        share_prompts: bool = False,
+    ) -> Iterator[list[tuple[int, TokenOutput]]]:
+        """As `Model.run_requests`; what other processes' replicas give comes in two parts.
+
+        These are the first tokens, when every request has one, and the rest at the end; all events
+        must be taken.
+        """
+        if len(self.mine) > 1:
+            yield self._run_all(requests, burst_s, share_prompts)
+            return
+        own = list(range(self.index, len(requests), self.n))
+        meetings = 0
+        mine = [requests[i] for i in own]
+        for events in self.mine[0].run_requests(mine, burst_s, share_prompts):
+            yield [(own[i], token) for i, token in events]
+            if meetings == 0 and all(requests[i].ids for i in own):
+                meetings += 1
+                yield self._meet(requests)
+        for _ in range(2 - meetings):
+            yield self._meet(requests)
+
+    def _run_all(
+        self, requests: list[Request], burst_s: float, share_prompts: bool
+    ) -> list[tuple[int, TokenOutput]]:
+        """Run every replica in a thread, and return what came out."""
+
+        def run(index: int) -> None:
+            mine = requests[index :: self.n]
+            for _ in self.mine[index].run_requests(mine, burst_s, share_prompts):
+                pass
+
+        with ThreadPoolExecutor(self.n) as pool:
+            list(pool.map(run, range(self.n)))
+        return [
+            (i, TokenOutput(token, logprob))
+            for i, request in enumerate(requests)
+            for token, logprob in zip(request.ids, request.logprobs, strict=True)
+        ]
+
+    def _meet(self, requests: list[Request]) -> list[tuple[int, TokenOutput]]:
+        """Give all ranks what every replica has so far; return what is new here."""
+        mine = requests[self.index :: self.n]
+        own = [(r.ids, r.logprobs, r.finish_reason, r.found) for r in mine]
+        everywhere = self._comm.bcast_object(self._comm.gather_object((self.index, own)))
+        events = []
+        for index, results in dict(everywhere).items():
+            if index == self.index:
+                continue
+            for i, (ids, logprobs, reason, found) in zip(
+                itertools.count(index, self.n), results, strict=False
+            ):
+                request = requests[i]
+                new = range(len(request.ids), len(ids))
+                events += [(i, TokenOutput(ids[s], logprobs[s])) for s in new]
+                request.ids, request.logprobs, request.finish_reason = ids, logprobs, reason
+                request.found = found
+        return events
+
+    def reset_traffic(self) -> None:
+        """Count the bytes sent between ranks of each replica from here on."""
+        for model in self.mine:
+            model.reset_traffic()
+
+    def gather(self, method: str) -> list[dict[str, Any]]:
+        """Return the results of all ranks of all replicas, on every one of them."""
+        parts = [model.gather(method) for model in self.mine]
+        if len(self.mine) == 1:
+            everywhere = self._comm.bcast_object(self._comm.gather_object((self.index, parts[0])))
+            parts = [part for _, part in sorted(dict(everywhere).items())]
+        return [rank for part in parts for rank in part]

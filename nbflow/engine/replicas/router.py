@@ -1,0 +1,292 @@
+"""An engine for several replicas of a model: requests go to the one that has least to do.
+
+Each replica has an engine of its own.  Those of this process are called; under mpirun the others
+are told over a socket what to do (`nbflow.engine.replicas.rpc`).  They know nothing of each other,
+so the death of one is no matter of the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from nbflow.engine.errors import EngineClosed, QueueFull
+from nbflow.engine.limits import choose_limits, fit
+from nbflow.engine.llm import STREAM_BURST_S, Model
+from nbflow.engine.llm_engine import Engine
+from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, obey
+from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.request_handle import Handle, OnEvents
+from nbflow.engine.stats import EngineStats
+from nbflow.options import EngineOptions
+from nbflow.utils.rank_status import status
+from nbflow_kernels.errors import UsageError
+
+AFFINITY = 4
+"""A request goes where its beginning is known if that replica has at most so many more to do."""
+MAX_HOMES = 65_536
+"""Beginnings that are remembered."""
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ReplicatedModel(Protocol):
+    """Model with replicas (`nbflow.engine.replicas.offline.Replicas`), as its engine uses it."""
+
+    mine: list[Model]
+    index: int
+    n: int
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process decides what all replicas do."""
+
+    @property
+    def begins(self) -> bool:
+        """Return whether this process decides what the ranks of its replica do."""
+
+    def tell(self, value: Any) -> Any:
+        """Return what the first rank of the first replica says."""
+
+    def claim(self, engine: object) -> None:
+        """Let an engine run the model."""
+
+    def release(self, engine: object) -> None:
+        """Give the model back."""
+
+
+class Member(Protocol):
+    """What is asked of the engine of a replica."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended it, if it is failed."""
+
+    @property
+    def load(self) -> int:
+        """How many sequences it has to do."""
+
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
+        """See `Engine.submit`."""
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+
+    def stats(self) -> EngineStats | None:
+        """See `Engine.stats`; None before another process has told any."""
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """See `Engine.close`."""
+
+
+class ReplicaEngine(Engine):
+    """The engine of a model with replicas; made by `nbflow.Engine`, and used like any other.
+
+    Under mpirun the first rank of the first replica leads; all others `follow`.  A request goes to
+    the replica that has least to do, or to the one that has read a prompt that begins alike, unless
+    that has much more to do (`AFFINITY`).
+
+    Parameters
+    ----------
+    model : Replicas
+        The model.
+    max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache, burst_s, on_failure
+        As of `Engine`, for each replica.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions | None = None,
+        *,
+        burst_s: float = STREAM_BURST_S,
+        **changes: Any,
+    ) -> None:
+        assert isinstance(model, ReplicatedModel)
+        given = (options or EngineOptions()).replaced(changes)
+        limits = choose_limits(model, given)
+        self._set_up(model, limits, burst_s, given.on_failure)
+        self._replicas = model
+        self._ranks = model.gather("whereabouts")  # every rank is asked
+        self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]
+        self._members: list[Member] = []
+        self._listener: Listener | None = None
+        self._homes: OrderedDict[tuple[str, bytes], Member] = OrderedDict()
+
+    # ---- life ---------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests are submitted to this rank; the others `follow`."""
+        return self._replicas.leads
+
+    @property
+    def begins(self) -> bool:
+        """Whether this process says what the ranks of its replica do."""
+        return self._replicas.begins
+
+    @property
+    def state(self) -> str:
+        """One of new, running, closed, failed: the last by `on_failure`, or if none is left."""
+        if self._state == "running" and self._has_failed():
+            return "failed"
+        return self._state
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs: started, not closed, and not failed."""
+        return self.state == "running"
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the first replica that has failed."""
+        return next((m.failure for m in self._members if m.failure is not None), None)
+
+    def _has_failed(self) -> bool:
+        living = [m.alive for m in self._members]
+        return not (all(living) if self._on_failure == "stop" else any(living))
+
+    def start(self) -> Engine:
+        """See `Engine.start`; it waits for the other replicas to `follow`."""
+        if not self.leads:
+            raise UsageError("this rank does not lead the engine; call follow()")
+        with self._lock:
+            if self._state != "new":
+                raise UsageError(f"an engine is started once; this one is {self._state}")
+            self._replicas.claim(self)
+            self._state = "running"
+        n_remote = self._replicas.n - len(self._own)
+        if n_remote:
+            self._listener = Listener(self._ranks)
+        self._replicas.tell(self._listener and self._listener.address)
+        for engine in self._own:
+            engine.start()
+        self._members += self._own
+        if self._listener is not None:
+            for index, connection in self._listener.accept(n_remote):
+                self._members.append(RemoteEngine(index, connection, self.model, self.limits))
+        return self
+
+    def follow(self, draft: Model | None = None) -> None:
+        """Work as one of the other ranks, until the first one closes the engine.
+
+        Parameters
+        ----------
+        draft : Model, optional
+            Where a replica begins: the model that proposes tokens to requests that want some.
+        """
+        if self.leads:
+            raise UsageError("this rank leads the engine; start it, and submit requests")
+        self._replicas.claim(self)
+        address: Address | None = self._replicas.tell(None)
+        (engine,) = self._own
+        if self._replicas.index:
+            status.is_needed = False
+        if not engine.leads:
+            engine.follow()
+        else:
+            assert address is not None
+            obey(engine, self._replicas.index, address, draft)
+        self._replicas.release(self)
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """See `Engine.close`."""
+        with self._lock:
+            was, self._state = self._state, "closed"
+        if was != "running":
+            return
+        with ThreadPoolExecutor(len(self._members)) as pool:
+            list(pool.map(lambda member: member.close(drain, timeout), self._members))
+        if self._listener is not None:
+            self._listener.close()
+        self._replicas.release(self)
+
+    # ---- what other threads call --------------------------------------------------------------
+
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
+        """See `Engine.submit`."""
+        fit(request, self.model.spec, self.limits)
+        if request.stop_texts:
+            _ = self.model.tokenizer  # fail early: stop texts need it
+        with self._lock:
+            members = self._by_load(request)
+            for member in members:
+                with contextlib.suppress(QueueFull, EngineClosed):
+                    return member.submit(request, on_events)
+            return members[0].submit(request, on_events)  # it says why not
+
+    def _by_load(self, request: Request | None = None) -> list[Member]:
+        """Return the members that run, the one to be asked first in front."""
+        self._check_running()
+        living = sorted((m for m in self._members if m.alive), key=lambda m: m.load)
+        if not living:
+            raise EngineClosed(f"no replica runs any more: {self.failure}")
+        size = self.limits.page_size
+        if request is None or not self.limits.prefix_cache or not request.takes_cached:
+            return living
+        if len(request.prompt) <= size:
+            return living
+        page = np.array(request.prompt[:size], np.int64).tobytes()
+        home = self._homes.get((request.cache_salt, page))
+        if home is None or not home.alive or home.load > living[0].load + AFFINITY:
+            home = living[0]
+        self._homes[request.cache_salt, page] = home
+        self._homes.move_to_end((request.cache_salt, page))
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
+        return [home, *(m for m in living if m is not home)]
+
+    def _check_running(self) -> None:
+        if self.state == "failed":
+            raise EngineClosed(f"the engine has failed: {self.failure}; start another one")
+        super()._check_running()
+
+    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
+        """See `Engine.cancel`."""
+        handle.cancel(reason)  # it knows its replica
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        for member in self._by_load():
+            member.flush()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Refuse, as it is not clear which replica is meant."""
+        raise UsageError(f"{method!r} is a call for one model; this engine has several replicas")
+
+    def stats(self) -> EngineStats:
+        """Return the present numbers of all replicas together."""
+        parts = [vars(numbers) for numbers in self.replica_stats() if numbers is not None]
+        total: dict[str, Any] = {name: 0 for name in EngineStats.__dataclass_fields__}
+        total["finished"] = {}
+        for part in parts:
+            for name, value in part.items():
+                if name == "finished":
+                    for reason, n in value.items():
+                        total[name][reason] = total[name].get(reason, 0) + n
+                else:
+                    total[name] += value
+        return EngineStats(**total)
+
+    def replica_stats(self) -> list[EngineStats | None]:
+        """Return the numbers of each replica, None for those that do not tell any.
+
+        Those of other processes are what these have told last; this does not wait.
+        """
+        found: list[EngineStats | None] = []
+        for member in self._members:
+            found.append(None)
+            if member.alive:
+                with contextlib.suppress(EngineClosed):
+                    found[-1] = member.stats()
+        return found

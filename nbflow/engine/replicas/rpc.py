@@ -1,0 +1,452 @@
+"""Remote calls between the engines of replicas: messages over a socket.
+
+A socket and not MPI, because its end says that the other process has ended, so that no thread waits
+for a process that will not answer.  A connecting process proves that it belongs to the same run by
+a key that is sent with MPI (`multiprocessing.connection`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import pickle
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from nbflow.engine.errors import EngineClosed, QueueFull
+from nbflow.engine.limits import Limits
+from nbflow.engine.llm import Model
+from nbflow.engine.llm_engine import Engine
+from nbflow.engine.outputs import TokenOutput
+from nbflow.engine.replicas.address import (
+    REFUSED,
+    SETTING,
+    Connection,
+    Place,
+    addresses_towards,
+    be_patient,
+    chosen_address,
+    connect,
+    listen,
+    welcome,
+)
+from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.request_handle import Handle, OnEvents
+from nbflow.engine.stats import EngineStats
+from nbflow.sampling.structured_output import StructureError
+from nbflow_kernels.errors import UsageError
+
+START_S = 300.0
+"""Seconds for the other replicas to connect; they have loaded their part by then."""
+REPORT_S = 0.25
+"""Seconds between two reports of a replica's numbers, if they have changed."""
+MOST_UNKNOWN = 32
+"""Most connections at a time that have not proved yet where they come from."""
+
+Address = tuple[list[Place], bytes]
+"""Addresses and ports of the leading process, in the order to try, and the key."""
+
+_TOLD = (
+    "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
+    "n_drafted", "n_accepted", "found", "vector", "finish_reason", "stop_reason",
+    "error",
+)  # fmt: skip
+"""Fields of a request that are sent when it has ended."""
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Listening socket for the other replicas.
+
+    Parameters
+    ----------
+    ranks : sequence of dict
+        `RankEngine.whereabouts` of all ranks, the own first.  With one host, only the loopback
+        interface is listened to, else the addresses that the other hosts reach.
+    """
+
+    def __init__(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        self._key = secrets.token_bytes(32)
+        here, given = ranks[0]["host"], chosen_address()
+        others = {rank["host"]: rank["addresses"] for rank in ranks if rank["host"] != here}
+        if given is not None:
+            own = [given]
+        else:
+            own = addresses_towards(list(others.values())) if others else ["127.0.0.1"]
+        if not own:
+            raise UsageError(
+                f"{here} has no address that leads to {', '.join(others)}; set {SETTING} to one "
+                "that the other hosts reach"
+            )
+        self._sockets = [listen(address, len(ranks)) for address in own]
+        ports = [int(listening.getsockname()[1]) for listening in self._sockets]
+        self.address: Address = list(zip(own, ports, strict=True)), self._key
+
+    def accept(self, n: int) -> list[tuple[int, Connection]]:
+        """Return the connections of `n` replicas with their numbers, in order.
+
+        Then no more are taken.  A peer that does not answer delays no other.
+
+        Raises
+        ------
+        UsageError
+            If they do not come in time.
+        """
+        found: dict[int, Connection] = {}
+        came = threading.Condition()
+        free = threading.BoundedSemaphore(n + MOST_UNKNOWN)
+
+        def greet(accepted: socket.socket) -> None:
+            with free_after(), contextlib.suppress(*REFUSED):
+                connection = welcome(accepted, self._key)
+                index = connection.recv()
+                be_patient(connection)
+                with came:
+                    found[index] = connection
+                    came.notify_all()
+
+        @contextlib.contextmanager
+        def free_after() -> Iterator[None]:
+            try:
+                yield
+            finally:
+                free.release()
+
+        def wait(listening: socket.socket) -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while free.acquire():
+                    accepted, _ = listening.accept()
+                    threading.Thread(target=greet, args=(accepted,), daemon=True).start()
+
+        for listening in self._sockets:
+            threading.Thread(
+                target=wait, args=(listening,), name="nbflow-accept", daemon=True
+            ).start()
+        with came:
+            came.wait_for(lambda: len(found) >= n, START_S)
+        self.close()
+        if len(found) < n:
+            raise UsageError(
+                f"{n - len(found)} of {n} other replicas have not come within {START_S:g} s; every "
+                "rank must make the engine and call follow()"
+            )
+        return sorted(found.items())
+
+    def close(self) -> None:
+        """Take no more connections."""
+        for listening in self._sockets:
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes up who waits in accept
+            listening.close()
+
+
+class RemoteEngine:
+    """The engine of a replica in another process, as the leading one sees it.
+
+    Parameters
+    ----------
+    index : int
+        Which replica.
+    connection : Connection
+        The way to it.
+    model : Model
+        The model, to turn results into text.
+    limits : Limits
+        Those of its engine.
+    """
+
+    def __init__(self, index: int, connection: Connection, model: Model, limits: Limits) -> None:
+        self.index = index
+        self.model = model
+        self._most = limits.max_sequences + limits.max_waiting
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._handles: dict[int, Handle] = {}
+        self._number_of: dict[Handle, int] = {}
+        self._futures: dict[int, Future[Any]] = {}
+        self._told: EngineStats | None = None  # the numbers
+        self._out: SimpleQueue[bytes | None] = SimpleQueue()
+        self._closing = False
+        self.alive = True
+        """True while it runs."""
+        self.failure: BaseException | None = None
+        """Error that ended it, if it has failed."""
+        self._reader = threading.Thread(
+            target=self._read, name=f"nbflow-replica-{index}", daemon=True
+        )
+        self._reader.start()
+        threading.Thread(
+            target=self._write, name=f"nbflow-replica-{index}-out", daemon=True
+        ).start()
+
+    @property
+    def on_own_thread(self) -> bool:
+        """True on the thread that calls the listeners of requests."""
+        return threading.current_thread() is self._reader
+
+    @property
+    def load(self) -> int:
+        """Number of sequences that run there or wait."""
+        with self._lock:
+            return sum(handle.request.width for handle in self._handles.values())
+
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
+        """See `Engine.submit`; the request stays here, a copy of it runs there."""
+        handle, number = Handle(self, request, on_events), next(self._numbers)
+        try:
+            message = pickle.dumps(("submit", number, request))
+        except Exception as error:
+            raise UsageError(f"replica {self.index} cannot be sent this: {error}") from error
+        with self._lock:
+            self._check()
+            if len(self._handles) >= self._most:
+                raise QueueFull(f"{self._most} requests wait already or run; try again later")
+            self._handles[number], self._number_of[handle] = handle, number
+            self._out.put(message)
+        return handle
+
+    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
+        """See `Engine.cancel`."""
+        with self._lock:
+            number = self._number_of.get(handle)
+        if number is not None:
+            self._send("cancel", number, reason)
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        self._ask("flush")
+
+    def stats(self) -> EngineStats | None:
+        """See `Engine.stats`; the last numbers that were told, at most some `REPORT_S` old."""
+        self._check()
+        return self._told
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """See `Engine.close`."""
+        self._closing = True
+        self._send("close", 0, drain, timeout)
+        self._reader.join()
+
+    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the engine there and return what it returns."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._check()
+            number = next(self._numbers)
+            self._futures[number] = future
+        self._send("call", number, method, args, options)
+        return future.result()
+
+    def _check(self) -> None:
+        if not self.alive:
+            raise EngineClosed(f"replica {self.index} does not run: {self.failure}")
+
+    def _send(self, *message: Any) -> None:
+        """Let the writer send a message; returns at once."""
+        self._out.put(pickle.dumps(message))
+
+    def _write(self) -> None:
+        """Send what there is to say: only this thread waits for the other process to read."""
+        with contextlib.suppress(OSError):  # its end is seen by the reader
+            while (message := self._out.get()) is not None:
+                self._connection.send_bytes(message)
+
+    def _read(self) -> None:
+        """Pass on what the replica tells, until it ends."""
+        try:
+            while True:
+                for kind, number, *facts in self._connection.recv():
+                    if kind == "end":
+                        self._lost(facts[0])
+                    elif kind == "events":
+                        self._pass_on(number, *facts)
+                    elif kind == "stats":
+                        self._told = facts[0]
+                    else:
+                        self._answer(number, *facts)
+        except (EOFError, OSError):
+            self._lost(None if self._closing else EngineClosed("its process has ended"))
+        except Exception as error:  # what came cannot be read
+            logger.exception("replica %d is given up", self.index)
+            self._lost(error)
+        self._out.put(None)
+        self._connection.close()
+
+    def _lost(self, failure: BaseException | None) -> None:
+        """Give up what it was to do; without a failure it was told to end."""
+        with self._lock:
+            self.alive = False
+            self.failure = self.failure or failure
+            handles, futures = list(self._handles.values()), list(self._futures.values())
+            self._handles, self._number_of, self._futures = {}, {}, {}
+        ended = EngineClosed(f"replica {self.index} has ended: {failure or 'closed'}")
+        if failure is not None:
+            logger.error("replica %d has ended: %s", self.index, failure)
+        for handle in handles:
+            handle.end(*("abort", None) if failure is None else ("error", ended))
+        for future in futures:
+            future.set_exception(ended)
+
+    def _pass_on(self, number: int, events: list[TokenOutput], facts: dict[str, Any]) -> None:
+        with self._lock:
+            handle = self._handles.get(number)
+            if handle is not None and events[-1].finish_reason is not None:
+                del self._handles[number], self._number_of[handle]
+        if handle is not None:
+            handle.relay(events, facts)
+
+    def _answer(self, number: int, result: Any, error: Exception | None) -> None:
+        with self._lock:
+            future = self._futures.pop(number, None)
+        if future is None:
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def obey(engine: Engine, index: int, address: Address, draft: Model | None) -> None:
+    """Run an engine for the leading process, until that says that it is over, or ends.
+
+    Parameters
+    ----------
+    engine : Engine
+        The engine of this replica; it is started and closed here.
+    index : int
+        Which replica.
+    address : Address
+        Where the leading process listens.
+    draft : Model, optional
+        Proposes tokens to requests that want some and have no proposer.
+    """
+    connection = connect(*address)
+    connection.send(index)
+    servant = _Servant(engine, connection, draft)
+    engine.start()
+    try:
+        servant.run()
+    finally:
+        engine.close()
+        servant.end()
+
+
+class _Servant:
+    """Does what the leading process says, and tells it what becomes of it."""
+
+    def __init__(self, engine: Engine, connection: Connection, draft: Model | None) -> None:
+        self._engine, self._connection, self._draft = engine, connection, draft
+        self._handles: dict[int, Handle] = {}
+        self._out: SimpleQueue[Any] = SimpleQueue()
+        self._pool = ThreadPoolExecutor(8, "nbflow-replica-call")
+        self._writer = threading.Thread(target=self._write, name="nbflow-replica-out", daemon=True)
+        self._writer.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._report, name="nbflow-replica-stats", daemon=True).start()
+
+    def run(self) -> None:
+        """Take messages until the last one."""
+        with contextlib.suppress(EOFError, OSError):  # the leading process has ended
+            while True:
+                kind, number, *facts = self._connection.recv()
+                if kind == "submit":
+                    self._submit(number, facts[0])
+                elif kind == "cancel" and number in self._handles:
+                    self._handles[number].cancel(facts[0])
+                elif kind == "call":
+                    self._pool.submit(self._call, number, *facts)
+                elif kind == "close":
+                    self._engine.close(*facts)
+                    return
+
+    def end(self) -> None:
+        """Send what is left to say, and end."""
+        self._pool.shutdown(cancel_futures=True)
+        self._ended.set()
+        self._out.put(None)
+        self._writer.join()
+        self._connection.close()
+
+    def _submit(self, number: int, request: Request) -> None:
+        if request.n_proposed and request.proposer is None and self._draft is not None:
+            request.drafter = self._draft.drafter
+        told = False
+
+        def on_events(handle: Handle, events: list[TokenOutput]) -> None:
+            nonlocal told
+            names: tuple[str, ...] = ()
+            if events[-1].finish_reason is not None:
+                names = _TOLD
+                self._handles.pop(number, None)
+            elif not told:
+                names = ("cached_tokens", "prompt_results")
+            told = True
+            facts = {name: getattr(handle.request, name) for name in names}
+            if facts.get("error") is not None:
+                facts["error"] = _sendable(facts["error"])
+            self._out.put(("events", number, [_plain(e) for e in events], facts))
+            if self._engine.failure is not None:  # this process waits to be told to end
+                self._out.put(("end", 0, _sendable(self._engine.failure)))
+
+        try:
+            self._handles[number] = self._engine.submit(request, on_events)
+        except Exception as error:  # of this request: the engine has not taken it
+            event = TokenOutput(None, finish_reason="error", error=_sendable(error))
+            facts = {"finish_reason": "error", "error": event.error}
+            self._out.put(("events", number, [event], facts))
+
+    def _call(self, number: int, method: str, args: Any, options: Any) -> None:
+        try:
+            result = getattr(self._engine, method)(*args, **options)
+        except Exception as error:
+            self._out.put(("answer", number, None, _sendable(error)))
+        else:
+            self._out.put(("answer", number, result, None))
+
+    def _report(self) -> None:
+        """Tell the engine's numbers from time to time, so that `stats` need not ask for them."""
+        told = None
+        while not self._ended.is_set():
+            numbers = self._engine.stats()
+            if numbers != told:
+                told = numbers
+                self._out.put(("stats", 0, numbers))
+            self._ended.wait(REPORT_S)
+
+    def _write(self) -> None:
+        """Send what there is to say, all that came meanwhile in one message."""
+        while (first := self._out.get()) is not None:
+            messages, last = [first], False
+            while not self._out.empty():
+                more = self._out.get()
+                if more is None:
+                    last = True
+                    break
+                messages.append(more)
+            with contextlib.suppress(OSError):
+                self._connection.send(messages)
+            if last:
+                return
+
+
+def _plain(event: TokenOutput) -> TokenOutput:
+    """Return an event whose error can be sent."""
+    if event.error is None:
+        return event
+    return dataclasses.replace(event, error=_sendable(event.error))
+
+
+def _sendable(error: BaseException) -> Exception:
+    """Return an error that another process can read: of our kinds as it is, else its text."""
+    if isinstance(error, UsageError) and type(error) in (UsageError, StructureError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,9 @@
+"""Beam search and contrastive search: strategies over several sequences of one request."""
+
+from __future__ import annotations
+
+from nbflow.engine.search.base import Search
+from nbflow.engine.search.beam import BeamSearch
+from nbflow.engine.search.contrastive import ContrastiveSearch
+
+__all__ = ["BeamSearch", "ContrastiveSearch", "Search"]

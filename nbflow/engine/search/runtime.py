@@ -1,0 +1,151 @@
+"""A search within the steps of the engine: its continuations are rows of a step like any other's.
+
+The rank with the head finds the most probable tokens behind every continuation, and how much its
+hidden state is like those before; that is all the other ranks are told.  All of them then go on
+alike: the search decides (`nbflow.engine.search.base`), and the sequences in the page table follow,
+which share their pages as far as they have the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+
+from nbflow.engine.request import Request
+from nbflow.engine.sampler import top_log_probabilities
+from nbflow.engine.scheduler import Work
+from nbflow.engine.search.base import Continuation, Step
+from nbflow.engine.search.contrastive import History
+from nbflow.kv_cache import PageTable
+from nbflow.sampling.strategy import no_distribution
+
+
+def empty_rows(works: Sequence[Work], n_vocab: int) -> list[np.ndarray]:
+    """Return room for what searches are told, float64 (B, 1 + 2 K) each.
+
+    A row for each continuation: likeness, the K most probable tokens, their log-probabilities.
+    """
+    found = []
+    for work in works:
+        request = work.request
+        if request.search is not None and work.draws:
+            wanted = max(request.search.n_wanted(len(request.stop_ids)), request.n_top_logprobs)
+            wanted += len(request.banned_ids)
+            n_rows = len(request.branches) or 1
+            found.append(np.full((n_rows, 1 + 2 * min(wanted, n_vocab)), math.nan))
+    return found
+
+
+def compute_rows(
+    array: np.ndarray | None,
+    work: Work,
+    logits: np.ndarray,
+    hidden: Callable[[], np.ndarray],
+    rows: slice,
+) -> None:
+    """Fill in what a search is told, if it is.
+
+    Parameters
+    ----------
+    array : array or None
+        Its part of `empty_rows`; None where it reads its prompt.
+    work : Work
+        Its part of the step.
+    logits : array of float32, shape (n, V)
+        Those of its rows.
+    hidden : callable
+        Returns the hidden states of all rows of the step.
+    rows : slice
+        Which of them are its own.
+    """
+    request, likeness = work.request, None
+    assert request.search is not None
+    if request.search.compares:
+        likeness = _compare(request, hidden()[rows])
+    if array is not None:
+        some = logits[len(logits) - len(array) :]  # where they lie
+        ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
+        n = ids.shape[1]
+        array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs
+        if likeness is not None:
+            array[:, 0] = likeness
+
+
+def _compare(request: Request, hidden: np.ndarray) -> np.ndarray | None:
+    """Note the hidden states of a text, or return how like those of the continuations are."""
+    if request.history is None or (request.n_done == 0 and not request.branches):
+        request.history = History()
+    if not request.branches:
+        request.history.add(hidden)
+        return None
+    return request.history.likeness(hidden)
+
+
+def advance(request: Request, row: np.ndarray) -> list[Step]:
+    """Let a search go on with what came out; return the tokens that are certain now."""
+    assert request.search is not None
+    n = (row.shape[1] - 1) // 2
+    if not np.isfinite(row[:, 1 + n]).all():
+        request.fail(no_distribution())
+        return []
+    if request.searching is None:
+        left = request.max_tokens - len(request.ids)
+        request.searching = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
+    state = request.searching
+    ids, logprobs = row[:, 1 : 1 + n].astype(np.int64), row[:, 1 + n :]
+    if request.banned_ids:
+        ids, logprobs = _without(request.banned_ids, ids, logprobs)
+    steps = state.advance(logprobs, ids, row[:, 0])
+    for step in steps:
+        request.accept(step.token, step.logprob, step.top)
+    if state.done:
+        request.found = state.found
+        finish(request, state.found[0])
+    return steps
+
+
+def _without(
+    banned: Collection[int], ids: np.ndarray, logprobs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most probable tokens of each row with the banned ones last, as impossible."""
+    is_banned = np.isin(ids, list(banned))
+    order = np.argsort(is_banned, axis=1, kind="stable")
+    logprobs = np.where(is_banned, -math.inf, logprobs)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
+
+
+def finish(request: Request, best: Continuation) -> None:
+    """Let a request end with a continuation."""
+    for step in best.steps:
+        request.accept(step.token, step.logprob, step.top)
+
+
+def follow(request: Request, table: PageTable, numbers: Iterator[int]) -> list[tuple[int, int]]:
+    """Let the sequences of a search be those of its continuations.
+
+    Returns
+    -------
+    list of (int, int)
+        Sequences that were copied, and the copies.
+    """
+    assert request.searching is not None
+    held, free, forks = request.sequences, set(request.sequences), list[tuple[int, int]]()
+    following = []
+    for parent in request.searching.parents:
+        sequence = held[parent]
+        if sequence in free:  # the first that goes on does so in its place
+            free.discard(sequence)
+        else:
+            new = next(numbers)
+            table.fork(sequence, new)
+            forks.append((sequence, new))
+            sequence = new
+        following.append(sequence)
+    for sequence in free:
+        table.drop(sequence)
+    if request.history is not None and request.branches:
+        request.history.take(request.searching.parents[0])
+    request.branches = following
+    return forks

@@ -1,0 +1,180 @@
+"""Draft model: proposes the next tokens to all requests of a step at once.
+
+The leading process drafts; the other ranks of the model receive the tokens with the step.  The
+draft reads a prompt when its request begins to generate, one chunk between two steps, so that no
+request waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nbflow.engine.evaluator import Session
+from nbflow.engine.interfaces import ModelRunner
+from nbflow.engine.request import DraftProposer, Proposals, Request
+from nbflow.sampling import Greedy, Strategy
+
+_OWN_STREAM = 0x9E3779B97F4A7C15
+"""Makes another seed of a seed: 2**64 divided by the golden ratio."""
+
+logger = logging.getLogger(__name__)
+
+
+class Drafter:
+    """Proposes the tokens of a smaller model.
+
+    It draws with the strategy of each request if that is compiled, else it takes the most probable
+    token; with the request's own random numbers, or with others if the verification uses those
+    (`Request.verifies_chain`).
+
+    Parameters
+    ----------
+    draft : Model
+        A model with the same vocabulary.
+    session : callable
+        Opens a session of it (`Model.session`).
+    """
+
+    def __init__(self, draft: ModelRunner, session: Callable[[], Session]) -> None:
+        self.model = draft
+        self._open = session
+        self._lock = threading.Lock()  # replicas of this process share it
+        self._session: Session | None = None
+        self._sequences: dict[Request, int] = {}  # of the session
+        self._ids: dict[Request, list[int]] = {}  # what each of them has
+
+    @property
+    def max_context(self) -> int:
+        """Return the most tokens of a sequence of the draft model."""
+        return self.model.spec.max_context
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        """Return at most so many tokens for each request, none where its prompt is still read."""
+        with self._lock:
+            return self._propose(wanted)
+
+    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        pending = self._catch_up([request for request, _ in wanted])
+        active = [(r, n) for r, n in wanted if r in pending]
+        drafted: dict[Request, list[int]] = {r: [] for r, _ in active}
+        probs: dict[Request, list[np.ndarray]] = {r: [] for r, _ in active}
+        while active:
+            rows = self._run(pending)
+            for strategy, some in _by_strategy([r for r, _ in active]):
+                logits = np.concatenate([rows[r] for r in some])
+                for i, token in enumerate(_choose(strategy, logits, some, drafted)):
+                    if some[i].verifies_chain:
+                        probs[some[i]].append(strategy.distribution(logits[i : i + 1]))
+                    drafted[some[i]].append(token)
+            active = [(r, n) for r, n in active if len(drafted[r]) < n]
+            pending = {r: drafted[r][-1:] for r, _ in active}
+        for request, rows_of in probs.items():
+            if rows_of:
+                request.draft_probs = np.concatenate(rows_of)
+        return {r.id: (len(r.ids), tokens) for r, tokens in drafted.items()}
+
+    def forget(self, request: Request) -> None:
+        """Free what the draft holds for a request that has ended."""
+        with self._lock:
+            sequence = self._sequences.pop(request, None)
+            self._ids.pop(request, None)
+            if sequence is None or self._session is None or not self.model.engines:
+                return
+            try:
+                self._session.drop(sequence)
+            except Exception:  # of the draft model alone
+                logger.exception("the draft model raised while it forgot a request")
+
+    def _catch_up(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
+        """Bring the draft's sequences to what the requests have, but for the tokens returned.
+
+        The last token is always left: its logits are wanted.  No more than a step's tokens are read
+        at a time; who has more of them to read is not in the result.
+        """
+        if self._session is None:
+            self._session = self._open()
+        room = self.model.engines[0].max_step_tokens
+        pending, pieces = dict[Request, list[int]](), dict[Request, list[int]]()
+        for request in requests:
+            if request not in self._sequences:
+                self._sequences[request] = self._session.begin()
+                self._ids[request] = []
+            ids, had = [*request.prompt, *request.ids], self._ids[request]
+            same = _same_beginning(had, ids[:-1])
+            if same < len(had):
+                self._session.truncate(self._sequences[request], same)
+                del had[same:]
+            new = ids[same:]
+            if len(new) <= room:
+                pending[request] = new
+            elif room > 0:
+                pieces[request] = new[:room]
+            room -= min(room, len(new))
+        if pieces:
+            self._run(pieces)
+        return pending
+
+    def _run(self, pending: dict[Request, list[int]]) -> dict[Request, np.ndarray]:
+        """Run tokens of sequences and return the logits behind each."""
+        assert self._session is not None
+        rows = self._session.run({self._sequences[r]: ids for r, ids in pending.items()}, last=True)
+        for request, ids in pending.items():
+            self._ids[request] += ids
+        return {request: rows[self._sequences[request]].logits for request in pending}
+
+
+def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
+    """Ask the draft models of these requests, all that are generating, for what a step can take."""
+    wanted: dict[DraftProposer, list[tuple[Request, int]]] = {}
+    asking = [r for r in requests if r.drafter is not None and r.is_generating]
+    room = (max_step_tokens - sum(r.width for r in requests)) // max(1, len(asking))
+    for request in asking:
+        assert request.drafter is not None
+        left = request.max_tokens - len(request.ids) - 1
+        context = request.drafter.max_context
+        n = min(request.n_proposed, left, room, context - len(request.prompt) - len(request.ids))
+        if n > 0:
+            wanted.setdefault(request.drafter, []).append((request, n))
+    found: Proposals = {}
+    for drafter, some in wanted.items():
+        try:
+            found |= drafter.propose(some)
+        except Exception:  # requests go on without their draft
+            logger.exception("the draft model raised; its requests go on without it")
+            for request, _ in some:
+                drafter.forget(request)
+                request.drafter = None
+    return found
+
+
+def _by_strategy(requests: Sequence[Request]) -> list[tuple[Strategy, list[Request]]]:
+    """Return the strategies that the draft takes, and for which requests."""
+    groups: dict[Strategy, list[Request]] = {}
+    for request in requests:
+        strategy = request.strategy if request.strategy.compiled else Greedy()
+        groups.setdefault(strategy, []).append(request)
+    return list(groups.items())
+
+
+def _choose(
+    strategy: Strategy,
+    logits: np.ndarray,
+    requests: Sequence[Request],
+    drafted: dict[Request, list[int]],
+) -> list[int]:
+    """Return the draft's next token for each request."""
+    seeds = [r.seed ^ (_OWN_STREAM if r.verifies_chain else 0) for r in requests]
+    offsets = [len(r.ids) + len(drafted[r]) for r in requests]
+    tokens = strategy.choose(logits, np.array(seeds, np.uint64), np.array(offsets, np.uint64))
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _same_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

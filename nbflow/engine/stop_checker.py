@@ -1,0 +1,73 @@
+"""Stop texts: detokenizes the requests that have some, and ends them where one is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.outputs import RequestDelta
+from nbflow.engine.request import Request
+from nbflow.tokenization import Tokenizer
+
+
+class StopChecker:
+    """The texts of the requests that have stop texts.
+
+    Parameters
+    ----------
+    tokenizer : callable
+        Returns the model's tokenizer; called if a request has a stop text.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._tokenizer = tokenizer
+        self._streams: dict[Request, TextStream] = {}
+
+    def check(self, deltas: Sequence[RequestDelta]) -> list[Request]:
+        """Fill in the text of tokens; cut requests after the token that completes a stop text.
+
+        Returns
+        -------
+        list of Request
+            Those that had one and have not ended by themselves, and those whose tokens have no
+            text, which have failed.
+        """
+        found = []
+        for delta in deltas:
+            request = delta.request
+            if not request.stop_texts:
+                continue
+            runs = request.finish_reason is None
+            try:
+                self._detokenize(delta)
+            except Exception as error:  # the tokenizer's; other requests are not affected
+                request.fail(error)
+            if runs and request.finish_reason is not None:
+                found.append(request)
+            if request.finish_reason is not None:
+                self._streams.pop(request, None)
+        return found
+
+    def finish(self, request: Request) -> str | None:
+        """Forget a request that is ended from outside, and return the text that was held back."""
+        stream = self._streams.pop(request, None)
+        return None if stream is None else stream.finish()
+
+    def _detokenize(self, delta: RequestDelta) -> None:
+        request = delta.request
+        if request not in self._streams:
+            self._streams[request] = TextStream(
+                self._tokenizer(), request.stop_texts, request.include_stop_text,
+                request.text_before,
+            )  # fmt: skip
+        stream = self._streams[request]
+        for n, output in enumerate(delta.tokens, 1):
+            assert output.token is not None
+            output.text = stream.push(output.token)
+            if stream.stopped is not None:
+                delta.cut(len(delta.tokens) - n)
+                break
+        if request.finish_reason in ("stop", "length"):
+            delta.rest = stream.finish()
+        if stream.stopped is not None:
+            request.finish_reason, request.stop_reason = "stop", stream.stopped

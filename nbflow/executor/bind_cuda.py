@@ -1,0 +1,263 @@
+"""From ops to launches of CUDA kernels: what differs from the CPU's binding.
+
+A launcher is called anew for every step that is no graph: it computes a grid and starts kernels,
+and nothing waits for the device.  What the host knows and kernels need (which rows, which pages) is
+copied once per step; what ranks send each other is in `exchange_cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.executor.bind import LayerAttention, Made, PythonOp
+from nbflow.executor.bind_cuda_fused import bind_fused
+from nbflow.executor.bind_cuda_moe import bind_experts
+from nbflow.executor.cuda_communication import CudaExchanges
+from nbflow.executor.cuda_fusion import AnyFusion, ExpertFusion
+from nbflow.executor.cuda_graphs import HostOp
+from nbflow.executor.cuda_moe import Mixture
+from nbflow.executor.executor import Executor
+from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.step_buffers import DeviceArrays, StepArrays
+from nbflow.kv_cache.storage import LAYOUT
+from nbflow.program.records import Op
+from nbflow_kernels.attention.cuda.plan import FixedTables, device_plan
+from nbflow_kernels.attention.plan_layout import SINKS
+from nbflow_kernels.cuda import device_of
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import QuantTensor
+
+
+class CudaBinder(CudaExchanges):
+    """Binds the ops of an executor's program to one shape of step."""
+
+    variant = "cuda"
+
+    def __init__(
+        self,
+        executor: Executor,
+        host: StepArrays,
+        rows_each: int,
+        fusions: Mapping[int, Sequence[AnyFusion]],
+    ) -> None:
+        super().__init__(executor, host)  # attention's work is divided on the host
+        self._host = host
+        self.executor = executor
+        self._fusions = fusions
+        self.tables: list[FixedTables] = []
+        """What the attention reads, of steps that may become graphs: those with `rows_each`."""
+        if rows_each and self.attention is not None:
+            self.tables = [self._fixed(kind, rows_each) for kind in self.attention.kinds]
+        numbers = executor.place.purposed("the numbers of a step")
+        self._arrays: Any = DeviceArrays(host, numbers, self.tables)
+        self._scales: dict[tuple[int, float], tuple[Any, Any]] = {}
+        self.scratch: list[Any] = []
+        """Arrays that ops write in passing, or read."""
+
+    def _fixed(self, kind: LayerAttention, rows_each: int) -> FixedTables:
+        """Return tables for a kind of attention, which its launches read from now on."""
+        like = self._view(next(iter(self.executor.program.buffers)))
+        tables = FixedTables(kind.plan, device_of(like), len(self._host.ids), rows_each)
+        device_plan(kind.plan, like).fix(tables)
+        tables.fill()
+        return tables
+
+    @property
+    def arrays(self) -> Any:
+        """Return the step's numbers on the device."""
+        return self._arrays
+
+    def view(self, name: str) -> Any:
+        """Return a buffer's rows of the step."""
+        return self._view(name)
+
+    def ops(self) -> Iterator[tuple[Op, Made]]:
+        """Yield each op, or the first of several that one kernel runs, with what it has become."""
+        ops, index = self.executor.program.ops, 0
+        while index < len(ops):
+            op, last = ops[index], index
+            if not self._is_idle(op):
+                made, last = self._fused(index)
+                yield op, made or getattr(self, f"_{op.kind}")(op, index)
+            index = last + 1
+
+    def _fused(self, index: int) -> tuple[PythonOp | None, int]:
+        """Return the launch of most ops from one on that a kernel runs, and the last of them."""
+        for fusion in self._fusions.get(index, ()):
+            if isinstance(fusion, ExpertFusion):
+                made = bind_experts(self, fusion)
+            else:
+                made = bind_fused(self, fusion)
+            if made is not None:
+                return made, fusion.last
+        return None, index
+
+    def _placed(self, array: np.ndarray) -> Any:
+        return self._executor.place.put(array)
+
+    # ---- kinds of op --------------------------------------------------------------------------
+
+    def _embedding(self, op: Op, index: int) -> PythonOp:
+        (table,) = self._executor.weights.operands[index]
+        name, out = op.attrs.get("index", "ids"), self._view(op.out)
+        rows, scale = getattr(self._arrays, name), op.attrs.get("scale", 1.0)
+        look_up = self._kernels("embedding").embedding
+        if "first_row" not in op.attrs:
+            return self._captured(op, look_up, rows, table, scale, out)
+
+        def look_up_mine() -> None:
+            mine = getattr(self._host, name) - np.int32(op.attrs["first_row"])
+            others = (mine < 0) | (mine >= table.shape[0])
+            look_up(self._placed(np.where(others, np.int32(0), mine)), table, scale, out)
+            for row in np.flatnonzero(others):
+                out[int(row)].fill(0)
+
+        return HostOp(op.kind, look_up_mine)
+
+    def _take_rows(self, op: Op, index: int) -> PythonOp:
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        look_up = self._kernels("embedding").embedding
+        return self._captured(op, look_up, self._arrays.logit_rows, x, 1.0, out)
+
+    def _norm(self, op: Op, index: int) -> Any:
+        if len(op.inputs) > 1:
+            raise UsageError(
+                f"{self._spec.name}: on CUDA devices, ranks cannot share a norm over all heads; "
+                "partition by layers, e.g. '0;1'"
+            )
+        return super()._norm(op, index)
+
+    def _linear(self, op: Op, index: int) -> PythonOp:
+        weights = self._executor.weights
+        accumulate = bool(op.attrs.get("accumulate", False))
+        x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
+        x = x[: len(out)]  # of hidden states without logits the head reads none
+
+        def launch() -> None:
+            start = 0
+            for weight in weights.operands[index]:
+                band = slice(start, start + weight.shape[0])
+                start = band.stop
+                some_bias = None if bias is None else bias[band]
+                self._product(x, weight, some_bias, accumulate, out[:, band])
+
+        return PythonOp(op.kind, launch)
+
+    def _product(self, x: Any, weight: Any, bias: Any, accumulate: bool, out: Any) -> None:
+        if isinstance(weight, QuantTensor):
+            arithmetic = self._executor.activations
+            self._kernels("quantized_matmul").qmatmul(x, weight, bias, accumulate, arithmetic, out)
+        else:
+            self._kernels("matmul").matmul(x, weight, bias, accumulate, out)
+
+    def _heads_linear(self, op: Op, index: int) -> PythonOp:
+        weights = self._executor.weights.operands[index]
+        stack = weights[0] if len(weights[0].shape) == 3 else None  # of all heads
+        matrices = weights if stack is None else stack.matrices()
+        n_rows, n_columns = matrices[0].shape
+        x = self._heads(op.inputs[0], op.attrs["head"])[:, :, :n_columns]
+        out = self._view(op.out).reshape(len(x), len(matrices), -1)[:, :, :n_rows]
+        activations = self._executor.activations
+
+        def launch() -> None:
+            if stack is None or not self._kernels("quantized_matmul").bands(
+                x, stack, activations, out
+            ):
+                for h, weight in enumerate(matrices):
+                    self._product(x[:, h], weight, None, False, out[:, h])
+
+        return PythonOp(op.kind, launch)
+
+    def _copy_heads(self, op: Op, index: int) -> PythonOp:
+        n = op.attrs["columns"]
+        x = self._heads(op.inputs[0], op.attrs["head"])
+        out = self._view(op.out).reshape(len(x), x.shape[1], -1)
+
+        def copy() -> None:
+            out[..., -n:] = x[..., -n:]
+
+        return PythonOp(op.kind, copy)
+
+    def _attention(self, op: Op, index: int) -> PythonOp:
+        assert self.attention is not None
+        step = self.attention.of(op)
+        _, _, D_qk, D_vo = step.plan.heads
+        q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
+        keys, values = step.storage.layers[op.layer or 0]
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        sinks = self._executor.weights.bias[index]
+
+        def launch(*args: Any) -> None:
+            if sinks is not None:  # the layer's own, in a plan that is that of many layers
+                step.plan.set_table(SINKS, sinks)
+            attend(*args)
+
+        return self._captured(op, launch, step.plan, q, keys, values, out, None, kinds)
+
+    _cross_attention = _attention
+
+    def _append_kv(self, op: Op, index: int) -> PythonOp:
+        k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
+        if len(op.inputs) == 1:
+            v = v[..., :0]  # the values are columns of the same vectors
+        storage, arrays = self._executor.storage, self._arrays
+        keys, values = storage.layers[op.layer or 0]
+        return self._captured(
+            op, self._kernels("kv_cache").append_paged_kv_cache, k, v, arrays.batch_indices,
+            arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
+            storage.kinds,
+        )  # fmt: skip
+
+    def _input(self, op: Op, index: int) -> PythonOp:
+        out, executor = self._view(op.out), self._executor
+        return HostOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.given)))
+
+    def _experts(self, op: Op, index: int) -> PythonOp:
+        spec, weights = self._spec.moe, self._executor.weights
+        assert spec is not None
+        x, router = (self._view(name) for name in op.inputs)
+        bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
+        first, end = op.attrs["experts"]
+        out = self._view(op.out)
+        mixture = Mixture(x, weights.operands[index], end - first, spec.top_k, op, out, bias)
+        self.scratch += mixture.scratch
+        if end - first == spec.n_experts and not mixture.waits:
+            return PythonOp(
+                op.kind,
+                lambda: mixture.run(
+                    *nk.moe_routing(router, correction_bias=bias.choice, **options)
+                ),
+            )
+
+        def call() -> None:
+            scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
+            if end - first < spec.n_experts:
+                mine = chosen.get() - np.int32(first)
+                others = (mine < 0) | (mine >= end - first)
+                chosen = self._placed(np.where(others, np.int32(-1), mine))
+            mixture.run(scores, chosen)
+
+        return HostOp(op.kind, call)
+
+    def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
+        """Do as the CPU's; the scales are made when an op is bound."""
+        scales, rows = self._scales_of(len(x), scale)
+        self._kernels("moe").combine(x, scales, rows, accumulate, out)
+
+    def _scales_of(self, n: int, scale: float) -> tuple[Any, Any]:
+        """Return a column of n equal scales, and one of row numbers."""
+        if (n, scale) not in self._scales:
+            rows = np.arange(n, dtype=np.int32).reshape(-1, 1)
+            found = self._placed(np.full((n, 1), scale, np.float32)), self._placed(rows)
+            self._scales[n, scale] = found
+            self.scratch += found
+        return self._scales[n, scale]
+
+    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
+        if launcher == self._scaled_add:
+            self._scales_of(len(args[0]), args[1])
+        return PythonOp(op.kind, lambda: launcher(*args))

@@ -1,0 +1,329 @@
+"""Which ops of a program one CUDA kernel, or two, run: a list of patterns, looked for op after op.
+
+A fusion is a product with weights, what comes in front of it and what comes behind:
+
+in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
+           written too if a later op reads it
+behind     `HEADS`: norms of q and k, head by head or over all, ``rope``, ``append_kv``; `GATE`;
+           `ACTIVATION`; `LATENT`: the norm of the latent vector, ``copy_heads`` of queries,
+           ``rope``, ``append_kv``;
+           `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
+
+or a layer of experts, from its norm to the sum with the residual, which is two kernels.
+
+Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
+when it is bound (`nbflow.executor.bind_cuda_fused`); what no kernel takes runs op by op, to the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from nbflow.program.records import Op, Program
+
+HEADS, LATENT, GATE, ACTIVATION = "heads", "latent", "gate", "activation"
+ROW_NORM, ADD = "row norm", "add"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Neighbouring ops that one kernel runs; numbers are places in the program."""
+
+    first: int
+    linear: int
+    last: int
+    take: int | None = None
+    """The ``take_rows`` in front."""
+    norm: int | None = None
+    """The norm in front."""
+    second: int | None = None
+    """Another norm of the same rows behind that one, for a later product."""
+    keeps_norm: bool = False
+    """Whether what the first gives is read by others too."""
+    behind: str = ""
+    """What comes behind: `HEADS`, ..."""
+    q_norm: int | None = None
+    k_norm: int | None = None
+    rope: int | None = None
+    append: int | None = None
+    row_norm: int | None = None
+    add: int | None = None
+    gate: int | None = None
+    """The gate or the activation."""
+    latent_norm: int | None = None
+    copy: int | None = None
+    """The ``copy_heads``."""
+
+
+@dataclass(frozen=True)
+class ExpertFusion:
+    """Neighbouring ops of a layer of experts that two kernels run; numbers are places."""
+
+    first: int
+    router: int
+    """The product with the router's weights."""
+    experts: int
+    last: int
+    norm: int | None = None
+    """The norm in front."""
+    keeps_norm: bool = False
+    """Whether what it gives is read by others too."""
+    shared: tuple[int, int] | None = None
+    """The products of the expert of all tokens: gate and up, down."""
+    scale_rows: int | None = None
+    """How much of it a token takes."""
+    add: int | None = None
+    """The sum with the residual."""
+
+
+AnyFusion = Fusion | ExpertFusion
+
+
+def find_fusions(program: Program) -> dict[int, tuple[AnyFusion, ...]]:
+    """Return the fusions that begin at each op, the one of most ops first."""
+    finder = _Finder(program)
+    found: dict[int, tuple[AnyFusion, ...]] = {}
+    for i in range(len(program.ops)):
+        found[i] = (*finder.expert_fusions(i), *finder.fusions(i))
+    return {i: fusions for i, fusions in found.items() if fusions}
+
+
+class _Finder:
+    """Looks for the patterns in a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._ops = program, program.ops
+        self._behind: tuple[Callable[[Fusion], Fusion | None], ...] = (
+            self._heads, self._latent, self._gate, self._activation, self._row_norm,
+            self._scaled_add,
+        )  # fmt: skip
+
+    def fusions(self, i: int) -> Iterator[Fusion]:
+        """Return the fusions that begin at an op."""
+        start = self._in_front(i)
+        if start is None:
+            return
+        for pattern in self._behind:
+            whole = pattern(start)
+            if whole is not None:
+                yield whole
+        if start.norm is not None:
+            yield start
+
+    def _op(self, i: int, kind: str) -> Op | None:
+        """Return op `i` if it is of a kind."""
+        return self._ops[i] if i < len(self._ops) and self._ops[i].kind == kind else None
+
+    def _in_front(self, i: int) -> Fusion | None:
+        """Return the product at an op, with the norm in front of it."""
+        take = self._op(i, "take_rows")
+        at = i if take is None else i + 1
+        norm = self._op(at, "norm")
+        if norm is None:
+            is_product = take is None and self._op(i, "linear") is not None
+            return Fusion(i, i, i) if is_product else None
+        second = None if take is not None else self._second_norm(at)
+        at_linear = at + 1 if second is None else at + 2
+        linear = self._op(at_linear, "linear")
+        if linear is None or linear.inputs != (norm.out,) or not self._is_of_rows(norm):
+            return None
+        # rows behind the layers are asked for from outside
+        keeps = self._is_read(norm.out, at_linear + 1) or take is not None
+        in_place = norm.inputs[0] == norm.out
+        if take is not None and (
+            not in_place or take.out != norm.out or take.inputs[0] == norm.out
+        ):
+            return None
+        if take is None and in_place and keeps:  # all thread blocks read what is normalized
+            return None
+        return Fusion(
+            i, at_linear, at_linear, take=None if take is None else i, norm=at, second=second,
+            keeps_norm=keeps,
+        )  # fmt: skip
+
+    def _second_norm(self, i: int) -> int | None:
+        """Return where the norm behind one is, if it is one of the same rows."""
+        norm, other = self._ops[i], self._op(i + 1, "norm")
+        if other is None or not self._is_of_rows(other) or other.out in (norm.out, norm.inputs[0]):
+            return None
+        return i + 1 if (norm.inputs, norm.attrs) == (other.inputs, other.attrs) else None
+
+    @staticmethod
+    def _is_of_rows(norm: Op) -> bool:
+        """Return whether it is one of whole rows that one rank has."""
+        parts = norm.attrs.get("per_head") or "columns" in norm.attrs
+        return not parts and len(norm.inputs) == 1
+
+    # ---- layers of experts ---------------------------------------------------------------------
+
+    def expert_fusions(self, i: int) -> Iterator[ExpertFusion]:
+        """Return those that begin at an op: with the expert of all tokens, and without."""
+        norm = self._op(i, "norm")
+        at = i if norm is None else i + 1
+        router, experts = self._op(at, "linear"), self._op(at + 1, "experts")
+        if router is None or experts is None or router.bias or router.attrs:
+            return
+        source = router.inputs[0]
+        if experts.inputs != (source, router.out):
+            return
+        if norm is not None:
+            in_place = norm.inputs[0] == norm.out  # all thread blocks read what is normalized
+            if norm.out != source or in_place or not self._is_of_rows(norm):
+                return
+        start = ExpertFusion(i, at, at + 1, at + 1, norm=None if norm is None else i)
+        for found in (self._with_shared(start, source), start):
+            if found is not None:
+                whole = self._with_residual(found)
+                keeps = norm is not None and self._is_read(source, whole.last + 1)
+                yield replace(whole, keeps_norm=keeps)
+
+    def _with_shared(self, start: ExpertFusion, source: str) -> ExpertFusion | None:
+        """Return the layer with the expert of all tokens, if that follows."""
+        i, out = start.last + 1, self._ops[start.experts].out
+        both, gate, down = self._op(i, "linear"), self._op(i + 1, "gate"), self._op(i + 2, "linear")
+        if both is None or gate is None or down is None or both.bias or down.bias or both.attrs:
+            return None
+        same = gate.attrs["activation"] == self._ops[start.experts].attrs["activation"]
+        if (both.inputs, gate.inputs, down.inputs) != ((source,), (both.out,), (gate.out,)):
+            return None
+        found = replace(start, shared=(i, i + 2), last=i + 2)
+        if same and down.out == out and down.attrs == {"accumulate": True}:
+            return found
+        scale, add = self._op(i + 3, "scale_rows"), self._op(i + 4, "add")
+        if not same or scale is None or add is None or down.attrs or add.attrs or add.out != out:
+            return None
+        if (scale.inputs, scale.out, add.inputs) != ((source,), down.out, (down.out,)):
+            return None
+        return replace(found, scale_rows=i + 3, last=i + 4)
+
+    def _with_residual(self, found: ExpertFusion) -> ExpertFusion:
+        """Return the layer with the sum of its result and the residual, if that follows."""
+        i, out = found.last + 1, self._ops[found.experts].out
+        add = self._op(i, "add")
+        if add is None or add.inputs != (out,) or self._is_read(out, i + 1):
+            return found
+        return replace(found, add=i, last=i)
+
+    # ---- what comes behind --------------------------------------------------------------------
+
+    def _heads(self, start: Fusion) -> Fusion | None:
+        linear, i = self._ops[start.linear], start.linear + 1
+        offsets = [self._offset(name, linear.out) for name in "qkv"]
+        if None in offsets or sorted(offsets) != offsets or linear.attrs:  # type: ignore[type-var]
+            return None
+        found = replace(start, behind=HEADS)
+        for name in "qk":
+            norm = self._op(i, "norm")
+            if norm is not None and norm.out == name and self._is_rms(norm):
+                found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
+                i += 1
+        rope = self._op(i, "rope")
+        if rope is not None and rope.inputs == ("q", "k") and not rope.attrs.get("first"):
+            found, i = replace(found, rope=i), i + 1
+        append = self._op(i, "append_kv")
+        if append is None or append.inputs != ("k", "v") or not self._same_norms(found):
+            return None
+        return replace(found, append=i, last=i)
+
+    @staticmethod
+    def _is_rms(norm: Op) -> bool:
+        one_weight = len(norm.weights) == 1 and not norm.attrs.get("own_weights")
+        by_itself = len(norm.inputs) == 1 and one_weight
+        return by_itself and norm.attrs["norm"] == "rms" and "columns" not in norm.attrs
+
+    def _same_norms(self, found: Fusion) -> bool:
+        """Return whether the norms of queries and keys differ in their weights alone."""
+        norms = [self._ops[i].attrs for i in (found.q_norm, found.k_norm) if i is not None]
+        alone = len(norms) == 1 and not norms[0].get("per_head")
+        return not alone and all(attrs == norms[0] for attrs in norms)
+
+    def _offset(self, name: str, base: str) -> int | None:
+        """Return where a buffer begins in another one that it is a band of, or None."""
+        buffer = self._program.buffers.get(name)
+        return None if buffer is None or buffer.base != base else buffer.offset
+
+    def _latent(self, start: Fusion) -> Fusion | None:
+        linear, i = self._ops[start.linear], start.linear + 1
+        kinds = "norm", "copy_heads", "rope", "append_kv"
+        norm, copy, rope, append = (self._op(i + n, kind) for n, kind in enumerate(kinds))
+        if norm is None or copy is None or rope is None or append is None or linear.attrs:
+            return None
+        (queries,), columns = copy.inputs, norm.attrs.get("columns")
+        if queries != linear.out and self._offset(queries, linear.out) != 0:
+            return None
+        if norm.attrs["norm"] != "rms" or columns is None or rope.attrs.get("first") != columns:
+            return None
+        if (norm.inputs, append.inputs, rope.inputs) != (
+            (norm.out,), (norm.out,), (copy.out, norm.out),
+        ):  # fmt: skip
+            return None
+        return replace(
+            start, behind=LATENT, latent_norm=i, copy=i + 1, rope=i + 2, append=i + 3, last=i + 3
+        )
+
+    def _gate(self, start: Fusion) -> Fusion | None:
+        i = start.linear + 1
+        gate = self._op(i, "gate")
+        if gate is None or gate.inputs != (self._ops[start.linear].out,):
+            return None
+        if gate.attrs["activation"] == "swigluoai":  # of gate and up together
+            return None
+        return replace(start, behind=GATE, gate=i, last=i)
+
+    def _activation(self, start: Fusion) -> Fusion | None:
+        i, product = start.linear + 1, self._ops[start.linear]
+        op = self._op(i, "activation")
+        if op is None or op.inputs != (product.out,) or product.attrs.get("accumulate"):
+            return None
+        if op.out != product.out and self._is_read(product.out, i + 1):
+            return None
+        return replace(start, behind=ACTIVATION, gate=i, last=i)
+
+    def _row_norm(self, start: Fusion) -> Fusion | None:
+        i, product = start.linear + 1, self._ops[start.linear]
+        norm = self._op(i, "norm")
+        if norm is None or norm.inputs != (product.out,) or not self._is_of_rows(norm):
+            return None
+        if norm.out != product.out:
+            return None
+        found = replace(start, behind=ROW_NORM, row_norm=i, last=i)
+        add = self._op(i + 1, "add")
+        if add is not None and add.inputs == (norm.out,) and not self._is_read(norm.out, i + 2):
+            found = replace(found, add=i + 1, last=i + 1)
+        return found
+
+    def _scaled_add(self, start: Fusion) -> Fusion | None:
+        i, product = start.linear + 1, self._ops[start.linear]
+        add = self._op(i, "add")
+        if add is None or add.inputs != (product.out,) or product.attrs.get("accumulate"):
+            return None
+        if self._is_read(product.out, i + 1):
+            return None
+        return replace(start, behind=ADD, add=i, last=i)
+
+    def _is_read(self, name: str, start: int) -> bool:
+        """Return whether an op from `start` on reads what a buffer holds before it."""
+        for op in self._ops[start:]:
+            reads = list(op.inputs)
+            if op.attrs.get("accumulate") or op.kind in ("add", "all_reduce", "scale_rows"):
+                reads.append(op.out)
+            if any(self._overlap(name, other) for other in reads):
+                return True
+            in_part = op.kind in ("copy_heads", "heads_linear")
+            if not in_part and op.out in (name, self._band(name)[0]):
+                return False
+        return False
+
+    def _overlap(self, name: str, other: str) -> bool:
+        """Return whether two buffers have columns in common."""
+        (base, start, end), (other_base, other_start, other_end) = map(self._band, (name, other))
+        return base == other_base and start < other_end and other_start < end
+
+    def _band(self, name: str) -> tuple[str, int, int]:
+        """Return the buffer that a band belongs to, its first column and the one behind it."""
+        buffer = self._program.buffers.get(name)
+        if buffer is None:
+            return name, 0, 1
+        return buffer.base or name, buffer.offset, buffer.offset + buffer.width

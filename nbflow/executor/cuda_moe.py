@@ -1,0 +1,76 @@
+"""A mixture of experts on a CUDA device, with room for what its ops write in passing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow.executor.expert_bias import ExpertBiases
+from nbflow.program.records import Op
+from nbflow_kernels.activation import cuda as activations
+from nbflow_kernels.cuda import device_of
+from nbflow_kernels.moe import cuda as experts
+
+
+class Mixture:
+    """The experts of one op, for a number of tokens.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, H)
+        The tokens.
+    matrices : sequence
+        The gates, the ups and the downs of all experts: a stack each (E, N, K), or all one by one.
+    n : int
+        Number of experts.
+    top_k : int
+        Experts of a token.
+    op : Op
+        Names the activation.
+    out : array of float32, shape (T, H)
+        Where the results go.
+    bias : ExpertBiases
+        Biases of gates, ups and downs.
+    """
+
+    def __init__(
+        self, x: Any, matrices: Sequence[Any], n: int, top_k: int, op: Op, out: Any,
+        bias: ExpertBiases,
+    ) -> None:  # fmt: skip
+        self._x, self._n, self._out, self._bias = x, n, out, bias
+        stacked = len(matrices) == 3 and n != 1
+        parts: Sequence[Any] = (
+            matrices if stacked else [list(matrices[i * n : (i + 1) * n]) for i in range(3)]
+        )
+        self._gates, self._ups, self._downs = parts
+        self._activation = op.attrs["activation"]
+        n_pairs, width = len(x) * top_k, (self._gates if stacked else self._gates[0]).shape[-2]
+        self.waits = not stacked or n_pairs >= experts.ROWS_TOGETHER * n
+        """Whether the host waits for which experts have tokens."""
+        device = device_of(x)
+        self._rows = device.empty((n_pairs,), np.int32)
+        self._indptr = device.empty((n + 1,), np.int32)
+        self._inverse = device.empty((len(x), top_k), np.int32)
+        self._both = device.empty((n_pairs, 2 * width), np.float32)
+        self._hidden = device.empty((n_pairs, width), np.float32)
+        self._results = device.empty((n_pairs, out.shape[1]), np.float32)
+
+    @property
+    def scratch(self) -> tuple[Any, ...]:
+        """Return the arrays that are written in passing."""
+        pairs = self._rows, self._indptr, self._inverse
+        return (*pairs, self._both, self._hidden, self._results)
+
+    def run(self, scores: Any, chosen: Any) -> None:
+        """Compute the sums of the chosen experts' results, (T, top_k) scores and numbers."""
+        width, bias = self._hidden.shape[1], self._bias
+        experts.permute(chosen, self._rows, self._indptr, self._inverse)
+        gates = self._gates, bias.gate, self._both[:, :width]
+        ups = self._ups, bias.up, self._both[:, width:]
+        for matrices, own_bias, both in (gates, ups):
+            experts.grouped(self._x, matrices, self._indptr, own_bias, both, self._rows)
+        activations.glu(self._both, self._activation, True, self._hidden)
+        experts.grouped(self._hidden, self._downs, self._indptr, bias.down, self._results)
+        experts.combine(self._results, scores, self._inverse, False, self._out)

@@ -1,0 +1,47 @@
+"""The numbers behind an op of experts: biases of the choice and of the experts' products."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from nbflow.program.records import Op
+from nbflow.spec.model_spec import ModelSpec
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of an op's experts, or None for those that there are not."""
+
+    choice: Any = None
+    """float32 (experts of the whole model,): added to the scores for the choice."""
+    gate: Any = None
+    """float32 (n, F)."""
+    up: Any = None
+    """float32 (n, F)."""
+    down: Any = None
+    """float32 (n, E)."""
+
+
+def expert_biases(op: Op, spec: ModelSpec, bias: Any) -> ExpertBiases:
+    """Return the biases of an op of experts.
+
+    Parameters
+    ----------
+    op : Op
+        The op, of one rank.
+    spec : ModelSpec
+        The model.
+    bias : array of float32, or None
+        Its biases one behind the other, as `nbflow.executor.weight_loader.RankWeights.bias` has
+        them.
+    """
+    moe = spec.moe
+    assert moe is not None
+    if not op.attrs.get("biased"):
+        return ExpertBiases(bias)
+    first, end = op.attrs["experts"]
+    n, at = end - first, moe.n_experts if moe.router_bias else 0
+    parts = []
+    for width in (moe.expert_size, moe.expert_size, spec.hidden_size):
+        parts.append(bias[at : at + n * width].reshape(n, width))
+        at += n * width
+    return ExpertBiases(bias[: moe.n_experts] if moe.router_bias else None, *parts)

@@ -1,0 +1,309 @@
+"""Run a program op by op in NumPy float64: slow, plain, and easy to step through.
+
+It needs no page table: it keeps each layer's keys and values in growing arrays.  `trace` is called
+after every op with the op and the value it wrote, so that a debugger, a notebook or a test can
+look at any intermediate result.  Programs of one rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.weight_loader import RankWeights
+from nbflow.program.records import COMMUNICATION, Op, Program
+from nbflow_kernels.activation import reference as activation
+from nbflow_kernels.attention import reference as attention
+from nbflow_kernels.formats import QuantTensor
+from nbflow_kernels.logits import reference as logits
+from nbflow_kernels.moe import reference as moe
+from nbflow_kernels.norm import reference as norm
+from nbflow_kernels.position import reference as position
+
+Cache = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Keys and values of each layer, (tokens, heads, head_dim)."""
+
+
+class ReferenceExecutor:
+    """Executor of a whole model for one sequence.
+
+    Parameters
+    ----------
+    program : Program
+        Program of one rank, fused or not.
+    weights : RankWeights
+        Its weights.
+    trace : callable, optional
+        Called as ``trace(op, array)`` after every op.
+    memory : dict, optional
+        Keys and values of the encoder's hidden states for each layer: what `remember` returns.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: RankWeights,
+        trace: Callable[[Op, np.ndarray], None] | None = None,
+        memory: Cache | None = None,
+    ) -> None:
+        self._program = program
+        self._trace = trace
+        self._bias = weights.bias
+        self._operands = [tuple(map(_as_float64, group)) for group in weights.operands]
+        self._cache: Cache = {}
+        self._memory = memory or {}
+        self._given = np.zeros((0, 0))
+        self._length = 0
+        self._ids = np.zeros(0, np.int64)
+        self._types = np.zeros(0, np.int64)
+
+    def logits(self, ids: np.ndarray, token_types: np.ndarray | None = None) -> np.ndarray:
+        """Return the logits after each of the next tokens of the sequence.
+
+        Parameters
+        ----------
+        ids : array of int, shape (T,)
+            The tokens that follow those of earlier calls.
+        token_types : array of int, shape (T,), optional
+            Types of the tokens, 0 by default; for models that have an embedding for them.
+
+        Returns
+        -------
+        array of float64, shape (T, V)
+            The hidden states (T, E) if the model has no head.
+        """
+        self._types = np.zeros(len(ids), np.int64) if token_types is None else token_types
+        values = self._run(ids)
+        return values["logits" if "logits" in values else "y"]
+
+    def remember(self, states: np.ndarray) -> Cache:
+        """Run the program of `nbflow.program.build_memory` on an encoder's hidden states.
+
+        Parameters
+        ----------
+        states : array, shape (T, E)
+            The last hidden states.
+
+        Returns
+        -------
+        dict
+            Keys and values for each layer, to be given to the decoder's executor.
+        """
+        self._given = states
+        self._run(np.zeros(len(states), np.int64))
+        return self._cache
+
+    def _run(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Run the next tokens; those before once more if the length changes the rotary angles."""
+        before, self._ids = self._ids, np.concatenate([self._ids, ids])
+        is_long = self._program.spec.is_long
+        if len(before) and is_long(len(self._ids)) and not is_long(len(before)):
+            self._length, self._cache = 0, {}
+            self._run_ops(before)
+        return self._run_ops(ids)
+
+    def _run_ops(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Run all ops and return the buffers."""
+        values: dict[str, np.ndarray] = {}
+        for index, op in enumerate(self._program.ops):
+            if op.kind in COMMUNICATION:
+                raise ValueError("the reference executor runs programs of one rank only")
+            result = getattr(self, f"_{op.kind}")(op, index, values, ids)
+            if result is not None:
+                self._write(values, op.out, result)
+            if self._trace is not None:
+                self._trace(op, values.get(op.out, np.empty(0)))
+        self._length += len(ids)
+        return values
+
+    def _write(self, values: dict[str, np.ndarray], name: str, result: np.ndarray) -> None:
+        """Store a result, and the bands of it that have names of their own."""
+        values[name] = result
+        for band, buffer in self._program.buffers.items():
+            if buffer.base == name:
+                values[band] = result[:, buffer.offset : buffer.offset + buffer.width]
+
+    def _heads(self, x: np.ndarray) -> np.ndarray:
+        return x.reshape(len(x), -1, self._program.spec.cached_dim)
+
+    def _embedding(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        table = self._operands[index][0]
+        rows = {"ids": ids, "positions": self._positions(ids), "types": self._types}
+        result: np.ndarray = table[rows[op.attrs.get("index", "ids")]]
+        return result * float(op.attrs.get("scale", 1.0))
+
+    def _norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x, eps = values[op.inputs[0]], op.attrs["eps"]
+        n = op.attrs.get("columns", x.shape[1])
+        x, rest = x[:, :n], x[:, n:]
+        weights = self._operands[index] or (None,)
+        rows = self._heads(x) if op.attrs.get("per_head") else x
+        if op.attrs["norm"] == "rms":
+            offset = op.attrs.get("offset", 0.0)
+            result = norm.rmsnorm(rows, weights[0], eps=eps, offset=offset)
+        else:
+            result = norm.layernorm(rows, *weights, eps=eps)
+        return np.concatenate([result.reshape(x.shape), rest], axis=1)
+
+    def _heads_linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x = values[op.inputs[0]].reshape(len(ids), -1, op.attrs["head"])
+        weights = self._operands[index]
+        out = self._heads_of_out(op, values, len(ids), len(weights))
+        for h, weight in enumerate(weights):
+            out[:, h, : len(weight)] = x[:, h, : weight.shape[1]] @ weight.T
+        return out.reshape(len(ids), -1)
+
+    def _heads_of_out(self, op: Op, values: Any, n_tokens: int, n_heads: int) -> np.ndarray:
+        """Return what a buffer holds, heads apart, for an op that writes some of their columns."""
+        shape = n_tokens, n_heads, self._program.buffers[op.out].width // n_heads
+        found = values.get(op.out)
+        return np.zeros(shape) if found is None else found.reshape(shape).copy()
+
+    def _copy_heads(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x = values[op.inputs[0]].reshape(len(ids), -1, op.attrs["head"])
+        out = self._heads_of_out(op, values, *x.shape[:2])
+        n = op.attrs["columns"]
+        out[..., -n:] = x[..., -n:]
+        return out.reshape(len(ids), -1)
+
+    def _linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        result = values[op.inputs[0]] @ np.concatenate(self._operands[index]).T
+        if self._bias[index] is not None:
+            result += self._bias[index]
+        if op.attrs.get("accumulate"):
+            result += values[op.out]
+        return result  # type: ignore[no-any-return]
+
+    def _positions(self, ids: np.ndarray) -> np.ndarray:
+        return np.arange(self._length, self._length + len(ids))
+
+    def _rope(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        rope, first = op.attrs["rope"], op.attrs.get("first", 0)
+        heads = [self._heads(values[name]) for name in op.inputs]
+        q, k = (x[..., first:] for x in heads)
+        table = position.rope_cos_sin_cache(
+            self._length + len(ids),
+            rope.dim,
+            theta=rope.theta,
+            scaling=rope.scaling,
+            seq_len=len(self._ids),
+        )
+        q, k = position.apply_rope_with_cos_sin_cache(
+            self._positions(ids), q, k, cos_sin_cache=table, is_neox=rope.style == "half"
+        )
+        for name, x, rotated in zip(op.inputs, heads, (q, k), strict=True):
+            values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
+
+    def _append_kv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        new = [self._heads(values[name]) for name in op.inputs]
+        if self._program.spec.latent is not None:
+            new.append(new[0][..., : self._program.spec.latent.kv_rank])
+        old = self._cache.get(op.layer or 0, (new[0][:0], new[1][:0]))
+        self._cache[op.layer or 0] = (
+            np.concatenate([old[0], new[0]]),
+            np.concatenate([old[1], new[1]]),
+        )
+
+    def _attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        spec = self._program.spec
+        q, (k, v) = self._heads(values[op.inputs[0]]), self._cache[op.layer or 0]
+        if spec.position == "alibi":
+            q, k = self._with_slopes(q), _with_positions(k)
+        window, bias = op.attrs.get("window"), None
+        if spec.position == "relative":
+            by_distance = self._operands[index][0]  # (H, 2 * context - 1)
+            query = self._positions(ids)[:, None]
+            bias = by_distance[:, np.arange(len(k)) - query + spec.max_context - 1]
+        result: np.ndarray = attention.single_prefill_with_kv_cache(
+            q,
+            k,
+            v,
+            causal=spec.causal,
+            sm_scale=spec.sm_scale,
+            window_left=-1 if window is None else window - 1,
+            logits_soft_cap=spec.logits_soft_cap,
+            bias=bias,
+            sinks=self._bias[index],
+        )
+        return result.reshape(len(ids), -1)
+
+    def _cross_attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        q = self._heads(values[op.inputs[0]])
+        scale = self._program.spec.sm_scale
+        result: np.ndarray = attention.single_prefill_with_kv_cache(
+            q, *self._memory[op.layer or 0], causal=False, sm_scale=scale
+        )
+        return result.reshape(len(ids), -1)
+
+    def _input(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return self._given.astype(np.float64)
+
+    def _with_slopes(self, q: np.ndarray) -> np.ndarray:
+        """Return queries with the slope of each head as one more column.
+
+        The product with a key whose last column is its position then has ALiBi's bias.
+        """
+        spec = self._program.spec
+        slopes = attention.alibi_slopes(spec.n_heads)
+        if not spec.alibi_scaled:
+            slopes = slopes / spec.sm_scale
+        column = np.broadcast_to(slopes[:, None], (*q.shape[:2], 1))
+        return np.concatenate([q, column], axis=2)
+
+    def _activation(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        function = getattr(activation, op.attrs["activation"])
+        return function(values[op.inputs[0]])  # type: ignore[no-any-return]
+
+    def _gate(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        both = np.concatenate([values[name] for name in op.inputs], axis=1)
+        return activation.glu(both, op.attrs["activation"], gate_first=True)
+
+    def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        spec = self._program.spec.moe
+        assert spec is not None
+        x, router = (values[name] for name in op.inputs)
+        bias = expert_biases(op, self._program.spec, self._bias[index])
+        weights, chosen = moe.moe_routing(router, correction_bias=bias.choice, **spec.routing)
+        matrices = self._operands[index]
+        n = len(matrices) // 3
+        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
+        return moe.fused_moe(
+            x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"],
+            gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
+        )  # fmt: skip
+
+    def _scale_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        gate = values[op.inputs[0]] @ self._operands[index][0].reshape(-1)
+        return values[op.out] * activation.sigmoid(gate)[:, None]  # type: ignore[no-any-return]
+
+    def _add(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        scale = op.attrs.get("scale", 1.0)
+        return values[op.out] + values[op.inputs[0]] * scale  # type: ignore[no-any-return]
+
+    def _scale(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return values[op.inputs[0]] * op.attrs["scale"]  # type: ignore[no-any-return]
+
+    def _soft_cap(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return logits.soft_cap(values[op.inputs[0]], op.attrs["cap"])
+
+    def _take_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return values[op.inputs[0]]  # type: ignore[no-any-return]
+
+
+def _with_positions(k: np.ndarray) -> np.ndarray:
+    """Return keys with their position as one more column."""
+    column = np.broadcast_to(np.arange(len(k))[:, None, None], (*k.shape[:2], 1))
+    return np.concatenate([k, column], axis=2)
+
+
+def _as_float64(operand: Any) -> np.ndarray:
+    if isinstance(operand, QuantTensor):
+        return nk.dequantize(operand).astype(np.float64)
+    if operand.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        wide: np.ndarray = operand.astype(np.uint32) << 16
+        return wide.view(np.float32).astype(np.float64)
+    return np.asarray(operand, np.float64)

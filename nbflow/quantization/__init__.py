@@ -1,0 +1,1 @@
+"""Quantization of a model's weights: policy, calibrated quantizers, transforms."""

@@ -1,0 +1,200 @@
+"""How the matrices of a model are put into their formats, from the name of an encoder.
+
+A name is parts joined by ``+``: foldings, in the order in which they are made, and the encoder of
+the matrices, ``best`` if none is named: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.checkpoint import WeightFile
+from nbflow.quantization.encoding import GPTQ_NEEDS, Encoding, Importance
+from nbflow.quantization.policy import is_matrix
+from nbflow.quantization.transforms.awq import FormatOf, scale_columns
+from nbflow.quantization.transforms.hadamard import rotate, rotated_spec
+from nbflow.quantization.transforms.transform import Folding
+from nbflow.quantization.transforms.transformed_file import FoldedFile
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.quantizers import DAMPING, ENCODERS
+
+FOLDINGS = ("awq", "hadamard")
+"""Parts of an encoder's name that change the model first."""
+
+
+def check_encoder(name: str) -> tuple[tuple[str, ...], str]:
+    """Return the foldings and the encoder of the matrices that a name stands for.
+
+    Raises
+    ------
+    UsageError
+        If a part is unknown, named twice, or the encoder is not the last.
+
+    Examples
+    --------
+    >>> check_encoder("hadamard+gptq")
+    (('hadamard',), 'gptq')
+    >>> check_encoder("awq")
+    (('awq',), 'best')
+    """
+    parts = name.split("+")
+    for part in parts:
+        if part not in (*FOLDINGS, *ENCODERS):
+            raise unknown_name("encoder", part, (*FOLDINGS, *ENCODERS))
+    foldings = tuple(part for part in parts if part in FOLDINGS)
+    rest = parts[len(foldings) :]
+    if len(rest) > 1 or parts[: len(foldings)] != list(foldings) or len(set(parts)) < len(parts):
+        raise UsageError(
+            f"an encoder is any of {', '.join(FOLDINGS)}, each once, and then one of "
+            f"{', '.join(ENCODERS)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
+        )
+    return foldings, rest[0] if rest else "best"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model whose matrices are to be encoded."""
+
+    spec: ModelSpec
+    """Its specification, folded."""
+    encoding: Encoding
+    """How its matrices are put into their formats."""
+    foldings: tuple[Folding, ...] = ()
+    """What becomes of the model first, one after the other."""
+    before: tuple[ModelSpec, ...] = ()
+    """The specification before each of them."""
+
+    def opened(self, file: WeightFile) -> WeightFile:
+        """Return a checkpoint as it is folded."""
+        for spec, folding in zip(self.before, self.foldings, strict=True):
+            file = FoldedFile(file, spec, folding)
+        return file
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know."""
+        return tuple(note for folding in self.foldings for note in folding.notes)
+
+
+def folded_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
+    """Return the specification of a model as an encoder folds it."""
+    return rotated_spec(spec) if "hadamard" in check_encoder(encoder)[0] else spec
+
+
+def no_format(encoder: str) -> UsageError:
+    """Return the error of an encoder without a format."""
+    return UsageError(
+        f"encoder={encoder!r} and importance need a weight format to encode in, e.g. weights='q4'"
+    )
+
+
+def prepare(
+    spec: ModelSpec,
+    file: WeightFile,
+    format_of: FormatOf,
+    encoder: str = "best",
+    importance: Importance | None = None,
+    *,
+    act_order: bool = False,
+    damping: float = DAMPING,
+    outliers: float = 0.0,
+    seed: int = 0,
+) -> Prepared:
+    """Make ready what an encoder needs: the foldings are found, no tensor is converted.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    file : WeightFile
+        Its checkpoint.
+    format_of : callable
+        Our name of a matrix -> the format it will be put into, or None.
+    encoder : str
+        See the module.
+    importance : mapping, optional
+        Name of a matrix, ours or the checkpoint's -> mean squares (K,) or second moments (K, K).
+    act_order, damping
+        Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
+    outliers : float
+        Share of the weights that stay exact: of encoders "best" and "plain", which may be 0, and
+        of "outliers".
+    seed : int
+        Of random rotations.
+
+    Returns
+    -------
+    Prepared
+
+    Raises
+    ------
+    UsageError
+        If the encoder is unknown, lacks statistics, or the model cannot be folded.
+    """
+    foldings, last = check_encoder(encoder)
+    known = our_statistics(spec, importance or {})
+    if last == "gptq" and not any(a.ndim == 2 for a in known.values()):
+        raise UsageError(GPTQ_NEEDS)
+    if last in ("gptq", "hqq") and outliers:
+        raise UsageError(
+            f"outliers go with encoders best, plain and outliers, got encoder {encoder!r}"
+        )
+    if last == "outliers" and not outliers:
+        raise UsageError("encoder 'outliers' needs outliers, a share of the weights, e.g. 0.005")
+    if (act_order or damping != DAMPING) and last != "gptq":
+        raise UsageError(f"act_order and damping are for encoder 'gptq', got {encoder!r}")
+    made, before = [], []
+    for name in foldings:
+        if name == "awq":
+            folding = scale_columns(spec, file, format_of, known)
+        else:
+            folding = rotate(spec, file, seed)
+        known = {own: folding.statistics(own, a) for own, a in known.items()}
+        made.append(folding)
+        before.append(spec)
+        file = FoldedFile(file, spec, folding)
+        spec = folding.spec
+    encoding = Encoding(last, known, act_order, damping, outliers)
+    return Prepared(spec, encoding, tuple(made), tuple(before))
+
+
+def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray[Any]]:
+    """Return statistics under our names of the matrices, float32 (K,) or (K, K) each.
+
+    Raises
+    ------
+    UsageError
+        If one does not have a number, or a row, for each column, or there are some for no matrix.
+    """
+    found: dict[str, NDArray[Any]] = {}
+    for name, shape in spec.tensor_shapes().items():
+        if not is_matrix(name, shape):
+            continue
+        array = importance.get(name)
+        if array is None:
+            array = importance.get(spec.tensor_layout(name).name)
+        if array is None:
+            continue
+        known, K = np.asarray(array, np.float32), shape[1]
+        if known.shape not in ((K,), (K, K)):
+            raise UsageError(
+                f"importances of {name} must have shape ({K},), the columns, or be second moments "
+                f"({K}, {K}), got {known.shape}"
+            )
+        found[name] = known
+    if importance and not found:
+        raise UsageError(
+            f"there are importances for {_shown(list(importance))}, but for none of the matrices "
+            f"of {spec.name}"
+        )
+    return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

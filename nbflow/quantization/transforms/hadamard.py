@@ -1,0 +1,122 @@
+r"""Rotations: the residual stream and the values of each head are turned by Hadamard matrices.
+
+With a rotation R of the residual stream and the weights g of the norm before a matrix,
+
+.. math:: \mathrm{rms}(x R) = \mathrm{rms}(x) R, \qquad
+          W (g \odot \mathrm{rms}(x)) = (W \, \mathrm{diag}(g) R) \, \mathrm{rms}(x R)
+
+so the norms lose their weights, matrices that read the stream become W diag(g) R, and those that
+write to it :math:`R^T W`; the embedding becomes E R.  The head that was tied to it becomes
+E diag(g) R, a matrix of its own.  Values are turned head by head: attention is linear in them, so
+that attn.v becomes :math:`R_D^T W` and attn.o :math:`W R_D` in every head of D columns.
+
+What is not turned: the inputs of ffn.down, which come out of an activation; turning them takes a
+Hadamard transform while the model runs.  Queries and keys, between which the rotary embedding is.
+
+Source: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS 2024,
+arXiv:2404.00456, section 4, stages 1a and 1c (without the online transforms).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.checkpoint import WeightFile
+from nbflow.program.read_operand import read_part
+from nbflow.program.records import Operand
+from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
+from nbflow.quantization.transforms.transform import Factors, Folding, Map, Turn
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quantizers.hadamard import Rotation
+
+
+def check_rotation(spec: ModelSpec) -> None:
+    """Raise unless the residual stream of a model can be rotated exactly."""
+    wrong = {
+        "its norms are LayerNorms, which take the mean away": spec.norm != "rms",
+        "its norms are not before the sublayers": spec.norm_place != "pre",
+        "its embeddings go through a norm": spec.embed_norm,
+        "it has an encoder beside its decoder": spec.encoder is not None,
+        "its embedding is narrower than its stream": spec.embed_width != spec.hidden_size,
+        "positions or token types are added to its stream": (
+            spec.position in ("learned", "sinusoidal") or spec.type_vocab_size > 0
+        ),
+        "its head's rows are divided by their lengths": spec.normalize_head,
+        "it has no norm before the head": not spec.final_norm or not spec.head,
+        "there is a layer before its head": spec.head_transform,
+        "its experts have biases, or rows that lie apart": not experts_can_fold(spec),
+    }
+    found = [reason for reason, holds in wrong.items() if holds]
+    if found:
+        raise UsageError(
+            f"{spec.name} cannot be rotated with the same results: {'; '.join(found)}; use another "
+            "encoder, e.g. 'awq' or 'gptq'"
+        )
+
+
+def rotated_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the specification of a model whose residual stream is rotated."""
+    check_rotation(spec)
+    return dataclasses.replace(spec, tied_head=False)
+
+
+def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> Folding:
+    """Return the folding that rotates the residual stream and the values of each head.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    file : WeightFile
+        Its checkpoint, of which the norms are read.
+    seed : int
+        Seed of the rotations' signs.
+
+    Returns
+    -------
+    Folding
+
+    Raises
+    ------
+    UsageError
+        If the model is not one whose results stay the same, or a width has no Hadamard matrix.
+    """
+    after = rotated_spec(spec)
+    stream = Turn(Rotation(spec.hidden_size, seed))
+    columns: dict[str, tuple[Map, ...]] = {}
+    rows: dict[str, tuple[Map, ...]] = {}
+    vectors: dict[str, NDArray[np.float32]] = {}
+    for norm, readers in norm_readers(after).items():
+        scale: tuple[Map, ...] = ()
+        if spec.norm_weight:
+            scale = (Factors(_norm_weight(spec, file, norm)),)
+            ones = np.full(spec.hidden_size, 1.0 - spec.norm_offset, np.float32)
+            vectors[f"{norm}.weight"] = ones
+        for name in readers:
+            columns[name] = (*scale, stream)
+    columns["embed.weight"] = (stream,)
+    for name in spec.tensor_shapes():
+        if name.endswith(("attn.o.weight", "attn.o.bias", "down.weight", "down.bias")):
+            rows[name] = (stream,)
+    if spec.latent is None:
+        head = Turn(Rotation(spec.head_dim, seed + 1))
+        for i in range(spec.n_layers):
+            columns[f"layers.{i}.attn.o.weight"] = (head,)
+            for kind in ("weight", "bias"):
+                if f"layers.{i}.attn.v.{kind}" in spec.tensor_shapes():
+                    rows[f"layers.{i}.attn.v.{kind}"] = (head,)
+    notes: tuple[str, ...] = ()
+    if spec.tied_head:
+        n = spec.vocab_size * spec.hidden_size
+        notes = (f"the head is no longer the token embedding: {n:,} weights more",)
+    return Folding(after, columns, rows, vectors, notes)
+
+
+def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:
+    """Return what a norm multiplies with."""
+    stored = read_part(spec, file, Operand(f"{norm}.weight")).reshape(-1)
+    return stored.astype(np.float64) + spec.norm_offset

@@ -1,0 +1,192 @@
+"""A checkpoint as if it were folded: the same names, other numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.checkpoint import WeightFile
+from nbflow.checkpoint.weight_file import Span
+from nbflow.quantization.policy import is_quantized
+from nbflow.quantization.transforms.transform import Folding
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.tensor_layout import Stored
+from nbflow_kernels.errors import UsageError
+
+PLAIN = ("f32", "f16", "bf16", "f64")
+_CHUNK = 1 << 22  # numbers rounded to the stored type at once
+
+
+class FoldedFile(WeightFile):
+    """The tensors of a checkpoint after a folding, under the checkpoint's own names.
+
+    Tensors that change are computed when they are read, whole; the last one is kept.  Those of the
+    weight format are float32 whatever they are stored as, so that they are rounded once; the others
+    are rounded to the type they are stored as, as a file that is written would hold them.
+
+    Parameters
+    ----------
+    file : WeightFile
+        The checkpoint, open.  It is closed with this.
+    spec : ModelSpec
+        Its specification.
+    folding : Folding
+        What becomes of it.
+
+    Raises
+    ------
+    UsageError
+        If a tensor that changes is not stored as floats.
+    """
+
+    def __init__(self, file: WeightFile, spec: ModelSpec, folding: Folding) -> None:
+        self._inner, self._spec, self._folding = file, spec, folding
+        self._held: dict[str, list[str]] = {}
+        changed = set()
+        for ours in folding.spec.tensor_shapes():
+            name = _checkpoint_name(folding.spec, ours)
+            self._held.setdefault(name, []).append(ours)
+            if folding.changes(ours):
+                changed.add(name)
+        self._changed = changed
+        names = file.names()
+        self._new_head = (
+            _checkpoint_name(folding.spec, "head.weight") if _unties(spec, folding) else ""
+        )
+        if self._new_head and self._new_head not in names:
+            names.append(self._new_head)
+        entries = []
+        for name in names:
+            entry = dataclasses.replace(file.entry(self._source(name)), name=name)
+            if name in changed:
+                if entry.dtype not in PLAIN:
+                    raise UsageError(
+                        f"tensor {name} is stored as {entry.dtype}, and this encoder changes it; "
+                        "give a checkpoint of floats (f32, f16, bf16)"
+                    )
+                entry = dataclasses.replace(entry, strides=None, order="<", scaled=None)
+            entries.append(entry)
+        super().__init__(file.path, file.format, entries, (), file.config)
+        self._last: tuple[str, np.ndarray[Any, Any]] = ("", np.zeros(0, np.float32))
+        self._computing = threading.Lock()
+
+    def _source(self, name: str) -> str:
+        """Return the checkpoint's tensor that one of ours is made of."""
+        return _checkpoint_name(self._spec, "embed.weight") if name == self._new_head else name
+
+    def files(self) -> list[Any]:
+        """Return the files that hold the tensors."""
+        return self._inner.files()
+
+    def close(self) -> None:
+        """Close the checkpoint."""
+        self._inner.close()
+
+    def array(
+        self,
+        name: str,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        *,
+        flat: bool = False,
+    ) -> np.ndarray[Any, Any]:
+        """Read a tensor as it is folded; see `WeightFile.array`."""
+        if name not in self._changed:
+            return self._inner.array(name, rows, columns, flat=flat)
+        shape = self.entry(name).shape
+        whole = self._whole(name)
+        if not flat and len(shape) > 2:
+            whole = whole.reshape(shape)
+        cut = whole if rows is None else whole[slice(*rows)]
+        cut = cut if columns is None else cut[:, slice(*columns)]
+        return np.ascontiguousarray(cut)
+
+    def quantized(
+        self,
+        name: str,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        *,
+        flat: bool = False,
+    ) -> nk.QuantTensor:
+        """Read a tensor that is stored in blocks, which no folding changes."""
+        return self._inner.quantized(name, rows, columns, flat=flat)
+
+    def stored_chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of a tensor, rounded to the type it is stored as."""
+        if name not in self._changed:
+            yield from self._inner.stored_chunks(name)
+            return
+        values, dtype = self._whole(name).reshape(-1), self.dtype(name)
+        for first in range(0, len(values), _CHUNK):
+            part = values[first : first + _CHUNK]
+            if dtype == "f64":
+                yield part.astype("<f8").tobytes()
+            else:
+                yield nk.quantize(part, dtype).data.tobytes()
+
+    def _whole(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a tensor that changes, float32, all dimensions but the last as rows."""
+        with self._computing:
+            if self._last[0] != name:
+                self._last = name, self._computed(name)
+                self.bytes_read = self._inner.bytes_read
+            return self._last[1]
+
+    def _computed(self, name: str) -> np.ndarray[Any, Any]:
+        whole = self._inner.array(self._source(name), flat=True).astype(np.float32)
+        members = self._held[name]
+        for ours in members:
+            if self._folding.changes(ours):
+                _replace(whole, self._folding.spec.tensor_layout(ours), ours, self._folding)
+        shapes = [self._folding.spec.shape_of(ours) for ours in members]
+        converted = all(map(is_quantized, members, shapes))
+        return whole if converted else _rounded(whole, self.dtype(name))
+
+
+def _unties(spec: ModelSpec, folding: Folding) -> bool:
+    return spec.tied_head and not folding.spec.tied_head
+
+
+def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
+    """Return the checkpoint's name of a tensor, or of what it is joined with."""
+    try:
+        return spec.tensor_layout(ours).name
+    except KeyError:
+        raise UsageError(
+            f"family {spec.family!r} has no name for {ours}, which would be new"
+        ) from None
+
+
+def _replace(whole: np.ndarray[Any, Any], place: Stored, ours: str, folding: Folding) -> None:
+    """Replace one of our tensors in the one of the checkpoint that holds it, in place."""
+    if whole.ndim == 1 or len(folding.spec.shape_of(ours)) == 1:
+        flat = whole.reshape(-1)
+        spans = place.rows or ((0, len(flat)),)
+        new = folding.folded(ours, np.concatenate([flat[a:b] for a, b in spans]))
+        for (a, b), part in zip(spans, _cut(new, spans), strict=True):
+            flat[a:b] = part
+        return
+    rows_first = whole.T if place.transposed else whole
+    spans = place.rows or ((0, len(rows_first)),)
+    new = folding.folded(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
+    for (a, b), part in zip(spans, _cut(new, spans), strict=True):
+        rows_first[a:b] = part
+
+
+def _cut(values: np.ndarray[Any, Any], spans: Any) -> list[np.ndarray[Any, Any]]:
+    """Return the pieces of what was joined of spans."""
+    ends = np.cumsum([b - a for a, b in spans])
+    return np.split(values, ends[:-1])
+
+
+def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Return float32 values rounded to a stored type; bfloat16 stays float32, as it is read."""
+    if dtype == "f16":
+        return values.astype(np.float16)
+    return nk.dequantize(nk.quantize(values, dtype)) if dtype == "bf16" else values

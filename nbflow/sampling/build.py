@@ -1,0 +1,246 @@
+"""Decoding strategy and constraints of a request, made from its `SamplingParams`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbflow.options import SamplingParams, Word
+from nbflow.sampling.dry_breakers import breaker_sequences
+from nbflow.sampling.logits_processors import Constraints, check_token_ids, constrain
+from nbflow.sampling.sampler_chain import parse_samplers
+from nbflow.sampling.strategies import STRATEGIES, make_strategy
+from nbflow.sampling.strategy import Strategy
+from nbflow.sampling.structured_output import Grammar
+from nbflow.tokenization import Tokenizer
+from nbflow_kernels.errors import UsageError
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def end_ids(params: SamplingParams, known: Sequence[int], n_vocab: int) -> tuple[int, ...]:
+    """Return the tokens that end the output.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        The parameters of the request.
+    known : sequence of int
+        The model's end tokens; those without a logit are left out, as they are never drawn.
+    n_vocab : int
+        Number of the model's logits.
+
+    Raises
+    ------
+    UsageError
+        If `stop_token_ids` holds an id outside of the vocabulary.
+    """
+    given = params.stop_token_ids or ()
+    check_token_ids("stop_token_ids", given, n_vocab)
+    own = () if params.ignore_eos else (token for token in known if 0 <= token < n_vocab)
+    return tuple(dict.fromkeys((*own, *(int(token) for token in given))))
+
+
+def build_strategy(
+    params: SamplingParams,
+    n_vocab: int,
+    tokenizer: Tokenizer | None = None,
+    known_end_ids: Sequence[int] = (),
+    defaults: Mapping[str, float] | None = None,
+    inner: Strategy | None = None,
+) -> Strategy:
+    """Return the strategy of a request with its constraints.
+
+    Without `decoding`, a temperature of 0 is greedy; `mirostat` of 1 or 2 is that; temperature,
+    top_k, top_p and min_p are `Filters`; whatever else belongs to llama.cpp's chain makes a
+    `Chain` whose other samplers are off; without any of these it is greedy.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        The parameters of the request.
+    n_vocab : int
+        Number of the model's logits.
+    tokenizer : Tokenizer, optional
+        Needed for structures, bad words and breakers given as text.
+    known_end_ids : sequence of int
+        The model's end tokens.
+    defaults : mapping, optional
+        Parameters that the model recommends, taken where none is given.
+    inner : Strategy, optional
+        The strategy itself; then `params` may have constraints only.
+
+    Raises
+    ------
+    UsageError
+        If a value is out of range, or the strategy does not take a parameter.
+    MissingExtraError
+        If a structure is wanted and llguidance is not installed.
+    """
+    ends = end_ids(params, known_end_ids, n_vocab)
+    name = params.decoding or _strategy_name(params, defaults or {})
+    given = _strategy_parameters(params, name, tokenizer, ends)
+    if inner is None and params.decoding is None:
+        recommended = {k: v for k, v in (defaults or {}).items() if v and k in _fields(name)}
+        inner = make_strategy(name, **{**_NEUTRAL.get(name, {}), **recommended, **given})
+    elif inner is None:
+        inner = make_strategy(name, defaults, **given)
+    elif given or params.decoding is not None:
+        names = ", ".join(given) or "decoding"
+        raise UsageError(f"a Strategy has its parameters; give {names} to it")
+    rules = _constraints(params, name, n_vocab, tokenizer, ends)
+    rules.check_vocabulary(n_vocab)
+    return constrain(inner, rules)
+
+
+def _penalties_in_chain(params: SamplingParams) -> bool:
+    """Return whether penalties are llama.cpp's: a window of prompt and text, part of the chain."""
+    return params.decoding == "chain" or (
+        params.decoding is None and params.repeat_last_n is not None
+    )
+
+
+def _strategy_name(params: SamplingParams, defaults: Mapping[str, float]) -> str:
+    """Return the name of the strategy that the given parameters mean."""
+    if params.temperature == 0.0 and not params.dynatemp_range:
+        return "greedy"
+    if params.mirostat:
+        return "mirostat"
+    chain = set(_fields("chain")) - set(_fields("filters")) - {*PENALTIES, *_CHAIN_NAMES.values()}
+    if any(getattr(params, _PARAMS_NAMES.get(f, f)) is not None for f in chain):
+        return "chain"
+    own = {f: getattr(params, f) for f in _fields("filters")}
+    filtered = any(v is not None for v in own.values()) or any(defaults.get(f) for f in own)
+    return "filters" if filtered else "greedy"
+
+
+def _strategy_parameters(
+    params: SamplingParams, name: str, tokenizer: Tokenizer | None, ends: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return the given parameters of the strategy, under the names of its fields."""
+    given = {f: getattr(params, f) for f in _STRATEGY_FIELDS if getattr(params, f) is not None}
+    if params.samplers is not None:
+        given["samplers"] = parse_samplers(params.samplers)
+    if params.dry_sequence_breakers is not None:
+        need = _need(tokenizer, "dry_sequence_breakers")
+        given["dry_breakers"] = breaker_sequences(need, tuple(params.dry_sequence_breakers))
+    elif params.dry_multiplier and tokenizer is not None:
+        given["dry_breakers"] = breaker_sequences(tokenizer)
+    if _penalties_in_chain(params):
+        given |= {_CHAIN_NAMES.get(p, p): getattr(params, p) for p in PENALTIES}
+    if name.startswith("inferflow.") and ends and params.eos_bypassing_max:
+        given["eos_ids"] = ends
+    if params.decoding is None:
+        if params.top_k is not None:
+            given["top_k"] = max(params.top_k, 0)  # -1 is off, as in vLLM
+        if name == "greedy":  # a temperature of 0 makes the filters void
+            given = {f: v for f, v in given.items() if f not in {*_fields("chain"), "mirostat"}}
+        if not params.mirostat:
+            given.pop("mirostat", None)
+    return given
+
+
+def _constraints(
+    params: SamplingParams,
+    name: str,
+    n_vocab: int,
+    tokenizer: Tokenizer | None,
+    ends: tuple[int, ...],
+) -> Constraints:
+    """Return the changes of the logits."""
+    given = () if _penalties_in_chain(params) else PENALTIES
+    penalties = {p: getattr(params, p) for p in given}
+    kind, grammar = params.structure, None
+    if kind is not None:
+        grammar = Grammar(kind, getattr(params, kind), _need(tokenizer, kind), n_vocab, ends)
+    banned = tuple(params.banned_token_ids or ())
+    if name.startswith("inferflow.") and tokenizer is not None:
+        unknown = tokenizer.token_id(tokenizer.named_tokens.get("unk_token", ""))
+        banned += () if unknown is None else (unknown,)
+    return Constraints(
+        grammar=grammar,
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        no_repeat_ngram_size=params.no_repeat_ngram_size or 0,
+        logit_bias=_biases(params.logit_bias),
+        banned_token_ids=banned,
+        bad_words=_words(params.bad_words or (), tokenizer),
+        min_tokens=params.min_tokens or 0,
+        end_ids=ends,
+        **{p: value for p, value in penalties.items() if value is not None},
+    )
+
+
+_CHAIN_NAMES = {
+    "repetition_penalty": "repeat_penalty", "dry_sequence_breakers": "dry_breakers",
+}  # fmt: skip
+"""Names of `SamplingParams` -> those of `Chain`, whose breakers are tokens."""
+_PARAMS_NAMES = {chain: name for name, chain in _CHAIN_NAMES.items()}
+_NEUTRAL: dict[str, dict[str, Any]] = {
+    "chain": {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": -1,
+    },
+    "mirostat": {"temperature": 1.0},
+}  # fmt: skip
+"""Values that change nothing, where the strategy follows from other parameters."""
+
+
+def _fields(name: str) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(STRATEGIES[name]))
+
+
+_STRATEGY_FIELDS = tuple(
+    f.name
+    for f in dataclasses.fields(SamplingParams)
+    if any(f.name in _fields(name) for name in STRATEGIES) and f.name not in PENALTIES
+)
+_OTHERS = {"repeat_penalty", "dry_breakers", *PENALTIES[1:]}
+assert set(_fields("chain")) - set(_STRATEGY_FIELDS) == _OTHERS
+
+
+def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
+    if tokenizer is None:
+        raise UsageError(f"{name} needs the model's tokenizer; load the model with one")
+    return tokenizer
+
+
+def _biases(bias: Mapping[Any, Any] | Sequence[Any] | None) -> tuple[tuple[int, float], ...]:
+    """Return (token, bias); JSON spells tokens as texts, llama.cpp forbids by false."""
+    pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
+    try:
+        return tuple((_token_id(i), _bias(x)) for i, x in pairs)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"logit_bias must map token ids to numbers, got {bias!r:.60}") from None
+
+
+def _bias(given: Any) -> float:
+    """Return a bias; minus infinity for false."""
+    if given is False:
+        return -math.inf
+    if given is True or not isinstance(given, numbers.Real):
+        raise TypeError(given)
+    return float(given)
+
+
+def _token_id(given: Any) -> int:
+    """Return a token id that is a whole number, or its ASCII digits."""
+    if isinstance(given, str) and not (given.isascii() and given.isdigit()):
+        raise ValueError(given)
+    if isinstance(given, bool) or not isinstance(given, str | numbers.Integral):
+        raise TypeError(given)
+    return int(given)
+
+
+def _words(words: Sequence[Word], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of bad words: as they are, and after a space."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            found.append(tuple(int(token) for token in word))
+            continue
+        need = _need(tokenizer, "bad_words")
+        for text in (word.lstrip(), " " + word.lstrip()):
+            found.append(tuple(need.encode(text)))
+    return tuple(dict.fromkeys(found))

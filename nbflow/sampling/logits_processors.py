@@ -1,0 +1,213 @@
+"""Constraints: what is changed in the logits before any strategy sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+
+from nbflow.sampling.candidates import Shortlist, shortlists
+from nbflow.sampling.strategy import State, Strategy, check_range
+from nbflow.sampling.structured_output import Grammar, Matcher
+from nbflow.sampling.token_buffer import Tokens
+from nbflow_kernels.arrays import is_cuda, on_device, on_host
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.penalties import (
+    apply_logit_bias,
+    apply_no_repeat_ngram,
+    apply_penalties,
+    apply_token_bitmask,
+    mask_token_ids,
+)
+
+MAX_BIAS = 1e6
+"""Largest bias of a logit: above any logit, and far from float32's end at low temperatures."""
+
+
+def check_token_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
+    """Raise `UsageError` if a token is not in the vocabulary; `name` is the parameter's."""
+    for token in ids:
+        if not 0 <= token < n_vocab:
+            raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {token!s:.40}")
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Biases, penalties and forbidden tokens, in the order in which they are applied."""
+
+    grammar: Grammar | None = None
+    """What the new text must match."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may come; empty for all."""
+    repetition_penalty: float = 1.0
+    """Factor for tokens of prompt and new text (Hugging Face); 1 for none."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence in the new text (OpenAI)."""
+    presence_penalty: float = 0.0
+    """Subtracted for having occurred in the new text (OpenAI)."""
+    no_repeat_ngram_size: int = 0
+    """n-grams of this size come once in prompt and new text; 0 for no such rule."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit); -inf forbids it."""
+    banned_token_ids: tuple[int, ...] = ()
+    """These may not come."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not come: the last token of one after the others."""
+    min_tokens: int = 0
+    """No end token before this many new tokens."""
+    end_ids: tuple[int, ...] = ()
+    """The end tokens."""
+
+    def __post_init__(self) -> None:
+        check_range("constraints", "repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        check_range("constraints", "frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_range("constraints", "presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_range("constraints", "no_repeat_ngram_size", self.no_repeat_ngram_size, 0, 2**31 - 1)
+        check_range("constraints", "min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if () in self.bad_words:
+            raise UsageError("bad_words must not hold an empty word")
+        for token, bias in self.logit_bias:
+            if bias != -math.inf and not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise UsageError(
+                    f"logit_bias must be in {-MAX_BIAS:,.0f}..{MAX_BIAS:,.0f}, or minus infinity, "
+                    f"which forbids the token; got {bias:g} for token {token}"
+                )
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is changed."""
+        free = {"end_ids"} if self.min_tokens == 0 else set()
+        return all(getattr(self, f.name) == f.default for f in fields(self) if f.name not in free)
+
+    def check_vocabulary(self, n_vocab: int) -> None:
+        """Raise `UsageError` if a token is not in the vocabulary."""
+        for name, ids in (
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("banned_token_ids", self.banned_token_ids),
+            ("bad_words", [token for word in self.bad_words for token in word]),
+        ):
+            check_token_ids(name, ids, n_vocab)
+
+
+@dataclass(frozen=True)
+class Constrained(Strategy):
+    """A strategy that sees changed logits."""
+
+    strategy: Strategy
+    """What chooses."""
+    constraints: Constraints
+    """What is changed before."""
+
+    compiled: ClassVar[bool] = False
+
+    def begin(self, prompt_ids: Sequence[int], seed: int) -> ConstrainedState:
+        inner = self.strategy.begin(prompt_ids, seed)
+        grammar = self.constraints.grammar
+        matcher = None if grammar is None else grammar.begin()
+        return ConstrainedState(inner, self.constraints, matcher, Tokens(prompt_ids))
+
+
+class ConstrainedState:
+    """The tokens so far, the place in the grammar, and the state of what chooses.
+
+    Of a row on a CUDA device, the logits are changed there.
+    """
+
+    takes_device_rows = True
+
+    def __init__(
+        self,
+        inner: State,
+        constraints: Constraints,
+        matcher: Matcher | None,
+        tokens: Tokens,
+    ) -> None:
+        self._inner = inner
+        self._constraints = constraints
+        self._matcher = matcher
+        self._tokens = tokens
+
+    def n_best(self) -> int | None:
+        """See `nbflow.sampling.State.n_best`; which tokens are allowed is not known before."""
+        return None
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
+        """See `nbflow.sampling.State.choose`."""
+        assert not isinstance(logits, Shortlist)
+        row = self._changed(logits)
+        n_best = self._inner.n_best()
+        if not is_cuda(row) or self._inner.takes_device_rows:
+            return self._inner.choose(row)
+        return self._inner.choose(
+            on_host(row) if n_best is None else shortlists(row[None], n_best)[0]
+        )
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """See `nbflow.sampling.State.probs`."""
+        return self._inner.probs(self._changed(logits))
+
+    def accept(self, token: int) -> None:
+        """See `nbflow.sampling.State.accept`."""
+        self._inner.accept(token)
+        self._tokens.append(token)
+        if self._matcher is not None:
+            self._matcher.accept(token)
+
+    def fork(self) -> ConstrainedState:
+        """See `nbflow.sampling.State.fork`."""
+        matcher = None if self._matcher is None else self._matcher.fork()
+        inner, tokens = self._inner.fork(), self._tokens.copy()
+        return ConstrainedState(inner, self._constraints, matcher, tokens)
+
+    def _changed(self, logits: np.ndarray) -> np.ndarray:
+        """Return the changed logits, in place of the given ones."""
+        rules, row = self._constraints, logits[None]
+
+        def beside(array: np.ndarray) -> np.ndarray:
+            found: np.ndarray = on_device(array, row) if is_cuda(row) else array
+            return found
+
+        def ragged(ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return beside(np.array(ids, np.int32)), beside(np.array([0, len(ids)], np.int32))
+
+        history, whole = ragged(self._tokens.array)
+        if rules.allowed_token_ids:
+            mask_token_ids(row, *ragged(rules.allowed_token_ids), keep=True)
+        penalties = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            apply_penalties(
+                row, history, whole, repetition_penalty=penalties[0],
+                frequency_penalty=penalties[1], presence_penalty=penalties[2],
+                prompt_lens=self._tokens.n_prompt,
+            )  # fmt: skip
+        if rules.no_repeat_ngram_size:
+            apply_no_repeat_ngram(row, history, whole, rules.no_repeat_ngram_size)
+        if rules.logit_bias:
+            tokens, indptr = ragged([token for token, _ in rules.logit_bias])
+            biases = np.array([bias for _, bias in rules.logit_bias], np.float32)
+            apply_logit_bias(row, tokens, beside(biases), indptr)
+        banned = [*rules.banned_token_ids, *self._ends_of_bad_words()]
+        if self._tokens.n_new < rules.min_tokens:
+            banned += rules.end_ids
+        if banned:
+            mask_token_ids(row, *ragged(banned))
+        if self._matcher is not None:
+            apply_token_bitmask(row, beside(self._matcher.bitmask(row.shape[1])))
+        return logits
+
+    def _ends_of_bad_words(self) -> list[int]:
+        """Return the tokens that would complete a bad word in the new text."""
+        words = self._constraints.bad_words
+        longest = max(map(len, words), default=0)
+        n = min(self._tokens.n_new, longest)
+        new = tuple(self._tokens.array[len(self._tokens) - n :].tolist())
+        return [w[-1] for w in words if len(w) == 1 or new[-len(w) + 1 :] == w[:-1]]
+
+
+def constrain(strategy: Strategy, constraints: Constraints) -> Strategy:
+    """Return the strategy under these constraints; itself if there are none."""
+    return strategy if constraints.empty else Constrained(strategy, constraints)

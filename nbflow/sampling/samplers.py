@@ -1,0 +1,280 @@
+"""llama.cpp's samplers: each changes the candidates, by the parameters of a chain.
+
+They follow llama.cpp's rules with sums in float64; equal logits keep the order of their ids.
+``min_keep`` is the least number of candidates that a truncation leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbflow.sampling.candidates import COLD, Candidates
+from nbflow_kernels.penalties import apply_dry_penalty, apply_penalties
+
+DEFAULT_ORDER = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
+"""llama.cpp's order."""
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """Parameters of the samplers; names and defaults are llama.cpp's."""
+
+    samplers: tuple[str, ...] = DEFAULT_ORDER
+    """Which samplers, in which order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
+    temperature: float = 0.8
+    """Logits are divided by it; 0 or less takes the best token."""
+    dynatemp_range: float = 0.0
+    """The temperature moves this far up and down with the entropy; 0 for none."""
+    dynatemp_exponent: float = 1.0
+    """How the normalized entropy is bent before it sets the temperature."""
+    top_k: int = 40
+    """How many of the best tokens are kept; 0 for all."""
+    top_p: float = 0.95
+    """Mass that is kept; 1 for all."""
+    min_p: float = 0.05
+    """Least probability kept, relative to the best; 0 for all."""
+    typical_p: float = 1.0
+    """Mass of the locally typical tokens that is kept; 1 for all."""
+    tfs_z: float = 1.0
+    """Share of the bends before the tail (only where "tfs_z" is in `samplers`); 1 for all."""
+    top_n_sigma: float = -1.0
+    """Standard deviations below the best logit that are kept; 0 or less for all."""
+    xtc_probability: float = 0.0
+    """How often the top choices are excluded."""
+    xtc_threshold: float = 0.1
+    """From which probability on a token is a top choice; above 0.5 switches it off."""
+    repeat_last_n: int = 64
+    """How many of the last tokens, prompt included, the penalties see; 0 none, -1 all."""
+    repeat_penalty: float = 1.0
+    """Factor for tokens that occurred; 1 for none."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence."""
+    presence_penalty: float = 0.0
+    """Subtracted for having occurred."""
+    dry_multiplier: float = 0.0
+    """Penalty of a repetition of the allowed length; 0 for none."""
+    dry_base: float = 1.75
+    """Growth of the penalty with each further token."""
+    dry_allowed_length: int = 2
+    """Repetitions shorter than this go free."""
+    dry_penalty_last_n: int = -1
+    """How many of the last tokens DRY sees; 0 none, -1 all."""
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    """Token sequences over which no repetition reaches; see `breaker_sequences`."""
+    min_keep: int = 0
+    """Least number of candidates that a truncation leaves."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What else a sampler may look at."""
+
+    history: np.ndarray
+    """int32 (N,): prompt and tokens so far."""
+    random: Callable[[], float]
+    """A number in [0, 1) for the sampler's own decisions."""
+
+
+def penalties(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Lower tokens that occurred among the last `repeat_last_n`."""
+    row = _row(candidates)
+    apply_penalties(
+        row,
+        moment.history,
+        np.array([0, len(moment.history)], np.int32),
+        repetition_penalty=chain.repeat_penalty,
+        frequency_penalty=chain.frequency_penalty,
+        presence_penalty=chain.presence_penalty,
+        window=chain.repeat_last_n,
+    )
+    _rescore(candidates, row)
+
+
+def dry(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Lower tokens that would go on with a repetition; see `nbflow_kernels.apply_dry_penalty`."""
+    row = _row(candidates)
+    apply_dry_penalty(
+        row,
+        moment.history,
+        np.array([0, len(moment.history)], np.int32),
+        multiplier=chain.dry_multiplier,
+        base=chain.dry_base,
+        allowed_length=chain.dry_allowed_length,
+        window=chain.dry_penalty_last_n,
+        breakers=chain.dry_breakers,
+    )
+    _rescore(candidates, row)
+
+
+def top_n_sigma(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Keep logits within `top_n_sigma` standard deviations of the best (arXiv:2411.07641)."""
+    if len(candidates) > 1:
+        bound = candidates.logits.max() - chain.top_n_sigma * candidates.logits.std()
+        candidates.keep(candidates.logits >= bound)
+
+
+def top_k(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Keep the `top_k` best; 0 or less keeps all."""
+    candidates.first(chain.top_k)
+
+
+def typical(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Keep the tokens nearest to the entropy that have mass `typical_p` (arXiv:2202.00666)."""
+    p = candidates.probs()
+    order = least_typical_last(p)
+    passed = np.flatnonzero(np.cumsum(p[order]) > chain.typical_p)
+    n = max(int(passed[0]) + 1 if len(passed) else len(p), chain.min_keep)
+    mask = np.zeros(len(p), bool)
+    mask[order[:n]] = True
+    candidates.keep(mask)
+
+
+def tail_free(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Keep the tokens before the flat tail (`tfs_z` of the bends), as llama.cpp did until 2024."""
+    if len(candidates) <= 2:
+        return
+    candidates.sort()
+    candidates.first(max(tail_free_count(candidates.probs(), chain.tfs_z), chain.min_keep))
+
+
+def top_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Keep the fewest best tokens that have mass `top_p`."""
+    candidates.reaching(chain.top_p, max(chain.min_keep, 1))
+
+
+def min_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Keep the tokens at least `min_p` times as probable as the best."""
+    mask = candidates.logits >= candidates.logits.max() + math.log(chain.min_p)
+    if mask.sum() >= chain.min_keep:
+        candidates.keep(mask)
+    else:
+        candidates.first(max(int(mask.sum()), chain.min_keep))
+
+
+def xtc(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Exclude top choices: sometimes drop the likely tokens but the least likely of them."""
+    if len(candidates) < 2:
+        return
+    if moment.random() >= chain.xtc_probability:
+        return
+    candidates.sort()
+    n_likely = int((candidates.probs() >= chain.xtc_threshold).sum())
+    if n_likely > 1 and len(candidates) - (n_likely - 1) >= chain.min_keep:
+        candidates.take(slice(n_likely - 1, None))
+
+
+def temperature(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+    """Divide the logits; with `dynatemp_range` by a temperature that follows the entropy."""
+    value = chain.temperature
+    if chain.dynatemp_range > 0.0:
+        if len(candidates) < 2:
+            return
+        low, high = max(0.0, value - chain.dynatemp_range), value + chain.dynatemp_range
+        p = candidates.probs()
+        entropy = -(p[p > 0.0] * np.log(p[p > 0.0])).sum() / math.log(len(candidates))
+        value = low + (high - low) * entropy**chain.dynatemp_exponent
+    if value < COLD:
+        candidates.first(1)
+    else:
+        candidates.scale(1.0 / value)
+
+
+SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, Moment], None]] = {
+    "penalties": penalties,
+    "dry": dry,
+    "top_n_sigma": top_n_sigma,
+    "top_k": top_k,
+    "typ_p": typical,
+    "tfs_z": tail_free,
+    "top_p": top_p,
+    "min_p": min_p,
+    "xtc": xtc,
+    "temperature": temperature,
+}
+"""Samplers by llama.cpp's names."""
+
+IDLE: dict[str, Callable[[SamplerOptions], bool]] = {
+    "penalties": lambda c: (
+        not c.repeat_last_n
+        or (c.repeat_penalty, c.frequency_penalty, c.presence_penalty) == (1.0, 0.0, 0.0)
+    ),
+    "dry": lambda c: not c.dry_multiplier or c.dry_base < 1.0 or not c.dry_penalty_last_n,
+    "top_n_sigma": lambda c: c.top_n_sigma <= 0.0,
+    "top_k": lambda c: c.top_k <= 0,
+    "typ_p": lambda c: c.typical_p >= 1.0,
+    "tfs_z": lambda c: c.tfs_z >= 1.0,
+    "top_p": lambda c: c.top_p >= 1.0,
+    "min_p": lambda c: c.min_p <= 0.0,
+    "xtc": lambda c: c.xtc_probability <= 0.0 or c.xtc_threshold > 0.5,
+    "temperature": lambda c: False,
+}
+"""Whether the parameters of a chain switch a sampler off."""
+
+OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
+               "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "typ-p": "typ_p",
+               "top-n-sigma": "top_n_sigma", "nucleus": "top_p"}  # fmt: skip
+
+LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "f": "tfs_z",
+    "p": "top_p", "m": "min_p", "x": "xtc", "t": "temperature",
+}  # fmt: skip
+"""The letters of llama.cpp's ``--sampling-seq``."""
+
+
+def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
+    """Return how many tokens a sampler lowers at most, after `n_tokens`.
+
+    None if it does anything else: only where tokens were lowered and nothing more, the best of what
+    is left are among the best before.
+    """
+    if IDLE[name](chain):
+        return 0
+    if name == "penalties":
+        least = min(chain.repeat_penalty - 1.0, chain.frequency_penalty, chain.presence_penalty)
+        window = chain.repeat_last_n
+    elif name == "dry":
+        least, window = 0.0, chain.dry_penalty_last_n
+    else:
+        return None
+    return None if least < 0.0 else n_tokens if window < 0 else min(n_tokens, window)
+
+
+def least_typical_last(p: np.ndarray) -> np.ndarray:
+    """Return the order of probabilities by the distance of their surprise from the entropy."""
+    surprise = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
+    return np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
+
+
+def tail_free_count(p: np.ndarray, z: float, first_counts: bool = True) -> int:
+    """Return how many of falling probabilities come before the flat tail, at least 1.
+
+    The bends ``|p[i] - 2 p[i+1] + p[i+2]|``, divided by their sum, are added until they pass `z`;
+    with `first_counts` False the first is left out of the sum, as in Inferflow.
+    """
+    bends = np.abs(np.diff(p, 2))
+    if not len(bends):
+        return len(p)
+    total = bends.sum()
+    shares = bends / total if total > 1e-6 else np.full(len(bends), 1.0 / len(bends))
+    if not first_counts:
+        shares[0] = 0.0
+    passed = np.flatnonzero(np.cumsum(shares) > z)
+    return max(int(passed[0]), 1) if len(passed) else len(p)
+
+
+def _row(candidates: Candidates) -> np.ndarray:
+    """Return the logits of the whole vocabulary, float32 (1, V)."""
+    row = np.full((1, candidates.n_vocab), -np.inf, np.float32)
+    row[0, candidates.ids] = candidates.logits
+    return row
+
+
+def _rescore(candidates: Candidates, row: np.ndarray) -> None:
+    """Take changed logits."""
+    candidates.rescore(row[0, candidates.ids].astype(np.float64))

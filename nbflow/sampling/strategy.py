@@ -1,0 +1,237 @@
+"""What every strategy offers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+import numpy as np
+
+from nbflow.sampling.candidates import COLD, Candidates, Shortlist, random_number
+from nbflow.sampling.token_buffer import Tokens
+from nbflow_kernels.arrays import empty, is_cuda, on_host
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sampling import (
+    cpu,
+    cuda,
+    min_p_renorm_probs,
+    softmax,
+    top_k_renorm_probs,
+    top_p_renorm_probs,
+)
+from nbflow_kernels.sampling.argument_checks import limits_of
+
+
+class State(Protocol):
+    """What a strategy remembers of one request."""
+
+    takes_device_rows: bool
+    """Whether `choose` also takes a row that lies on a CUDA device, and sends little of it."""
+
+    def n_best(self) -> int | None:
+        """Return how many of the best tokens `choose` needs to see; None: all."""
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
+        """Return the next token; asking again without `accept` gives the same.
+
+        Parameters
+        ----------
+        logits : array of float32, shape (V,), or Shortlist
+            Scores of the vocabulary; may be changed.  A shortlist only if `n_best` allows it.
+        """
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """Return what `choose` draws from, float32 (V,); parameters as there."""
+
+    def accept(self, token: int) -> None:
+        """Take the token that came next; it need not be the chosen one."""
+
+    def fork(self) -> State:
+        """Return a copy that goes on by itself."""
+
+
+class SampledState:
+    """A state whose next token is drawn from candidates with Philox numbers."""
+
+    takes_device_rows = False
+
+    def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
+        self.tokens = Tokens(prompt_ids)
+        self.seed = seed
+
+    def candidates(self, logits: np.ndarray | Shortlist) -> Candidates:
+        """Return the tokens that may come next with their final logits."""
+        raise NotImplementedError
+
+    def n_best(self) -> int | None:
+        """See `State.n_best`."""
+        return None
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
+        """See `State.choose`."""
+        return self.candidates(logits).draw(random_number(self.seed, self.tokens.n_new))
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """See `State.probs`."""
+        return self.candidates(logits).dense()
+
+    def accept(self, token: int) -> None:
+        """See `State.accept`."""
+        self.tokens.append(token)
+
+    def fork(self) -> Self:
+        """See `State.fork`."""
+        other = copy.copy(self)
+        other.tokens = self.tokens.copy()
+        return other
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the next token is chosen from the logits.
+
+    A strategy that needs nothing but the logits, a seed and the number of draws before is
+    `compiled`: it has `launch`.  Others have `begin`, which gives a state for each request.
+    """
+
+    compiled: ClassVar[bool] = True
+    """Whether it has `launch`; else it has `begin`."""
+
+    def begin(self, prompt_ids: Sequence[int], seed: int) -> State:
+        """Return what it remembers of a request before the first new token."""
+        return CompiledState(self, seed)
+
+    def distribution(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probabilities it draws with, float32 (B, V), of logits of that shape."""
+        raise NotImplementedError
+
+    def launch(
+        self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Write the next token of each row to `out`; -1 for a row without a distribution.
+
+        It is a launcher (`nbflow_kernels.cpu.parallel_for.capture`): compiled calls and nothing
+        else, so that generation can run them behind the model's.
+
+        Parameters
+        ----------
+        logits : array of float32, shape (B, V)
+            Scores of the vocabulary; on a CUDA device the draw runs there, for the same tokens.
+        seeds : array of uint64, shape (B,)
+            Seed of each row's request.
+        offsets : array of uint64, shape (B,)
+            Number of tokens each row's request has drawn before.
+        out : array of int32, shape (B,)
+            Where to write, beside the logits.
+        """
+        raise NotImplementedError
+
+    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the next token of each row, int32 (B,); parameters as in `launch`.
+
+        Raises
+        ------
+        UsageError
+            If a row has a NaN, +inf or nothing but -inf.
+        """
+        tokens = self.drawn(logits, seeds, offsets)
+        check_drawn(tokens)
+        return tokens
+
+    def drawn(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Do as `choose`, with -1 for a row without a distribution."""
+        out = empty(logits, (len(logits),), np.int32)
+        self.launch(logits, seeds, offsets, out)
+        tokens: np.ndarray = on_host(out)
+        return tokens
+
+
+class CompiledState:
+    """The state of a compiled strategy: the number of draws."""
+
+    takes_device_rows = True
+
+    def __init__(self, strategy: Strategy, seed: int) -> None:
+        self._strategy = strategy
+        self._seed = np.array([seed], np.uint64)
+        self._n = 0
+
+    def n_best(self) -> int | None:
+        """See `State.n_best`."""
+        return None
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
+        """See `State.choose`."""
+        assert not isinstance(logits, Shortlist)
+        offset = np.array([self._n], np.uint64)
+        return int(self._strategy.choose(logits[None], self._seed, offset)[0])
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """See `State.probs`."""
+        row: np.ndarray = self._strategy.distribution(logits[None])[0]
+        return row
+
+    def accept(self, token: int) -> None:
+        """See `State.accept`."""
+        self._n += 1
+
+    def fork(self) -> CompiledState:
+        """See `State.fork`."""
+        return copy.copy(self)
+
+
+@dataclass(frozen=True)
+class Draw(Strategy):
+    """A draw from the tokens that a filter keeps, the probabilities after a temperature."""
+
+    def filters(self) -> dict[str, float]:
+        """Return temperature and the filters: ``top_k``, ``top_p``, ``min_p``."""
+        raise NotImplementedError
+
+    def distribution(self, logits: np.ndarray) -> np.ndarray:
+        filters = self.filters()
+        p: np.ndarray = softmax(logits, max(filters.pop("temperature"), COLD))
+        renorm = {
+            "top_k": top_k_renorm_probs, "top_p": top_p_renorm_probs, "min_p": min_p_renorm_probs
+        }  # fmt: skip
+        for name, value in filters.items():
+            p = renorm[name](p, value)
+        return p
+
+    def launch(
+        self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
+    ) -> None:
+        """See `Strategy.launch`."""
+        filters, n = self.filters(), len(logits)
+        temperature = np.full(n, max(filters.pop("temperature"), COLD), np.float32)
+        rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
+        variant = cuda if is_cuda(logits) else cpu
+        variant.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
+
+
+def check_drawn(tokens: np.ndarray) -> None:
+    """Raise `UsageError` if a row had no distribution to draw from."""
+    if (tokens < 0).any():
+        raise no_distribution()
+
+
+def no_distribution() -> UsageError:
+    """Return the error for logits from which no token can be drawn."""
+    return UsageError(
+        "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
+        "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
+    )
+
+
+def check_range(
+    strategy: str, name: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
+    """Raise `UsageError` unless a parameter lies in [low, high], or (low, high] with `open_low`."""
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not inside:
+        bracket = "(" if open_low else "["
+        raise UsageError(
+            f"{strategy}: {name} must be in {bracket}{low:g}, {high:g}], got {value!r}"
+        )

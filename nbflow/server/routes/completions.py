@@ -1,0 +1,215 @@
+"""``POST /v1/completions``: continue texts or token ids, and score them (echo with logprobs)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nbflow.engine.request import Request as EngineRequest
+from nbflow.server.errors import ApiError, json_response
+from nbflow.server.generation_request import GenerationRequest
+from nbflow.server.logprobs import CompletionLogprobs, of_prompt
+from nbflow.server.long_json import long_response
+from nbflow.server.requests import build_requests, check_number
+from nbflow.server.schemas import CompletionBody
+from nbflow.server.served_model import Served
+from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import DONE, Job, OutputChunk, Stream, event, mean_logprob, unless_gone
+from nbflow.server.workers import Workers, check_wanted
+
+router = APIRouter(tags=["OpenAI"])
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@router.post("/completions", summary="Continue texts")
+async def completions(
+    body: CompletionBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
+) -> Response:
+    """Continue texts."""
+    served = state.models.generating(body.model)
+    prompts = body.prompts()
+    check_number(body, len(prompts), state.config.limits)
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+
+    def prepare() -> tuple[list[list[int]], list[GenerationRequest]]:
+        ids = prompt_ids(served, prompts, body.add_special_tokens)
+        return ids, build_requests(
+            served, body, ids, most, state.config.limits, continues_text=True, echo=body.echo
+        )
+
+    ids, wanted = await state.workers.run_for(request.receive, prepare)
+    answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
+    job = Job(served, wanted, state.mailbox, state.metrics)
+    n_prompt = sum(map(len, ids))
+    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wanted))
+    if body.stream:
+        await job.__aenter__()  # what is wrong is told by the status, before the stream begins
+        return Stream(answer.stream(job, request, state.workers), job.leave)
+    async with job:
+        chunks = await unless_gone(request.receive, job.whole())
+    usage = job.usage(len(prompts))
+    note(request, completion_tokens=usage["completion_tokens"])
+    if body.logprobs is None and body.prompt_logprobs is None:
+        return json_response(answer.whole(chunks, job, usage))
+    return await state.workers.run_for(
+        request.receive, lambda: long_response(answer.whole(chunks, job, usage))
+    )
+
+
+def prompt_ids(
+    served: Served,
+    prompts: Sequence[str | list[int]],
+    add_special_tokens: bool,
+    param: str = "prompt",
+) -> list[list[int]]:
+    """Return the token ids of prompts; `param` is the field that they come from."""
+    if not prompts:
+        raise ApiError(400, "there must be at least one text", param=param)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            served.check_size(prompt, param)
+    found = []
+    for prompt in prompts:
+        check_wanted()
+        ids = served.text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        found.append(ids)
+    return found
+
+
+class _Answer:
+    """How an answer is written."""
+
+    def __init__(
+        self,
+        served: Served,
+        body: CompletionBody,
+        name: str,
+        prompts: Sequence[str | list[int]],
+        ids: Sequence[list[int]],
+    ) -> None:
+        self._served = served
+        self._body = body
+        self._prompts = prompts
+        self._ids = ids
+        self._decoded: dict[int, str] = {}
+        self._head = {
+            "id": f"cmpl-{name}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or served.name,
+        }
+
+    def whole(self, chunks: list[OutputChunk], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer as one object; the choices are prompt-major."""
+        kept: list[OutputChunk] = []
+        n_drawn, n = self._body.n_drawn, self._body.n
+        for start in range(0, len(chunks), n_drawn):
+            some = chunks[start : start + n_drawn]
+            if n_drawn > n:
+                some = sorted(some, key=mean_logprob, reverse=True)[:n]
+            kept += some
+        choices = [self._choice(i, chunk, job, True) for i, chunk in enumerate(kept)]
+        return {**self._head, "choices": choices, "usage": usage}
+
+    async def stream(self, job: Job, request: Request, workers: Workers) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events, those of one moment together."""
+        begun: set[int] = set()
+        held: list[OutputChunk] = []
+        async for chunks in job:
+            events = []
+            chunks, held = [*held, *chunks], []
+            for chunk in chunks:
+                if chunk.error is not None:
+                    yield event(chunk.error.body()) + DONE
+                    return
+                if self._lacks_prompt(chunk, job):
+                    held.append(chunk)
+                    continue
+                first = chunk.index not in begun
+                begun.add(chunk.index)
+                if first and self._body.echo and self._body.logprobs is not None:
+                    events.append(await workers.run(self._chunk_event, chunk, job, first))
+                else:
+                    events.append(self._chunk_event(chunk, job, first))
+            yield b"".join(events)
+        usage = job.usage(len(self._prompts))
+        note(request, completion_tokens=usage["completion_tokens"])
+        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+
+    def _lacks_prompt(self, chunk: OutputChunk, job: Job) -> bool:
+        """Return whether a chunk must wait for the prompt's log-probabilities."""
+        asked = self._first_request(chunk, job)
+        return self._body.echo and asked.wants_prompt_logits
+
+    def _first_request(self, chunk: OutputChunk, job: Job) -> EngineRequest:
+        """Return the request that is told the log-probabilities of a choice's prompt."""
+        return job.request_of(chunk.index - chunk.index % self._body.n_drawn)
+
+    def _chunk_event(self, chunk: OutputChunk, job: Job, first: bool) -> bytes:
+        return self._event([self._choice(chunk.index, chunk, job, first)], job)
+
+    def _event(
+        self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
+    ) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
+        if self._body.continuous_usage:
+            chunk["usage"] = usage or job.usage(len(self._prompts))
+        elif self._body.includes_usage:
+            chunk["usage"] = usage
+        return event(chunk)
+
+    def _choice(self, index: int, chunk: OutputChunk, job: Job, first: bool) -> dict[str, Any]:
+        """Return a choice; `first` is whether it is the place for the prompt's part."""
+        body, request = self._body, self._first_request(chunk, job)
+        echoed = self._text_of(chunk.index // body.n_drawn) if body.echo else ""
+        logprobs = None
+        if body.logprobs is not None:
+            lines = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
+            if body.echo and first:
+                self._add_prompt(lines, request.prompt, request.prompt_results)
+            for e in chunk.tokens:
+                lines.add(e, len(echoed))
+            logprobs = lines.body()
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (echoed if first else "") + chunk.text,
+            "logprobs": logprobs,
+            "finish_reason": chunk.finish_reason,
+        }
+        if chunk.finish_reason is not None:
+            choice["stop_reason"] = chunk.stop_reason
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = of_prompt(
+                self._served, request.prompt, request.prompt_results, body.prompt_logprobs
+            )
+        if body.return_token_ids:
+            choice["token_ids"] = chunk.ids
+            choice["prompt_token_ids"] = request.prompt if first else None
+        return choice
+
+    def _text_of(self, index: int) -> str:
+        """Return the text of a prompt."""
+        prompt = self._prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        if index not in self._decoded:
+            tokenizer = self._served.tokenizer
+            self._decoded[index] = "" if tokenizer is None else tokenizer.decode(prompt)
+        return self._decoded[index]
+
+    def _add_prompt(
+        self,
+        lines: CompletionLogprobs,
+        prompt: Sequence[int],
+        results: Sequence[tuple[float, list[tuple[int, float]]]],
+    ) -> None:
+        """Add the prompt's tokens."""
+        offset = self._served.offsets()
+        lines.first(prompt[0], offset(prompt[0]))
+        for token, (logprob, top) in zip(prompt[1:], results, strict=False):
+            lines.add_token(token, logprob, top, offset(token))

@@ -1,0 +1,72 @@
+"""``POST /v1/embeddings``: one vector for each text."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nbflow.server.errors import ApiError, json_response
+from nbflow.server.generation_request import GenerationRequest
+from nbflow.server.routes.completions import prompt_ids
+from nbflow.server.schemas import EmbeddingBody, split_texts
+from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import Job, unless_gone
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/embeddings", summary="Turn texts into vectors")
+async def embeddings(
+    body: EmbeddingBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
+) -> Response:
+    """Turn texts into vectors."""
+    served = state.models.find(body.model)
+    spec = served.model.spec
+    if body.dimensions not in (None, spec.hidden_size):
+        raise ApiError(
+            400,
+            f"dimensions must be {spec.hidden_size}, the size of {served.name}'s vectors, or be "
+            f"left out, got {body.dimensions}",
+            param="dimensions",
+        )
+    texts = split_texts(body.input)
+    most = state.config.limits.choices
+    if len(texts) > most:
+        raise ApiError(400, f"input may have at most {most} texts, got {len(texts)}", param="input")
+    ids = await state.workers.run_for(
+        request.receive, prompt_ids, served, texts, body.add_special_tokens, "input"
+    )
+    n_tokens = sum(map(len, ids))
+    note(request, model=served.name, user=body.user, prompt_tokens=n_tokens, n=len(ids))
+    pooling = body.pooling or ("last" if spec.causal else "mean")
+    requests = served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
+    for text in requests:
+        text.deadline = state.config.limits.request_s or None
+    job = Job(served, [GenerationRequest(text) for text in requests], state.mailbox, state.metrics)
+    async with job:
+        await unless_gone(request.receive, job.whole())
+    as_base64 = body.encoding_format == "base64"
+    data = [
+        {"object": "embedding", "index": i, "embedding": _written(text.vector, as_base64)}
+        for i, text in enumerate(requests)
+    ]
+    return json_response(
+        {
+            "object": "list",
+            "data": data,
+            "model": body.model or served.name,
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+    )
+
+
+def _written(vector: np.ndarray | None, as_base64: bool) -> Any:
+    """Return a vector as a list of numbers, or as base64 of little-endian float32."""
+    assert vector is not None  # its request has ended in order
+    if as_base64:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    return vector.tolist()

@@ -1,0 +1,204 @@
+"""A model that is served: its engine, its names, and how prompts become token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbflow
+from nbflow.engine.detokenizer import TextStream
+from nbflow.server.bounds import MIN_PROMPT_BYTES
+from nbflow.server.config import ModelOptions
+from nbflow.server.errors import ApiError
+from nbflow.server.token_text import NoText, Offsets, TokenTexts
+from nbflow.tokenization import Tokenizer
+from nbflow.tokenization.chat import encode_chat, format_chat
+from nbflow.tokenization.token_bytes import vocabulary_bytes
+from nbflow.tokenization.tokenizer_config import read_template
+from nbflow_kernels.errors import UsageError, unknown_name
+
+
+class Served:
+    """A model behind a name.
+
+    Parameters
+    ----------
+    name : str
+        What clients call it.
+    options : ModelOptions
+        Its part of the configuration.
+    model : nbflow.Model
+        The model.
+    engine : nbflow.Engine
+        What runs it; started.
+    draft : nbflow.Model or str, optional
+        Who proposes tokens to its requests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: ModelOptions,
+        model: nbflow.Model,
+        engine: nbflow.Engine,
+        draft: nbflow.Model | str | None = None,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.model = model
+        self.engine = engine
+        self.draft = draft
+        self.created = int(time.time())
+        self.defaults: dict[str, Any] = {**model.defaults, **options.defaults}
+        """Decoding parameters where a request states none."""
+        try:
+            self.tokenizer: Tokenizer | None = model.tokenizer
+        except UsageError:
+            self.tokenizer = None
+        self.end_ids = model.end_ids
+        """Tokens that end a continuation."""
+        self.spell = TokenTexts(self.tokenizer)
+        self.max_prompt_bytes = self._max_prompt_bytes()
+        """Longest text that is tokenized: a longer one cannot fit the context."""
+        self._template = options.chat_template
+        if self._template is not None and Path(self._template).is_file():
+            self._template = read_template(Path(self._template))
+
+    @property
+    def generates(self) -> bool:
+        """Whether it continues texts."""
+        return self.model.spec.causal and self.model.spec.head
+
+    def _max_prompt_bytes(self) -> int:
+        """Return the context's tokens times the bytes of the longest one, and not too few."""
+        if self.tokenizer is None:
+            return MIN_PROMPT_BYTES
+        longest = max((len(text) for text in vocabulary_bytes(self.tokenizer) if text), default=1)
+        return max(MIN_PROMPT_BYTES, self.model.spec.max_context * longest)
+
+    def check_size(self, text: str, param: str) -> str:
+        """Return a text that may be tokenized; raise `ApiError` for one that is too long."""
+        size = len(text) if text.isascii() else len(text.encode())
+        if size > self.max_prompt_bytes:
+            raise ApiError(
+                400,
+                f"{param} has {size:,} bytes, and at most {self.max_prompt_bytes:,} can fit the "
+                f"context of {self.model.spec.max_context:,} tokens; shorten it",
+                param=param,
+            )
+        return text
+
+    def text_ids(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the ids of a text; of an empty one the first token the model knows."""
+        tokenizer = self.model.tokenizer  # raises if there is none
+        ids = tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
+    ) -> list[int]:
+        """Return the ids of a conversation."""
+        chosen = self._chosen(template)
+        return encode_chat(
+            self.model.tokenizer, flat(messages), chosen, max_bytes=self.max_prompt_bytes, **more
+        )
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
+    ) -> str:
+        """Return a conversation as the text of a prompt."""
+        chosen = self._chosen(template)
+        return format_chat(self.model.tokenizer, flat(messages), chosen, **more)
+
+    def _chosen(self, template: str | None) -> str | None:
+        """Return the template to use, None for the model's own."""
+        chosen, own = template or self._template, self.model.tokenizer
+        if chosen is None and not own.chat_templates and own.prompt_template is None:
+            raise UsageError(
+                f"{self.name} comes with no chat template; use /v1/completions, or start the "
+                "server with one (--chat-template, chat_template)"
+            )
+        return chosen
+
+    def text_stream(self, before: Sequence[int]) -> TextStream | NoText:
+        """Return the detokenizer of new tokens after those `before`."""
+        return NoText() if self.tokenizer is None else TextStream(self.tokenizer, prompt_ids=before)
+
+    def offsets(self, before: Sequence[int] = ()) -> Offsets:
+        """Return what tells where in the text tokens begin."""
+        return Offsets(self.tokenizer, before)
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Return what /v1/models says of it."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "nbflow",
+            "root": self.name,
+            "max_model_len": self.model.spec.max_context,
+        }
+
+
+class Models:
+    """The models of a server by their names."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        self.all = list(served)
+        self.by_name = {name: s for s in served for name in (s.name, *s.options.aliases)}
+
+    def find(self, name: str | None) -> Served:
+        """Return the model of that name, or the first one; raise `ApiError` 404."""
+        if name is None:
+            return self.all[0]
+        if name not in self.by_name:
+            message = str(unknown_name("model", name[:200], self.by_name))
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.by_name[name]
+
+    def generating(self, name: str | None) -> Served:
+        """Return the model of that name if it continues texts."""
+        served = self.find(name)
+        if not served.generates:
+            raise ApiError(
+                400,
+                f"{served.name} is an encoder and continues no text; use /v1/embeddings",
+                param="model",
+            )
+        return served
+
+
+def flat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose content is text: the text parts of a list are lines of it.
+
+    Raises
+    ------
+    UsageError
+        If a part is not text.
+    """
+    return [
+        {**m, "content": _joined(m["content"], f"messages[{i}].content")}
+        if isinstance(m.get("content"), list)
+        else dict(m)
+        for i, m in enumerate(messages)
+    ]
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    texts = []
+    for j, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text") or not isinstance(text, str):
+            raise UsageError(
+                f'{where}[{j}] must be {{"type": "text", "text": ...}}, got {kind or part!r:.80}; '
+                "only text is offered"
+            )
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,83 @@
+"""How tokens are written, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbflow.tokenization import Tokenizer
+from nbflow.tokenization.token_bytes import vocabulary_bytes
+
+
+class NoText:
+    """Stands for `nbflow.engine.detokenizer.TextStream` where there is no tokenizer."""
+
+    stopped: str | None = None
+
+    def push(self, token: int) -> str:
+        """Return nothing."""
+        return ""
+
+    def finish(self) -> str:
+        """Return nothing."""
+        return ""
+
+
+class Offsets:
+    """Where in a text its tokens begin, in characters.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer or None
+        Without one the text is empty.
+    before : sequence of int
+        Tokens before the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
+        self._stream = None if tokenizer is None else tokenizer.decode_stream()
+        self._length = 0
+        if self._stream is not None:
+            for token in before:
+                self._stream.push(token)
+
+    def __call__(self, token: int) -> int:
+        """Return the offset of the next token."""
+        offset = self._length
+        if self._stream is not None:
+            self._length += len(self._stream.push(token))
+        return offset
+
+
+class TokenTexts:
+    """How single tokens are shown in log-probabilities; remembers what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        # now: a tokenizer at work on a long text would hold up the event loop
+        self._anchor = [] if tokenizer is None else tokenizer.encode("a")
+        """Tokens of a letter, so that what follows is not the beginning of a text."""
+
+    def __call__(self, token: int) -> str:
+        """Return the text of a token as it is in the middle of a text; "" without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        if token not in self._known:
+            self._known[token] = self._spell(self._tokenizer, token)
+        return self._known[token]
+
+    def _spell(self, tokenizer: Tokenizer, token: int) -> str:
+        if token >= tokenizer.vocab_size:  # the head may have more rows than the vocabulary
+            return f"token_id:{token}"
+        stream = tokenizer.decode_stream()
+        for before in self._anchor:
+            stream.push(before)
+        text = stream.push(token) + stream.finish()
+        return text or tokenizer.piece(token)
+
+    def utf8(self, token: int) -> list[int] | None:
+        """Return the bytes of a token; None where it is no text."""
+        if self._tokenizer is None or token >= self._tokenizer.vocab_size:
+            return None
+        known = vocabulary_bytes(self._tokenizer)[token]
+        return None if known is None else list(known)

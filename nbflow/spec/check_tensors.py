@@ -1,0 +1,134 @@
+"""Compare a specification with the tensors of a checkpoint, before any is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from nbflow.checkpoint import WeightFile
+from nbflow.checkpoint.dtypes import ITEM_BITS
+from nbflow.checkpoint.quantization_config import FLOAT8
+from nbflow.spec.fields import DIVISORS
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError
+
+_LAYER = re.compile(r"\d+")
+_MAX_LINES = 40
+FLOAT_TYPES = ("f64", "f32", "f16", "bf16", *FLOAT8)
+"""Types of weights, besides block formats and int8 as llama2.c stores it."""
+WITH_BLOCKS = ("llama2c", "gguf", "ggml")
+"""File formats with other types of weights."""
+
+
+def check(spec: ModelSpec, weights: WeightFile) -> None:
+    """Raise unless the checkpoint holds exactly the tensors that the specification asks for.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        What the model is made of.
+    weights : WeightFile
+        An open checkpoint; only its table of tensors is looked at.
+
+    Raises
+    ------
+    UsageError
+        One message that lists every tensor that is missing, of another shape, not of floats, or
+        unused and not in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a
+        line.
+
+    Notes
+    -----
+    A head in the file is no problem if ``spec.tied_head`` says that it is not used.
+    """
+    present = set(weights.names())
+    missing, shapes, types, used = [], [], [], set()
+    for part, ours in _tensors(spec):
+        try:
+            place = part.tensor_layout(ours)
+        except KeyError:
+            missing.append(
+                f"{ours} {part.shape_of(ours)} (family {part.family!r} has no name for it: state "
+                "the checkpoint's under [tensors])"
+            )
+            continue
+        name, shape = place.name, place.shape
+        if name in used:  # a part of a fused tensor that was looked at
+            continue
+        used.add(name)
+        if name not in present:
+            missing.append(f"{name} {shape}")
+        elif _squeezed(weights.shape(name)) != _squeezed(shape):
+            shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
+        elif not _can_be_weights(weights, name):
+            types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
+    if spec.rope.scaling is not None:
+        used.update(spec.tensors.get(name, "") for name in DIVISORS)
+    if spec.tied_head:
+        used.add(spec.tensors.get("head.weight", ""))
+    unused = [
+        f"{name} {weights.shape(name)}"
+        for name in weights.names()
+        if name not in used and not any(fnmatchcase(name, p) for p in spec.ignored_tensors)
+    ]
+    problems = [
+        f"{title}:\n  " + "\n  ".join(_collapsed(lines))
+        for title, lines in (
+            ("missing", missing),
+            ("wrong shape", shapes),
+            ("wrong type", types),
+            ("unused", unused),
+        )
+        if lines
+    ]
+    if problems:
+        n = len(missing) + len(shapes) + len(types) + len(unused)
+        raise UsageError(
+            f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
+            f"(family {spec.family!r})\n" + "\n".join(problems)
+        )
+
+
+def _can_be_weights(weights: WeightFile, name: str) -> bool:
+    """Return whether a tensor is of a type that weights have."""
+    dtype = weights.dtype(name)
+    is_block_format = dtype not in ITEM_BITS
+    return is_block_format or dtype in FLOAT_TYPES or weights.format in WITH_BLOCKS
+
+
+def _tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
+    """Return our names of all tensors, with the specification they belong to."""
+    parts = [spec] if spec.encoder is None else [spec, spec.encoder]
+    return [(part, name) for part in parts for name in part.tensor_shapes()]
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without dimensions of 1, which some writers leave out."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _collapsed(lines: Iterable[str]) -> list[str]:
+    """Join lines that differ only in their first number, which is the layer."""
+    groups: dict[str, list[int]] = {}
+    for line in lines:
+        match = _LAYER.search(line.split(" ")[0])
+        number = -1 if match is None else int(match.group())
+        pattern = line if match is None else _LAYER.sub("{i}", line, count=1)
+        groups.setdefault(pattern, []).append(number)
+    joined = [pattern.replace("{i}", ranges(numbers), 1) for pattern, numbers in groups.items()]
+    if len(joined) > _MAX_LINES:
+        return [*joined[:_MAX_LINES], f"... and {len(joined) - _MAX_LINES} more kinds"]
+    return joined
+
+
+def ranges(numbers: list[int]) -> str:
+    """Return numbers as ``3`` or ``{0..3,7}``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+    return text if text.isdigit() else f"{{{text}}}"

@@ -1,0 +1,522 @@
+"""From a family and a checkpoint's configuration to a `ModelSpec`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from nbflow.checkpoint.quantization_config import read_quantization
+from nbflow.spec.architecture import LatentSpec, MoeSpec, RopeSpec
+from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
+from nbflow.spec.fields import FIELDS, FUSED, REQUIRED, check_field
+from nbflow.spec.formula import evaluate
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.utils.safe_repr import shown
+from nbflow.utils.toml_schema import check_value
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import LongRopeScaling, RopeScaling
+
+_SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads",
+    "head_dim", "max_context", "norm", "norm_eps", "activation", "gated", "window",
+    "logits_soft_cap", "attention_sinks", "bos_token_id", "eos_token_ids", "causal",
+    "type_vocab_size", "norm_offset", "gate_up_layout", "experts_transposed",
+    "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
+    "qk_norm_kind", "sinusoids", "banned_token_ids",
+    "position", "position_offset", "alibi_scaled", "bias_buckets", "bias_max_distance", "residual",
+    "transposed", "embed_scale", "residual_scale", "logits_scale", "head_soft_cap",
+    "head_bias", "normalize_head", "head_transform", "head", "decoder_start_id",
+)  # fmt: skip
+"""Fields that a `ModelSpec` has under the same name."""
+
+
+def build_spec(
+    family: Family,
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    where: str,
+    override: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Sequence[str]] | None = None,
+    ignored_tensors: tuple[str, ...] = (),
+    checkpoint_tensors: Collection[str] | None = (),
+    rope_divisors: Mapping[str, Sequence[float]] | None = None,
+) -> ModelSpec:
+    """Resolve every number and name of a model.
+
+    Parameters
+    ----------
+    family : Family
+        How the architecture is made.
+    config : mapping
+        The checkpoint's configuration (config.json, or a header's numbers).
+    name : str
+        What the model is called.
+    where : str
+        Where `config` comes from; begins the error messages.
+    override : mapping, optional
+        Our fields that win over `config`.
+    tensors : mapping, optional
+        Tensor names that win over the family's.
+    ignored_tensors : tuple of str
+        Patterns of tensors to ignore, besides the family's.
+    checkpoint_tensors : collection of str
+        Names the checkpoint holds; they decide between names that a family allows, and whether the
+        head is tied if nothing else does.  None if there is no checkpoint: then the first name is
+        taken, and what the configuration says.
+    rope_divisors : mapping, optional
+        Divisors of the rotary frequencies from tensors of the checkpoint, by our names of these
+        (`nbflow.spec.fields.DIVISORS`).
+
+    Returns
+    -------
+    ModelSpec
+        The description the engine works from.
+
+    Raises
+    ------
+    UsageError
+        If a field is missing or of a wrong type, or the configuration asks for a computation that
+        the family does not describe.
+    """
+    _refuse_unsupported(family, config, where)
+    held = () if checkpoint_tensors is None else checkpoint_tensors
+    values = _values(family, config, where, override or {}, held)
+    _check_layers(values["n_layers"], family, config, held, where)
+    encoder = None
+    if family.encoder is not None:
+        encoder = build_spec(
+            get_family(family.encoder, where),
+            config,
+            name=f"{name} (encoder)",
+            where=where,
+            checkpoint_tensors=checkpoint_tensors,
+        )
+    names = _names(family, tensors or {}, values["n_layers"], held)
+    _name_biases(names)
+    no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
+    if values["head_transform"] and no_transform:
+        # an encoder without the head it was trained with
+        values |= {"head": False, "head_transform": False, "head_bias": False}
+    stated = values["tied_head"]
+    rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
+    head_dim = values["head_dim"]
+    sm_scale = 1 / math.sqrt(head_dim) if values["sm_scale"] is None else values["sm_scale"]
+    full_layers = _full_layers(values, where)
+    numbers = {field: values[field] for field in _SAME}
+    return _checked(
+        where,
+        **numbers,
+        name=name,
+        family=family.name,
+        embed_size=values["embed_size"] or 0,
+        encoder=encoder,
+        rope=rope,
+        local_rope=local_rope,
+        sm_scale=sm_scale * softmax_factor,
+        full_layers=full_layers,
+        unrotated_layers=_unrotated(values, full_layers, where),
+        latent=_latent(values),
+        moe=_moe(values),
+        # the file's head if it has one; else tied, unless the configuration forbids it
+        tied_head=names.get("head.weight") not in held and stated is not False,
+        tensors=names,
+        ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
+        biases=_biases(family, config, where, names, held, values),
+    )
+
+
+def _checked(where: str, **fields: Any) -> ModelSpec:
+    """Return the specification with these fields; an error names the configuration."""
+    try:
+        return ModelSpec(**fields)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key, or None if it is null or absent."""
+    value: Any = config
+    for part in _full(config, key).split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _full(config: Mapping[str, Any], key: str) -> str:
+    """Return a key with the architecture that a GGUF file's keys begin with."""
+    if "{arch}" not in key:
+        return key
+    return key.replace("{arch}", str(lookup(config, "general.architecture")))
+
+
+# ---- fields -----------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
+    """Raise for the first key whose value changes the computation in a way the family lacks."""
+    read_quantization(config, where)
+    for key, rule in family.only.items():
+        value = lookup(config, key)
+        if value is None or any(_same(value, other) for other in rule.values):
+            continue
+        if _holds(rule.when, config):
+            can = " or ".join(["null", *(repr(other) for other in rule.values)])
+            also = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
+            raise UsageError(
+                f"{where}: {_full(config, key)} = {shown(value):.120}{also} is not supported by "
+                f"family {family.name!r}; it must be {can}"
+            )
+
+
+def _holds(when: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return whether keys of the configuration have the values that a rule wants."""
+    found = ((lookup(config, key), wanted) for key, wanted in when.items())
+    return all(v is None if wanted == ABSENT else _same(v, wanted) for v, wanted in found)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether two configuration values are equal; true is not 1 here."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _values(
+    family: Family,
+    config: Mapping[str, Any],
+    where: str,
+    override: Mapping[str, Any],
+    held: Collection[str],
+) -> dict[str, Any]:
+    """Return the value of every field, or name those that are missing."""
+    values: dict[str, Any] = {}
+    missing = []
+    for field in dict.fromkeys([*family.config, *FIELDS]):
+        rules = family.config.get(field, ())
+        value = None
+        if field in override:
+            value = override[field]
+        elif field in family.structure:
+            value = family.structure[field]
+        else:
+            for rule in rules:
+                if rule.stored is not None and rule.stored not in held:
+                    continue
+                value = _from_config(field, rule, config, where, values)
+                if value is not None:
+                    break
+        default = FIELDS[field].default
+        if value is None and (default is REQUIRED or not (rules == () or _optional(rules))):
+            missing.append(f"{field} ({_sources(rules) or 'no key'})")
+        values[field] = default if value is None else value
+    if missing:
+        raise UsageError(
+            f"{where}: the configuration does not say {', '.join(missing)}; "
+            "add the key, or set the field under [override] of a spec file"
+        )
+    return values
+
+
+def _sources(rules: Sequence[ConfigRule]) -> str:
+    """Return what the rules of a field would have taken, for messages."""
+    found = [key for rule in rules for key in rule.keys]
+    found += [f"the formula {rule.formula!r}" for rule in rules if rule.formula and not rule.keys]
+    return " or ".join(found)
+
+
+def _optional(rules: Sequence[ConfigRule]) -> bool:
+    """Return whether a field may stay without a value although the family has rules for it."""
+    return any(rule.optional or rule.when or rule.stored for rule in rules)
+
+
+def _from_config(
+    field: str, rule: ConfigRule, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
+) -> Any:
+    """Return one field by a rule, None if the rule gives no value."""
+    if not _holds(rule.when, config):
+        return None
+    for key in rule.keys:
+        value = lookup(config, key)
+        if value is None or value == {}:  # an empty table of scalings is none
+            continue
+        if rule.values:
+            word = str(value).lower() if isinstance(value, bool | int) else value
+            check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
+            return rule.values[word]
+        if isinstance(value, str):
+            value = FIELDS[field].aliases.get(value, value)
+        return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
+    if rule.same_as is not None:
+        other = values.get(rule.same_as)
+        if other is None or other is REQUIRED:
+            return None
+        return check_field(other, f"{where}: {field}", FIELDS[field])
+    if rule.formula is not None:
+        return _computed(field, rule.formula, config, where, values)
+    return rule.default
+
+
+def _computed(
+    field: str, formula: str, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
+) -> Any:
+    """Return a field by its formula, None if a name in it has no value."""
+
+    def value_of(name: str) -> Any:
+        value = values.get(name)
+        return lookup(config, name) if value is None or value is REQUIRED else value
+
+    value = evaluate(formula, f"{where}: {field}", value_of)
+    if value is None:
+        return None
+    if FIELDS[field].kind is int and math.isfinite(value):
+        if value != int(value):
+            names = [n for n in formula.replace("/", " ").split() if value_of(n) is not None]
+            found = ", ".join(f"{name} = {value_of(name)}" for name in names)
+            raise UsageError(
+                f"{where}: {field} is not stated, and {formula} is no whole number with {found}"
+            )
+        value = int(value)
+    return check_field(value, f"{where}: {field}", FIELDS[field])
+
+
+def _check_layers(
+    n: int, family: Family, config: Mapping[str, Any], held: Collection[str], where: str
+) -> None:
+    """Refuse more layers than the checkpoint has tensors, before there is work for each layer."""
+    if held and n > len(held):
+        keys = _full(config, _sources(family.config.get("n_layers", ())) or "n_layers")
+        raise UsageError(
+            f"{where}: {keys} states {n} layers; a layer has at least one tensor, but the "
+            f"checkpoint holds {len(held)} in all; correct the number or name the right weights"
+        )
+
+
+# ---- what follows from the fields ---------------------------------------------------------------
+
+
+def _ropes(
+    values: Mapping[str, Any],
+    config: Mapping[str, Any],
+    where: str,
+    divisors: Mapping[str, Sequence[float]] | None,
+) -> tuple[RopeSpec, RopeSpec | None, float]:
+    """Return the rotary embedding, that of layers with a window, and the factor on the scores."""
+    style, theta = values["rope_style"], values["rope_theta"]
+    if values["position"] != "rope":
+        return RopeSpec(style, theta, 0), None, 1.0
+    dim = values["rope_dim"]
+    if dim is None:
+        dim = int(values["head_dim"] * values["rope_fraction"])
+    max_context = values["max_context"]
+    try:
+        scaling = RopeScaling.from_config(
+            _scaling_table(values["rope_scaling"], values["rope_truncate"]),
+            max_position=max_context,
+            original_max_position=values["rope_original_context"],
+        )
+        if divisors:
+            scaling = _stored_scaling(values, divisors, where)
+        factor = 1.0 if scaling is None else float(scaling.softmax_factor)
+    except (UsageError, TypeError, ArithmeticError) as error:
+        raise UsageError(f"{where}: rope_scaling: {error}") from error
+    local = values["local_rope_theta"]
+    local_rope = None if local is None else RopeSpec(style, local, dim)
+    return RopeSpec(style, theta, dim, scaling), local_rope, factor
+
+
+def _stored_scaling(
+    values: Mapping[str, Any], divisors: Mapping[str, Sequence[float]], where: str
+) -> RopeScaling:
+    """Return the scaling that tensors of the checkpoint say."""
+    each = {name: tuple(map(float, numbers)) for name, numbers in divisors.items()}
+    max_context = values["max_context"]
+    if "rope_divisors" in each:
+        all_lengths = each["rope_divisors"]
+        return LongRopeScaling(
+            short_factor=all_lengths, long_factor=all_lengths, original_max_position=max_context
+        )
+    if len(each) != 2:
+        raise UsageError(
+            f"{where}: the checkpoint has {next(iter(each))} only; LongRoPE needs the divisors for "
+            "short and for long sequences"
+        )
+    original = values["rope_original_context"] or max_context
+    return LongRopeScaling(
+        short_factor=each["rope_short_divisors"],
+        long_factor=each["rope_long_divisors"],
+        original_max_position=original,
+        factor=max_context / original,
+        attention_factor=(values["rope_scaling"] or {}).get("attn_factor"),
+    )
+
+
+_GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
+
+
+def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> dict[str, Any] | None:
+    """Return a rotary scaling in the words of config.json; GGUF has some of its own."""
+    if not table:
+        return None
+    words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
+    if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
+        return None  # numbers that go with tensors
+    log_multiplier = words.pop("yarn_log_multiplier", None)
+    if log_multiplier:  # as llama.cpp has it: all of the temperature is in the softmax
+        words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
+    if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
+        words["truncate"] = truncate
+    return None if words.get("type") == "none" else words
+
+
+def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
+    """Return the layers that see everything although there is a window."""
+    n, every = values["n_layers"], values["full_layer_every"]
+    types = values["layer_types"]
+    if values["window"] is None:
+        return frozenset()
+    if types:
+        known = ("full_attention", "sliding_attention")
+        for kind in types:
+            check_value(kind, f"{where}: layer_types", known)
+        if len(types) != n:
+            raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
+        return frozenset(i for i, kind in enumerate(types) if kind == "full_attention")
+    first = values["window_first_layer"]
+    return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
+
+
+def _unrotated(
+    values: Mapping[str, Any], full_layers: frozenset[int], where: str
+) -> frozenset[int]:
+    """Return the layers that do not rotate although others do."""
+    n, every, flags = values["n_layers"], values["unrotated_every"], values["rope_layers"]
+    if values["position"] != "rope":
+        return frozenset()
+    if flags:
+        if len(flags) != n or not set(flags) <= {0, 1}:
+            raise UsageError(
+                f"{where}: rope_layers must be {n} times 0 or 1, one for each layer, "
+                f"got {list(flags)!r:.80}"
+            )
+        return frozenset(i for i, rotates in enumerate(flags) if not rotates)
+    if values["rope_windows_only"]:
+        return full_layers if values["window"] is not None else frozenset(range(n))
+    return frozenset(i for i in range(n) if every and (i + 1) % every == 0)
+
+
+def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
+    """Return the latent attention, if there is one."""
+    if not values["kv_rank"]:
+        return None
+    eps, value_dim = values["latent_norm_eps"], values["value_dim"]
+    return LatentSpec(
+        kv_rank=values["kv_rank"],
+        q_rank=values["q_rank"],
+        value_dim=values["head_dim"] if value_dim is None else value_dim,
+        norm_eps=values["norm_eps"] if eps is None else eps,
+    )
+
+
+def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
+    """Return the mixture of experts, if there is one."""
+    if not values["n_experts"]:
+        return None
+    every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
+    layers = frozenset(
+        i
+        for i in range(values["dense_first"], values["n_layers"])
+        if (i + 1) % every == 0 and i not in dense
+    )
+    return MoeSpec(
+        n_experts=values["n_experts"],
+        top_k=values["experts_per_token"],
+        expert_size=values["expert_size"] or values["intermediate_size"],
+        scoring=values["router_scoring"],
+        renormalize=values["router_renormalize"],
+        scale=values["router_scale"],
+        groups=values["router_groups"],
+        groups_used=values["router_groups_used"],
+        group_score=values["router_group_score"],
+        router_bias=values["router_bias"],
+        shared_size=values["shared_size"],
+        shared_gate=values["shared_gate"],
+        layers=layers,
+    )
+
+
+# ---- tensors ----------------------------------------------------------------------------------
+
+
+def _names(
+    family: Family,
+    tensors: Mapping[str, Sequence[str]],
+    n_layers: int,
+    checkpoint: Collection[str],
+) -> dict[str, str]:
+    """Return the name of each tensor: the first of those allowed that the checkpoint has."""
+
+    def present(name: str) -> bool:
+        layers = (0, n_layers - 1)  # the first layers may be of another kind than the last
+        return any(name.replace("{i}", str(i)).replace("{j}", "0") in checkpoint for i in layers)
+
+    chosen = {}
+    for ours, allowed in {**family.tensors, **tensors}.items():
+        if ours in tensors or not family.prefix:
+            candidates = list(allowed)
+        else:
+            bare = [name.removeprefix(family.prefix) for name in allowed]
+            candidates = [*allowed, *bare, *(family.prefix + name for name in bare)]
+        if candidates:
+            chosen[ours] = next(filter(present, candidates), candidates[0])
+    _prefer_stored(chosen, present)
+    return chosen
+
+
+def _prefer_stored(names: dict[str, str], present: Any) -> None:
+    """Where a family knows a fused matrix and its parts, keep what the checkpoint has."""
+    for fused, parts in FUSED.items():
+        for kind in ("weight", "bias"):
+            whole = f"layers.{{i}}.{fused}.{kind}"
+            if whole in names and present(names[whole]):
+                for part in parts:
+                    names.pop(f"layers.{{i}}.{part}.{kind}", None)
+            elif all(f"layers.{{i}}.{part}.{kind}" in names for part in parts):
+                names.pop(whole, None)
+
+
+def _name_biases(names: dict[str, str]) -> None:
+    """Call the bias of a tensor as its weight, with .bias for .weight, unless it has a name."""
+    for ours, theirs in list(names.items()):
+        if ours.endswith(".weight") and theirs.endswith(".weight"):
+            bias = ours.removesuffix(".weight") + ".bias"
+            names.setdefault(bias, theirs.removesuffix(".weight") + ".bias")
+
+
+def _biases(
+    family: Family,
+    config: Mapping[str, Any],
+    where: str,
+    names: Mapping[str, str],
+    checkpoint: Collection[str],
+    values: Mapping[str, Any],
+) -> frozenset[str]:
+    """Return the layers' matrices that have a bias."""
+    biases: set[str] = set()
+    for switch, parts in family.biases.items():
+        if switch == STORED:
+            biases.update(part for part in parts if _bias_stored(part, names, checkpoint))
+        elif switch == ALWAYS or _switch(config, switch, where):
+            biases.update(parts)
+    return frozenset(biases if values["gated"] else biases - {"ffn.gate"})
+
+
+def _bias_stored(part: str, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
+    """Return whether the checkpoint has the bias of a matrix, by itself or in a fused one."""
+    wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
+    keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
+    return any(key is not None and key.replace("{i}", "0") in checkpoint for key in keys)
+
+
+def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
+    """Return the value of a switch, false if absent."""
+    value = lookup(config, key)
+    return value is not None and bool(check_value(value, f"{where}: {key}", bool))

@@ -1,0 +1,96 @@
+"""Which file holds the tokenizer of a model, and of which kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbflow.checkpoint import is_weight_file
+from nbflow.checkpoint.readers import gguf
+from nbflow_kernels.errors import UsageError
+
+NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Tokenizer files beside the weights, the most complete first."""
+_SENTENCEPIECE = b"\x0a"  # field 1, length-delimited: the first piece
+
+
+def tokenizer_beside(
+    weights: Path, format: str, vocab_size: int, config: Mapping[str, Any]
+) -> Path | None:
+    """Return the tokenizer file of a model, or None.
+
+    Parameters
+    ----------
+    weights : Path
+        The weights: a folder or a file.
+    format : str
+        Their format.
+    vocab_size : int
+        Entries of the vocabulary; llama2.c calls a small one ``tok{vocab_size}.bin``.
+    config : mapping
+        What the weights say of themselves; a GGUF file's ``tokenizer.ggml.model`` names the kind of
+        its vocabulary.
+
+    Returns
+    -------
+    Path or None
+        For llama2.c ``tok{vocab_size}.bin`` or ``tokenizer.bin``; for GGUF the file itself if it
+        holds a vocabulary; else the first of `NAMES` that lies beside the weights.
+    """
+    if format == "gguf" and weights.is_file():
+        table: Any = config
+        for key in ("tokenizer", "ggml", "model"):
+            table = table.get(key) if isinstance(table, Mapping) else None
+        if table not in (None, "no_vocab", "none"):
+            return weights
+    folder = weights if weights.is_dir() else weights.parent
+    names = [f"tok{vocab_size}.bin", "tokenizer.bin"] if format == "llama2c" else []
+    return in_folder(folder, *names)
+
+
+def in_folder(folder: Path, *first: str) -> Path | None:
+    """Return the tokenizer file in a folder, or None; `first` are names that win."""
+    for name in (*first, *NAMES):
+        path = folder / name
+        # vocab.json without merges.txt belongs to tokenizers of other kinds
+        if path.is_file() and (name != "vocab.json" or path.with_name("merges.txt").is_file()):
+            return path
+    return None
+
+
+def find_tokenizer(path: Path, kind: str | None = None) -> Path | None:
+    """Return the tokenizer file that a path is or holds; None for weights and names of models."""
+    if path.is_file() and path.suffix != ".toml":
+        # a GGUF file is both: read before its architecture is known to be one we can run
+        own = kind is not None or not is_weight_file(path) or kind_of(path) == "gguf"
+        return path if own else None
+    return in_folder(path)
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of a tokenizer file by its name and its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be opened: {error.strerror}") from error
+    if head.startswith(gguf.MAGIC):
+        return "gguf"
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return "bpe" if path.name == "vocab.json" else "hf"
+    if path.suffix == ".txt":
+        return "wordpiece"
+    if path.suffix in (".model", ".spm") or (
+        head.startswith(_SENTENCEPIECE) and path.suffix != ".bin"
+    ):
+        return "sentencepiece"
+    return "llama2c"

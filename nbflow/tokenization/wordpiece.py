@@ -1,0 +1,127 @@
+"""WordPiece, as BERT has it: ``vocab.txt``, one token per line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbflow.tokenization.huggingface import HfTokenizer, beside, put_around
+from nbflow.tokenization.package_errors import package_errors
+from nbflow.tokenization.special_tokens import SpecialIds
+from nbflow.tokenization.tokenizer_config import read_tokenizer_config
+from nbflow.utils.binary_file import ByteFile
+from nbflow_kernels.errors import UsageError
+
+_MAX_FILE_BYTES = 1 << 28
+_DEFAULTS = {
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "mask_token": "[MASK]",
+}
+_CLASSES = (None, "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+
+
+def from_file(path: Path) -> HfTokenizer:
+    """Read a ``vocab.txt``, with the switches of tokenizer_config.json beside it.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Returns
+    -------
+    HfTokenizer
+
+    Raises
+    ------
+    UsageError
+        If the file is damaged, a special token is not in it, or it belongs to another kind of
+        tokenizer.
+    """
+    config = read_tokenizer_config(path.parent)
+    if config.tokenizer_class not in _CLASSES:
+        raise UsageError(
+            f"{path}: is read as BERT's WordPiece, but tokenizer_config.json says "
+            f"{config.tokenizer_class}; use its tokenizer.json"
+        )
+    ids = _read(path)
+    named = _DEFAULTS | config.named_tokens
+    unknown, before, after = (named[f"{name}_token"] for name in ("unk", "cls", "sep"))
+    for token in (unknown, before, after):
+        if token not in ids:
+            raise UsageError(f"{path}: the special token {token!r:.80} is not in the vocabulary")
+    lowercase = config.flag("do_lower_case", True)
+    with package_errors(f"{path}: the vocabulary is damaged"):
+        tokenizer = word_piece(
+            ids,
+            unknown=unknown,
+            lowercase=lowercase,
+            strip_accents=config.flag("strip_accents", lowercase),
+            chinese=config.flag("tokenize_chinese_chars", True),
+        )
+        tokenizer.add_special_tokens([token for token in named.values() if token in ids])
+        put_around(tokenizer, SpecialIds(before=(ids[before],), after=(ids[after],)))
+    return beside(tokenizer, path, config)
+
+
+def _read(path: Path) -> dict[str, int]:
+    """Return the ids by token; the line is the id."""
+    file = ByteFile(path)
+    try:
+        if file.size > _MAX_FILE_BYTES:
+            raise UsageError(
+                f"{path}: a vocabulary may have at most {_MAX_FILE_BYTES} bytes, got {file.size}"
+            )
+        lines = file.read(0, file.size).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from error
+    finally:
+        file.close()
+    if lines[-1] == "":
+        lines.pop()
+    # the last of two equal lines has the token, as in transformers
+    return {line.rstrip("\r"): i for i, line in enumerate(lines)}
+
+
+def word_piece(
+    ids: Mapping[str, int],
+    *,
+    unknown: str,
+    lowercase: bool,
+    strip_accents: bool,
+    chinese: bool = True,
+) -> Any:
+    """Return a ``tokenizers.Tokenizer`` of BERT's kind, without special tokens.
+
+    Parameters
+    ----------
+    ids : mapping of str to int
+        Id of each token; continuations of a word begin with ``##``.
+    unknown : str
+        Token of a word that cannot be put together.
+    lowercase, strip_accents : bool
+        What is done to the text first.
+    chinese : bool
+        Every Chinese character is a word.
+
+    Returns
+    -------
+    tokenizers.Tokenizer
+    """
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(dict(ids), unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=chinese,
+        strip_accents=strip_accents,
+        lowercase=lowercase,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer

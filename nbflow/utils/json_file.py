@@ -1,0 +1,90 @@
+"""JSON objects from outside: bounded, without repeated names, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.safe_repr import shown
+from nbflow_kernels.errors import UsageError
+
+MAX_JSON_BYTES = 100_000_000
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object; `where` begins the error messages.
+
+    Parameters
+    ----------
+    data : bytes
+        UTF-8 text.
+    where : str
+        The file, and which part of it.
+
+    Returns
+    -------
+    dict
+        The object.
+
+    Raises
+    ------
+    UsageError
+        If the text is not JSON, not an object, nested too deeply, or repeats a name.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise UsageError(f"{where}: the name {shown(twice)} occurs more than once")
+        return table
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{where}: must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+@overload
+def read_object(path: Path, *, missing_ok: Literal[False] = False) -> dict[str, Any]: ...
+@overload
+def read_object(path: Path, *, missing_ok: bool) -> dict[str, Any] | None: ...
+def read_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any] | None:
+    """Read a file that holds one JSON object.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    missing_ok : bool
+        Return None instead of raising if there is no such file.
+
+    Returns
+    -------
+    dict or None
+        The object.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, is too large or is not a JSON object.
+    """
+    if missing_ok and not path.exists():
+        return None
+    file = ByteFile(path)
+    try:
+        if file.size > MAX_JSON_BYTES:
+            raise UsageError(
+                f"{path}: a JSON file may have at most {MAX_JSON_BYTES} bytes, got {file.size}"
+            )
+        return parse_object(file.read(0, file.size), str(path))
+    finally:
+        file.close()

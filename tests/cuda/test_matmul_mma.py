@@ -1,0 +1,78 @@
+"""Products with float16 and bfloat16 weights on tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+import nbflow_ptx
+from nbflow_kernels.matmul import cuda_mma
+from nbflow_kernels.quantized_matmul import reference
+
+pytestmark = pytest.mark.compiler
+TOKENS, ROWS, COLUMNS = 66, 75, 584
+"""More than `MOST_OF_SMALL`; rows and columns that end within a tile and a step."""
+
+
+def make(format: str) -> tuple[np.ndarray, nk.QuantTensor]:
+    rng = np.random.default_rng(7)
+    w = rng.standard_normal((ROWS, COLUMNS), dtype=np.float32) / np.float32(COLUMNS**0.5)
+    return rng.standard_normal((TOKENS, COLUMNS), dtype=np.float32), nk.quantize(w, format)
+
+
+def allowed() -> float:
+    """Return what a sum may be off: see `qmatmul.cases`; activations are exact to 2**-22."""
+    return 3 * (COLUMNS + 8) ** 0.5 * 1.4e-7
+
+
+@pytest.mark.parametrize(
+    ("format", "activations"), [("f16", "f32"), ("bf16", "f32"), ("f16", "bf16")]
+)
+def test_a_row_is_right_and_has_the_same_bits_in_any_batch(
+    format: str, activations: str, cupy: Any
+) -> None:
+    x, w = make(format)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
+    options = {"bias": cupy.asarray(bias), "activations": activations}
+    many = nk.qmatmul(x_there, there, **options).get()
+    wanted = reference.qmatmul(x, w, bias=bias, activations=activations)
+    assert np.abs(many - wanted).max() <= allowed()
+    for n in (1, 11, 20):  # few, two times few, small tiles
+        out = cupy.asarray(np.ones((n, ROWS), np.float32))
+        nk.qmatmul(x_there[5 : 5 + n], there, **options, accumulate=True, out=out)
+        assert np.array_equal(out.get(), many[5 : 5 + n] + np.float32(1))
+
+
+def test_activations_of_any_size_keep_their_bits(cupy: Any) -> None:
+    x, _ = make("f16")
+    x = x[:4] * np.float32([[1e-30], [1e30], [1], [0]])
+    for format in ("f16", "bf16"):
+        w = make(format)[1]
+        got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+        scale = np.abs(x).max(axis=1, keepdims=True)
+        assert (np.abs(got - reference.qmatmul(x, w)) <= allowed() * scale).all()
+
+
+def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
+    x, w = make("bf16")
+    x = x[:3]
+    x[0, 7], x[2, 9] = np.nan, np.inf
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    assert not np.isfinite(got[[0, 2]]).any()
+    assert np.isfinite(got[1]).all()
+
+
+def test_kernels_stay_in_registers() -> None:
+    (kind, name, _), parts = cuda_mma.KINDS["uint16"], 1
+    for entry, shape in (("few", None), ("many", cuda_mma.LARGE)):
+        kernel = cuda_mma._kernel(entry, kind, name, parts, shape)
+        code, symbol = kernel.compile("sm_90", "ptx")
+        facts = nbflow_ptx.lint(code.decode(), "sm_90")[symbol]
+        assert facts.registers is not None, facts.registers_from
+        assert (facts.spill_stores, facts.spill_loads, facts.stack_bytes) == (0, 0, 0), entry
+        assert (facts.fp64, facts.local_accesses) == (0, 0)
+        assert facts.async_copies if shape else facts.wide_loads

@@ -1,0 +1,306 @@
+"""Products on CUDA devices: every format, few and many rows the same bits, the layout they read."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+import nbflow_ptx
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats import layout_mma as units
+from nbflow_kernels.formats.layout_mma import unit_form
+from nbflow_kernels.moe import cuda as experts
+from nbflow_kernels.quantized_matmul import cuda as products
+from nbflow_kernels.quantized_matmul import cuda_dequant_gemm, reference
+
+pytestmark = pytest.mark.compiler
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_bytes / f.block_size < 2]
+# a format for each kind of codes and of scales, of those that share no kernel
+KINDS = ("q4_0", "q2_k", "q3h", "q5h", "iq2_s", "q4_b16")
+
+
+def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
+    rng = np.random.default_rng([T, N, K])
+    w = rng.standard_normal((N, K), dtype=np.float32) / np.float32(K**0.5)
+    return rng.standard_normal((T, K), dtype=np.float32), nk.quantize(w, format, encoder="plain")
+
+
+def allowed(K: int) -> float:
+    """Return what a sum may be off: see `qmatmul.cases`; activations are exact to 2**-22."""
+    return 3 * (K + 8) ** 0.5 * 1.4e-7
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
+    # one unit and a part, a row tile and a part; columns that end within a block
+    w = make(format, 1, 21, 300)[1]
+    wide = cupy.empty(w.shape, np.float32)
+    cuda_dequant_gemm.unpack(w.to_device(cupy.zeros(1)).units(), 0, wide)
+    assert np.array_equal(wide.get(), nk.dequantize(w))  # the same bits
+
+
+def test_bytes_are_divided_by_two_instructions_as_a_division_rounds() -> None:
+    """The numbers that `scale_of` gives `divided`."""
+    source = (Path(units.__file__).parent / "units.cuh").read_text()
+    found = re.findall(r"divided\(byte_at\(.*\), (\S+)f, (\S+)f\)", source)
+    u = np.arange(256, dtype=np.float32)
+    for (inverse, rest), n in zip(found, (1000, 100), strict=True):
+        # an fma: the product has 32 bits, and what is added lies 24 below it
+        whole = u.astype(np.float64) * np.float32(inverse) + u * np.float32(rest)
+        assert (whole.astype(np.float32) == u / np.float32(n)).all()
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
+    x, w = make(format, 17, 37, 2100)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    many = nk.qmatmul(x_there, there).get()
+    assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(2100)
+    for n in (1, 8, 12):  # 12: small thread blocks; the cases have the other numbers of rows
+        few = nk.qmatmul(x_there[3 : 3 + n], there).get()
+        assert few.tobytes() == many[3 : 3 + n].tobytes()
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q5_0", "q2_k", "q3h", "iq4_xs", "mxfp4"])
+def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> None:
+    # 300 columns: 5 steps for 8 slots, which end within units; formats of each way to decode
+    x, w = make(format, 12, 21, 300)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    panels = cupy.empty((12, 21), np.float32)
+    cuda_dequant_gemm.qmatmul(x_there, there, None, False, panels)
+    for n in (12, 3):
+        few = nk.qmatmul(x_there[:n], there, activations="bf16").get()
+        assert few.tobytes() == panels[:n].get().tobytes()
+
+
+@pytest.mark.parametrize(("n_tokens", "n_sms"), [(33, 4), (9, 100)])
+def test_thread_blocks_in_bfloat16_share_slots(
+    n_tokens: int, n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", n_sms)
+    x, w = make("q4_0", n_tokens, 40, 1100)  # 18 steps: slots of 2 and 3
+    there, x_there, bias = w.to_device(cupy.zeros(1)), cupy.asarray(x), cupy.asarray(x[0, :40])
+    panels, old = cupy.empty((n_tokens, 40), np.float32), cupy.asarray(x[:, :40].copy())
+    panels[...] = old
+    cuda_dequant_gemm.qmatmul(x_there, there, bias, True, panels)
+    options = {"activations": "bf16", "bias": bias, "accumulate": True, "out": old}
+    assert nk.qmatmul(x_there, there, **options).get().tobytes() == panels.get().tobytes()
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q2_k", "q4_b16"])
+def test_activations_of_8_bits_have_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
+    x, w = make(format, 12, 37, 600)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    many = nk.qmatmul(x_there, there, activations="int8").get()
+    wanted = reference.qmatmul(x, w, activations="int8")
+    assert np.abs(many - wanted).max() <= allowed(600)
+    few = nk.qmatmul(x_there[5:6], there, activations="int8").get()
+    assert few.tobytes() == many[5:6].tobytes()
+
+
+def test_sums_of_8_bit_activations_are_exact(cupy: Any) -> None:
+    # weights are integers, times a scale of 1, and so are activations, up to 127 in 32 columns:
+    # a sum has at most 600 * 127 * 128 < 2**24 units
+    rng = np.random.default_rng(8)
+    dense, x = (rng.integers(-127, 128, (n, 600)).astype(np.float32) for n in (21, 3))
+    dense[:, ::32] = x[:, ::32] = 127
+    w = nk.quantize(dense, "q8_0", encoder="plain")
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1)), activations="int8").get()
+    assert np.array_equal(got, x.astype(np.int64) @ dense.astype(np.int64).T)
+
+
+@pytest.mark.parametrize(
+    ("n_tiles", "tokens", "grid"),
+    [
+        (1792, 16, (128, 1, 1, 14)),  # 28672 rows: a thread block for each of 128 processors
+        (896, 32, (64, 2, 1, 14)),
+        (256, 16, (16, 8, 1, 16)),
+        (1792, 40, (128, 1, 2, 14)),
+    ],
+)
+def test_thread_blocks_have_equal_shares(n_tiles: int, tokens: int, grid: tuple[int, ...]) -> None:
+    form = unit_form(FORMATS["q4_0"].integer_form)
+    shape = products.ManyShape.of(form, -(-tokens // 8))
+    assert shape.grid(132, n_tiles, -(-tokens // 8)) == grid
+    assert grid[0] * grid[3] >= n_tiles
+
+
+@pytest.mark.parametrize("max_shared_bytes", [48 << 10, 24 << 10])
+def test_the_division_of_columns_does_not_change_a_bit(
+    max_shared_bytes: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = make("q4_0", 4, 40, 4200)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    whole = nk.qmatmul(x_there, there).get()
+    device = type(cupy.ndarray.__kernel_device__)
+    monkeypatch.setattr(device, "max_shared_bytes", max_shared_bytes)
+    for _ in range(2):  # the counters of who has arrived are zero again
+        assert nk.qmatmul(x_there, there).get().tobytes() == whole.tobytes()
+
+
+def test_many_thread_blocks_do_not_change_a_bit(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = make("q4_0", 33, 40, 2100)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    some = nk.qmatmul(x_there, there).get()
+    monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", 100)
+    for _ in range(2):
+        assert nk.qmatmul(x_there, there).get().tobytes() == some.tobytes()
+    one = nk.qmatmul(x_there[:1], there).get()
+    assert one.tobytes() == some[:1].tobytes()
+
+
+@pytest.mark.parametrize("rows_together", [16, 0])
+def test_experts_give_the_bits_of_the_product_alone(
+    rows_together: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "ROWS_TOGETHER", rows_together)  # 0: matrix after matrix
+    x, w = make("q4_0", 9, 3 * 21, 300)
+    stack = nk.QuantTensor("q4_0", (3, 21, 300), w.data).to_device(cupy.zeros(1))
+    indptr = np.array([0, 4, 4, 9], np.int32)
+    x_there = cupy.asarray(x)
+    got = nk.grouped_matmul(x_there, stack, cupy.asarray(indptr)).get()
+    for e, (start, stop) in enumerate(pairwise(indptr)):
+        if start < stop:
+            alone = nk.qmatmul(x_there[int(start) : int(stop)], stack.matrices()[e]).get()
+            assert got[start:stop].tobytes() == alone.tobytes()
+
+
+def test_large_and_small_activations_keep_22_bits(cupy: Any) -> None:
+    x, w = make("q4_0", 4, 21, 300)
+    x *= np.float32([[1e-30], [1e30], [1], [0]])
+    x[2, 5] = 1e4  # what is near it is off by 2**-30 of it
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    wanted = reference.qmatmul(x, w)
+    scale = np.abs(x).max(axis=1, keepdims=True)
+    assert (np.abs(got - wanted) <= allowed(300) * scale).all()
+    assert (got[3] == 0).all()
+
+
+def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
+    x, w = make("q3h", 3, 21, 300)
+    x[0, 7], x[2, 9] = np.nan, np.inf
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    assert not np.isfinite(got[[0, 2]]).any()
+    assert np.isfinite(got[1]).all()
+
+
+def test_outliers_are_added(cupy: Any) -> None:
+    rng = np.random.default_rng(5)
+    dense = rng.standard_normal((21, 300)).astype(np.float32)
+    w = nk.quantize(dense, "q3", encoder="plain", outliers=0.01)
+    x = rng.standard_normal((3, 300)).astype(np.float32)
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    assert np.abs(got - reference.qmatmul(x, w)).max() <= 20 * allowed(300)  # weights are 17 times
+
+
+def test_units_take_the_bits_of_the_storage_layout() -> None:
+    # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16
+    wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625}
+    for name in BLOCK_FORMATS:
+        if not name.startswith(("iq1", "iq2", "iq3", "tq1")):
+            got = unit_form(FORMATS[name].integer_form).bits_per_weight
+            assert got == FORMATS[name].bits_per_weight + wider.get(name, 0), name
+    assert unit_form(FORMATS["iq2_xxs"].integer_form).bits_per_weight == 3.3125
+    assert unit_form(FORMATS["tq1_0"].integer_form).bits_per_weight == 2.0625
+
+
+def test_the_layout_pads_rows_to_16_and_columns_to_128() -> None:
+    w = make("q4_0", 1, 17, 416)[1]
+    made = units.pack(w.format, w.data, 416)
+    assert made.nbytes == 2 * 16 * 4 * 128 * 4.5 / 8
+
+
+def test_a_users_format_without_integer_form(cupy: Any) -> None:
+    @nk.register_format
+    class Halves:
+        name = "halves_b4"
+        block_size, block_bytes = 4, 4
+
+        @staticmethod
+        def quantize_block(x: Any, out: Any) -> None:
+            for i in range(4):
+                out[i] = np.uint8(min(max(x[i] * 16 + 128, 0), 255))
+
+        @staticmethod
+        def dequantize_block(block: Any, out: Any) -> None:
+            for i in range(4):
+                out[i] = (np.float32(block[i]) - np.float32(128)) / np.float32(16)
+
+    try:
+        x, w = make("halves_b4", 3, 21, 40)
+        for activations in ("f32", "int8", "bf16"):
+            got = nk.qmatmul(
+                cupy.asarray(x), w.to_device(cupy.zeros(1)), activations=activations
+            ).get()
+            wanted = reference.qmatmul(x, w, activations=activations)
+            assert np.abs(got - wanted).max() <= allowed(40)
+    finally:
+        nk.unregister_format("halves_b4")
+
+
+def test_storage_can_be_dropped_on_a_device(cupy: Any) -> None:
+    x, w = make("q4_0", 2, 21, 300)
+    there = w.to_device(cupy.zeros(1))
+    there.drop_storage()
+    assert there.on_device
+    assert there.units_nbytes > 0
+    assert np.isfinite(nk.qmatmul(cupy.asarray(x), there).get()).all()
+    with pytest.raises(UsageError, match="storage bytes of this tensor were dropped"):
+        there.to_host()
+
+
+def test_arrays_of_two_places_are_refused(cupy: Any) -> None:
+    x, w = make("q4_0", 2, 21, 300)
+    with pytest.raises(UsageError, match="x is on a CUDA device and w in host memory"):
+        nk.qmatmul(cupy.asarray(x), w)
+    with pytest.raises(UsageError, match="w is on a CUDA device and x in host memory"):
+        nk.qmatmul(x, w.to_device(cupy.zeros(1)))
+    with pytest.raises(UsageError, match="bias in host memory"):
+        nk.matmul(cupy.asarray(x), cupy.asarray(x), bias=np.zeros(2, np.float32))
+
+
+def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
+    code, entry = kernel.compile(arch, "ptx")
+    facts = nbflow_ptx.lint(code.decode(), arch)[entry]
+    assert facts.registers is not None, facts.registers_from
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("format", "arch"), [("q4_0", "sm_80"), ("q4_0", "sm_90"), ("q3h", "sm_90"), ("q4_k", "sm_90")]
+)
+def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
+    form = unit_form(FORMATS[format].integer_form)
+    few = _facts(products.few_kernel(form, 1, True), arch)
+    many = _facts(products.many_kernel(form, products.ManyShape.of(form, 4), True), arch)
+    # two thread blocks of `few_rows` on a processor leave 128 registers: up to 8 of the numbers
+    # that change once for a row tile may lie in local memory; of `many_rows` none
+    assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32
+    assert (many.spill_stores, many.spill_loads) == (0, 0)
+    # of a unit 16 steps of both halves of the activations, and of two chunks the same for sums
+    assert few.tensor_core == 2 * 16 + 2 * 2
+    for facts in (few, many):
+        assert (facts.fp64, facts.local_accesses) == (0, 0)
+        assert facts.wide_loads > 0
+    assert many.async_copies
+
+
+@pytest.mark.parametrize("arithmetic", [products.Arithmetic.INT8_SUMS, products.Arithmetic.BF16])
+def test_one_product_is_enough_in_8_bits_and_in_bfloat16(arithmetic: products.Arithmetic) -> None:
+    form = unit_form(FORMATS["q4_k"].integer_form)
+    few = _facts(products.few_kernel(form, 8, True, arithmetic), "sm_90")
+    shape = products.ManyShape.of(form, 4, arithmetic)
+    many = _facts(products.many_kernel(form, shape, True, arithmetic), "sm_90")
+    sums = 2 * 2 if arithmetic == products.Arithmetic.INT8_SUMS else 0
+    assert few.tensor_core == 16 + sums
+    assert many.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
+    for facts in (few, many):
+        assert (facts.spill_stores, facts.spill_loads) == (0, 0)
+        assert facts.wide_loads > 0

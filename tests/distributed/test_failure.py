@@ -1,0 +1,128 @@
+"""Status of a rank, the watchdog's findings, and reports of failures; ranks: tests/mpi."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from mpirun import PYTHONPATH
+
+from nbflow.distributed.cpu_threads import fair_threads
+from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.utils.rank_status import IDLE, LOADING, WAITING, WORKING, Status
+
+HANGS = (
+    "import time\n"
+    "from nbflow import supervise\n"
+    "from nbflow.utils.rank_status import WORKING, status\n"
+    "status.is_needed = {needed}\n"
+    "supervise.install()\n"
+    "status.set(WORKING, 'all_reduce', 3)\n"
+    "time.sleep(60)\n"
+)
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PMI")}
+    environment |= {"PYTHONPATH": PYTHONPATH, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+def test_an_error_of_a_process_without_other_ranks_is_pythons():
+    done = python("from nbflow import supervise; supervise.install(); 1 / 0")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "stopping" not in done.stderr
+
+
+def test_a_replica_that_the_others_do_not_need_ends_alone():
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "2", "NBFLOW_HANG_S": "0.2"}
+    done = python(HANGS.format(needed=False), **variables)
+    assert done.returncode == 1
+    assert "rank 1 of 2 on " in done.stderr
+    assert "has stood still for 0 s behind all_reduce of layer 3" in done.stderr
+    assert "the other replicas continue" in done.stderr
+    assert 'File "<string>", line 7 in <module>' in done.stderr  # the stack
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (WORKING, "behind all_reduce of layer 3"),
+        (WAITING, "in all_reduce of layer 3"),
+        (LOADING, "while loading all_reduce"),
+    ],
+)
+def test_a_rank_without_a_sign_of_life_hangs(state, words):
+    status = Status()
+    status.set(state, "all_reduce", 3)
+    assert status.overdue(60) == ""
+    time.sleep(0.002)
+    assert status.overdue(0.001) == f"stood still for 0 s {words}"
+    status.set(IDLE)
+    time.sleep(0.002)
+    assert status.overdue(0.001) == ""
+
+
+def test_a_rank_that_waits_has_three_times_as_long():
+    status = Status()
+    status.set(WAITING, "recv")
+    begun = time.monotonic()
+    while not status.overdue(0.1):
+        status.beat()
+    assert time.monotonic() - begun >= 0.3
+    assert status.overdue(0.1) == "waited for 0 s in recv"
+
+
+def test_a_rank_without_work_may_wait():
+    status = Status()
+    with status.watched():
+        pass
+    time.sleep(0.002)
+    assert status.overdue(0.0001) == ""
+
+
+def test_progress_is_a_sign_of_life_of_who_loads():
+    status = Status()
+    with status.loading("the description"):
+        status.progress("layers.0.attn.q.weight")
+        assert str(status.place()) == "while loading layers.0.attn.q.weight"
+        with status.loading("a draft"):
+            assert str(status.place()) == "while loading a draft"
+        assert str(status.place()) == "while loading layers.0.attn.q.weight"
+    assert not status.place().is_busy
+    status.progress("nothing is loaded now")
+    assert str(status.place()) == "before the first step"
+    with pytest.raises(KeyError), status.loading("x"):
+        raise KeyError
+    assert not status.place().is_busy
+    assert str(status.place()) == "while loading x"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_are_those_of_the_cores_that_a_process_is_bound_to():
+    """The mask decides, not the number of cores of the machine; ranks that are threads share it."""
+    code = (
+        "import os, sys\n"
+        "os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(sys.argv[1])]})\n"
+        "from nbflow.distributed import Alone\n"
+        "from nbflow.distributed.cpu_threads import fair_threads\n"
+        "print(fair_threads(Alone(), (0,)), fair_threads(Alone(), (0, 1)))\n"
+    )
+    for core in "01":
+        done = subprocess.run(
+            [sys.executable, "-c", code, core], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        )  # fmt: skip
+        assert done.stdout.split() == ["1", "1"], done.stderr
+    team = RankTeam(2)
+    try:
+        cores = len(os.sched_getaffinity(0))
+        assert team.run(lambda comm: fair_threads(comm, (0, 1))) == [max(1, cores // 2)] * 2
+    finally:
+        team.close()

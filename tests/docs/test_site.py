@@ -1,0 +1,139 @@
+"""The documentation: its links, its pages made from the code, its examples."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nbflow
+from nbflow.cli import COMMANDS, make_parser
+from nbflow_kernels.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def site():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        yield importlib.import_module("docs_site")
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+@pytest.fixture(scope="module")
+def made(site):
+    return site.made_pages()
+
+
+def anchors(markdown: str) -> set[str]:
+    """Return the ids that headings get."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", markdown, flags=re.S | re.M), re.M)
+    slugs = (re.sub(r"[^\w\s-]", "", head).strip().lower() for head in heads)
+    return {re.sub(r"[-\s]+", "-", slug) for slug in slugs}
+
+
+def test_links_lead_somewhere(site, made):
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES} | made
+    for name, text in texts.items():
+        assert site.broken_links(text) == [], name
+        for _, _, target in site.LINK.findall(site.CODE.sub("", text)):
+            path, _, anchor = target.partition("#")
+            if "://" in target or path.startswith("../") or "results/" in path:
+                continue
+            assert not path or path in texts, f"{name}: {target}"
+            if anchor:
+                assert anchor in anchors(texts[path or name]), f"{name}: {target}"
+
+
+def test_pages_of_the_repository_link_to_files_of_the_repository(site):
+    for page in [ROOT / "README.md", *PAGES]:
+        text = site.CODE.sub("", page.read_text(encoding="utf-8"))
+        for _, _, target in site.LINK.findall(text):
+            path = target.partition("#")[0]
+            assert "://" in target or (page.parent / path).exists(), f"{page.name}: {target}"
+
+
+def test_broken_links_are_found(site):
+    text = "[a](../nowhere.md) ![b](../README.md) `[c](../nowhere.md)` [d](../README.md) [e](#x)"
+    assert site.broken_links(text) == ["../nowhere.md", "../README.md"]
+
+
+def test_links_out_of_the_pages_are_html(site):
+    text = "see [`a`](../tests/x.py), [b](ops.md) and `[c](../tests/x.py)`"
+    assert site.with_outside_links(text, "..") == (
+        'see <a href="../tests/x.py">`a`</a>, [b](ops.md) and `[c](../tests/x.py)`'
+    )
+
+
+def test_every_page_is_in_the_navigation(made):
+    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted([page.name for page in PAGES] + list(made))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_line_has_every_option(name, made):
+    section = made["command_line.md"].partition(f"## nbflow {name}\n")[2].partition("\n## ")[0]
+    rows = " ".join(re.findall(r"^\| `.*?` \|", section, re.M))
+    options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", make_parser(name).format_usage()))
+    assert options <= set(re.findall(r"--[a-z][\w-]*", rows))
+
+
+def test_api_has_every_name(made):
+    for package in ("nbflow", "nbflow_kernels", "nbflow_ptx"):
+        module, page = importlib.import_module(package), made[f"api_{package}.md"]
+        for name in module.__all__:
+            if not name.startswith("__") and not isinstance(getattr(module, name), type(sys)):
+                assert re.search(rf"^##+ {name}$", page, re.M), name
+
+
+def test_api_has_parameters_and_fields(made):
+    page = made["api_nbflow.md"]
+    load = page.partition("## load\n")[2].partition("\n## ")[0]
+    assert "    partition='0',\n" in load
+    assert "- **`partition`** : str, default '0'\n" in load
+    assert "- **`UsageError`**\n" in load
+    generation = page.partition("## Generation\n")[2].partition("\n## ")[0]
+    assert "- **`text`** : `str`\n" in generation
+
+
+@pytest.fixture(scope="module")
+def examples():
+    text = (ROOT / "docs" / "bring_your_own.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    spaces = []
+    for block in blocks:
+        space = {"__name__": "example", "__doc__": "What it is."}
+        exec(compile(block, "bring_your_own.md", "exec", dont_inherit=True), space)
+        spaces.append(space)
+    return spaces
+
+
+def test_example_of_a_strategy(examples):
+    kind = examples[0]["NotTheBest"]
+    logits = np.array([5.0, 0.0, 4.0, 3.0, -np.inf], np.float32)
+    found = {kind(k=3).begin([1], seed).choose(logits.copy()) for seed in range(40)}
+    assert found == {2, 3}  # each has more than a quarter: missed 40 times with 0.75**40 = 1e-5
+    only = np.array([-np.inf, 1.0], np.float32)
+    assert kind().begin([1], 0).choose(only) == 1
+    with pytest.raises(UsageError, match=r"not_the_best: k must be in \[2, 1000\], got 1"):
+        kind(k=1)
+
+
+def test_example_of_a_measure(examples):
+    measure = examples[1]["MEASURE"]
+    assert measure.about == examples[1]["__doc__"]
+    context = sys.modules["nbflow_experiments.measures.measure"].Context
+    with nbflow.load("tiny_python") as model:
+        windows = np.arange(8, dtype=np.int64)[None]
+        outcome = measure.run(context({}, model, True, windows))
+    (reading,), shares = outcome.readings, outcome.arrays["likely_share"].values
+    assert shares.shape == (8,)
+    assert reading.value == shares.mean()
+    assert 0 < reading.value < 1

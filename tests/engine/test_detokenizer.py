@@ -1,0 +1,58 @@
+"""Text of tokens as they come: borders of tokens do not matter for characters and stop texts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import nbflow
+from nbflow.engine.detokenizer import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return nbflow.load_tokenizer("tiny_python")
+
+
+def cut(text, stops, include):
+    """The text up to the stop text that ends first; of equals the one that begins first."""
+    found = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    return text[: min(found)[0 if include else 1]] if found else text
+
+
+def test_random_texts_and_stops(tokenizer):
+    rng = random.Random(5)
+    for _ in range(300):
+        text = "".join(rng.choices("abcab é漢😀\n", k=rng.randrange(1, 30)))
+        stops = ["".join(rng.choices("abcé漢😀", k=rng.randrange(1, 5))) for _ in range(3)]
+        include = rng.random() < 0.5
+        # bytes one by one and whole pieces: both ways of cutting the same text
+        ids = [i for part in text for i in tokenizer.encode(part)]
+        ids = ids if rng.random() < 0.5 else tokenizer.encode(text)
+        stream = TextStream(tokenizer, stops, include)
+        pieces = []
+        for token in ids:
+            pieces.append(stream.push(token))
+            assert "\ufffd" not in pieces[-1]
+        pieces.append(stream.finish())
+        expected = cut(text, stops, include)
+        assert "".join(pieces) == expected, (text, stops, include)
+        assert (stream.stopped is not None) == any(s in text for s in stops)
+        assert stream.push(ids[0]) == stream.finish() == ""
+
+
+def test_text_is_not_held_back_longer_than_needed(tokenizer):
+    stream = TextStream(tokenizer, ["abcd"])
+    shown = [stream.push(i) for part in "xabcx" for i in tokenizer.encode(part)]
+    assert shown == ["x", "", "", "", "abcx"]
+    plain = TextStream(tokenizer)
+    assert [plain.push(i) for part in "xab" for i in tokenizer.encode(part)] == ["x", "a", "b"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
+    ids = tokenizer.encode("😀")
+    assert len(ids) > 1
+    stream = TextStream(tokenizer)
+    assert [stream.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
+    assert set(stream.finish()) == {"\ufffd"}

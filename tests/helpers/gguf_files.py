@@ -1,0 +1,249 @@
+"""GGUF files of the golden checkpoints, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from nbflow.checkpoint import open_weights
+from nbflow.program.read_operand import read_part
+from nbflow.program.records import Operand
+from nbflow.spec import families, resolve
+from nbflow.spec.model_spec import ModelSpec
+
+PERMUTED = (
+    "llama",
+    "deepseek",
+    "granite",
+    "granitemoe",
+    "minicpm",
+    "baichuan",
+    "smollm3",
+    "internlm2",
+)
+"""Architectures whose rotary pairs the converter makes neighbours."""
+
+
+def write_gguf(
+    source: Path,
+    arch: str,
+    path: Path,
+    more: dict[str, np.ndarray] | None = None,
+    without: tuple[str, ...] = (),
+) -> None:
+    """Write the checkpoint in a folder as a GGUF file, with more tensors and without some."""
+    spec = resolve(source).spec
+    writer = gguf.GGUFWriter(str(path), arch)
+    _add_numbers(writer, spec)
+    names = families_by_arch()[arch].tensors
+    with open_weights(source) as file:
+        tensors = {ours: read_part(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
+    for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
+        if not name.endswith(without):
+            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_t5(source: Path, path: Path) -> None:
+    """Write an encoder with a decoder, as the converter does for T5."""
+    spec = resolve(source).spec
+    encoder = spec.encoder
+    writer = gguf.GGUFWriter(str(path), "t5")
+    _add_numbers(writer, encoder)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_decoder_block_count(spec.n_layers)
+    writer.add_relative_attn_buckets_count(spec.bias_buckets)
+    writer.add_decoder_start_token_id(spec.decoder_start_id)
+    with open_weights(source) as file:
+        for part, side in ((encoder, "enc"), (spec, "dec")):
+            for ours in part.tensor_shapes():
+                array = read_part(part, file, Operand(ours)).astype(np.float32)
+                name = _t5_name(ours, side)
+                if name != "token_embd.weight" or side == "dec":
+                    writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _t5_name(ours: str, side: str) -> str:
+    outside = {
+        "embed.weight": "token_embd.weight",
+        "head.weight": "output.weight",
+        "final_norm.weight": f"{side}.output_norm.weight",
+        "position_bias.weight": f"{side}.blk.0.attn_rel_b.weight",
+    }
+    if ours in outside:
+        return outside[ours]
+    _, layer, inner = ours.split(".", 2)
+    inner = inner.replace("cross_norm", "cross_attn_norm").replace("cross.", "cross_attn_")
+    return f"{side}.blk.{layer}.{inner.replace('attn.', 'attn_').replace('ffn.', 'ffn_')}"
+
+
+def families_by_arch():
+    """Return the GGUF families by what llama.cpp calls them."""
+    return {
+        kind.removeprefix("gguf-"): family
+        for family in families().values()
+        for kind in family.model_types
+        if kind.startswith("gguf-")
+    }
+
+
+def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write the metadata."""
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_context_length(spec.max_context)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.n_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.n_heads)
+    writer.add_head_count_kv(spec.n_kv_heads)
+    if spec.latent is not None:
+        _add_latent(writer, spec)
+    elif spec.head_dim * spec.n_heads != spec.hidden_size:
+        writer.add_key_length(spec.head_dim)
+        writer.add_value_length(spec.head_dim)
+    (writer.add_layer_norm_rms_eps if spec.norm == "rms" else writer.add_layer_norm_eps)(
+        spec.norm_eps
+    )
+    if spec.rope.dim:
+        writer.add_rope_dimension_count(spec.rope.dim)
+        writer.add_rope_freq_base(spec.rope.theta)
+    if spec.window is not None:
+        writer.add_sliding_window(spec.window)
+    if spec.logits_soft_cap is not None:
+        writer.add_attn_logit_softcapping(spec.logits_soft_cap)
+    if spec.head_soft_cap is not None:
+        writer.add_final_logit_softcapping(spec.head_soft_cap)
+    if spec.family.startswith("cohere"):
+        writer.add_logit_scale(spec.logits_scale)
+    if spec.family in ("granite", "granitemoe", "minicpm"):
+        writer.add_embedding_scale(spec.embed_scale)
+        writer.add_residual_scale(spec.residual_scale)
+        writer.add_logit_scale(1 / spec.logits_scale)
+        writer.add_attention_scale(spec.sm_scale)
+    if spec.family in ("gpt_neox", "stablelm"):
+        writer.add_parallel_residual(spec.residual != "sequential")
+    if not spec.causal:
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(spec.type_vocab_size)
+    if spec.family == "gpt_oss":
+        _add_yarn(writer, spec)
+    if spec.moe is not None:
+        writer.add_expert_count(spec.moe.n_experts)
+        writer.add_expert_used_count(spec.moe.top_k)
+        if spec.moe.expert_size != spec.intermediate_size:
+            writer.add_expert_feed_forward_length(spec.moe.expert_size)
+        if spec.family == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
+        if spec.family.startswith("deepseek"):
+            writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
+            writer.add_leading_dense_block_count(1)
+            writer.add_expert_weights_scale(spec.moe.scale)
+            writer.add_expert_weights_norm(spec.moe.renormalize)
+            gating = gguf.ExpertGatingFuncType[spec.moe.scoring.upper()]
+            writer.add_expert_gating_func(gating)
+            writer.add_expert_group_count(spec.moe.groups)
+            writer.add_expert_group_used_count(spec.moe.groups_used)
+
+
+def _add_latent(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write what says latent attention, as in files with a matrix for each head."""
+    writer.add_key_length(spec.cached_dim)
+    writer.add_value_length(spec.latent.kv_rank)
+    writer.add_key_length_mla(spec.head_dim)
+    writer.add_value_length_mla(spec.value_dim)
+    writer.add_kv_lora_rank(spec.latent.kv_rank)
+    if spec.latent.q_rank:
+        writer.add_q_lora_rank(spec.latent.q_rank)
+    if spec.rope.scaling is not None:
+        _add_yarn(writer, spec)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * spec.rope.scaling.mscale_all_dim)
+
+
+def _add_yarn(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    scaling = spec.rope.scaling
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling.factor)
+    writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+
+
+def _gguf_tensors(spec, arch, tensors, names):
+    """Return the file's tensors: renamed, reordered, fused and stacked."""
+    done = {}
+    for ours, array in tensors.items():
+        if ours.startswith("layers."):
+            _, layer, inner = ours.split(".", 2)
+            of_head = re.sub(r"_norm\.\d+\.", "_norm.{j}.", inner)
+            if of_head != inner:
+                name = names[f"layers.{{i}}.{of_head}"][0].replace("{i}", layer)
+                done.setdefault(name, []).append(array)
+                continue
+            if ".moe." in ours and not ours.endswith(".bias"):
+                j, inner = inner.removeprefix("moe.").split(".", 1)
+                name = names[f"layers.{{i}}.moe.{{j}}.{inner}"][0].replace("{i}", layer)
+                done.setdefault(name, []).append(array)
+                assert len(done[name]) == int(j) + 1
+                continue
+        else:
+            layer, inner = "", ours
+        if arch in PERMUTED and inner.startswith(("attn.q.", "attn.k.")):
+            array = _neighbours(array, spec.head_dim)
+        if spec.normalize_head and ours == "head.weight":
+            array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
+        if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
+            continue  # files of encoders have no head
+        if arch.startswith(("gemma", "nemotron")) and inner.endswith("norm.weight"):
+            array = array + np.float32(1)
+        if inner.startswith("shared_gate"):
+            array = array.reshape(-1)
+        if inner in ("attn.k_b.weight", "attn.v_b.weight"):
+            array = array.reshape(spec.n_heads, -1, array.shape[1])
+        done[_name(ours, layer, names, fused=arch in ("gptneox", "bloom", "gpt2"))] = array
+    done = {k: np.stack(v) if isinstance(v, list) else v for k, v in done.items()}
+    return _fuse(done, arch)
+
+
+def _name(ours, layer, names, fused):
+    kind = ours.rsplit(".", 1)[1]
+    pattern = ours.replace(f"layers.{layer}.", "layers.{i}.") if layer else ours
+    weight = pattern.removesuffix(kind) + "weight"
+    if pattern in names:  # a bias with a name of its own
+        return names[pattern][0].replace("{i}", layer)
+    if weight not in names:
+        fused_part = {"ffn.gate": "ffn_gate", "ffn.up": "ffn_up"}
+        name = f"blk.{{i}}.{fused_part[pattern.split('.', 2)[2].rsplit('.', 1)[0]]}.weight"
+    else:
+        name = names[weight][0]
+    return name.replace("{i}", layer).removesuffix("weight") + kind
+
+
+def _neighbours(array, head_dim):
+    """Bring the rows of rotary pairs (j, j + D/2) next to each other."""
+    shape = array.shape
+    return array.reshape(-1, 2, head_dim // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _fuse(tensors, arch):
+    """Join what the architecture's files have in one."""
+    joins = {}
+    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt"):
+        joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")
+    if arch in ("phi3", "chatglm", "glm4"):
+        joins["ffn_up"] = ("ffn_gate", "ffn_up")
+    for layer in range(8):
+        for whole, parts in joins.items():
+            for kind in ("weight", "bias"):
+                found = [tensors.pop(f"blk.{layer}.{p}.{kind}", None) for p in parts]
+                if found[0] is not None:
+                    tensors[f"blk.{layer}.{whole}.{kind}"] = np.concatenate(found)
+    return tensors

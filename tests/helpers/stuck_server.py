@@ -1,0 +1,29 @@
+"""A server in which tokenizing "stuck" never ends: what a fault in a compiled library does.
+
+"stuck" is work in Python; "stuck in C" keeps the interpreter's lock, so that no Python code runs.
+"""
+
+import ctypes
+import sys
+import threading
+
+from nbflow.cli import main
+from nbflow.server.served_model import Served
+
+text_ids = Served.text_ids
+
+
+def stuck(self, text, *args, **options):
+    if text == "stuck":
+        print("stuck", file=sys.stderr, flush=True)
+        threading.Event().wait()
+    if text == "stuck in C":
+        print("stuck", file=sys.stderr, flush=True)
+        ctypes.PyDLL(None).pause()
+        while True:  # a signal ends pause(); nothing ends this
+            ctypes.PyDLL(None).sleep(1000)
+    return text_ids(self, text, *args, **options)
+
+
+Served.text_ids = stuck
+main(["serve", *sys.argv[1:]])

@@ -1,0 +1,224 @@
+"""The paged cache beyond its cases: strided rows, untouched neighbours, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    gather_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def arguments(T: int = 3, D: int = 20, dtype: Any = np.float32) -> dict[str, Any]:
+    """Return a call that appends T rows to request 1 of two, pages of 4 tokens, 2 heads."""
+    rng = np.random.default_rng(0)
+    return {
+        "append_key": rng.standard_normal((T, 2, D)).astype(np.float32),
+        "append_value": rng.standard_normal((T, 2, D)).astype(np.float32),
+        "batch_indices": np.full(T, 1, np.int32),
+        "positions": np.arange(6 - T, 6, dtype=np.int32),
+        "paged_kv_cache": tuple(np.full((5, 4, 2, D), 7, dtype) for _ in "kv"),
+        "kv_indices": ints(3, 0, 4),
+        "kv_indptr": ints(0, 1, 3),
+        "kv_last_page_len": ints(4, 2),
+    }
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_only_the_named_places_change(dtype: Any) -> None:
+    call = arguments(dtype=dtype)
+    append_paged_kv_cache(**call)
+    want = np.full((5, 4, 2, 20), 7, dtype)
+    want[0, 3] = call["append_key"][0]  # position 3: last slot of the request's first page
+    want[4, :2] = call["append_key"][1:]
+    np.testing.assert_array_equal(call["paged_kv_cache"][0], want)
+
+
+def test_rows_may_be_far_apart() -> None:
+    call, plain = arguments(), arguments()
+    fused = np.concatenate([call["append_key"], call["append_value"]], axis=1)  # (T, 4, D)
+    call["append_key"], call["append_value"] = fused[:, :2], fused[:, 2:]
+    append_paged_kv_cache(**call)
+    append_paged_kv_cache(**plain)
+    for got, want in zip(call["paged_kv_cache"], plain["paged_kv_cache"], strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_half_rounds_like_numpy_and_overflows_to_infinity() -> None:
+    call = arguments(T=1, D=35, dtype=np.float16)  # two vectors and a tail of 3
+    values = np.float32(2.0) ** np.linspace(-26, 17, 70, dtype=np.float32)
+    call["append_key"][:] = values.reshape(1, 2, 35)
+    append_paged_kv_cache(**call)
+    with np.errstate(over="ignore"):
+        want = values.astype(np.float16).reshape(2, 35)
+    np.testing.assert_array_equal(call["paged_kv_cache"][0][4, 1], want)
+    assert np.isinf(want).any()
+
+
+def test_what_was_appended_is_gathered_in_order() -> None:
+    for format, bound in (("f32", 0.0), ("bf16", 2.0**-8), ("q8_0", 1 / 126), ("q4_0", 1 / 7)):
+        stored = nk.kv_format(format)
+        call = arguments(T=6)
+        shape = (5, 4, 2, stored.row_length(20))
+        call["paged_kv_cache"] = tuple(np.zeros(shape, stored.dtype) for _ in "kv")
+        append_paged_kv_cache(**call, kv_format=format)
+        tables = ints(0, 4), ints(0, 0, 2), ints(0, 2)  # request 1 alone, on pages 0 and 4
+        out = tuple(np.full((6, 2, 20), np.nan, np.float32) for _ in "kv")
+        got = gather_paged_kv_cache(
+            call["paged_kv_cache"], *tables, head_dim=20, kv_format=format, out=out
+        )
+        assert got is out
+        # half a step of the coarsest grid, relative to the largest number of the head vector
+        for found, name in zip(got, ("append_key", "append_value"), strict=True):
+            error = np.abs(found - call[name]) / np.abs(call[name]).max(axis=2, keepdims=True)
+            assert error.max() <= bound
+            assert (error.max() > 0) == (bound > 0)
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    call = arguments()
+    call["append_value"] = call["append_value"][:, :, :12].copy()
+    keys, values = np.zeros((5, 4, 2, 20), np.float32), np.zeros((5, 4, 2, 12), np.float32)
+    append_paged_kv_cache(**call | {"paged_kv_cache": (keys, values)})
+    np.testing.assert_array_equal(keys[4, :2], call["append_key"][1:])
+    np.testing.assert_array_equal(values[4, :2], call["append_value"][1:])
+
+
+def mla_arguments() -> dict[str, Any]:
+    """Return a call that appends two tokens of 16 + 4 numbers to one request."""
+    both = np.zeros((2, 4, 20), np.float32)
+    return {
+        "append_ckv": np.ones((2, 16), np.float32),
+        "append_kpe": np.full((2, 4), 2, np.float32),
+        "batch_indices": ints(0, 0),
+        "positions": ints(3, 4),
+        "ckv_cache": both[..., :16],
+        "kpe_cache": both[..., 16:],
+        "kv_indices": ints(1, 0),
+        "kv_indptr": ints(0, 2),
+        "kv_last_page_len": ints(1),
+    }
+
+
+def test_mla_caches_may_be_slices_of_one_array() -> None:
+    call = mla_arguments()
+    append_paged_mla_kv_cache(**call)
+    both = call["ckv_cache"].base
+    want = np.zeros((2, 4, 20), np.float32)
+    want[1, 3] = want[0, 0] = [1.0] * 16 + [2.0] * 4
+    np.testing.assert_array_equal(both, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"append_kpe": np.zeros((3, 4), np.float32)}, UsageError, "append_kpe must have shape"),
+        ({"ckv_cache": np.zeros((2, 4, 15), np.float32)}, UsageError, r"\(pages, page_size, 16\)"),
+        ({"kpe_cache": np.zeros((2, 4, 4), np.float16)}, TypeError, "kpe_cache must have dtype"),
+        ({"kpe_cache": np.zeros((3, 4, 4), np.float32)}, UsageError, "the same pages"),
+        ({"kpe_cache": np.zeros((2, 4, 8), np.float32)[..., ::2]}, UsageError, "contiguous"),
+        ({"positions": ints(3, 5)}, UsageError, r"positions\[1\] must be below .* 5 .* got 5"),
+        ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+        ({"kv_format": "f32/f16"}, UsageError, "a latent cache has one format"),
+    ],
+)
+def test_wrong_mla_arguments_are_named(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        append_paged_mla_kv_cache(**{**mla_arguments(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"dtype": "float64"}, UsageError, "unknown dtype 'float64'"),
+        ({"kv_layout": "DNH"}, UsageError, "unknown kv_layout 'DNH'"),
+        ({"head_dim": 21}, UsageError, r"paged_kv_cache \(keys\) must have shape .* 21\)"),
+        ({"kv_indices": ints(3, 0, 9)}, UsageError, "must name pages 0..4"),
+        ({"paged_kv_cache": (np.zeros(4, np.float32),) * 2}, UsageError, "4 axes"),
+        ({"out": (np.zeros((1, 2, 20), np.float32),) * 2}, UsageError, r"out \(keys\) must"),
+    ],
+)
+def test_wrong_gather_arguments_are_named(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    names = ("paged_kv_cache", "kv_indices", "kv_indptr", "kv_last_page_len")
+    call = {name: value for name, value in arguments().items() if name in names}
+    with pytest.raises(error, match=words):
+        gather_paged_kv_cache(**{**call, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+        ({"kv_format": "f32/f16"}, TypeError, "in format f16 must have dtype float16, got float32"),
+        ({"kv_format": "q5_k"}, UsageError, "unknown kv_format|cannot hold"),
+        (
+            {"paged_kv_cache": tuple(np.zeros((5, 4, 2, 20), np.uint8) for _ in "kv")},
+            TypeError,
+            "got uint8; name the format of quantized pages.*kv_format=",
+        ),
+        (
+            {
+                "paged_kv_cache": tuple(np.zeros((5, 4, 2, 20), np.uint8) for _ in "kv"),
+                "kv_format": "q8_0",
+            },
+            UsageError,
+            r"must have shape \(any, any, 2, 34\), got \(5, 4, 2, 20\)",
+        ),
+        ({"append_key": np.zeros((3, 2, 20))}, TypeError, "append_key must have dtype float32"),
+        ({"append_value": np.zeros((2, 2, 20), np.float32)}, UsageError, "append_value must have"),
+        ({"positions": ints(3, 4, 6)}, UsageError, r"positions\[2\] must be below .* 6 .* got 6"),
+        ({"positions": ints(-1, 4, 5)}, UsageError, r"positions\[0\] must be .* got -1"),
+        ({"positions": np.arange(3)}, TypeError, "positions must have dtype int32, got int64"),
+        ({"batch_indices": ints(1, 1, 2)}, UsageError, "must name requests 0..1, got 2"),
+        ({"kv_indices": ints(3, 0, 5)}, UsageError, "must name pages 0..4 of the cache, got 5"),
+        ({"kv_indices": ints(3, 0)}, UsageError, r"end within kv_indices \(2 entries\), got 3"),
+        ({"kv_last_page_len": ints(4, 5)}, UsageError, "request 1 must be 1..4"),
+        ({"kv_layout": "hnd"}, UsageError, "unknown kv_layout 'hnd'"),
+        ({"kv_layout": "HND"}, UsageError, r"paged_kv_cache \(keys\) must have shape"),
+        ({"paged_kv_cache": (np.zeros(1),)}, UsageError, r"a pair \(keys, values\), got 1 arrays"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        append_paged_kv_cache(**{**arguments(), **change})
+
+
+def test_lengths_and_positions_are_checked() -> None:
+    with pytest.raises(UsageError, match="nnz = 5"):
+        get_batch_indices_positions(ints(0, 1, 3), ints(9, 9), 5)
+    with pytest.raises(UsageError, match="seq_lens of request 1 must count its 2 new rows too"):
+        get_batch_indices_positions(ints(0, 1, 3), ints(9, 1), 3)
+    with pytest.raises(UsageError, match="append_indptr must have one entry more"):
+        get_batch_indices_positions(ints(), ints(), 0)
+    with pytest.raises(UsageError, match="page_size must be positive"):
+        get_seq_lens(ints(0, 1), ints(1), 0)
+    with pytest.raises(UsageError, match="got 0 entries"):
+        get_seq_lens(ints(), ints(), 4)
+
+
+def test_positions_fit_the_lengths_of_the_table() -> None:
+    lens = get_seq_lens(ints(0, 1, 3), ints(4, 2), 4)
+    assert lens.tolist() == [4, 6]
+    rows, positions = get_batch_indices_positions(ints(0, 1, 4), lens, 4)
+    assert rows.tolist() == [0, 1, 1, 1]
+    assert positions.tolist() == [3, 3, 4, 5]
+    assert rows.dtype == positions.dtype == np.int32

@@ -1,0 +1,159 @@
+"""Cache rows: the layouts beside the formats' own, the encoder bit for bit, the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.kv_cache import cpu_codec
+from nbflow_kernels.kv_cache.cpu_codec import FIRST_BLOCK_KIND, KINDS, LAYOUTS, copy_row, write_row
+
+BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
+SIZES = (1, 15, 16, 20, 31, 33, 64, 80, 100, 128)
+
+
+def written(x: np.ndarray, name: str) -> np.ndarray:
+    """Return the rows of x encoded by `write_row`, with a byte after each that must survive."""
+    n_rows, n = x.shape
+    x = np.ascontiguousarray(x, np.float32)
+    data = np.full((n_rows, nk.kv_format(name).row_bytes(n) + 1), 0xA5, np.uint8)
+    for r in range(n_rows):
+        write_row(KINDS[name], address_of(x[r]), n, address_of(data[r]))
+    assert (data[:, -1] == 0xA5).all()
+    return data[:, :-1]
+
+
+def decoded(
+    data: np.ndarray, name: str, n: int, factor: float = 1.0, padded: int = 0
+) -> np.ndarray:
+    """Return `copy_row` of every row, with a float after each that must survive."""
+    padded = padded or n
+    out = np.full((len(data), padded + 1), 7, np.float32)
+    data = np.ascontiguousarray(data)
+    for r in range(len(data)):
+        copy_row(KINDS[name], address_of(data[r]), n, factor, address_of(out[r]), padded)
+    assert (out[:, -1] == 7).all()
+    return out[:, :-1]
+
+
+def numbers(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Return rows of many magnitudes; -0 is left out: a base's sign is not published."""
+    x = rng.standard_normal((30, n)).astype(np.float32)
+    x *= np.float32(10.0) ** rng.integers(-9, 5, (30, 1)).astype(np.float32)
+    x[0], x[1], x[2] = 0, 1.5, -3
+    x[3] = np.round(4 * x[3] / np.abs(x[3]).max())  # ties and equal extremes
+    x[4] = np.abs(x[4])
+    x[5] *= np.float32(1e-38) / np.abs(x[5]).max()  # subnormal scales
+    return np.asarray(x + np.float32(0))
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_layout_is_that_of_the_weight_format(name: str) -> None:
+    layout, format = LAYOUTS[KINDS[name]], FORMATS[name]
+    assert isinstance(format, AffineFormat)
+    assert layout[cpu_codec.BLOCK] == format.block_size
+    assert layout[cpu_codec.BLOCK_BYTES] == format.block_bytes
+    assert layout[cpu_codec.DIVISOR] == format.divisor
+    assert layout[cpu_codec.SCALE_AT] == format.fields.at("scale")
+    if layout[cpu_codec.MODE] != cpu_codec.SIGNED:
+        assert layout[cpu_codec.N_CODES] == format.n_codes
+        assert layout[cpu_codec.ZERO] == format.zero
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_written_bytes_are_the_plain_encoders(name: str, rng: np.random.Generator) -> None:
+    for n in SIZES:
+        x = numbers(rng, n)
+        want = nk.quantize(x, name, encoder="plain")
+        np.testing.assert_array_equal(written(x, name), want.data, err_msg=f"n = {n}")
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_any_bytes_decode_as_dequantize_does(name: str, rng: np.random.Generator) -> None:
+    for n in SIZES:
+        data = rng.integers(0, 256, (20, nk.kv_format(name).row_bytes(n)), np.uint8)
+        qt = nk.QuantTensor(name, (20, n), data)
+        np.testing.assert_array_equal(decoded(data, name, n), nk.dequantize(qt))
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6", "q3h"])
+def test_factor_and_padding(name: str, rng: np.random.Generator) -> None:
+    explicit = nk.kv_format(name).name
+    for n in (20, 64, 100):
+        data = written(numbers(rng, n), explicit)
+        plain = decoded(data, explicit, n)
+        for padded in (n, -(-n // 16) * 16, n + 37):
+            got = decoded(data, explicit, n, 0.3, padded)
+            np.testing.assert_array_equal(got[:, :n], plain * np.float32(0.3))
+            assert not got[:, n:].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_a_number_that_is_not_finite_makes_its_block_nan_and_no_other(
+    name: str, bad: float, rng: np.random.Generator
+) -> None:
+    x = rng.standard_normal((1, 128)).astype(np.float32)
+    x[0, 70] = bad
+    got = decoded(written(x, name), name, 128)
+    size = FORMATS[name].block_size
+    first = 70 // size * size
+    inside = np.zeros(128, bool)
+    inside[first : first + size] = True
+    np.testing.assert_array_equal(np.isnan(got[0]), inside)
+
+
+def _bf16(x: np.ndarray) -> np.ndarray:
+    return (nk.quantize(x, "bf16").array.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "rounded"),
+    [("f32", lambda x: x), ("f16", lambda x: x.astype(np.float16)), ("bf16", _bf16)],
+)
+def test_floats_round_to_nearest_and_keep_nan_and_infinity(
+    name: str, rounded: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator
+) -> None:
+    x = rng.standard_normal((50, 35)).astype(np.float32)
+    # halves between two bfloat16 or float16 neighbours
+    x[0] = 1 + np.arange(35, dtype=np.float32) / 256
+    x[1] = 1 + np.arange(35, dtype=np.float32) / 2048
+    np.testing.assert_array_equal(decoded(written(x, name), name, 35), rounded(x))
+    odd = np.tile(np.float32([np.nan, np.inf, -np.inf, -0.0, 0.0]), 7)[None]
+    odd.view(np.uint32)[0, 5] = 0x7FFFFFFF  # a NaN whose payload must not carry into the exponent
+    np.testing.assert_array_equal(decoded(written(odd, name), name, 35), odd)
+
+
+def test_sizes_of_a_format() -> None:
+    for name in KINDS:
+        format = nk.kv_format(name)
+        assert format.name == name
+        assert format.row_bytes(128) * 8 / 128 == format.bits_per_value(128)
+        assert format.row_length(128) * format.dtype.itemsize == format.row_bytes(128)
+        assert format.bits_per_value(128) == FORMATS[name].bits_per_weight
+    assert nk.kv_format("Q8").name == "q8_b32t2"
+    assert nk.kv_format("fp16").dtype == np.float16
+    assert nk.kv_format("q3h").row_bytes(80) == 64  # two blocks of 64
+    assert not nk.kv_format("q2").is_float
+    assert [f.name for f in nk.kv_formats("Q8 / f16")] == ["q8_b32t2", "f16"]
+    assert nk.kv_formats("q4_0") == (nk.kv_format("q4_0"),) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("q8_1", r"unknown kv_format 'q8_1'; did you mean 'q8_0'"),
+        ("q4_b16", r"q4_b16 cannot hold a key/value cache.* take one of f32, f16, bf16, "),
+        (None, "unknown kv_format None"),
+    ],
+)
+def test_unknown_formats_are_refused_with_the_known_ones(name: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        nk.kv_format(name)

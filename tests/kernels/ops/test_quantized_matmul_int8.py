@@ -1,0 +1,134 @@
+"""Products with int8 activations: the quantization, its error, and what the engine calls."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from nbflow_kernels.cpu.parallel_for import capture
+from nbflow_kernels.quantized_matmul import cpu, cpu_gemv_int8, qmatmul, reference
+from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
+from nbflow_kernels.quantizers import quantize
+
+
+def quantized(x: np.ndarray) -> Int8Rows:
+    rows = Int8Rows.empty(*x.shape)
+    quantize_activations(x, rows)
+    return rows
+
+
+@pytest.mark.parametrize("n_columns", [32, 300, 17, 1])
+def test_activations_are_quantized_as_the_formula_says(n_columns):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((6, n_columns), dtype=np.float32)
+    x[1] *= 1e-20
+    x[2] *= 1e-36  # below 2 ** -100
+    x[3] = np.round(x[3] * 4) / 2  # halves
+    x[4] = 0
+    rows = quantized(x)
+    codes, scales = reference.int8_codes(x)
+    assert np.array_equal(rows.codes[:6, :n_columns], codes)
+    assert not rows.codes[:, n_columns:].any()
+    assert np.array_equal(rows.scales[:6, : scales.shape[1]], scales)
+    halves = rows.codes.reshape(8, -1, 16).sum(axis=2)
+    assert np.array_equal(rows.half_sums, halves)
+    assert np.array_equal(rows.sums, halves[:, ::2] + halves[:, 1::2])
+    assert not rows.scales[2].any()
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_makes_the_row_nan_and_no_other(broken):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 96), dtype=np.float32)
+    w = quantize(rng.standard_normal((20, 96), dtype=np.float32), "q4_0")
+    want = qmatmul(x, w, activations="int8")
+    x[1, 40] = broken
+    got = qmatmul(x, w, activations="int8")
+    assert np.isnan(got[1]).all()
+    assert np.array_equal(got[::2], want[::2])
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q3h"])
+def test_error_of_int8_activations(name):
+    """What a user gives up: 0.5 % of the result's root mean square, whatever the weights' format.
+
+    The largest of 32 normal numbers is 2.07 on average (mean square 4.5), a step is 1/127 of it,
+    and the error is uniform: sqrt(4.5 / 12) / 127 = 4.8e-3.  The bounds are 15 % either way.
+    """
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((32, 1024), dtype=np.float32)
+    w = quantize(rng.standard_normal((256, 1024), dtype=np.float32), name, encoder="plain")
+    exact = reference.qmatmul(x, w)
+    error = qmatmul(x, w, activations="int8") - exact
+    relative = np.sqrt(np.square(error).mean() / np.square(exact).mean())
+    assert 4.1e-3 < relative < 5.5e-3
+    float_error = qmatmul(x, w) - exact
+    assert np.sqrt(np.square(float_error).mean() / np.square(exact).mean()) < 1e-6
+
+
+def test_one_quantization_serves_several_products_in_one_call_each():
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((9, 320), dtype=np.float32)
+    rows = quantized(x)
+    for name in ("q8_0", "q4_b16"):
+        w = quantize(rng.standard_normal((50, 320), dtype=np.float32), name, encoder="plain")
+        want = qmatmul(x, w, activations="int8")
+        out = np.full((9, 50), np.nan, np.float32)
+        with capture() as seen:
+            cpu.matmul_int8(rows, w, None, False, out)
+        assert seen.complete
+        assert len(seen.calls) == 1
+        assert np.isnan(out).all()
+        seen.calls[0]()
+        assert np.array_equal(out, want)
+    with capture() as seen:
+        quantize_activations(x, rows)
+    assert seen.complete
+    assert len(seen.calls) == 1
+
+
+def test_bits_of_a_row_do_not_depend_on_how_many_there_are():
+    """Every choice of kernel and tile: 1, 4 and 8 rows at a time, twice and more of them, many."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((36, 512), dtype=np.float32)
+    w = quantize(rng.standard_normal((50, 512), dtype=np.float32), "q4_0", encoder="plain")
+    whole = qmatmul(x, w, activations="int8")
+    for n in (1, 2, 4, 5, 8, 9, 12, 13, 32, 33):
+        assert np.array_equal(qmatmul(x[:n], w, activations="int8"), whole[:n]), n
+    form = w.packed().form
+    few = {n: cpu_gemv_int8.few_rows(form, n) for n in (1, 4, 8)}
+    chosen = [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 4), (12, 4), (13, 8), (32, 8)]
+    assert all(cpu_gemv_int8.kernel_for(form, n) is few[tile] for n, tile in chosen)
+    assert cpu_gemv_int8.kernel_for(form, 33) is cpu_gemv_int8.many_rows(form)
+
+
+FORMATS = ("q8_0", "q3h")  # all 8 bits of a code, and pairs: what differs most
+
+
+def digest() -> str:
+    """Return the digest of some products, in this process."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((5, 200), dtype=np.float32)
+    found = hashlib.sha256()
+    for name in FORMATS:
+        w = quantize(rng.standard_normal((33, 200), dtype=np.float32), name, encoder="plain")
+        for some in (x, x[:1]):
+            found.update(qmatmul(some, w, activations="int8").tobytes())
+    return found.hexdigest()
+
+
+def test_bits_do_not_depend_on_the_processor():
+    # a processor of which nothing is known: no instruction beyond the architecture's base
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == digest()
+
+
+if __name__ == "__main__":
+    print(digest())

@@ -1,0 +1,101 @@
+"""Every family: logits and continuations of tiny checkpoints, against the published computation.
+
+tools/golden/families.py made the checkpoints.  Their weights are such that logits are of size
+1 to 20; both sides compute in float32 (the reference executor in float64), so that 2e-6 of the
+largest logit is some ten roundings.  Leaving out any one part of an architecture moves the logits
+by 1e-4 of it or more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nbflow
+from nbflow.checkpoint import open_weights
+from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.program import build
+from nbflow.spec import check_tensors, families, resolve
+
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+ENCODERS = ("bert", "distilbert", "roberta")
+PAIRS = ("bart", "flan_t5", "m2m_100", "marian", "mbart", "t5")
+DECODERS = sorted(set(NAMES) - set(ENCODERS) - set(PAIRS))
+TOLERANCE = 2e-6
+
+
+def golden(name):
+    with np.load(FOLDER / name / "golden.npz") as file:
+        return file["ids"], file["logits"], file["continuation"]
+
+
+def error(a, b):
+    return np.abs(a - b).max() / np.abs(b).max()
+
+
+def reference(path):
+    spec = resolve(path).spec
+    program = build(spec)
+    with open_weights(path) as file:
+        check_tensors(spec, file)
+        return ReferenceExecutor(program, RankWeights(program, file, None))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_reference_executor_in_pieces(name):
+    ids, logits, _ = golden(name)
+    executor = reference(FOLDER / name)
+    pieces = [executor.logits(ids[a:b]) for a, b in ((0, 7), (7, 8), (8, len(ids)))]
+    with np.load(FOLDER / name / "golden.npz") as file:  # LongRoPE: of texts of 7 and 8 tokens
+        logits[:8] = file.get("short_logits", logits)[:8]
+    assert error(np.concatenate(pieces), logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_compiled_executor(name):
+    """Logits through the cache in odd pieces; the continuation, beside another sequence."""
+    ids, logits, continuation = golden(name)
+    with nbflow.load(FOLDER / name, kv="f32", max_step_tokens=17, threads=1) as model:
+        assert error(model.logits(ids), logits) < TOLERANCE
+        mine, _ = model.generate_batch([ids, ids[:5]], max_tokens=len(continuation))
+        assert mine.ids == continuation.tolist()
+
+
+# One of each kind of attention: ALiBi, soft caps, windows, rotation of a part, many heads to a key.
+@pytest.mark.parametrize(
+    "name", ["falcon_rw", "gemma2", "mistral", "gpt2", "mpt", "cohere2", "falcon_40b", "phi"]
+)
+def test_keys_and_values_in_formats_of_their_own(name):
+    """Values are rounded to 1/254 of the largest of 32: 4e-3, which two layers make 1.3e-2."""
+    ids, logits, _ = golden(name)
+    found = []
+    for budget in (17, 512):
+        options = {"kv": "f16/q8_0", "max_step_tokens": budget, "threads": 1}
+        with nbflow.load(FOLDER / name, **options) as model:
+            found.append(model.logits(ids))
+    assert 1e-4 < error(found[0], logits) < 2e-2
+    np.testing.assert_array_equal(*found)
+
+
+STORED_OTHERWISE = ("gpt_oss_floats", "llama_fp8")  # other files of such models
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*PAIRS, *STORED_OTHERWISE)])
+@pytest.mark.parametrize("partition", ["0&1", "0;1"])
+def test_partitions(name, partition):
+    ids, logits, _ = golden(name)
+    with nbflow.load(FOLDER / name, kv="f32", partition=partition, threads=1) as model:
+        assert error(model.logits(ids), logits) < TOLERANCE
+
+
+def test_every_family_has_a_golden_model():
+    used = {resolve(FOLDER / name).spec.family for name in NAMES}
+    of_hugging_face = {
+        family.name
+        for family in families().values()
+        if family.model_types and not family.name.endswith(("_gguf", "_ggml", "llama2c"))
+    }
+    assert used == of_hugging_face

@@ -1,0 +1,161 @@
+"""GGUF families: names as in the gguf package, and the golden models from GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf_files import families_by_arch, write_gguf, write_t5
+from small_models import write_checkpoint
+
+import nbflow
+import nbflow_kernels as nk
+from nbflow.checkpoint import open_weights
+from nbflow.spec import resolve
+
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+MODELS = {
+    "olmo2": "olmo2", "olmoe": "olmoe", "command-r": "cohere", "cohere2": "cohere2",
+    "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4", "smollm3": "smollm3",
+    "granitemoe": "granitemoe", "mpt": "mpt",
+    "baichuan": "baichuan2_7b", "bloom": "bloom", "chatglm": "chatglm2", "deepseek": "deepseek_moe",
+    "deepseek2": "deepseek_v3", "falcon": "falcon_40b",
+    "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gpt2": "gpt2",
+    "gptneox": "gpt_neox", "granite": "granite", "llama": "mixtral", "minicpm": "minicpm",
+    "orion": "orion", "phi2": "phi", "phi3": "phi3", "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm",
+    "gpt-oss": "gpt_oss", "internlm2": "internlm2",
+}  # fmt: skip
+"""Architecture -> golden model."""
+OTHERS = {"bert", "t5"}
+"""Architectures with tests of their own, being no decoders alone."""
+NOT_IN_GGUF = {
+    "cohere2": "full_layer_every = 2",
+    "smollm3": "unrotated_every = 2",
+    "starcoder2": "window = 9",
+    "gemma2": f"sm_scale = {24**-0.5}",
+    "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
+}
+"""Fields of a golden model that a file of its architecture cannot say."""
+
+
+def test_all_architectures_are_tested():
+    assert set(MODELS) | OTHERS == set(families_by_arch())
+
+
+WITH_HEAD_NORMS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b"}
+"""Architecture -> golden model whose heads' queries and keys have norms of their own."""
+
+
+@pytest.mark.parametrize(("arch", "name"), [*MODELS.items(), *WITH_HEAD_NORMS.items()])
+def test_model_from_a_gguf_file(arch, name, tmp_path):
+    source, path, spec_file = FOLDER / name, tmp_path / "model.gguf", None
+    write_gguf(source, arch, path)
+    if arch in NOT_IN_GGUF:
+        spec_file = tmp_path / "model.toml"
+        spec_file.write_text(f'family = "{arch}_gguf"\n[override]\n{NOT_IN_GGUF[arch]}\n')
+    spec = resolve(path, spec=spec_file).spec
+    assert spec.family == families_by_arch()[arch].name
+    assert {spec.checkpoint_name(ours) for ours in spec.tensor_shapes()} <= known_names(arch, spec)
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    with nbflow.load(path, spec=spec_file, kv="f32", threads=1) as model:
+        assert np.abs(model.logits(ids) - logits).max() < 2e-6 * np.abs(logits).max()
+
+
+def known_names(arch, spec):
+    """Return the names that llama.cpp knows for an architecture, layers written out."""
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    bases = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
+    written = {base.replace("{bid}", str(i)) for base in bases for i in range(spec.n_layers)}
+    return {f"{name}.{end}" for name in written for end in ("weight", "bias")}
+
+
+def test_bert(tmp_path):
+    """Hidden states of an encoder, whose files have no head."""
+    source, path = FOLDER / "bert", tmp_path / "model.gguf"
+    write_gguf(source, "bert", path)
+    spec = resolve(path).spec
+    assert {spec.checkpoint_name(ours) for ours in spec.tensor_shapes()} <= known_names(
+        "bert", spec
+    )
+    with np.load(source / "golden.npz") as file:
+        ids, types, hidden = (file[name] for name in ("ids", "types", "hidden"))
+    with nbflow.load(path, kv="f32", threads=1) as model:
+        states = model.hidden(ids, token_types=types)
+        assert np.abs(states - hidden).max() < 2e-6 * np.abs(hidden).max()
+
+
+T5 = {
+    "model_type": "t5", "vocab_size": 97, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2,
+    "num_heads": 3, "n_positions": 64, "decoder_start_token_id": 0,
+}  # fmt: skip
+"""With the greatest distance of published models, which a file does not say."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3, "tie_word_embeddings": False},
+    ],
+)
+def test_t5(changes, tmp_path):
+    """As from the checkpoint, which test_encoder_decoders.py compares with transformers."""
+    source, path = tmp_path / "t5", tmp_path / "model.gguf"
+    write_checkpoint(source, T5 | changes)
+    write_t5(source, path)
+    ids, read = np.arange(5, 45), np.arange(90, 60, -1)
+    with nbflow.load(source, kv="f32", threads=1) as model:
+        logits = model.logits(ids, read)
+    with nbflow.load(path, kv="f32", threads=1) as model:
+        np.testing.assert_array_equal(model.logits(ids, read), logits)
+
+
+def test_divisors_of_llama31(tmp_path):
+    """The converter writes the scaling of Llama 3.1 as a tensor."""
+    source, path = FOLDER / "llama31", tmp_path / "model.gguf"
+    scaling = resolve(source).spec.rope.scaling
+    plain = 5e5 ** (-np.arange(0, 12, 2) / 12)
+    write_gguf(
+        source, "llama", path, {"rope_freqs.weight": plain / scaling.frequencies(12, 5e5, 64)[0]}
+    )
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    with nbflow.load(path, kv="f32", threads=1) as model:
+        # the divisors are stored as float32: 6e-8 of an angle of at most 40
+        assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def test_latent_attention_with_one_matrix_for_keys_and_values(tmp_path):
+    """Older files hold attn_kv_b as the checkpoint does; it may lie in blocks."""
+    source, path = FOLDER / "deepseek_v2_lite", tmp_path / "model.gguf"
+    with open_weights(source) as file:
+        name = "model.layers.{}.self_attn.kv_b_proj.weight"
+        more = {f"blk.{i}.attn_kv_b.weight": file.array(name.format(i)) for i in range(3)}
+    write_gguf(source, "deepseek2", path, more, without=("attn_k_b.weight", "attn_v_b.weight"))
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    with nbflow.load(path, kv="f32", threads=1) as model:
+        assert np.abs(model.logits(ids) - logits).max() < 2e-6 * np.abs(logits).max()
+
+
+def test_quantized_experts_are_read_in_whole_rows(tmp_path):
+    """Experts of one tensor in a block format are the rows of each, block for block."""
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((3, 4, 64)).astype(np.float32)
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    blocks = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("x", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_weights(tmp_path / "a.gguf") as file:
+        whole = file.array("x")
+        expert = nk.dequantize(file.quantized("x", rows=(4, 8), flat=True))
+        np.testing.assert_array_equal(expert, whole[1])
+        cut = file.array("x", rows=(9, 10), columns=(32, 64), flat=True)
+        np.testing.assert_array_equal(cut, whole[2, 1:2, 32:])

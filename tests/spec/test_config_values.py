@@ -1,0 +1,194 @@
+"""Values of config.json beside those of the golden models: without effect, or refused by name.
+
+That the former change nothing was found by running transformers' models of tests/golden/families
+with each of them; where the authors' code is older than that, by reading it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from nbflow.checkpoint import open_weights
+from nbflow.spec.family import family_of
+from nbflow.spec.from_config import build_spec
+from nbflow_kernels.errors import UsageError
+
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+ABSENT = object()
+
+
+def spec_of(name, changes):
+    """Return what the golden model would be with these values of config.json."""
+    config = json.loads((FOLDER / name / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not ABSENT}
+    with open_weights(FOLDER / name) as file:
+        held = file.names()
+    family = family_of(config["model_type"], "config.json")
+    return build_spec(family, config, name=name, where="config.json", checkpoint_tensors=held)
+
+
+TRAINING = {
+    "use_cache": False, "attention_dropout": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+    "hidden_dropout": 0.1, "initializer_range": 0.02, "dtype": "bfloat16", "torch_dtype": "float16",
+    "architectures": ["Any"], "transformers_version": "4.31.0", "output_router_logits": True,
+    "router_aux_loss_coef": 0.1, "attn_implementation": "flash_attention_2", "auto_map": {},
+    "head_dim": ABSENT, "quantization_config": None, "is_encoder_decoder": False,
+}  # fmt: skip
+"""Keys of every family that say nothing about the computation; heads are as wide as by default."""
+NO_EFFECT = [
+    ("bloom", {"pretraining_tp": 2}),  # bloom-3b, bloom-7b1, bloomz
+    ("bloom", {"pretraining_tp": 4, "slow_but_exact": False, "offset_alibi": 100}),
+    ("bloom", {"pretraining_tp": 1, "slow_but_exact": True}),
+    ("bloom", TRAINING | {"masked_softmax_fusion": True, "attention_softmax_in_fp32": False}),
+    ("llama31", {"pretraining_tp": 2}),
+    ("llama31", {"sliding_window": 7, "max_window_layers": 1, "layer_types": None}),
+    ("llama31", {"hidden_act": "swish"} | TRAINING),
+    ("mistral", {"max_window_layers": 1, "use_sliding_window": False}),
+    ("internlm2", {"pretraining_tp": 2}),
+    ("qwen2", {"sliding_window": 3, "max_window_layers": 0, "layer_types": ABSENT}),
+    ("qwen2_moe", {"use_sliding_window": False, "layer_types": ABSENT, "sliding_window": 5}),
+    ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+    ("smollm3", {"use_sliding_window": False, "sliding_window": 5, "layer_types": ABSENT}),
+    ("gemma", {"hidden_act": "gelu"}),  # as first released; tanh is meant
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+    ("gemma", {"hidden_act": ABSENT, "hidden_activation": ABSENT}),
+    ("gemma2", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+    ("gpt2", {"activation_function": "gelu_fast", "reorder_and_upcast_attn": True, "n_ctx": 9}),
+    ("phi", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("gpt_neox", {"hidden_act": "gelu_python"}),
+    ("starcoder2", {"hidden_act": "gelu_accurate"}),
+    ("bert", {"hidden_act": "gelu_python", "position_embedding_type": "absolute"}),
+    ("distilbert", {"sinusoidal_pos_embds": True}),  # how the stored table was made
+    ("gpt_oss_floats", {"hidden_act": "swish"}),
+    ("mpt", {"attn_config": {"clip_qkv": 0, "attn_impl": "triton"}, "learned_pos_emb": True}),
+    ("m2m_100", {"static_position_embeddings": True, "normalize_embedding": False}),
+    ("m2m_100", {"normalize_before": True, "add_final_layer_norm": True}),
+    ("mbart", {"normalize_before": True, "add_final_layer_norm": True}),
+    ("marian", {"static_position_embeddings": True, "normalize_embedding": False,
+                "normalize_before": False, "add_final_layer_norm": False, "add_bias_logits": False,
+                "bad_words_ids": [[96]], "forced_eos_token_id": 0}),
+    ("flan_t5", {"tie_word_embeddings": True, "scale_decoder_outputs": False}),  # transformers 5
+    ("flan_t5", {"tie_word_embeddings": False, "scale_decoder_outputs": ABSENT}),
+    ("cohere", {"use_qk_norm": False}),
+    ("stablelm", {"qk_layernorm": False}),
+    ("deepseek_v2", {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 8}),
+    ("chatglm2", {"apply_query_key_layer_scaling": True, "fp32_residual_connection": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), NO_EFFECT)
+def test_values_without_effect(name, changes):
+    base = dict.fromkeys(changes.keys() & {"head_dim"}, ABSENT)
+    assert spec_of(name, changes).as_dict() == spec_of(name, base).as_dict()
+
+
+PLAIN_ROPE = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": ABSENT}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ROPES = [
+    ("qwen3", PLAIN_ROPE),
+    ("qwen3", PLAIN_ROPE | {"rope_scaling": {"type": "default"}}),
+    ("qwen3", PLAIN_ROPE | {"rope_scaling": {"rope_type": "default", "type": "default"}}),
+    ("qwen3", PLAIN_ROPE | {"rope_scaling": {}, "rope_theta": None}),
+    ("qwen3", {"rope_theta": 5.0}),  # what rope_parameters says wins
+    ("llama_linear", {"rope_scaling": {}}),
+    ("llama_linear", PLAIN_ROPE | {"rope_scaling": LINEAR}),
+    ("llama_linear", PLAIN_ROPE | {"rope_scaling": {"type": "linear", "factor": 2}}),
+    (
+        "llama_linear",
+        PLAIN_ROPE | {"rope_scaling": LINEAR | {"rope_theta": 1e4}, "rope_theta": 5.0},
+    ),
+    ("gpt_neox", PLAIN_ROPE | {"rotary_pct": 0.5, "rotary_emb_base": 10000}),
+    ("stablelm", PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
+    ("stablelm", {"partial_rotary_factor": 0.25}),
+]
+"""The rotary embedding in the words of transformers 4 and 5."""
+
+
+@pytest.mark.parametrize(("name", "changes"), ROPES)
+def test_names_of_rotary_numbers(name, changes):
+    assert spec_of(name, changes).as_dict() == spec_of(name, {}).as_dict()
+
+
+DEFAULTS = [
+    ("mixtral", "rope_parameters", "rope.theta", 1e6),
+    ("cohere", "rope_parameters", "rope.theta", 5e5),
+    ("cohere2", "rope_parameters", "rope.theta", 1e4),
+    ("smollm3", "rope_parameters", "rope.theta", 2e6),
+    ("helium", "rope_parameters", "rope.theta", 1e5),
+    ("helium", "rms_norm_eps", "norm_eps", 1e-8),
+    ("glm4", "rms_norm_eps", "norm_eps", 1.5625e-7),
+    ("olmo2", "rms_norm_eps", "norm_eps", 1e-5),
+    ("mixtral", "rms_norm_eps", "norm_eps", 1e-5),
+    ("roberta", "layer_norm_eps", "norm_eps", 1e-12),
+    ("m2m_100", "activation_function", "activation", "relu"),
+    ("m2m_100", "scale_embedding", "embed_scale", math.sqrt(24)),
+    ("bart", "scale_embedding", "embed_scale", 1.0),
+    ("deepseek_v2", "topk_method", "moe.groups", 1),
+    ("deepseek_v3", "topk_method", "moe.groups", 4),
+]
+"""Keys that may be absent, and what transformers' configuration then has."""
+
+
+@pytest.mark.parametrize(("name", "key", "field", "value"), DEFAULTS)
+def test_absent_keys(name, key, field, value):
+    found = spec_of(name, {key: ABSENT})
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+MATTERS = [
+    ("bloom", {"pretraining_tp": 2, "slow_but_exact": True},
+     "pretraining_tp = 2, with slow_but_exact = True, is not supported by family 'bloom'"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
+    ("llama31", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("llama31", {"hidden_act": "tanh"}, "hidden_act: must be one of silu, gelu"),
+    ("llama31", {"rope_scaling": {"type": "spiral", "factor": 2.0}, "rope_parameters": None},
+     "unknown rope_type 'spiral'"),
+    ("qwen2_moe", {"use_sliding_window": True, "layer_types": ABSENT, "sliding_window": 5},
+     "use_sliding_window = True, with layer_types = 'absent'"),
+    ("smollm3", {"use_sliding_window": True, "layer_types": ABSENT, "sliding_window": 5},
+     "use_sliding_window = True, with layer_types = 'absent'"),
+    ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    ("mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv = 6"),
+    ("mpt", {"norm_type": "rmsnorm"}, "norm_type = 'rmsnorm'"),
+    ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
+    ("gpt_oss_floats", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
+    ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+    ("marian", {"normalize_before": True}, "normalize_before = True"),
+    ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), MATTERS)
+def test_values_that_matter_are_refused_by_name(name, changes, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        spec_of(name, changes)
+    assert "config.json" in str(caught.value)
+
+
+CHANGES = [
+    ("gemma2", {"hidden_activation": "gelu"}, "activation", "gelu"),
+    ("m2m_100", {"pad_token_id": 4}, "position_offset", 5),
+    ("roberta", {"pad_token_id": 3}, "position_offset", 4),
+    ("roberta", {"pad_token_id": 3}, "max_context", 62),
+    ("t5", {"scale_decoder_outputs": False}, "logits_scale", 1.0),
+    ("flan_t5", {"scale_decoder_outputs": True}, "logits_scale", 1 / math.sqrt(24)),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "full_layers", frozenset()),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "field", "value"), CHANGES)
+def test_values_that_are_followed(name, changes, field, value):
+    assert getattr(spec_of(name, {}), field) != value or field == "full_layers"
+    assert getattr(spec_of(name, changes), field) == value

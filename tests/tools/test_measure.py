@@ -1,0 +1,164 @@
+"""The tools that measure engine and server run at a tiny size, and write what they have at once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import nbflow
+import nbflow_kernels as nk
+from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+
+    def run(name, *words):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        module.main()
+        return module
+
+    return run
+
+
+def test_speculation(tool, tmp_path, capsys):
+    out = tmp_path / "speculation.json"
+    words = ["--draft", "tiny_python", "--new", 12, "--repeats", 1, "--threads", 1, "-o", out]
+    tool("measure_speculation", "tiny_python", "--n-draft", "2", "--texts", "2", *words)
+    ngram, model = json.loads(out.read_text())["rows"]
+    assert (ngram["draft"], model["draft"]) == ("ngram", "tiny_python")
+    assert model["acceptance_rate"] == 1.0  # it is the model itself
+    # 11 tokens after the first of each text, two of three from the draft: at most 2 in a step
+    assert 1.5 < model["accepted_per_step"] <= 2
+    assert model["bound_ideal"] == 1 + model["accepted_per_step"]
+    cost = model["verify_step_over_step"] + 2 * model["draft_step_over_step"]
+    assert model["bound_measured"] == pytest.approx(model["bound_ideal"] / cost)
+    assert ngram["draft_step_over_step"] == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    with pytest.raises(SystemExit, match="no time"):
+        tool("measure_speculation", "tiny_python", "--seconds", "1e-9", "--threads", 1)
+
+
+def test_batching(tool, tmp_path):
+    out = tmp_path / "batching.json"
+    words = ["--requests", 2, "--new", 4, "--steps", "16,64", "--others", 2, "--repeats", 1]
+    tool("measure_batching", "tiny_python", "--threads", 1, "-o", out, *words)
+    made = json.loads(out.read_text())
+    assert [row["requests"] for row in made["throughput"]] == [2]
+    assert [row["step_tokens"] for row in made["chunks"]] == [16, 64]
+    assert all(r["token_s_longest"] >= r["token_s_usual"] > 0 for r in made["chunks"])
+    shared = [(row["shared_tokens"], row["cached_tokens"]) for row in made["prefix"]]
+    length = made["prefix"][0]["prompt"]
+    assert shared[0] == (0, 0)
+    assert shared[-1] == (length, length - 1)  # the last token is always computed
+    assert all(s - 64 < c <= s for s, c in shared)
+    assert made["overhead"][0]["python_us_per_step"] > 0
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_server_s_rows_are_written_one_by_one_and_taken_up_again(tool, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    measure_server = importlib.import_module("measure_server")
+
+    def rows(test):
+        return lambda: [{"test": test, "server": s, "x": 1.0, "y_samples": [1]} for s in "ab"]
+
+    facts = {"model": "m", "threads": 1}
+    first = measure_server.Results(tmp_path, facts, False, 0.0)
+    first.measure("c1", ["a", "b"], rows("c1"))
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert [r["test"] for r in written["rows"]] == ["c1", "c1"]
+    assert "| c1 | a | 1 |" in (tmp_path / "table.md").read_text()
+    late = measure_server.Results(tmp_path, facts, True, 1e-9)
+    late.measure("c1", ["a", "b"], lambda: pytest.fail("it is there already"))
+    late.measure("c8", ["a", "b"], lambda: pytest.fail("there is no time"))
+    assert late.missing == ["c8"]
+    again = measure_server.Results(tmp_path, facts, True, 0.0)
+    again.measure("c8", ["a", "b"], rows("c8"))
+    assert [r["test"] for r in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [
+        "c1", "c1", "c8", "c8"
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="another threads"):
+        measure_server.Results(tmp_path, facts | {"threads": 2}, True, 0.0)
+
+
+def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
+    """The clients of the tool against a server of the tests, with prompts of its vocabulary."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    measure_server = importlib.import_module("measure_server")
+    monkeypatch.setattr(measure_server, "NEW", 4)
+    port = int(server.url.rsplit(":", 1)[1])
+    peer = measure_server.Peer("nbflow", server.process, port, 2048)
+    settings = SimpleNamespace(requests=2, repeats=1)
+    (row,) = measure_server.throughput([peer], 2, settings)
+    assert (row["test"], row["server"]) == ("c2", "nbflow")
+    assert row["tokens_per_s"] > 0
+    assert 0 < row["first_token_s_p50"] <= row["first_token_s_p95"]
+    (row,) = measure_server.shared([peer], 64, settings)
+    assert (row["test"], row["server"]) == ("shared 64", "nbflow")
+    assert min(row["first_token_s_new"], row["first_token_s_seen"]) > 0
+    before = measure_server.iteration_s(peer)
+    measure_server.clients(peer, 1, 1, seed=0)
+    assert measure_server.iteration_s(peer) > before > 0
+
+
+def test_steps_that_sleep(tool, monkeypatch):
+    """As many tokens and steps as ever; what the steps compute, and how long they take, is not."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    idle_steps = importlib.import_module("idle_steps")
+    measure_server = importlib.import_module("measure_server")
+    monkeypatch.setattr(measure_server, "NEW", 5)
+    times = [(1, 0.01), (3, 0.03)]
+    assert [idle_steps.seconds_of(times, n) for n in (1, 2, 3, 5)] == pytest.approx(
+        [0.01, 0.02, 0.03, 0.05]
+    )
+    with nbflow.load("tiny_python", threads=1) as model:
+        wanted = model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids
+        with idle_steps.idle(times):
+            sample, in_steps = measure_server.in_engine(model, [[1, 2, 3], [4, 5]], 2)
+            idle = model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids
+        # 5 tokens of the prompts together (0.05 s), then four steps of two tokens (0.02 s)
+        assert (sample.tokens, len(idle)) == (10, 5)
+        assert 0.13 <= in_steps <= sample.seconds
+        assert model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids == wanted
+
+
+def test_invariance(tool, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    measured = importlib.import_module("measure_invariance")
+    monkeypatch.setattr(measured, "MATRICES", {"o": (48, 128)})
+    monkeypatch.setattr(measured, "POOL_BYTES", 8 << 20)
+    monkeypatch.setattr(measured, "LEAST_S", 0.0)
+    words = ["--keys", 600, "--sequences", 2, "--rows", 4, "--rounds", 2, "--threads", 1]
+    tool("measure_invariance", tmp_path, *words)
+    made = json.loads((tmp_path / "rows.json").read_text())
+    (decode,), (product,) = made["decode"], made["products"]
+    assert (decode["sequences"], decode["keys"], product["rows"]) == (2, 600, 4)
+    assert 0 < decode["best_us"] <= decode["fixed_us"]
+    assert 0 < product["best_us"] <= product["fixed_us"]
+    assert product["fixed"] == "few_rows"
+    assert "## products" in (tmp_path / "table.md").read_text()
+    # what the order is compared with: one chain has the engine's bits, two have others
+    rng = np.random.default_rng(0)
+    w = nk.quantize(rng.standard_normal((16, 4096), dtype=np.float32), "q4_0", encoder="plain")
+    x, packed = rng.standard_normal((3, 4096), dtype=np.float32), w.packed()
+    rows, out = Int8Rows.empty(3, 4096), np.empty((2, 3, 16), np.float32)
+    quantize_activations(x, rows)
+    for n in (1, 2):
+        measured.in_chains(packed.form, 4, n)(
+            rows.codes, 3, rows.scales, rows.sums, packed.data, packed.n_blocks,
+            np.zeros(0, np.float32), False, out[n - 1], 0, 1,
+        )  # fmt: skip
+    assert np.array_equal(out[0], nk.qmatmul(x, w, activations="int8"))
+    assert not np.array_equal(out[0], out[1])
+    assert np.allclose(out[0], out[1], atol=4e-3)  # 128 roundings of 1.5e-5 each, of sums below 256

@@ -1,0 +1,168 @@
+"""Pages of the Python API, made from signatures and NumPy-style docstrings."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+FIELDS = ("Parameters", "Other Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes")
+"""Sections that hold entries: ``name : type`` and an indented description."""
+
+ABOUT = {
+    "nbflow": "Models, engines and files: what `import nbflow` offers.",
+    "nbflow_kernels": "Arrays in, arrays out: what `import nbflow_kernels as nk` offers.",
+    "nbflow_ptx": "CUDA kernels on the CPU: what `import nbflow_ptx` offers.",
+}
+
+
+def api_page(package: str) -> str:
+    """Return the page of a package's public names."""
+    module = importlib.import_module(package)
+    lines = [f"# {package}", "", ABOUT[package], ""]
+    for title, names in _groups(package, module):
+        lines += [f"## {title}", ""] if title else []
+        for name in names:
+            lines += _entry(name, getattr(module, name), level=3 if title else 2)
+    return "\n".join(lines)
+
+
+def _groups(package: str, module: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield the public names, the kernels' by family."""
+    names = [n for n in module.__all__ if not n.startswith("__")]
+    names = [n for n in names if not inspect.ismodule(getattr(module, n))]
+    if package == "nbflow_kernels":
+        from nbflow_kernels.op_registry import FAMILIES
+
+        for family, members in FAMILIES.items():
+            yield family, list(members)
+        listed = {name for members in FAMILIES.values() for name in members}
+        yield "formats and the rest", [n for n in names if n not in listed]
+    else:
+        yield "", names
+
+
+def _entry(name: str, thing: Any, level: int) -> list[str]:
+    """Return a name's part of the page."""
+    lines = [f"{'#' * level} {name}", ""]
+    if not callable(thing):
+        size = f" with {len(thing)} entries" if hasattr(thing, "__len__") else ""
+        return [*lines, f"A {type(thing).__name__}{size}.", ""]
+    lines += [*_code(_signature(name, thing)), *_docstring(thing), ""]
+    if inspect.isclass(thing):
+        lines += _fields(thing)
+        for member, method in _methods(thing):
+            is_property = isinstance(method, property)
+            lines += [f"{'#' * (level + 1)} {name}.{member}", ""]
+            lines += ["*property*", ""] if is_property else _code(_signature(member, method))
+            lines += [*_docstring(method), ""]
+    return lines
+
+
+def _code(text: str) -> list[str]:
+    return ["```python", text, "```", ""]
+
+
+def _methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield public methods and properties that have a docstring."""
+    if issubclass(kind, BaseException):
+        return
+    for name, member in vars(kind).items():
+        if isinstance(member, staticmethod | classmethod):
+            member = member.__func__
+        is_method = inspect.isfunction(member) or isinstance(member, property)
+        if is_method and not name.startswith("_") and inspect.getdoc(member):
+            yield name, member
+
+
+def _signature(name: str, thing: Any) -> str:
+    """Return a call as one would write it, a parameter per line where it is long."""
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return f"{name}(...)"
+    parameters = [
+        p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+    ]
+    parameters = [p for p in parameters if p.name not in ("self", "cls")]
+    short = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    if len(name + short) <= 88:
+        return name + short
+    words = re.findall(r"(?:[^,(\[{]|\([^()]*\)|\[[^\]]*\]|\{[^}]*\})+", short[1:-1])
+    return f"{name}(\n" + "".join(f"    {word.strip()},\n" for word in words) + ")"
+
+
+def _docstring(thing: Any) -> list[str]:
+    """Return a NumPy-style docstring as Markdown."""
+    text = inspect.getdoc(thing) or ""
+    parts = re.split(r"^(\w[\w ]*)\n-{3,}\n", text, flags=re.M)
+    lines = _prose(parts[0])
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        lines += ["", f"**{title}**", ""]
+        if title in FIELDS:
+            lines += _items(body)
+        elif title == "Examples":
+            lines += ["```pycon", body.strip("\n"), "```"]
+        else:
+            lines += _prose(body)
+    return lines
+
+
+def _items(body: str) -> list[str]:
+    """Return the entries of a section as a list."""
+    lines = []
+    for entry in re.split(r"^(?=\S)", body.strip("\n"), flags=re.M):
+        head, _, about = entry.partition("\n")
+        if head:
+            name, _, kind = head.partition(" : ")
+            kind = f" : {_inline(kind)}" if kind else ""
+            lines += [f"- **`{name.strip()}`**{kind}", ""]
+            lines += [f"    {line}".rstrip() for line in _prose(textwrap.dedent(about))] + [""]
+    return lines
+
+
+def _prose(text: str) -> list[str]:
+    """Return reStructuredText of the kind our docstrings use as Markdown."""
+    lines, block = [], False
+    for line in text.strip("\n").split("\n"):
+        math = line.startswith(".. math::")
+        if block and line.strip() and not line.startswith(" "):
+            block = False
+            lines += ["```", ""]
+        if math:
+            block = True
+            lines += ["", "```text", line.removeprefix(".. math::").strip()]
+        else:
+            lines.append(line if block else _inline(line))
+    return [*lines, "```"] if block else lines
+
+
+def _inline(line: str) -> str:
+    """Return a line with code as Markdown writes it and nothing taken for HTML or emphasis."""
+    line = line.replace("``", "`")
+    pieces = re.split(r"(`[^`]*`)", line)
+    return "".join(p if p.startswith("`") else re.sub(r"([<*_])", r"\\\1", p) for p in pieces)
+
+
+def _fields(kind: type) -> list[str]:
+    """Return a dataclass' fields with the strings that stand behind them."""
+    if not dataclasses.is_dataclass(kind):
+        return []
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    lines = []
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        about = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            about = " ".join(str(after.value.value).split())
+        if not node.target.id.startswith("_"):
+            kind_text = ast.unparse(node.annotation)
+            lines += [f"- **`{node.target.id}`** : `{kind_text}`", "", f"    {_inline(about)}", ""]
+    return ["**Fields**", "", *lines] if lines else []

@@ -1,0 +1,281 @@
+"""The tables and figures of docs/experiments.md, made from results/<sweep>/<machine>/points.csv.
+
+`tools/docs/update_tables.py` puts them behind their markers.  Where a sweep has not been measured,
+a line says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbflow_experiments.export.markup_tables import number
+from nbflow_experiments.store.results_reader import Row, read_points
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+MISSING = "| not measured in this checkout; the command is above |\n| --- |"
+
+
+def folder_of(sweep: str) -> Path | None:
+    """Return the folder of a sweep's results, if it has been measured."""
+    return next(iter(sorted(p.parent for p in (RESULTS / sweep).glob("*/points.csv"))), None)
+
+
+def rows_of(sweep: str) -> list[Row]:
+    """Return the points of a sweep that succeeded; none if it has not been measured."""
+    folder = folder_of(sweep)
+    return [r for r in read_points(folder)[1] if r["status"] == "done"] if folder else []
+
+
+def figure(sweep: str, name: str, title: str) -> str:
+    """Return a figure of a sweep as Markdown."""
+    folder = folder_of(sweep)
+    if folder is None or not (folder / "figures" / f"{name}.png").is_file():
+        return MISSING
+    path = (folder / "figures" / f"{name}.png").relative_to(RESULTS.parent).as_posix()
+    return f"![{title}](../{path})"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; all but the first column to the right."""
+    lines = [list(head), ["---"] + ["---:"] * (len(head) - 1), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def quantization() -> str:
+    """Return the table of errors by format: Inferflow's encoder, and ours."""
+    rows = rows_of("quantization")
+    if not rows:
+        return MISSING
+    errors = gaussian_errors()
+    body = []
+    rows.sort(key=lambda row: -row["bits_per_weight"])
+    for name in dict.fromkeys(row["weights"] for row in rows):
+        best, plain = (_only(rows, weights=name, encoder=e) for e in ("best", "plain"))
+        body.append([
+            f"`{name}`", number(best["bits_per_weight"]),
+            *(number(error) for error in errors.get(name, (None, None))),
+            *(number(row.get("weight_error_relative")) for row in (plain, best)),
+            *(_nats(row.get("kld_mean_nats")) for row in (plain, best)),
+            f"{best['perplexity']:.3f} ± {best['perplexity_stderr']:.3f}",
+            f"{100 * best['top1_agreement_share']:.1f}",
+        ])  # fmt: skip
+    head = (
+        "format", "bits/weight", "error on N(0, 0.02), Inferflow", "ours",
+        "error on the model, Inferflow", "ours", "KL divergence (nat), Inferflow", "ours",
+        "perplexity, ours", "same top token (%)",
+    )  # fmt: skip
+    return markdown(head, body)
+
+
+def gaussian_errors() -> dict[str, tuple[float, float]]:
+    """Return the recorded errors of the plain and the best encoder on normal weights."""
+    import json
+
+    files = sorted((RESULTS / "formats").glob("*/formats.json"))
+    formats = json.loads(files[0].read_text(encoding="utf-8"))["formats"] if files else {}
+    return {
+        name: (row["error_plain"], row["error_best"])
+        for name, row in formats.items()
+        if row["bits_per_weight"] < 16
+    }
+
+
+def throughput() -> str:
+    """Return the table of decoding speeds: weights by cache and batch."""
+    rows = rows_of("throughput")
+    if not rows:
+        return MISSING
+    columns = list(dict.fromkeys((row["kv"], row["batch"]) for row in rows))
+    head = ["weights", *(f"{kv}, {batch}" for kv, batch in columns)]
+    return _pivot(rows, head, columns, ("kv", "batch"), "decode_tokens_per_s")
+
+
+def partitions() -> str:
+    """Return the table of partitions: speed by batch, bytes sent, and what was predicted."""
+    rows = rows_of("partitions")
+    if not rows:
+        return MISSING
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    predicted = "predicted_decode_tokens_per_s" in rows[0]
+    head = ["partition", "ranks"]
+    for batch in batches:
+        head += [f"prefill, batch {batch}", f"decode, batch {batch}"]
+        head += ["predicted decode"] if predicted else []
+    head += ["sent (kB/token)", "predicted"]
+    body = []
+    for name in dict.fromkeys(row["partition"] for row in rows):
+        found = {row["batch"]: row for row in rows if row["partition"] == name}
+        first = next(iter(found.values()))
+        cells = [f"`{name}`", str(first["ranks"])]
+        for batch in batches:
+            row = found.get(batch, {})
+            names = ["prefill_tokens_per_s", "decode_tokens_per_s"]
+            names += ["predicted_decode_tokens_per_s"] if predicted else []
+            cells += [_rate(row.get(name)) for name in names]
+        tokens = first["batch"] * (first["prompt"] + first["decode"])
+        cells += [
+            number(first["traffic_bytes_per_token"] / 1e3),
+            number(first["traffic_predicted_bytes"] / tokens / 1e3),
+        ]
+        body.append(cells)
+    return markdown(head, body)
+
+
+def batching() -> str:
+    """Return the table of dynamic batching."""
+    rows = rows_of("batching")
+    if not rows:
+        return MISSING
+    formats = list(dict.fromkeys(row["weights"] for row in rows))
+    head = ["requests"]
+    for name in formats:
+        head += [
+            f"{name}: together (token/s)",
+            "one by one",
+            "ratio",
+            "first token (ms)",
+            "one by one",
+        ]
+    body = []
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        cells = [str(batch)]
+        for name in formats:
+            row = _only(rows, weights=name, batch=batch)
+            cells += [_rate(row.get(f"{k}_tokens_per_s")) for k in ("batching", "sequential")]
+            cells += [_ratio(row.get("batching_speedup"))]
+            cells += [_ms(row.get(f"{k}_ttft_s")) for k in ("batching", "sequential")]
+        body.append(cells)
+    return markdown(head, body)
+
+
+def shared_prefix() -> str:
+    """Return the table of shared prefixes."""
+    rows = rows_of("shared_prefix")
+    if not rows:
+        return MISSING
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    head = ["shared tokens"]
+    for batch in batches:
+        head += [f"{batch}: cold (ms)", "together", "warm", "cold / warm"]
+    body = []
+    for prefix in dict.fromkeys(row["prefix"] for row in rows):
+        cells = [str(prefix)]
+        for batch in batches:
+            row = _only(rows, prefix=prefix, batch=batch)
+            kinds = ("prefix_cold_ttft_s", "prefix_together_ttft_s", "prefix_ttft_s")
+            cells += [_ms(row.get(kind)) for kind in kinds]
+            cells += [_ratio(row.get("prefix_ttft_speedup"))]
+        body.append(cells)
+    return markdown(head, body)
+
+
+def cascade() -> str:
+    """Return the table of cascade attention: a row for each shape, columns by sequences."""
+    rows = rows_of("cascade")
+    if not rows:
+        return MISSING
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    names = ("heads", "kv", "shared_keys", "own_keys")
+    head = ["heads", "cache", "shared keys", "own keys"]
+    for batch in batches:
+        head += [f"{batch}: each for itself (us)", "in one item", "levels", "bytes"]
+    body = []
+    for shape in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        cells = list(map(str, shape))
+        for batch in batches:
+            row = _only(rows, batch=batch, **dict(zip(names, shape, strict=True)))
+            cells.append(_rate(1e6 * row["cascade_flat_s"]) if row else "")
+            metrics = ("cascade_shared_speedup", "cascade_levels_speedup", "cascade_byte_ratio")
+            cells += [_ratio(row.get(metric)) for metric in metrics]
+        body.append(cells)
+    return markdown(head, body)
+
+
+def speculation() -> str:
+    """Return the table of speculative decoding."""
+    rows = rows_of("speculation")
+    if not rows:
+        return MISSING
+    head = (
+        "proposals", "at a time", "sequences", "right (%)", "tokens per verification (bound)",
+        "none (token/s)", "with proposals", "speed-up", "same text",
+    )  # fmt: skip
+    body = [
+        [
+            f"`{row['draft']}`", str(row["n_draft"]), str(row["batch"]),
+            number(_percent(row["speculation_accepted_share"])),
+            _ratio(row["speculation_tokens_per_step"]), _rate(row["plain_tokens_per_s"]),
+            _rate(row["speculation_tokens_per_s"]), _ratio(row["speculation_speedup"]),
+            f"{100 * row['speculation_same_share']:.0f} %",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, body)
+
+
+def _pivot(
+    rows: Sequence[Row],
+    head: Sequence[str],
+    columns: Sequence[tuple[Any, ...]],
+    names: Sequence[str],
+    metric: str,
+) -> str:
+    """Return a table of one metric: weight formats by combinations of other settings."""
+    body = []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        found = [
+            _only(rows, weights=weights, **dict(zip(names, values, strict=True)))
+            for values in columns
+        ]
+        body.append([f"`{weights}`", *(_rate(row.get(metric)) for row in found)])
+    return markdown(head, body)
+
+
+def _only(rows: Sequence[Row], **settings: Any) -> Row:
+    """Return the row with these settings; empty if that point failed."""
+    return next((r for r in rows if all(r[k] == v for k, v in settings.items())), {})
+
+
+def _nats(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:.1f}"
+
+
+def _figure(sweep: str, name: str, title: str) -> Callable[[], str]:
+    return lambda: figure(sweep, name, title)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "quantization": quantization,
+    "quantization figure": _figure("quantization", "quality", "Bits per weight against error"),
+    "throughput": throughput,
+    "throughput figure": _figure("throughput", "throughput", "Batch size against throughput"),
+    "partitions": partitions,
+    "partitions figure": _figure("partitions", "partitions", "Partitions against speed"),
+    "batching": batching,
+    "batching figure": _figure("batching", "batching", "Dynamic batching"),
+    "shared_prefix": shared_prefix,
+    "shared_prefix figure": _figure("shared_prefix", "shared_prefix", "Shared prefixes"),
+    "cascade": cascade,
+    "cascade figure": _figure("cascade", "cascade", "Cascade attention"),
+    "speculation": speculation,
+    "speculation figure": _figure("speculation", "speculation", "Speculative decoding"),
+}
+"""Markers of docs/experiments.md and what stands after them."""

@@ -1,0 +1,236 @@
+"""Write the tables of README.md and docs/ from the code and from results/.
+
+python tools/docs/update_tables.py          write them
+python tools/docs/update_tables.py --check  exit 1 if a file is not what the code and the results
+say
+
+A table stands after its marker; what is measured comes from `tools/measure/formats.py`,
+`tools/measure/engine.py` and sweeps (`tools/measure/publish_sweep.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))  # the tests import this file alone
+
+from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
+
+RESULTS = ROOT / "results" / "formats"
+ENGINE = ROOT / "results" / "engine"
+
+# shown in the README: those with short names, and of GGML's the ones that files come in
+EXCERPT = ("f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_xs", "mxfp4", "q3_k")
+EXCERPT_COLUMNS = (0, 1, 4, 6, 7, 9, 10, 12)
+
+
+@cache
+def measured() -> dict[str, Any]:
+    """Return the committed measurements."""
+    files = sorted(RESULTS.glob("*/formats.json"))
+    if not files:
+        raise SystemExit("no results/formats/*/formats.json: run python tools/measure/formats.py")
+    report = json.loads(files[0].read_text(encoding="utf-8"))
+    return {"folder": files[0].parent.name, **report}
+
+
+def ops_table() -> str:
+    """Return the table of op families and their variants."""
+    from nbflow_kernels.op_registry import FAMILIES, NO_CUDA, NUMPY_ON_CPU
+
+    lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
+    for family, names in FAMILIES.items():
+        functions = ", ".join(f"`{name}`" for name in names)
+        in_numpy = [f"`{name}`" for name in names if name in NUMPY_ON_CPU]
+        compiled = any(name not in NUMPY_ON_CPU and name not in NO_CUDA for name in names)
+        cpu = "; ".join(["Numba"] * compiled + [f"NumPy: {', '.join(in_numpy)}"] * bool(in_numpy))
+        lines.append(f"| `{family}` | {functions} | NumPy float64 | {cpu} | yes |")
+    return "\n".join(lines)
+
+
+def cuda_table() -> str:
+    """Return the table of the ops' CUDA variants."""
+    from nbflow_kernels.op_registry import FAMILIES, NO_CUDA
+
+    lines = ["| family | on a CUDA device | not, and why |", "|---|---|---|"]
+    for family, names in FAMILIES.items():
+        reasons: dict[str, list[str]] = {}
+        for name in names:
+            reasons.setdefault(NO_CUDA.get(name, ""), []).append(f"`{name}`")
+        there = ", ".join(reasons.pop("", []))
+        missing = "; ".join(f"{', '.join(ops)}: {why}" for why, ops in reasons.items())
+        lines.append(f"| `{family}` | {there} | {missing} |")
+    return "\n".join(lines)
+
+
+def formats_excerpt() -> str:
+    """Return some rows and columns of the table of formats."""
+    from nbflow_kernels import FORMATS
+    from nbflow_kernels.testing.format_table import short_names, table
+
+    short = short_names()
+    names = [name for name in FORMATS if name in short or name in EXCERPT]
+    lines = [line.strip("|").split("|") for line in table(measured()["formats"], names).split("\n")]
+    return "\n".join("|" + "|".join(line[i] for i in EXCERPT_COLUMNS) + "|" for line in lines)
+
+
+def formats_table() -> str:
+    """Return the table of all formats."""
+    from nbflow_kernels.testing.format_table import table
+
+    return table(measured()["formats"])
+
+
+def measured_where() -> str:
+    """Return the sentence that says where the numbers come from."""
+    report = measured()
+    n_rows, n_columns = report["shape"]
+    day = report.get("products", report)["measured"][:10]
+    return (
+        f"| measured | on | threads | read bandwidth | matrix |\n|---|---|---:|---:|---|\n"
+        f"| {day} | {report['processor']} | {report['threads']} "
+        f"| {report['read_bandwidth_gb_per_s']:.1f} GB/s | {n_rows} x {n_columns} |"
+    )
+
+
+def speeds_table() -> str:
+    """Return how fast formats are encoded and decoded, and how exact products with them are."""
+    keys = ("quantize_plain", "quantize_best", "dequantize")
+    lines = [
+        "| format | quantize plain | best | dequantize | product error, f32 | bf16 | int8 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in measured()["formats"].items():
+        cells = [f"{row[f'{key}_mweights_per_s']:,.3g}" for key in keys]
+        errors = [row[f"product_{kind}_error"] for kind in ("f32", "bf16", "int8")]
+        cells += ["-" if error is None else f"{error:.2g}" for error in errors]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def engine_rows() -> list[dict[str, Any]]:
+    """Return the committed rows of the engine."""
+    rows: list[dict[str, Any]] = json.loads(min(ENGINE.glob("*/rows.json")).read_text("utf-8"))
+    return rows
+
+
+def engine_excerpt() -> str:
+    """Return the rows of one sequence at 1.1B in four formats, with llama.cpp's arithmetic."""
+    models = [f"1.1b-{name}" for name in ("q4_0", "q8_0", "q4_k", "f16")]
+    return engine_table([
+        row for row in engine_rows()
+        if row["model"] in models and row["batch"] == 1 and row["test"] in ("pp512", "tg32")
+        and row["activations"] == ("f32" if row["model"] == "1.1b-f16" else "int8")
+    ])  # fmt: skip
+
+
+def bandwidth_table() -> str:
+    """Return both engines' share of the read bandwidth in generation, by format."""
+    lines = [
+        "| model | bandwidth, GB/s | nbflow | llama.cpp |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in engine_rows():
+        if row["test"] == "tg32" and row["activations"] == "int8" and "peer" in row:
+            bandwidth = row["read_bandwidth_bytes_per_s"]
+            peer = row["peer_tokens_per_s"] * row["matrix_bytes_per_step"] / bandwidth
+            lines.append(
+                f"| {row['model']} | {bandwidth / 1e9:.1f} | {row['read_share']:.0%} | {peer:.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
+    """Return rows of the engine beside its peer; by default all."""
+    rows = engine_rows() if rows is None else rows
+    lines = [
+        "| model | arithmetic | batch | test | tokens/s | llama.cpp | ratio | share of read |",
+        "|---|---|---:|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        name = row["model"] if row["weights"] == "as stored" else f"1.1b-{row['weights']}"
+        peer = ratio = share = ""
+        if "peer" in row:
+            peer = f"{row['peer_tokens_per_s']:,.1f}"
+            ratio = f"{row['times_peer']:.2f} ± {row['times_peer_spread']:.2f}"
+        if row["read_share"] is not None and row["batch"] == 1:
+            share = f"{row['read_share']:.0%}" if row["read_share"] < 1.2 else "in the cache"
+        lines.append(
+            f"| {name} | {row['activations']} | {row['batch']} | {row['test']} "
+            f"| {row['tokens_per_s']:,.1f} | {peer} | {ratio} | {share} |"
+        )
+    return "\n".join(lines)
+
+
+def support_table() -> str:
+    """Return the table of formats and operations."""
+    from nbflow_kernels.testing.format_support import support_table as make
+
+    return make().split("\n\n")[0]
+
+
+def support_notes() -> str:
+    """Return the reasons for what there is not."""
+    from nbflow_kernels.testing.format_support import support_table as make
+
+    return make().split("\n\n")[1]
+
+
+def tolerances_table() -> str:
+    """Return the table of tolerances."""
+    from nbflow_kernels.op_registry import all_cases
+    from nbflow_kernels.testing.tolerances import tolerance_table
+
+    return tolerance_table(all_cases())
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"ops": ops_table, "formats": formats_excerpt, "engine excerpt": engine_excerpt},
+    "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table},
+    "docs/formats.md": {
+        "where": measured_where,
+        "formats": formats_table,
+        "speeds": speeds_table,
+    },
+    "docs/ops.md": {"support": support_table, "notes": support_notes, "cuda": cuda_table},
+    "docs/tolerances.md": {"tolerances": tolerances_table},
+    "docs/experiments.md": EXPERIMENTS,
+}
+"""File to its markers and what stands after them."""
+
+
+def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """Return a file's text with fresh tables."""
+    for name, make in tables.items():
+        marker = f"<!-- {name}: written by tools/docs/update_tables.py -->\n"
+        pattern = re.escape(marker) + r"(?:(?:\||\[\^|!\[).*\n)*"
+        if not re.search(pattern, text):
+            raise SystemExit(f"there is no marker for the table {name!r}")
+        table = f"{marker}{make()}\n"
+        text = re.sub(pattern, lambda _, table=table: table, text)
+    return text
+
+
+def main() -> None:
+    stale = []
+    for name, tables in TABLES.items():
+        file = ROOT / name
+        before = file.read_text(encoding="utf-8")
+        after = updated(before, tables)
+        if before != after:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                file.write_text(after, encoding="utf-8")
+    if "--check" in sys.argv:
+        sys.exit(f"run python tools/docs/update_tables.py: {', '.join(stale)}" if stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""Make tests/golden/families: a tiny random checkpoint of each family, with its logits.
+
+    pip install torch transformers
+    python tools/golden/families.py [NAME ...]
+
+The tests need neither.  A folder holds config.json, float16 weights (or float32, where stated) and
+golden.npz: token ids, the float32 logits after each of them, and the greedy continuation.
+
+The logits are those of transformers.  Families whose published code is not part of it are made from
+a model that computes the same, with what differs changed by hand:
+`tools/golden/published_models.py`. Matrices in FP8: `tools/golden/fp8_mxfp4.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fp8_mxfp4
+import numpy as np
+import published_models as published
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "families"
+N_TOKENS, N_NEW = 40, 8
+N_SHORT, N_CROSSING = 10, 12
+"""Tokens within LongRoPE's original context, and of a continuation that goes beyond it."""
+N_READ = 21
+"""Tokens that an encoder reads for a decoder."""
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "head_dim": 12,
+}  # fmt: skip
+"""An odd number of heads, one key/value head, nothing a multiple of 16."""
+FOUR = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 12}  # fmt: skip
+"""Grouped heads whose width is not hidden_size / heads."""
+FOUR_EVEN = {**FOUR, "head_dim": 8}
+FOUR_HALF = {
+    **FOUR_EVEN,
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.5,
+    },
+}
+EXPERTS = {**FOUR, "head_dim": 8, "intermediate_size": 48}
+GPT2 = {
+    "vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 64,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+OPT = {
+    "vocab_size": 97, "hidden_size": 36, "ffn_dim": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FALCON = {
+    "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LATENT = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "kv_lora_rank": 20,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 12,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+"""Latent attention and experts, no size a multiple of 16."""
+GPT_OSS = {
+    **FOUR, "head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0,
+                        "original_max_position_embeddings": 16, "beta_fast": 32.0,
+                        "beta_slow": 1.0, "truncate": False},
+}  # fmt: skip
+LATENT_YARN = {
+    "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.707,
+    "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "factor": 4.0,
+    "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def rope(kind: str, theta: float = 10000.0, **numbers: Any) -> dict[str, Any]:
+    """Return a configuration's rotary table."""
+    return {"rope_theta": theta, "rope_type": kind, **numbers}
+
+
+HF: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama31": ("Llama", {**SIZES, "rope_parameters": rope(
+        "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)}),
+    "llama_linear": ("Llama", {**FOUR, "rope_parameters": rope("linear", factor=2.0)}),
+    "llama_yarn": ("Llama", {**FOUR, "rope_parameters": rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16)}),
+    "mistral": ("Mistral", {**FOUR, "sliding_window": 9}),
+    "qwen2": ("Qwen2", {**SIZES, "use_sliding_window": False, "sliding_window": 7}),
+    "qwen2_window": ("Qwen2", {**FOUR, "use_sliding_window": True, "sliding_window": 7,
+                               "max_window_layers": 1}),
+    "qwen3": ("Qwen3", FOUR),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 20, "tie_word_embeddings": True,
+                        "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2", {**FOUR, "num_hidden_layers": 3, "tie_word_embeddings": True,
+                          "sliding_window": 9, "query_pre_attn_scalar": 24,
+                          "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {**FOUR, "num_hidden_layers": 3, "tie_word_embeddings": True,
+                          "sliding_window": 9, "query_pre_attn_scalar": 24,
+                          "layer_types": ["sliding_attention", "full_attention",
+                                          "sliding_attention"]}),
+    "phi": ("Phi", {**SIZES, "num_key_value_heads": 3, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {**FOUR, "sliding_window": 9}),
+    "phi3_long": ("Phi3", {**EXPERTS, "rope_parameters": {**LONG, "rope_theta": 1e4},
+                           "original_max_position_embeddings": 16}),
+    "gpt2": ("GPT2LMHead", GPT2),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "rope_parameters": rope(
+        "default", partial_rotary_factor=0.5)}),
+    "gpt_neox_sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False,
+                                          "rope_parameters": rope(
+                                              "default", partial_rotary_factor=0.5)}),
+    "opt": ("OPT", OPT),
+    "opt_350m": ("OPT", {**OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
+    "bloom": ("Bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 3,
+                        "bos_token_id": None, "eos_token_id": None}),
+    "falcon_7b": ("Falcon", FALCON),
+    "falcon_40b": ("Falcon", {**FALCON, "hidden_size": 40, "num_attention_heads": 4,
+                              "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon_rw": ("Falcon", {**FALCON, "alibi": True, "parallel_attn": False, "bias": True,
+                             "multi_query": False}),
+    "stablelm": ("StableLm", {**SIZES, "use_qkv_bias": True, "rope_parameters": rope(
+        "default", partial_rotary_factor=0.5)}),
+    "stablelm2_12b": ("StableLm", {**FOUR_EVEN, "qk_layernorm": True,
+                                   "use_parallel_residual": True, "rope_parameters": rope(
+                                       "default", partial_rotary_factor=0.25)}),
+    "granite": ("Granite", {**FOUR, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                            "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2,
+                            "intermediate_size": 24}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 3,
+                               "moe_intermediate_size": 12,
+                               "shared_expert_intermediate_size": 20}),
+    "qwen2_moe_mixed": ("Qwen2Moe", {**EXPERTS, "num_experts": 3, "num_experts_per_tok": 2,
+                                     "moe_intermediate_size": 12, "num_hidden_layers": 3,
+                                     "shared_expert_intermediate_size": 12,
+                                     "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 2,
+                               "moe_intermediate_size": 12, "norm_topk_prob": True}),
+    "deepseek_v2_lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy",
+                                        "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+                                        "rope_parameters": rope("yarn", **LATENT_YARN)}),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
+                                   "topk_method": "group_limited_greedy", "n_shared_experts": 1}),
+    "olmo": ("Olmo", FOUR_EVEN),
+    "olmo2": ("Olmo2", FOUR_EVEN),
+    "olmoe": ("Olmoe", {**FOUR_EVEN, "intermediate_size": 12, "num_experts": 5,
+                        "num_experts_per_tok": 2}),
+    "cohere": ("Cohere", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere_plus": ("Cohere", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True,
+                               "use_qk_norm": True}),
+    "cohere2": ("Cohere2", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True,
+                            "sliding_window": 9, "num_hidden_layers": 3,
+                            "layer_types": ["sliding_attention", "full_attention",
+                                            "sliding_attention"]}),
+    "starcoder2": ("Starcoder2", {**FOUR_EVEN, "sliding_window": 9}),
+    "granitemoe": ("GraniteMoe", {**FOUR_EVEN, "intermediate_size": 12, "num_local_experts": 4,
+                                  "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                                  "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "gptj": ("GPTJ", {"vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 3, "rotary_dim": 4,
+                      "n_positions": 64, "bos_token_id": None, "eos_token_id": None,
+                      "n_inner": 56}),
+    "mpt": ("Mpt", {"vocab_size": 97, "d_model": 24, "n_layers": 2, "n_heads": 3,
+                    "max_seq_len": 64}),
+    "nemotron": ("Nemotron", {**FOUR_EVEN, "rope_parameters": rope(
+        "default", partial_rotary_factor=0.5)}),
+    "smollm3": ("SmolLM3", {**FOUR_EVEN, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "helium": ("Helium", FOUR_EVEN),
+    "glm": ("Glm", FOUR_HALF),
+    "glm4": ("Glm4", FOUR_HALF),
+    "glm4_moe": ("Glm4Moe", {**FOUR_HALF, "moe_intermediate_size": 12, "n_routed_experts": 8,
+                             "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+                             "routed_scaling_factor": 1.5, "use_qk_norm": True,
+                             "attention_bias": True}),
+    "gpt_oss_floats": ("GptOss", {**GPT_OSS, "hidden_size": 36, "intermediate_size": 12,
+                                  "num_hidden_layers": 2}),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
+                                   "n_shared_experts": 1, "norm_topk_prob": True,
+                                   "rope_parameters": rope("yarn", **LATENT_YARN)}),
+}  # fmt: skip
+"""Name -> class and configuration."""
+
+BERT = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "max_position_embeddings": 64,
+}  # fmt: skip
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", BERT),
+    "roberta": ("Roberta", {**BERT, "max_position_embeddings": 66, "type_vocab_size": 1,
+                            "pad_token_id": 1}),
+    "distilbert": ("DistilBert", {"vocab_size": 97, "dim": 36, "hidden_dim": 56, "n_layers": 2,
+                                  "n_heads": 3, "max_position_embeddings": 64}),
+}  # fmt: skip
+"""Encoders with the head of their masked language model."""
+BART = {
+    "vocab_size": 97, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 44, "max_position_embeddings": 64, "decoder_start_token_id": 2,
+    "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None,
+    "init_std": 0.5, "pad_token_id": 1,
+}  # fmt: skip
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("Bart", BART),
+    "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
+    "mbart": ("MBart", {**BART, "scale_embedding": True}),
+    "marian": ("Marian", {**BART, "scale_embedding": True, "activation_function": "swish",
+                          "pad_token_id": 96, "decoder_start_token_id": 96}),
+}  # fmt: skip
+"""Encoders with decoders."""
+T5 = {
+    "vocab_size": 97, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 3,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "n_positions": 64,
+}  # fmt: skip
+PAIRS |= {
+    "t5": ("T5", T5),
+    "flan_t5": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,
+                       "tie_word_embeddings": False, "d_kv": 8, "d_ff": 28}),
+}  # fmt: skip
+
+STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], published.Made]]] = {
+    "qwen3_fp8": ("Qwen3", FOUR, fp8_mxfp4.fp8_blocks),
+    "llama_fp8": ("Llama", FOUR_EVEN, fp8_mxfp4.compressed),
+    "gpt_oss": ("GptOss", GPT_OSS, fp8_mxfp4.mxfp4_experts),
+}
+"""Name -> class, configuration, and what puts it into the format it is stored in."""
+
+PUBLISHED: dict[str, Callable[[], published.Made]] = {
+    "internlm": published.internlm,
+    "internlm2": published.internlm2,
+    "orion": published.orion,
+    "minicpm": published.minicpm,
+    "baichuan2_7b": published.baichuan2_7b,
+    "baichuan2_13b": published.baichuan2_13b,
+    "chatglm2": published.chatglm2,
+    "deepseek_moe": published.deepseek_moe,
+}
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Make norms and biases random too, so that a miss shows, and round all to float16."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        elif "embed" not in name:
+            parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+        parameter.data = parameter.data.half().float()
+    for module in model.modules():
+        if hasattr(module, "create_weight"):  # sinusoids are computed, not stored
+            module.weight.data = module.create_weight()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
+
+
+def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
+    """Return a model of transformers with random weights."""
+    base = kind.removesuffix("LMHead")
+    config_name = "Gemma3TextConfig" if kind == "Gemma3" else f"{base}Config"
+    config = getattr(transformers, config_name)(**options, initializer_range=0.5)
+    # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
+    suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
+    if kind in {encoder for encoder, _ in ENCODERS.values()}:
+        suffix = "ForMaskedLM"
+    is_pair = kind in {pair for pair, _ in PAIRS.values()}
+    if is_pair:
+        suffix = "MTModel" if kind == "Marian" else "ForConditionalGeneration"
+    model = getattr(transformers, base + suffix)(config).eval()
+    convert = None
+    if base == "T5" and options.get("tie_word_embeddings") is False:
+        # transformers 5.23 ties the head at construction, though the checkpoints have one
+        model.lm_head = torch.nn.Linear(config.d_model, config.vocab_size, bias=False)
+        convert = with_head(model)
+    randomize(model)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
+    if is_pair:
+        read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
+        return published.Made(
+            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert
+        )
+    return published.Made(model, lambda ids: model(ids).logits)
+
+
+def with_head(model: Any) -> published.Convert:
+    """Return what puts a head beside the tensors that `model` writes."""
+
+    def convert(
+        tensors: published.Tensors, config: dict[str, Any]
+    ) -> tuple[published.Tensors, dict[str, Any]]:
+        head = {"lm_head.weight": model.lm_head.weight.data.half()}
+        return tensors | head, config | {"tie_word_embeddings": False}
+
+    return convert
+
+
+def main() -> None:
+    """Write the folders named on the command line, or all."""
+    transformers.utils.logging.disable_progress_bar()
+    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
+    for name in wanted:
+        torch.manual_seed(sum(map(ord, name)))
+        if name in PUBLISHED:
+            write(name, PUBLISHED[name]())
+        elif name in STORED:
+            kind, options, store = STORED[name]
+            write(name, store(from_transformers(kind, options)))
+        else:
+            made = from_transformers(*(HF | ENCODERS | PAIRS)[name])
+            write(name, made, encoder=name in ENCODERS)
+
+
+def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]:
+    """Return ids, logits and continuation; those of other ids if the continuation is a near tie."""
+    ids = np.random.default_rng(seed).integers(2, 97, N_TOKENS)
+    batch = torch.tensor(ids)[None]
+    result = {"ids": ids.astype(np.int32), "logits": made.logits(batch)[0].numpy()}
+    if made.model.config.model_type == "bert":
+        types = (np.arange(N_TOKENS) > 17).astype(np.int32)
+        given = {"token_type_ids": torch.tensor(types)[None]}
+        states, typed = made.model.bert(batch, **given), made.model(batch, **given).logits
+        result |= {"types": types, "hidden": states.last_hidden_state[0].numpy()}
+        result["typed_logits"] = typed[0].numpy()
+    if made.model.config.is_encoder_decoder:
+        result["encoder_ids"] = np.random.default_rng(99).integers(3, 97, N_READ).astype(np.int32)
+    result["continuation"], is_tie = greedy(made, ids, n_new)
+    if (getattr(made.model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        result["short_logits"] = made.logits(batch[:, :N_SHORT])[0].numpy()
+        result |= crossing(made, ids)
+    return arrays(made, seed + 1, n_new) if is_tie else result
+
+
+def crossing(made: published.Made, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the first tokens whose continuation shows when LongRoPE's angles change."""
+    numbers = made.model.config.rope_parameters
+    original = numbers["original_max_position_embeddings"]
+    for start in range(N_TOKENS - N_SHORT):
+        begin = ids[start : start + N_SHORT]
+        new, is_tie = greedy(made, begin, N_CROSSING)
+        others = []
+        for limit in (1, N_TOKENS):  # all of it with the long divisors, or with the short ones
+            numbers["original_max_position_embeddings"] = limit
+            others.append(greedy(made, begin, N_CROSSING)[0])
+        numbers["original_max_position_embeddings"] = original
+        if not is_tie and not any(np.array_equal(new, other) for other in others):
+            return {"crossing_ids": begin.astype(np.int32), "crossing": new}
+    raise ValueError("no continuation depends on when the angles change; take other weights")
+
+
+def greedy(made: published.Made, ids: np.ndarray, n_new: int) -> tuple[np.ndarray, bool]:
+    """Return the most probable continuation, and whether it is nearly a tie somewhere."""
+    new, is_tie = list(ids), False
+    for _ in range(n_new):
+        row = made.logits(torch.tensor(new)[None])[0, -1]
+        new.append(int(row.argmax()))
+        first, second = row.topk(2).values
+        is_tie = is_tie or bool(first - second < 1e-3 * row.abs().max())
+    return np.array(new[len(ids) :], np.int32), is_tie
+
+
+def write(name: str, made: published.Made, encoder: bool = False) -> None:
+    """Write one folder."""
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    with torch.no_grad():
+        golden = arrays(made, 0, 0 if encoder else N_NEW)
+    made.model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
+    config = json.loads((folder / "config.json").read_text())
+    if made.convert is not None:
+        tensors, config = made.convert(tensors, config)
+    tensors = {k: v.contiguous().clone() for k, v in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for key in ("transformers_version", "architectures", "dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    np.savez_compressed(folder / "golden.npz", **golden)
+    size = sum(p.stat().st_size for p in folder.iterdir())
+    print(f"{name:20} {size / 1024:6.1f} KB, logits up to {np.abs(golden['logits']).max():.2f}")
+
+
+if __name__ == "__main__":
+    main()

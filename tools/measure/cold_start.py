@@ -1,0 +1,155 @@
+"""What the first token waits for when no kernel has been compiled yet, and when all have.
+
+python tools/measure/cold_start.py [MODEL] [--weights FMT] [--threads N] [--out
+results/cold_start/X.json]
+
+Runs the model twice in new processes, with an empty cache folder and with the same one again, and
+prints the kernels that were compiled, the slowest first.  *own* seconds leave out what a kernel
+waited for kernels it calls; both are seconds of this thread's processor time, which other programs
+on the machine do not add to.  Totals are also given as they passed on the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Compiled:
+    """One kernel that was compiled for one combination of argument types."""
+
+    kernel: str
+    own_s: float
+    total_s: float
+
+
+def measure(model: str, weights: str | None, threads: int | None) -> dict[str, Any]:
+    """Draw one token and return what that took; in a process of its own."""
+    clock, spent = time.perf_counter(), time.process_time()
+    from numba.core import event
+
+    class Listener(event.Listener):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.done: list[Compiled] = []
+            self.running: list[list[float]] = []  # start, seconds in kernels called
+
+        def on_start(self, event: Any) -> None:
+            self.running.append([time.thread_time(), 0.0])
+
+        def on_end(self, event: Any) -> None:
+            started, inner = self.running.pop()
+            total = time.thread_time() - started
+            function = event.data["dispatcher"].py_func
+            name = f"{function.__module__.removeprefix('nbflow_kernels.')}:{function.__qualname__}"
+            self.done.append(Compiled(name.replace(".<locals>", ""), total - inner, total))
+            if self.running:
+                self.running[-1][1] += total
+
+    listener = Listener()
+    event.register("numba:compile", listener)
+    import nbflow
+
+    imported = time.perf_counter()
+    with nbflow.load(model, weights=weights, threads=threads) as loaded:
+        opened = time.perf_counter()
+        loaded.generate([1, 2, 3], max_tokens=1, ignore_eos=True)
+    token = time.perf_counter()
+    compiled = sorted(listener.done, key=lambda c: -c.own_s)
+    return {
+        "import_s": imported - clock,
+        "load_s": opened - imported,
+        "first_token_s": token - opened,
+        "total_s": token - clock,
+        "processor_s": time.process_time() - spent,
+        "compile_s": sum(c.own_s for c in compiled),
+        "kernels": [asdict(c) for c in compiled],
+    }
+
+
+def _run(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Measure in a new process with a cache folder."""
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "specs"))
+    environment = os.environ | {"NUMBA_CACHE_DIR": folder, "PYTHONPATH": paths}
+    command = [sys.executable, __file__, arguments.model, "--measure"]
+    if arguments.weights:
+        command += ["--weights", arguments.weights]
+    if arguments.threads:
+        command += ["--threads", str(arguments.threads)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def table(result: dict[str, Any], n: int = 12) -> str:
+    """Return the totals and the slowest kernels as Markdown."""
+    lines = ["| | import | load | first token | total | processor |", "|---|---|---|---|---|---|"]
+    for name in ("cold", "warm"):
+        r = result[name]
+        numbers = (r["import_s"], r["load_s"], r["first_token_s"], r["total_s"], r["processor_s"])
+        lines.append(f"| {name} | " + " | ".join(f"{x:.2f} s" for x in numbers) + " |")
+    kernels = result["cold"]["kernels"]
+    rest = kernels[n:]
+    lines += ["", "| kernel | own seconds | with what it calls |", "|---|---|---|"]
+    lines += [f"| `{k['kernel']}` | {k['own_s']:.2f} | {k['total_s']:.2f} |" for k in kernels[:n]]
+    lines.append(f"| {len(rest)} more | {sum(k['own_s'] for k in rest):.2f} | |")
+    lines.append(f"| {len(kernels)} in all | {result['cold']['compile_s']:.2f} | |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the tool."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", nargs="?", default="tiny_python")
+    parser.add_argument("--weights", help="weight format; default: as stored")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        json.dump(measure(arguments.model, arguments.weights, arguments.threads), sys.stdout)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: _run(arguments, folder) for name in ("cold", "warm")}
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "specs")]
+    from nbflow.utils.system import package_versions, processor_name
+
+    result = _rounded(
+        {
+            "model": arguments.model,
+            "weights": arguments.weights,
+            "processor": processor_name(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "packages": package_versions(),
+            **runs,
+        }
+    )
+    print(table(result))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Measure the engine beside llama.cpp on the same files, and write the rows to results/.
+
+    python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
+
+Makes GGUF files with random weights (`tools/checkpoints/random_gguf.py`), runs `nbflow bench --peer
+llama.cpp` on each in a process of its own, and writes rows.json and table.md.  Needs the extra
+'bench' and a quiet machine: it takes some ten minutes and 5 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from random_gguf import write
+
+from nbflow.cli.bench_rows import table
+
+Run = tuple[str, str, str, bool]
+"""Shape, format of the file, options of `nbflow bench`, and whether it runs beside llama.cpp."""
+RUNS: tuple[Run, ...] = (
+    *(("15m", f, "--activations int8 -p 512 -n 128", True) for f in ("q4_0", "q8_0")),
+    ("15m", "f16", "-p 512 -n 128", True),
+    *(
+        ("1.1b", f, "--activations int8 -p 512 -n 32", True)
+        for f in ("q4_0", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+    ),
+    ("1.1b", "f16", "-p 512 -n 32", True),
+    ("1.1b", "f16", "--activations bf16 -p 512 -n 0", True),
+    ("1.1b", "q4_0", "--activations bf16 -p 512 -n 0", True),
+    ("1.1b", "q4_0", "--activations f32 -p 512 -n 32", True),
+    ("1.1b", "q4_0", "--activations int8 -p 0 -n 32 -d 1024,3500", True),
+    ("1.1b", "q4_0", "--activations int8 -p 0 -n 16 -b 8,32", True),
+    *(
+        ("1.1b", "f16", f"--activations int8 -p 512 -n 32 --weights {f}", False)
+        for f in (
+            *("q8_b32t1", "q8_b32t2", "q6_b64t1", "q5_b32t1", "q5_b64t1", "q4_b16", "q4_b32t1a"),
+            *("q4_b32t1b", "q4_b64t1", "q3h_b64t1", "q3_b32t1a", "q3_b32t1b", "q2_b32t1a"),
+            "q2_b32t1b",
+        )
+    ),
+)
+
+
+def main() -> None:
+    """Measure everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/nbflow-models"))
+    parser.add_argument("--repeats", default="5")
+    parser.add_argument(
+        "--only", default="", help="runs whose description contains this; other rows are kept"
+    )
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for run in RUNS:
+        text = " ".join(run[:3])
+        if arguments.only in text:
+            print(text, file=sys.stderr, flush=True)
+            _keep(arguments.out, text, _measure(run, arguments))
+
+
+def _measure(
+    run: tuple[str, str, str, bool], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the rows of one run."""
+    shape, format, options, with_peer = run
+    file = arguments.folder / f"{shape}-{format}.gguf"
+    if not file.exists():
+        write(shape, format, file)
+    peer = ["--peer", "llama.cpp"] if with_peer else []
+    command = ["nbflow", "bench", str(file), *options.split(), *peer]
+    command += ["-r", arguments.repeats, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nbflow.cli", *command[1:]], stdout=subprocess.PIPE, check=True
+    )
+    made: list[dict[str, Any]] = json.loads(done.stdout)
+    print(table(made), file=sys.stderr, flush=True)
+    shown = " ".join([*command[:2], file.name, *command[3:]])
+    return [row | {"command": shown} for row in made]
+
+
+def _keep(folder: Path, run: str, made: list[dict[str, Any]]) -> None:
+    """Write a run's rows beside those of other runs, in the order of `RUNS`."""
+    file = folder / "rows.json"
+    rows = json.loads(file.read_text()) if file.exists() else []
+    order = [" ".join(r[:3]) for r in RUNS]
+    rows = [row for row in rows if row["run"] != run and row["run"] in order]
+    rows += [{"run": run, **row} for row in made]
+    rows.sort(key=lambda row: order.index(row["run"]))
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / "table.md").write_text(_tables(rows))
+
+
+def _tables(rows: list[dict[str, Any]]) -> str:
+    with_peer = [row for row in rows if "peer" in row]
+    alone = [row for row in rows if "peer" not in row]
+    return "\n\n".join(table(part) for part in (with_peer, alone) if part) + "\n"
+
+
+if __name__ == "__main__":
+    main()

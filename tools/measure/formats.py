@@ -1,0 +1,107 @@
+"""Measure all weight formats for the tables of docs/formats.md and README.md.
+
+python tools/measure/formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
+                                [--products]
+
+Kernels: `nbflow_kernels.benchmarks.formats`.  Bundled model: the sweep
+experiments/sweeps/formats.toml. Writes results/formats/NAME/formats.json; `python
+tools/docs/update_tables.py` then writes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nbflow.utils import system
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
+from nbflow_kernels import FORMATS, get_num_threads, set_num_threads
+from nbflow_kernels.benchmarks import formats
+from nbflow_kernels.benchmarks.read_probe import read_bandwidth
+from nbflow_kernels.cpu.thread_pool import available_cores
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = ("weight_error_relative", "kld_mean_nats", "top1_agreement_share")
+
+
+def model_rows(points: Path) -> dict[str, dict[str, float]]:
+    """Return the errors on the bundled model by format, from the points of the sweep."""
+    table = pd.read_csv(points)
+    failed = table[table.status != "done"]
+    if len(failed):
+        raise SystemExit(f"points failed: {failed[['weights', 'error_message']].to_string()}")
+    return {
+        FORMATS[row.weights].name: {f"model_{m}": float(getattr(row, m)) for m in METRICS}
+        for row in table.itertuples()
+    }
+
+
+def machine_name() -> str:
+    words = re.sub(r"\W+", "-", system.processor_name().lower()).strip("-")
+    return f"{words}-{available_cores()}-cores"
+
+
+def measure_products(arguments: argparse.Namespace, file: Path) -> dict[str, Any]:
+    """Return the recorded report with the one-row products measured again."""
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    set_num_threads(arguments.threads)
+    shape = arguments.shape[0], arguments.shape[1]
+    if (report["threads"], tuple(report["shape"])) != (arguments.threads, shape):
+        raise SystemExit(f"{file} has {report['threads']} threads and shape {report['shape']}")
+    rows = formats.measure_products(list(report["formats"]), shape, arguments.repeats)
+    for name, row in rows.items():
+        report["formats"][name] |= row
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    report["products"] = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "repeats": arguments.repeats,
+    }
+    return report | {"read_bandwidth_gb_per_s": read_bandwidth() / 1e9}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    set_num_threads(arguments.threads)
+    kernels = formats.run(list(FORMATS), tuple(arguments.shape), arguments.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        if run_sweep(SweepOptions(ROOT / "experiments" / "sweeps" / "formats.toml", Path(folder))):
+            raise SystemExit("the sweep over the bundled model failed")
+        model = model_rows(Path(folder) / "formats" / "points.csv")
+    return {
+        "command": "python tools/measure/formats.py",
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": system.processor_name(),
+        "packages": system.package_versions(),
+        "threads": get_num_threads(),
+        "shape": list(arguments.shape),
+        "repeats": arguments.repeats,
+        "read_bandwidth_gb_per_s": read_bandwidth() / 1e9,
+        "formats": {name: row | model[name] for name, row in kernels.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure all weight formats")
+    parser.add_argument("--machine", default=machine_name(), help="folder in results/formats")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", nargs=2, type=int, default=formats.SHAPE)
+    parser.add_argument("--products", action="store_true", help="only products, the rest is kept")
+    arguments = parser.parse_args()
+    file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
+    report = measure_products(arguments, file) if arguments.products else measure(arguments)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    print(file.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
