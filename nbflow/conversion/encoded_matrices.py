@@ -16,7 +16,7 @@ from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.quantization.transforms import prepare
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 
 
@@ -56,7 +56,7 @@ def encoded_matrices(
         return formats.of(name, resolved.spec.shape_of(name))
 
     with open_weights(resolved.path) as file:
-        check_tensors(resolved.spec, file)
+        check(resolved.spec, file)
         known = known_inputs(importance, resolved, file)
         prepared = prepare(resolved.spec, file, format_of, encoder, known, outliers=outliers)
         opened = prepared.opened(file)

@@ -21,7 +21,7 @@ from nbflow.conversion.plan import Choice, NewTensor, plan_as_stored
 from nbflow.quantization.importance import Importance, weigh
 from nbflow.quantization.policy import WeightFormats
 from nbflow.quantization.transforms import Prepared, check_encoder, prepare
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.utils.json_file import read_object
 from nbflow.utils.output_file import check_output, new_file, new_folder
@@ -134,7 +134,7 @@ def quantize_checkpoint(
     if not choice.to:
         choice.formats.check_used(resolved.spec.tensor_shapes(), str(path))
     with open_weights(resolved.path) as file:
-        check_tensors(resolved.spec, file)
+        check(resolved.spec, file)
         known: Importance | None = known_inputs(importance, resolved, file)
         planned = plan_as_stored(resolved.spec, file, Choice(to, rules), blocks=False)
         formats = {own: t.format for t in planned if t.format != t.stored for own in t.ours}

@@ -28,7 +28,7 @@ from nbflow.planner.machine import Machine
 from nbflow.quantization.encoding import Encoding
 from nbflow.quantization.policy import WeightFormats, weight_formats
 from nbflow.quantization.transforms import Prepared, no_format, prepare
-from nbflow.spec import check_tensors, load_tokenizer, resolve
+from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
@@ -173,7 +173,7 @@ def _prepare(
     if formats is None:
         raise no_format(given.encoder)
     with open_weights(resolved.path) as file:
-        check_tensors(spec, file)
+        check(spec, file)
         importance = cast(Any, given.importance)
         known = known_inputs(importance, resolved, file)
 
@@ -231,7 +231,7 @@ def _start(
         engine, failure = None, None
         try:
             with open_weights(path) as stored, prepared.opened(stored) as file:
-                check_tensors(options["spec"], file)
+                check(options["spec"], file)
                 engine = RankEngine(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error

@@ -12,7 +12,7 @@ import pytest
 from nbflow.checkpoint import open_weights
 from nbflow.executor import RankWeights, ReferenceExecutor
 from nbflow.program import build
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 
 LLAMA2C = Path(__file__).parents[1] / "golden" / "llama2c"
@@ -104,7 +104,7 @@ def test_a_model_runs_as_from_llama2c(tmp_path: Path) -> None:
         resolved = resolve(path, spec=spec_file).spec
         program = build(resolved)
         with open_weights(path) as file:
-            check_tensors(resolved, file)
+            check(resolved, file)
             return ReferenceExecutor(program, RankWeights(program, file, None)).logits(np.arange(9))
 
     np.testing.assert_array_equal(logits(tmp_path / "x.bin", spec), logits(source, None))

@@ -17,7 +17,7 @@ from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, write_lega
 from nbflow.checkpoint import open_weights
 from nbflow.executor import RankWeights, ReferenceExecutor
 from nbflow.program import build
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pickle"
@@ -239,7 +239,7 @@ def logits(model: Path, spec_file: Path | None = None) -> np.ndarray:
     spec = resolve(model, spec=spec_file).spec
     program = build(spec)
     with open_weights(model) as file:
-        check_tensors(spec, file)
+        check(spec, file)
         return ReferenceExecutor(program, RankWeights(program, file, None)).logits(np.arange(9))
 
 

@@ -13,7 +13,7 @@ import nbflow
 from nbflow.checkpoint import open_weights
 from nbflow.executor import RankWeights, ReferenceExecutor
 from nbflow.program import build, build_memory
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -37,7 +37,7 @@ def error(a, b):
 def test_reference_executor(name):
     wanted, spec = golden(name), resolve(FOLDER / name).spec
     with open_weights(FOLDER / name) as file:
-        check_tensors(spec, file)
+        check(spec, file)
 
         def executor(program, **options):
             return ReferenceExecutor(program, RankWeights(program, file, None), **options)

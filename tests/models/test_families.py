@@ -17,7 +17,7 @@ import nbflow
 from nbflow.checkpoint import open_weights
 from nbflow.executor import RankWeights, ReferenceExecutor
 from nbflow.program import build
-from nbflow.spec import check_tensors, families, resolve
+from nbflow.spec import check, families, resolve
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -40,7 +40,7 @@ def reference(path):
     spec = resolve(path).spec
     program = build(spec)
     with open_weights(path) as file:
-        check_tensors(spec, file)
+        check(spec, file)
         return ReferenceExecutor(program, RankWeights(program, file, None))
 
 

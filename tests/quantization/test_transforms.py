@@ -23,7 +23,7 @@ from nbflow.program import partition as cut
 from nbflow.quantization.encoding import Encoding
 from nbflow.quantization.transforms import FoldedFile, check_encoder, prepare, rotate, scale_columns
 from nbflow.quantization.transforms.transform import Factors, Turn
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.hadamard import Rotation
@@ -88,7 +88,7 @@ def test_folded_models_compute_the_same(family: str, tmp_path: Path) -> None:
         if family in BOTH:
             turned = rotate(spec, file, seed=3)
             file, spec = FoldedFile(file, spec, turned), turned.spec
-            check_tensors(spec, file)
+            check(spec, file)
             assert not spec.tied_head
         else:
             with pytest.raises(UsageError, match="cannot be rotated with the same results"):
@@ -152,7 +152,7 @@ def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encod
     done = nbflow.quantize_checkpoint(tied, out, "q4", encoder=encoder, importance=moments)
     with open_weights(done.path) as file:
         written = resolve(done.path).spec
-        check_tensors(written, file)
+        check(written, file)
         program = fuse(build(written))
         ours = RankWeights(program, file, None)
         tensors = [t for operands in ours.operands for t in operands]

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from nbflow.checkpoint import open_weights
 from nbflow.cli.commands import inspect as inspect_command
 from nbflow.cli.commands import spec as spec_command
-from nbflow.spec import ModelSpec, check_tensors, families, known_models, resolve
+from nbflow.spec import ModelSpec, check, families, known_models, resolve
 from nbflow.spec.family import load_family
 from nbflow.spec.fields import TENSOR_NAMES
 from nbflow.spec.model_file import load_model_file
@@ -145,7 +145,7 @@ def test_bias_switches(tmp_path: Path) -> None:
     both = spec_of(tmp_path, attention_bias=True, mlp_bias=True)
     assert both.biases == attention | {"ffn.gate", "ffn.up", "ffn.down"}
     with open_weights(tmp_path) as weights, pytest.raises(UsageError) as caught:
-        check_tensors(both, weights)
+        check(both, weights)
     assert "21 tensors do not fit" in str(caught.value)
     assert "model.layers.{0..2}.mlp.down_proj.bias (16,)" in str(caught.value)
 
@@ -224,14 +224,14 @@ def test_tied_head(tmp_path: Path, stated: Any, in_file: bool, tied: bool) -> No
     spec = resolve(folder(tmp_path, held, tie_word_embeddings=stated)).spec
     assert spec.tied_head is tied
     with open_weights(tmp_path) as weights:
-        check_tensors(spec, weights)
+        check(spec, weights)
 
 
 def test_head_that_is_missing_though_not_tied(tmp_path: Path) -> None:
     held = tensors(lm_head__weight=None)
     spec = resolve(folder(tmp_path, held, tie_word_embeddings=False)).spec
     with open_weights(tmp_path) as weights, pytest.raises(UsageError, match="missing:\n  lm_head"):
-        check_tensors(spec, weights)
+        check(spec, weights)
 
 
 def test_check_lists_everything_at_once(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_check_lists_everything_at_once(tmp_path: Path) -> None:
     spec = resolve(folder(tmp_path, held)).spec
     with open_weights(tmp_path) as weights:
         with pytest.raises(UsageError) as caught:
-            check_tensors(spec, weights)
+            check(spec, weights)
         assert weights.bytes_read == 0
     assert str(caught.value) == (
         f"{tmp_path}: 5 tensors do not fit the specification of {tmp_path.name!r} "
@@ -272,7 +272,7 @@ def test_llama2c(stem: str) -> None:
     assert resolved.tokenizer == GOLDEN / "tokenizer.bin"
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (1, 2))
     with open_weights(resolved.path) as weights:
-        check_tensors(spec, weights)
+        check(spec, weights)
 
 
 def test_files_beside_the_weights(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ temperature = 0.7
         assert resolved.tokenizer == tmp_path / "tok.json"
         assert resolved.defaults == {"temperature": 0.7}
         with open_weights(resolved.path) as weights:
-            check_tensors(spec, weights)
+            check(spec, weights)
 
 
 def test_override_of_a_field_moves_what_follows_from_it(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_bundled_models_fit_their_specifications() -> None:
     model, draft = map(resolve, BUNDLED)
     for resolved in (model, draft):
         with open_weights(resolved.path) as weights:
-            check_tensors(resolved.spec, weights)
+            check(resolved.spec, weights)
     assert model.tokenizer is not None
     assert draft.tokenizer is not None
     assert model.tokenizer.samefile(draft.tokenizer)

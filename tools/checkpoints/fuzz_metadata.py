@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from metadata_mutations import FAMILIES, Mutator, Seed, seeds
 
 from nbflow.checkpoint import open_weights
-from nbflow.spec import check_tensors, load_tokenizer, resolve
+from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -46,7 +46,7 @@ def use_model(folder: Path) -> None:
     found = sorted(folder.glob("*.gguf"))
     resolved = resolve(found[0] if found else folder)
     with open_weights(resolved.path) as weights:
-        check_tensors(resolved.spec, weights)
+        check(resolved.spec, weights)
     assert resolved.spec.n_parameters > 0
     assert resolved.spec.as_dict()
 

@@ -36,7 +36,7 @@ from nbflow.program.records import Operand
 from nbflow.quantization.encoding import Encoding
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
 from nbflow.quantization.transforms import check_encoder, prepare
-from nbflow.spec import check_tensors, resolve
+from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING
@@ -189,7 +189,7 @@ def _measured(
     """Return the errors of all matrices in all formats."""
     resolved = resolve(model, spec=spec)
     with open_weights(resolved.path) as file:
-        check_tensors(resolved.spec, file)
+        check(resolved.spec, file)
         known = known_inputs(options["importance"], resolved, file)
         options = {**options, "importance": known}
         prepared = prepare(resolved.spec, file, lambda _: None, **options)

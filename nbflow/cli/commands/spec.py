@@ -11,7 +11,7 @@ from typing import Any
 from nbflow.checkpoint import open_weights
 from nbflow.distributed import make_plan
 from nbflow.program import build, fuse, partition
-from nbflow.spec import ModelSpec, ResolvedModel, check_tensors, known_models, published, resolve
+from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published, resolve
 from nbflow.spec.check_tensors import ranges
 from nbflow.spec.explain import explain
 from nbflow.spec.model_file import ModelFile, load_model_file
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = resolve(arguments.model, spec=arguments.spec)
     spec = resolved.spec
     with open_weights(resolved.path) as weights:
-        check_tensors(spec, weights)
+        check(spec, weights)
         dtypes = {ours: weights.dtype(theirs) for ours, theirs in _names(spec).items()}
     if arguments.program:
         return _programs(spec, arguments.partition)

@@ -27,7 +27,7 @@ def test_digest_follows_imports() -> None:
         file.relative_to(ROOT).as_posix()
         for file in jit_cache._source(ROOT / "quantized_matmul" / "cpu.py")[1]
     }
-    assert {"quantized_matmul/cpu_gemv_int8.py", "threads.py"} <= sources
+    assert {"quantized_matmul/cpu_gemv_int8.py", "cpu/parallel_for.py"} <= sources
     assert "norm/cpu.py" not in sources
 
 
