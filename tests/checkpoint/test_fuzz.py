@@ -40,7 +40,7 @@ def test_mutated_files_are_refused_or_read(tmp_path: Path) -> None:
 READERS = """
 import os, signal, sys
 from pathlib import Path
-import fuzz_weights as fuzz
+import fuzz_readers as fuzz
 
 def spin(path):
     while True:

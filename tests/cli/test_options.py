@@ -221,7 +221,7 @@ def test_the_options_import_errors_only():
 
 
 def test_the_page(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.syspath_prepend(ROOT / "tools" / "docs")
     import options_page
 
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")

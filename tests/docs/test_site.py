@@ -20,11 +20,11 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.fixture(scope="module")
 def site():
-    sys.path.insert(0, str(ROOT / "tools"))
+    sys.path.insert(0, str(ROOT / "tools" / "docs"))
     try:
-        yield importlib.import_module("docs_site")
+        yield importlib.import_module("mkdocs_hooks")
     finally:
-        sys.path.remove(str(ROOT / "tools"))
+        sys.path.remove(str(ROOT / "tools" / "docs"))
 
 
 @pytest.fixture(scope="module")

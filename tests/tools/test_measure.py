@@ -15,7 +15,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "measure"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def tool(monkeypatch):
 def test_speculation(tool, tmp_path, capsys):
     out = tmp_path / "speculation.json"
     words = ["--draft", "tiny_python", "--new", 12, "--repeats", 1, "--threads", 1, "-o", out]
-    tool("measure_speculation", "tiny_python", "--n-draft", "2", "--texts", "2", *words)
+    tool("speculation", "tiny_python", "--n-draft", "2", "--texts", "2", *words)
     ngram, model = json.loads(out.read_text())["rows"]
     assert (ngram["draft"], model["draft"]) == ("ngram", "tiny_python")
     assert model["acceptance_rate"] == 1.0  # it is the model itself
@@ -46,13 +46,13 @@ def test_speculation(tool, tmp_path, capsys):
     assert ngram["draft_step_over_step"] == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     with pytest.raises(SystemExit, match="no time"):
-        tool("measure_speculation", "tiny_python", "--seconds", "1e-9", "--threads", 1)
+        tool("speculation", "tiny_python", "--seconds", "1e-9", "--threads", 1)
 
 
 def test_batching(tool, tmp_path):
     out = tmp_path / "batching.json"
     words = ["--requests", 2, "--new", 4, "--steps", "16,64", "--others", 2, "--repeats", 1]
-    tool("measure_batching", "tiny_python", "--threads", 1, "-o", out, *words)
+    tool("batching", "tiny_python", "--threads", 1, "-o", out, *words)
     made = json.loads(out.read_text())
     assert [row["requests"] for row in made["throughput"]] == [2]
     assert [row["step_tokens"] for row in made["chunks"]] == [16, 64]
@@ -68,7 +68,7 @@ def test_batching(tool, tmp_path):
 
 def test_the_server_s_rows_are_written_one_by_one_and_taken_up_again(tool, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(TOOLS))
-    measure_server = importlib.import_module("measure_server")
+    measure_server = importlib.import_module("http_server")
 
     def rows(test):
         return lambda: [{"test": test, "server": s, "x": 1.0, "y_samples": [1]} for s in "ab"]
@@ -95,7 +95,7 @@ def test_the_server_s_rows_are_written_one_by_one_and_taken_up_again(tool, monke
 def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
     """The clients of the tool against a server of the tests, with prompts of its vocabulary."""
     monkeypatch.syspath_prepend(str(TOOLS))
-    measure_server = importlib.import_module("measure_server")
+    measure_server = importlib.import_module("http_server")
     monkeypatch.setattr(measure_server, "NEW", 4)
     port = int(server.url.rsplit(":", 1)[1])
     peer = measure_server.Peer("nbflow", server.process, port, 2048)
@@ -115,8 +115,8 @@ def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
 def test_steps_that_sleep(tool, monkeypatch):
     """As many tokens and steps as ever; what the steps compute, and how long they take, is not."""
     monkeypatch.syspath_prepend(str(TOOLS))
-    idle_steps = importlib.import_module("idle_steps")
-    measure_server = importlib.import_module("measure_server")
+    idle_steps = importlib.import_module("scheduling_overhead")
+    measure_server = importlib.import_module("http_server")
     monkeypatch.setattr(measure_server, "NEW", 5)
     times = [(1, 0.01), (3, 0.03)]
     assert [idle_steps.seconds_of(times, n) for n in (1, 2, 3, 5)] == pytest.approx(
@@ -135,12 +135,12 @@ def test_steps_that_sleep(tool, monkeypatch):
 
 def test_invariance(tool, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(TOOLS))
-    measured = importlib.import_module("measure_invariance")
+    measured = importlib.import_module("batch_invariance")
     monkeypatch.setattr(measured, "MATRICES", {"o": (48, 128)})
     monkeypatch.setattr(measured, "POOL_BYTES", 8 << 20)
     monkeypatch.setattr(measured, "LEAST_S", 0.0)
     words = ["--keys", 600, "--sequences", 2, "--rows", 4, "--rounds", 2, "--threads", 1]
-    tool("measure_invariance", tmp_path, *words)
+    tool("batch_invariance", tmp_path, *words)
     made = json.loads((tmp_path / "rows.json").read_text())
     (decode,), (product,) = made["decode"], made["products"]
     assert (decode["sequences"], decode["keys"], product["rows"]) == (2, 600, 4)

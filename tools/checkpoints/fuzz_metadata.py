@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 from metadata_mutations import FAMILIES, Mutator, Seed, seeds
 
 from nbflow.checkpoint import open_weights

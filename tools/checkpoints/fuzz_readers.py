@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 from checkpoint_mutations import FAMILIES, Mutator, seeds
 
 from nbflow.checkpoint import open_weights

@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))  # mkdocs imports this file alone
+sys.path.insert(0, str(ROOT / "tools" / "docs"))  # mkdocs imports this file alone
 
 from api_pages import api_page  # noqa: E402
 from command_line_page import command_line_page  # noqa: E402
 
-log = logging.getLogger("mkdocs.docs_site")
+log = logging.getLogger("mkdocs.nbflow_hooks")
 
 README_PAGES = {
     "index.md": (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))  # the tests import this file alone
+sys.path.insert(0, str(ROOT / "tools" / "docs"))  # the tests import this file alone
 
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 

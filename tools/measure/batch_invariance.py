@@ -5,7 +5,7 @@
 
 Writes rows.json and table.md.  The same kernels are timed in the orders that the engine fixes, and
 in others that it could take if results were allowed to depend on the batch; at the shape of the
-1.1B model of `tools/checkpoints/random_gguf.py`, with keys and values in float16, weights in q4_0
+1.1B model of `tools/measure/random_gguf.py`, with keys and values in float16, weights in q4_0
 and int8 activations.  What is compared runs in turn; a ratio is the median of the rounds' ratios,
 and since the best of several is chosen by the same rounds, ratios of 1.00 to 1.03 say nothing.
 

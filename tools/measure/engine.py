@@ -3,7 +3,7 @@
 
     python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
 
-Makes GGUF files with random weights (`tools/checkpoints/random_gguf.py`), runs `nbflow bench --peer
+Makes GGUF files with random weights (`tools/measure/random_gguf.py`), runs `nbflow bench --peer
 llama.cpp` on each in a process of its own, and writes rows.json and table.md.  Needs the extra
 'bench' and a quiet machine: it takes some ten minutes and 5 GB of disk.
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure the server beside llama.cpp's on the same GGUF file, and what serving costs.
 
-    python tools/measure/server.py results/server/MACHINE [--llama-server PATH]
-    python tools/measure/server.py results/server/MACHINE --resume --seconds 240
+    python tools/measure/http_server.py results/server/MACHINE [--llama-server PATH]
+    python tools/measure/http_server.py results/server/MACHINE --resume --seconds 240
 
 Writes rows.json and table.md, both as soon as there is a new row.  With --seconds no measurement
 begins later than that, and the exit code is 3 if some are missing; --resume makes only those that

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a GGUF file of a Llama with random weights, for measuring speed.
 
-    python tools/checkpoints/random_gguf.py 1.1b q4_0 model.gguf
+    python tools/measure/random_gguf.py 1.1b q4_0 model.gguf
 
 Every matrix, the embedding and the head too, is stored in the format (as ``llama-quantize --pure``
 does), the norms in float32.  Random weights are as fast as trained ones.
