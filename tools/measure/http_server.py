@@ -131,7 +131,7 @@ def ours(
     port = free_port()
     program = ["-m", "nbflow.cli"]
     if times:
-        program = [str(Path(__file__).with_name("idle_steps.py")), json.dumps(times)]
+        program = [str(Path(__file__).with_name("scheduling_overhead.py")), json.dumps(times)]
     command = [sys.executable, *program, "serve", str(model), "--port", str(port)]
     command += ["--activations", arguments.activations, "--threads", str(arguments.threads)]
     command += ["--log-level", "warning", "--max-sequences", str(max(arguments.clients))]
