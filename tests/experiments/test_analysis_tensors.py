@@ -16,9 +16,9 @@ from nbflow_experiments.analysis import (
     Format,
     Noise,
     Stored,
+    all_tensor_errors,
     read_statistics,
     tensor_errors,
-    tensors,
     totals,
 )
 from nbflow_experiments.analysis import histograms as shapes
@@ -266,6 +266,6 @@ def test_wrong_input(llama: Path) -> None:
 
 
 def test_names_of_kinds_and_layers() -> None:
-    assert tensors.layer_of("layers.12.attn.q.weight") == 12
-    assert tensors.layer_of("embed.weight") == -1
-    assert tensors.kind_of("layers.2.shared.down.weight") == "shared.down"
+    assert all_tensor_errors.layer_of("layers.12.attn.q.weight") == 12
+    assert all_tensor_errors.layer_of("embed.weight") == -1
+    assert all_tensor_errors.kind_of("layers.2.shared.down.weight") == "shared.down"
