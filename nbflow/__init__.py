@@ -18,21 +18,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from nbflow.checkpoint import open_weights
     from nbflow.conversion import quantize_checkpoint
-    from nbflow.engine.llm import Model
-    from nbflow.engine.llm_engine import Engine
+    from nbflow.engine.llm import LLM
+    from nbflow.engine.llm_engine import LLMEngine
     from nbflow.engine.load import load
-    from nbflow.engine.outputs import Generation
+    from nbflow.engine.outputs import RequestOutput
     from nbflow.engine.search.api import beam_search, contrastive_search
     from nbflow.options import EngineOptions, LoadOptions, SamplingParams
     from nbflow.spec import load_tokenizer
     from nbflow_kernels.errors import MissingExtraError, UsageError
 
 _WHERE = {
-    "Engine": "nbflow.engine.llm_engine",
+    "LLMEngine": "nbflow.engine.llm_engine",
     "EngineOptions": "nbflow.options",
-    "Generation": "nbflow.engine.outputs",
+    "RequestOutput": "nbflow.engine.outputs",
     "LoadOptions": "nbflow.options",
-    "Model": "nbflow.engine.llm",
+    "LLM": "nbflow.engine.llm",
     "SamplingParams": "nbflow.options",
     "beam_search": "nbflow.engine.search.api",
     "contrastive_search": "nbflow.engine.search.api",
@@ -45,12 +45,12 @@ _WHERE = {
 }
 
 __all__ = [
-    "Engine",
+    "LLMEngine",
     "EngineOptions",
-    "Generation",
+    "RequestOutput",
     "LoadOptions",
     "MissingExtraError",
-    "Model",
+    "LLM",
     "SamplingParams",
     "UsageError",
     "__version__",

@@ -17,7 +17,7 @@ from nbflow.options import LoadOptions
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
 
 AUTO = "auto"
 """The partition that the planner chooses for the ranks there are."""
@@ -202,7 +202,7 @@ def digest_files(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> Model:
+def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> LLM:
     """Load a model with settings of a sweep, which are options of `nbflow.load`.
 
     An empty text, and 0 where None is the option's default, stand for that default.
@@ -216,7 +216,7 @@ def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> Mo
     return nbflow.load(model, LoadOptions().replaced(given), comm=comm)
 
 
-def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
+def time_prefill(model: LLM, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
     """Return the seconds of each repetition of reading the prompts."""
     from nbflow.benchmark import timing
 
@@ -224,7 +224,7 @@ def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: 
 
 
 def time_decode(
-    model: Model, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int
+    model: LLM, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int
 ) -> list[float]:
     """Return the seconds of each repetition of decoding `n_gen` tokens per sequence."""
     from nbflow.benchmark import timing

@@ -1,6 +1,6 @@
 """Time a loaded model: prompt processing and generation.
 
-What is timed: whole steps as `Model.generate` runs them (scheduling, kernels, communication,
+What is timed: whole steps as `LLM.generate` runs them (scheduling, kernels, communication,
 drawing greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up
 run comes first), making the requests.  Token ids are random with a fixed seed; end tokens are
 ignored; log-probabilities are not asked for.
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nbflow.engine.llm import WHOLE_BURST_S, Model
+from nbflow.engine.llm import WHOLE_BURST_S, LLM
 from nbflow.engine.request import Request
 
 
@@ -61,14 +61,14 @@ class Timed(Protocol):
         """Return how long one repetition takes."""
 
 
-def time_test(model: Model, test: Test) -> float:
+def time_test(model: LLM, test: Test) -> float:
     """Return the seconds of one repetition; every rank of the model calls it alike."""
     to_first, rest = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
     return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
 
 
 def time_prefill(
-    model: Model, n_prompt: int, batch: int = 1, repeats: int = 5, warmup: int = 1
+    model: LLM, n_prompt: int, batch: int = 1, repeats: int = 5, warmup: int = 1
 ) -> list[float]:
     """Return the seconds to run `batch` prompts of `n_prompt` tokens and draw one token each.
 
@@ -80,7 +80,7 @@ def time_prefill(
 
 
 def time_decode(
-    model: Model, n_prompt: int, n_gen: int, batch: int = 1, repeats: int = 5, warmup: int = 1
+    model: LLM, n_prompt: int, n_gen: int, batch: int = 1, repeats: int = 5, warmup: int = 1
 ) -> list[float]:
     """Return the seconds for `n_gen` steps that each draw one token for `batch` sequences.
 
@@ -92,7 +92,7 @@ def time_decode(
     return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
 
 
-def time_both(model: Model, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:
+def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:
     """Return the seconds of a prefill and of the `n_gen` steps behind it, of one repetition.
 
     The first end when every sequence has its first token; the steps draw `n_gen` more for each.
@@ -107,7 +107,7 @@ def time_both(model: Model, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[
     return first - started, time.perf_counter() - first
 
 
-def make_requests(model: Model, n_prompt: int, n_new: int, batch: int) -> list[Request]:
+def make_requests(model: LLM, n_prompt: int, n_new: int, batch: int) -> list[Request]:
     """Return requests with random prompts that draw exactly `n_new` tokens each."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.spec.vocab_size, (batch, n_prompt))

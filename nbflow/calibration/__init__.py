@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbflow.calibration.collect import Inputs, collect
+from nbflow.calibration.collect import ActivationStats, collect
 from nbflow.calibration.hessian import write_moments
 from nbflow.calibration.imatrix_files import merge, write_inputs
 
-__all__ = ["Inputs", "collect", "merge", "write_inputs", "write_moments"]
+__all__ = ["ActivationStats", "collect", "merge", "write_inputs", "write_moments"]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.engine.llm import Model
+from nbflow.engine.llm import LLM
 from nbflow.executor.cpu import CpuExecutor
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.program.records import Op
@@ -27,7 +27,7 @@ MATRICES = ("linear", "heads_linear", "experts")
 
 
 @dataclass
-class Inputs:
+class ActivationStats:
     """What the rows were that some matrices were multiplied with."""
 
     names: tuple[str, ...]
@@ -50,12 +50,12 @@ class Inputs:
 
 
 def collect(
-    model: Model,
+    model: LLM,
     windows: Iterable[Sequence[int] | NDArray[Any]],
     *,
     full: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> list[Inputs]:
+) -> list[ActivationStats]:
     """Run a model over windows of a text and sum up what its matrices are multiplied with.
 
     Parameters
@@ -97,7 +97,7 @@ def collect(
     return collector.found()
 
 
-def collector_of(model: Model) -> Collector:
+def collector_of(model: LLM) -> Collector:
     """Return what sums up the inputs of a model's matrices whenever it runs.
 
     Raises
@@ -126,9 +126,9 @@ class Collector:
     ) -> None:
         """Begin with sums of 0, of all products of columns if `full`, and `only` of some inputs."""
         self._full, self._only = full, only
-        self._inputs: dict[tuple[str, ...], Inputs] = {}
+        self._inputs: dict[tuple[str, ...], ActivationStats] = {}
 
-    def found(self) -> list[Inputs]:
+    def found(self) -> list[ActivationStats]:
         """Return what was added up."""
         return list(self._inputs.values())
 
@@ -138,7 +138,7 @@ class Collector:
             return
         if names not in self._inputs:
             K = x.shape[1]
-            self._inputs[names] = Inputs(names, np.zeros((K, K) if self._full else K))
+            self._inputs[names] = ActivationStats(names, np.zeros((K, K) if self._full else K))
         self._inputs[names].add(x)
 
 

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.calibration.collect import Inputs, collector_of
+from nbflow.calibration.collect import ActivationStats, collector_of
 from nbflow.calibration.imatrix_files import check_ending, new_inputs_file, tensor
 from nbflow.checkpoint.writers.safetensors import write_safetensors
-from nbflow.conversion.plan import NewTensor
-from nbflow.engine.llm import Model
+from nbflow.conversion.plan import TensorPlan
+from nbflow.engine.llm import LLM
 from nbflow.quantization.encoding import BEST
 from nbflow_kernels.errors import UsageError
 
@@ -29,7 +29,7 @@ Key = tuple[str, ...]
 
 def write_moments(
     out: str | os.PathLike[str],
-    model: Model,
+    model: LLM,
     windows: Sequence[Sequence[int] | NDArray[Any]],
     *,
     limit_bytes: int = LIMIT_BYTES,
@@ -84,7 +84,7 @@ def write_moments(
     if not sizes:
         raise UsageError("the model has run before, and is not observed; load it anew")
     parts = _parts(sizes, limit_bytes)
-    tensors: list[NewTensor] = []
+    tensors: list[TensorPlan] = []
     with TemporaryFile(dir=path.parent) as spool, new_inputs_file(path, force) as stream:
         for i, part in enumerate(parts):
             collector.restart(full=True, only=part)
@@ -111,7 +111,7 @@ def _parts(sizes: dict[Key, int], limit_bytes: int) -> list[frozenset[Key]]:
     return [frozenset(part) for part in parts]
 
 
-def _spooled(found: Sequence[Inputs], spool: BinaryIO) -> list[NewTensor]:
+def _spooled(found: Sequence[ActivationStats], spool: BinaryIO) -> list[TensorPlan]:
     """Put means aside in a file, and return the tensors that will be read from there."""
     tensors = []
     for inputs in found:

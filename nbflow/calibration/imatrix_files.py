@@ -23,12 +23,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.calibration.collect import Inputs
+from nbflow.calibration.collect import ActivationStats
 from nbflow.checkpoint.readers.gguf import ARRAY, STRING
 from nbflow.checkpoint.writers.gguf import U32, write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
 from nbflow.conversion.gguf import ArrayRows
-from nbflow.conversion.plan import NewTensor
+from nbflow.conversion.plan import TensorPlan
 from nbflow.quantization.encoding import BEST
 from nbflow.quantization.importance import read_sums
 from nbflow.utils.output_file import check_output, new_file
@@ -41,7 +41,7 @@ ENDINGS = (".gguf", ".dat", ".safetensors")
 
 def write_inputs(
     out: str | os.PathLike[str],
-    found: Sequence[Inputs],
+    found: Sequence[ActivationStats],
     *,
     names: Mapping[str, tuple[str, ...]] | None = None,
     text: str = "",
@@ -162,7 +162,7 @@ def _write_sums(
         _write(path, force, lambda s: _write_dat(s, sums, texts, n_windows))
 
 
-def _by_matrix(found: Sequence[Inputs], names: Mapping[str, tuple[str, ...]]) -> Sums:
+def _by_matrix(found: Sequence[ActivationStats], names: Mapping[str, tuple[str, ...]]) -> Sums:
     """Return sums under GGUF's names; experts of one tensor together."""
     of = {name: inputs for inputs in found for name in inputs.names}
     result: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
@@ -210,13 +210,13 @@ def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> 
     file.write(struct.pack("<ii", n_windows, len(texts_as_bytes)) + texts_as_bytes)
 
 
-def _write_safetensors(file: BinaryIO, found: Sequence[Inputs]) -> None:
+def _write_safetensors(file: BinaryIO, found: Sequence[ActivationStats]) -> None:
     used = [inputs for inputs in found if inputs.n_rows]
     tensors = [tensor(",".join(i.names), i.sums / i.n_rows) for i in used]
     write_safetensors(file, tensors, BEST)
 
 
-def tensor(name: str, values: NDArray[Any]) -> NewTensor:
+def tensor(name: str, values: NDArray[Any]) -> TensorPlan:
     """Return a tensor of float32 that is written as it is."""
     array = np.asarray(values, np.float32)
-    return NewTensor(name, array.shape, "f32", "f32", (ArrayRows(array),))
+    return TensorPlan(name, array.shape, "f32", "f32", (ArrayRows(array),))

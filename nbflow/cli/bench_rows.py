@@ -39,7 +39,7 @@ class Samples:
 
 
 def samples(
-    model: nbflow.Model, test: Test, repeats: int, peer: Timed | None, n_ranks: int
+    model: nbflow.LLM, test: Test, repeats: int, peer: Timed | None, n_ranks: int
 ) -> Samples:
     """Run a test `repeats` times, in turn with the read probe and the peer."""
     from nbflow_kernels.benchmarks.read_probe import ReadProbe
@@ -63,7 +63,7 @@ def samples(
 
 
 def make_row(
-    model: nbflow.Model,
+    model: nbflow.LLM,
     weights: str,
     arguments: argparse.Namespace,
     memory: list[dict[str, int]],
@@ -132,7 +132,7 @@ def _peer(test: Test, taken: Samples) -> dict[str, Any]:
     }
 
 
-def profile(model: nbflow.Model) -> str:
+def profile(model: nbflow.LLM) -> str:
     """Generate 64 tokens and return a table of where the time of this rank went."""
     from nbflow_kernels.cpu.parallel_for import kernel_seconds
 

@@ -105,7 +105,7 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
     return LoadOptions(**given_options(LoadOptions, arguments))
 
 
-def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
+def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     """Load the model that the arguments describe, after the formats it may be stored in."""
     for file in arguments.formats:
         load_formats(file)
@@ -120,7 +120,7 @@ def _can_plan(arguments: argparse.Namespace) -> bool:
     return arguments.partition != "auto" and "/" not in arguments.partition
 
 
-def speaks(model: nbflow.Model) -> bool:
+def speaks(model: nbflow.LLM) -> bool:
     """Return whether this process is the one that prints."""
     comm = world()
     return comm.size == 1 or comm.rank == min(model.plan.numbers)

@@ -12,13 +12,16 @@ from typing import Any
 
 import nbflow
 from nbflow.cli.option_arguments import add_options, given_options
-from nbflow.engine import Model
+from nbflow.engine import LLM
 from nbflow.engine.search.api import SEARCHES
 from nbflow.options import STRUCTURES, SamplingParams, SearchParams, SpeculativeConfig
-from nbflow.sampling import STRATEGIES, Constraints
+from nbflow.sampling import STRATEGIES, LogitsProcessors
 from nbflow_kernels.errors import UsageError
 
-CONSTRAINTS = {f.name for f in dataclasses.fields(Constraints)} | {*STRUCTURES, "stop_token_ids"}
+CONSTRAINTS = {f.name for f in dataclasses.fields(LogitsProcessors)} | {
+    *STRUCTURES,
+    "stop_token_ids",
+}
 """Parameters that any strategy goes with."""
 _FREE = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos"}
 """Parameters that leave the choice of tokens as it is."""
@@ -81,7 +84,7 @@ def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def load_draft(arguments: argparse.Namespace) -> Iterator[Model | str | None]:
+def load_draft(arguments: argparse.Namespace) -> Iterator[LLM | str | None]:
     """Yield the proposer of draft tokens."""
     if arguments.draft in (None, "ngram"):
         yield arguments.draft
@@ -91,7 +94,7 @@ def load_draft(arguments: argparse.Namespace) -> Iterator[Model | str | None]:
 
 
 def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options, for `Model.make_request`; greedy without sampling parameters."""
+    """Return the given options, for `LLM.make_request`; greedy without sampling parameters."""
     values = decoding_values(arguments)
     if "decoding" not in values:
         values["decoding"] = "auto" if set(values) - CONSTRAINTS - _FREE else "greedy"

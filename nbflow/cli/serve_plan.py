@@ -6,7 +6,7 @@ from nbflow.distributed import world
 from nbflow.engine.load import measure
 from nbflow.options import MAX_SEQUENCES
 from nbflow.planner import (
-    Setting,
+    RunConfig,
     Workload,
     known_machines,
     load_machine,
@@ -84,7 +84,7 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
     context = min(options.max_context or model.spec.max_context, model.spec.max_context)
     prompt = min(PROMPT, max(1, context // 2))
     generate = max(1, min(GENERATE, context - prompt))
-    setting = Setting(kv=options.kv, activations=options.activations, exchange=options.exchange)
+    setting = RunConfig(kv=options.kv, activations=options.activations, exchange=options.exchange)
     rows = []
     for batch in sorted({1, 8, plan.max_sequences}):
         if batch > plan.max_sequences:

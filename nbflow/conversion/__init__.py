@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbflow.conversion.plan import NewTensor
+from nbflow.conversion.plan import TensorPlan
 from nbflow.conversion.quantize_checkpoint import WrittenCheckpoint, quantize_checkpoint
 
-__all__ = ["NewTensor", "WrittenCheckpoint", "quantize_checkpoint"]
+__all__ = ["TensorPlan", "WrittenCheckpoint", "quantize_checkpoint"]

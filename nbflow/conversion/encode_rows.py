@@ -14,7 +14,7 @@ from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.program.read_operand import quantized_pieces, read_part
 from nbflow.program.records import Operand
-from nbflow.quantization.encoding import BEST, Encoding
+from nbflow.quantization.encoding import BEST, QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -161,7 +161,7 @@ def write_rows(
     rows: Rows,
     format: str,
     where: str,
-    encoding: Encoding = BEST,
+    encoding: QuantizerOptions = BEST,
     importance: Statistics = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a tensor in a format, piece by piece.
@@ -197,7 +197,7 @@ def convert(
     rows: Rows,
     format: str,
     where: str,
-    encoding: Encoding = BEST,
+    encoding: QuantizerOptions = BEST,
     importance: Statistics = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of rows that are put into a format; see `write_rows`."""

@@ -16,7 +16,7 @@ from nbflow.checkpoint.writers.gguf import U32, check_types
 from nbflow.conversion.gguf_metadata import model_metadata
 from nbflow.conversion.gguf_names import check_reading, divisors_of, plan_renamed, target_family
 from nbflow.conversion.gguf_vocabulary import vocabulary
-from nbflow.conversion.plan import Choice, NewTensor, check_blocks, plan_as_stored
+from nbflow.conversion.plan import FormatRules, TensorPlan, check_blocks, plan_as_stored
 from nbflow.spec.resolve import ResolvedModel
 
 _FILE_TYPES = {
@@ -31,10 +31,10 @@ https://github.com/ggml-org/llama.cpp/blob/b6000/include/llama.h (llama_ftype)
 """
 _QUANTIZATION_VERSION = 2  # of the block layouts
 
-Plan = tuple[dict[str, Any], list[NewTensor], list[str]]
+Plan = tuple[dict[str, Any], list[TensorPlan], list[str]]
 
 
-def plan_gguf(resolved: ResolvedModel, file: WeightFile, choice: Choice, where: str) -> Plan:
+def plan_gguf(resolved: ResolvedModel, file: WeightFile, choice: FormatRules, where: str) -> Plan:
     """Return metadata, tensors and notes of the file that is to be written."""
     if file.format == gguf.FORMAT:
         source = file.files()[0]
@@ -57,14 +57,14 @@ def plan_gguf(resolved: ResolvedModel, file: WeightFile, choice: Choice, where: 
     return metadata, tensors, notes
 
 
-def _from_model(resolved: ResolvedModel, file: WeightFile, choice: Choice, where: str) -> Plan:
+def _from_model(resolved: ResolvedModel, file: WeightFile, choice: FormatRules, where: str) -> Plan:
     """Return the plan for a checkpoint that is no GGUF file."""
     spec = resolved.spec
     arch, family = target_family(spec)
     tensors = plan_renamed(spec, file, family, arch, choice)
     for ours, divisors in divisors_of(spec).items():
         name = family.tensors.get(ours, (ours,))[0]
-        tensors.append(NewTensor(name, divisors.shape, "f32", "f32", (ArrayRows(divisors),)))
+        tensors.append(TensorPlan(name, divisors.shape, "f32", "f32", (ArrayRows(divisors),)))
     metadata = model_metadata(spec, arch)
     check_reading(spec, family, metadata, [tensor.name for tensor in tensors], where)
     entries, notes = vocabulary(resolved.tokenizer, spec.vocab_size)

@@ -20,7 +20,7 @@ from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.checkpoint.readers import gguf
 from nbflow.checkpoint.writers.gguf import Metadata
 from nbflow.conversion.encode_rows import ModelRows
-from nbflow.conversion.plan import Choice, NewTensor
+from nbflow.conversion.plan import FormatRules, TensorPlan
 from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.family import Family, families, get_family
 from nbflow.spec.fields import FUSED
@@ -68,8 +68,8 @@ def target_family(spec: ModelSpec) -> tuple[str, Family]:
 
 
 def plan_renamed(
-    spec: ModelSpec, file: WeightFile, family: Family, arch: str, choice: Choice
-) -> list[NewTensor]:
+    spec: ModelSpec, file: WeightFile, family: Family, arch: str, choice: FormatRules
+) -> list[TensorPlan]:
     """Return the tensors under the names of a GGUF family; experts lie in one tensor each."""
     neighbours = _makes_neighbours(spec, family)
     offset = spec.norm_offset - family.structure.get("norm_offset", 0.0)
@@ -94,7 +94,7 @@ def plan_renamed(
         dtype = rows[0].dtype
         shape = _shape(spec, members)
         format = chosen or _kept(dtype, shape, name)
-        tensors.append(NewTensor(name, shape, dtype, format, rows, tuple(members)))
+        tensors.append(TensorPlan(name, shape, dtype, format, rows, tuple(members)))
     choice.check_rules()
     return tensors
 

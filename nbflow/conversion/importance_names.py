@@ -10,7 +10,7 @@ import numpy as np
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.readers import gguf
 from nbflow.conversion.gguf_names import ARCHITECTURES, plan_renamed, target_family
-from nbflow.conversion.plan import Choice, plan_as_stored
+from nbflow.conversion.plan import FormatRules, plan_as_stored
 from nbflow.quantization.importance import read_importance
 from nbflow.spec import resolve
 from nbflow.spec.resolve import ResolvedModel
@@ -22,12 +22,12 @@ def gguf_names(resolved: ResolvedModel, file: WeightFile) -> dict[str, tuple[str
     Empty for families that cannot be written as GGUF.
     """
     if file.format == gguf.FORMAT:
-        tensors = plan_as_stored(resolved.spec, file, Choice("f32"))
+        tensors = plan_as_stored(resolved.spec, file, FormatRules("f32"))
     elif resolved.spec.family not in ARCHITECTURES:
         return {}
     else:
         arch, family = target_family(resolved.spec)
-        tensors = plan_renamed(resolved.spec, file, family, arch, Choice("f32"))
+        tensors = plan_renamed(resolved.spec, file, family, arch, FormatRules("f32"))
     return {tensor.name: tensor.ours for tensor in tensors}
 
 

@@ -14,14 +14,14 @@ from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.checkpoint.weight_file import tensor_bytes
 from nbflow.conversion.encode_rows import Rows, Statistics, StoredRows, write_rows
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
-class NewTensor:
+class TensorPlan:
     """One tensor of the file that is written."""
 
     name: str
@@ -50,11 +50,11 @@ class NewTensor:
         """Whether it was in blocks and gets into others, which loses twice."""
         return self.stored not in ITEM_BYTES and self.format != self.stored
 
-    def weighed(self, importance: np.ndarray) -> NewTensor:
+    def weighed(self, importance: np.ndarray) -> TensorPlan:
         """Return it with importances of its columns."""
         return dataclasses.replace(self, importance=importance)
 
-    def pieces(self, encoding: Encoding) -> Iterator[bytes | memoryview]:
+    def pieces(self, encoding: QuantizerOptions) -> Iterator[bytes | memoryview]:
         """Yield its bytes."""
         known: list[Statistics] = [] if self.importance is None else list(self.importance)
         for i, rows in enumerate(self.parts):
@@ -62,7 +62,7 @@ class NewTensor:
             yield from write_rows(rows, self.format, self.name, encoding, own)
 
 
-class Choice:
+class FormatRules:
     """Which format each matrix gets: the first rule that matches, else the policy.
 
     Parameters
@@ -128,8 +128,8 @@ def all_tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
 
 
 def plan_as_stored(
-    spec: ModelSpec, file: WeightFile, choice: Choice, *, blocks: bool = True
-) -> list[NewTensor]:
+    spec: ModelSpec, file: WeightFile, choice: FormatRules, *, blocks: bool = True
+) -> list[TensorPlan]:
     """Return the tensors under the checkpoint's own names, in its order.
 
     Without `blocks` it is not checked whether they can be written so, nor that every rule is used.
@@ -153,14 +153,14 @@ def plan_as_stored(
         rows = StoredRows(file, name)
         own_names = tuple(own for own, _ in held.get(name, []))
         format = chosen or dtype
-        tensors.append(NewTensor(name, file.shape(name), dtype, format, (rows,), own_names))
+        tensors.append(TensorPlan(name, file.shape(name), dtype, format, (rows,), own_names))
     if blocks:
         choice.check_rules()
         check_blocks(tensors)
     return tensors
 
 
-def check_blocks(tensors: Sequence[NewTensor]) -> None:
+def check_blocks(tensors: Sequence[TensorPlan]) -> None:
     """Raise unless the rows of every tensor are whole blocks of its format."""
     sizes: Mapping[str, int] = {name: nk.FORMATS[name].block_size for name in nk.FORMATS}
     wrong = [t for t in tensors if t.shape and t.shape[-1] % sizes.get(t.format, 1)]

@@ -17,7 +17,7 @@ from nbflow.checkpoint.writers.gguf import write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
 from nbflow.conversion.gguf import plan_gguf
 from nbflow.conversion.importance_names import known_inputs
-from nbflow.conversion.plan import Choice, NewTensor, plan_as_stored
+from nbflow.conversion.plan import FormatRules, TensorPlan, plan_as_stored
 from nbflow.quantization.importance import Importance, weigh
 from nbflow.quantization.policy import WeightFormats
 from nbflow.quantization.transforms import Prepared, check_encoder, prepare
@@ -39,7 +39,7 @@ class WrittenCheckpoint:
     """The file or the folder."""
     format: str
     """Its file format: safetensors or gguf."""
-    tensors: tuple[NewTensor, ...]
+    tensors: tuple[TensorPlan, ...]
     """Its tensors, in order."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know: what could not be taken along."""
@@ -128,7 +128,7 @@ def quantize_checkpoint(
             "encoder 'outliers' keeps weights beside the blocks, for which files have no place; "
             "nbflow.load(..., encoder='outliers') and sweeps do it"
         )
-    choice = Choice(to, rules)
+    choice = FormatRules(to, rules)
     resolved = resolve(model, spec=spec)
     path = Path(out)
     if not choice.to:
@@ -136,7 +136,7 @@ def quantize_checkpoint(
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
         known: Importance | None = known_inputs(importance, resolved, file)
-        planned = plan_as_stored(resolved.spec, file, Choice(to, rules), blocks=False)
+        planned = plan_as_stored(resolved.spec, file, FormatRules(to, rules), blocks=False)
         formats = {own: t.format for t in planned if t.format != t.stored for own in t.ours}
         prepared = prepare(
             resolved.spec, file, formats.get, encoder, known, act_order=act_order, damping=damping
@@ -157,7 +157,7 @@ class _Task:
     resolved: ResolvedModel
     file: WeightFile
     out: Path
-    choice: Choice
+    choice: FormatRules
     prepared: Prepared
     importance: Importance | None
     force: bool
@@ -230,7 +230,7 @@ def _change_config(path: Path, unties: bool) -> None:
         path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
 
 
-def _notes(tensors: list[NewTensor], out: Path, is_file: bool) -> list[str]:
+def _notes(tensors: list[TensorPlan], out: Path, is_file: bool) -> list[str]:
     """Return what the user should know about a safetensors file."""
     notes = twice_note(tensors)
     if is_file and not (out.parent / "config.json").is_file():
@@ -238,7 +238,7 @@ def _notes(tensors: list[NewTensor], out: Path, is_file: bool) -> list[str]:
     return notes
 
 
-def twice_note(tensors: Iterable[NewTensor]) -> list[str]:
+def twice_note(tensors: Iterable[TensorPlan]) -> list[str]:
     """Return a note on tensors that lose precision a second time, if there are any."""
     n = sum(tensor.is_twice for tensor in tensors)
     return [f"{n} tensors were in blocks before and lose precision a second time"] if n else []

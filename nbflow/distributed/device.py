@@ -21,7 +21,7 @@ slower than a device, for debugging with tiny models.
 """
 
 
-class Place:
+class Device:
     """Makes arrays in one kind of memory, and says what a failed one was for.
 
     Parameters
@@ -62,14 +62,14 @@ class Place:
         """Return whether arrays are NumPy's."""
         return self.xp is np
 
-    def purposed(self, purpose: str) -> Place:
+    def purposed(self, purpose: str) -> Device:
         """Return the same place for another purpose."""
-        return Place(self.name, self.xp, purpose, self.ordinal, self.is_mapped, self.graphs)
+        return Device(self.name, self.xp, purpose, self.ordinal, self.is_mapped, self.graphs)
 
-    def mapped(self) -> Place:
+    def mapped(self) -> Device:
         """Return the place for arrays that the device's kernels use, in the host's memory."""
         is_mapped = not self.on_host
-        return Place(self.name, self.xp, self._purpose, self.ordinal, is_mapped, self.graphs)
+        return Device(self.name, self.xp, self._purpose, self.ordinal, is_mapped, self.graphs)
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
@@ -154,10 +154,10 @@ class Place:
         )
 
 
-HOST = Place("cpu", np)
+HOST = Device("cpu", np)
 
 
-def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Place]:
+def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Device]:
     """Return the place of each rank.
 
     Parameters
@@ -190,7 +190,7 @@ def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Place]:
     return places
 
 
-def find_place(device: str, turn: int = 0) -> Place:
+def find_place(device: str, turn: int = 0) -> Device:
     """Return the place that a device's name stands for.
 
     Parameters
@@ -218,7 +218,7 @@ def find_place(device: str, turn: int = 0) -> Place:
                 "device 'emulator' compiles CUDA kernels; install the compilers (no driver is "
                 f"needed): {install_command('cuda-test')}"
             )
-        return Place("emulator", stand_in)
+        return Device("emulator", stand_in)
     name, _, number = device.partition(":")
     if name != "cuda" or (number and not number.isdigit()):
         raise unknown_name("device", device, DEVICES)
@@ -230,7 +230,7 @@ def find_place(device: str, turn: int = 0) -> Place:
     ordinal = int(number) if number else turn % found.n_devices
     if ordinal >= found.n_devices:
         raise UsageError(f"device {device!r}: this machine has {found.n_devices} CUDA devices")
-    return Place("cuda", importlib.import_module("cupy"), ordinal=ordinal)
+    return Device("cuda", importlib.import_module("cupy"), ordinal=ordinal)
 
 
 def is_host(device: str) -> bool:

@@ -20,7 +20,7 @@ from nbflow.distributed.nccl import Nccl, has_nccl
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from nbflow.distributed.device import Place
+    from nbflow.distributed.device import Device
     from nbflow.distributed.plan import Plan
 
 WAYS = ("nccl", "mpi", "host")
@@ -154,7 +154,7 @@ def is_far(facts: Sequence[Facts], groups: Sequence[Sequence[int]]) -> bool:
 
 
 def make_links(
-    comm: Comm, plan: Plan, groups: Mapping[tuple[int, ...], Comm], place: Place
+    comm: Comm, plan: Plan, groups: Mapping[tuple[int, ...], Comm], place: Device
 ) -> Links:
     """Return the communicators for device arrays; every rank of `comm` must call it.
 

@@ -5,8 +5,8 @@
 runs it.  `request` goes in, `outputs` come out.
 """
 
-from nbflow.engine.llm import Model
+from nbflow.engine.llm import LLM
 from nbflow.engine.load import load
-from nbflow.engine.outputs import Generation
+from nbflow.engine.outputs import RequestOutput
 
-__all__ = ["Generation", "Model", "load"]
+__all__ = ["RequestOutput", "LLM", "load"]

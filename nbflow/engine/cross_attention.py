@@ -15,16 +15,16 @@ from nbflow.distributed.plan import RankPlan
 from nbflow.engine.evaluator import pieces
 from nbflow.engine.interfaces import StepRunner
 from nbflow.engine.request import Request
-from nbflow.executor import Place, RankWeights, make_executor, make_step
-from nbflow.kv_cache import KVStorage, PageTable
+from nbflow.executor import Device, WeightLoader, make_executor, make_step
+from nbflow.kv_cache import KVStorage, BlockTable
 from nbflow.options import OffloadConfig
 from nbflow.program import build_memory, fuse, partition
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights
 from nbflow.spec.model_spec import ModelSpec
 
 
-class Memory:
+class CrossAttentionCache:
     """One rank's part.
 
     Parameters
@@ -49,16 +49,16 @@ class Memory:
         file: WeightFile,
         *,
         weights: Weights,
-        encoding: Encoding,
+        encoding: QuantizerOptions,
         activations: str,
         kv: str,
         page_size: int,
-        place: Place,
+        place: Device,
         offload: OffloadConfig,
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_memory(spec), mine))
-        self.weights = RankWeights(program, file, weights, encoding=encoding)
+        self.weights = WeightLoader(program, file, weights, encoding=encoding)
         self.weights.settle(place)
         self.storage = KVStorage(
             program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
@@ -68,7 +68,7 @@ class Memory:
                 offload.host_layers(len(program.layers)),
             ),
         )  # fmt: skip
-        self.table = PageTable(page_size)
+        self.table = BlockTable(page_size)
         self._executor = make_executor(
             program, self.weights, self.storage, activations=activations, place=place
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nbflow.tokenization import Tokenizer
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Turns tokens into text, holds back what may be the beginning of a stop text.
 
     The pieces that are returned, put together, are the text of the tokens up to the first stop

@@ -13,16 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import Work
+from nbflow.engine.scheduler import ScheduledRequest
 from nbflow_kernels.errors import UsageError
 
 
-def empty_vectors(works: Sequence[Work], hidden_size: int) -> NDArray[np.float32]:
+def empty_vectors(works: Sequence[ScheduledRequest], hidden_size: int) -> NDArray[np.float32]:
     """Return room for the vectors of the texts whose prompt ends in this step."""
     return np.zeros((sum(work.ends_pooling for work in works), hidden_size), np.float32)
 
 
-def pool(vectors: NDArray[np.float32], works: Sequence[Work], states: NDArray[np.float32]) -> None:
+def pool(
+    vectors: NDArray[np.float32], works: Sequence[ScheduledRequest], states: NDArray[np.float32]
+) -> None:
     """Take the wanted hidden states of a step, and fill in the vectors of texts that end in it."""
     start = done = 0
     for work in works:
@@ -36,7 +38,7 @@ def pool(vectors: NDArray[np.float32], works: Sequence[Work], states: NDArray[np
             done += 1
 
 
-def token_types(works: Sequence[Work]) -> list[int] | None:
+def token_types(works: Sequence[ScheduledRequest]) -> list[int] | None:
     """Return the types of a step's tokens, None if all are 0."""
     if not any(work.request.pooling and work.request.pooling.token_types for work in works):
         return None

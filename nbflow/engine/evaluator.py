@@ -59,7 +59,7 @@ def most_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
     return max(1, min(max_step_tokens, MAX_LOGIT_BYTES // (4 * spec.vocab_size)))
 
 
-class Sequences:
+class PromptEvaluator:
     """Evaluator of one rank; every rank gets the same calls in the same order."""
 
     def __init__(self, rank: StepRunner) -> None:
@@ -246,7 +246,7 @@ class Rows:
     """(T, E): hidden states after the last layer and its norm; None if not asked for."""
 
 
-class Session:
+class SequenceEvaluator:
     """Sequences of a model that grow, are copied and cut as the caller wants.
 
     Made by `Model.session`; usable in a ``with`` statement, which drops what is left.  Sequences
@@ -343,7 +343,7 @@ class Session:
         if self._lengths:
             self.drop(*self._lengths)
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> SequenceEvaluator:
         return self
 
     def __exit__(self, *_: object) -> None:

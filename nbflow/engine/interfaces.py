@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from nbflow.distributed.plan import Plan, RankPlan
-from nbflow.engine.outputs import Generation, Outcome, RequestDelta, TokenOutput
+from nbflow.engine.outputs import RequestOutput, StepOutput, RequestDelta, TokenOutput
 from nbflow.engine.request import DraftProposer, Proposals, Request
-from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.scheduler import Scheduler, ScheduledRequest
 from nbflow.executor.executor import Executor
-from nbflow.kv_cache import KVStorage, PageTable
+from nbflow.kv_cache import KVStorage, BlockTable
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer
 
@@ -20,7 +20,7 @@ from nbflow.tokenization import Tokenizer
 class EncoderCache(Protocol):
     """Keys and values that a decoder reads of its encoder."""
 
-    table: PageTable
+    table: BlockTable
 
     def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder on the inputs of sequences."""
@@ -35,7 +35,7 @@ class StepRunner(Protocol):
     spec: ModelSpec
     mine: RankPlan
     max_step_tokens: int
-    table: PageTable
+    table: BlockTable
     scheduler: Scheduler
     executor: Executor
 
@@ -57,10 +57,12 @@ class StepRunner(Protocol):
     ) -> None:
         """Run more tokens of sequences."""
 
-    def begin_step(self, works: Sequence[Work]) -> Outcome:
+    def begin_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step of requests."""
 
-    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[RequestDelta]:
+    def end_step(
+        self, works: Sequence[ScheduledRequest], outcome: StepOutput
+    ) -> list[RequestDelta]:
         """Give the requests of a step what it gave."""
 
     def broadcast(self, array: np.ndarray) -> None:
@@ -114,10 +116,10 @@ class ModelInfo(Protocol):
     def drafter(self) -> DraftProposer:
         """Return what lets the model propose tokens to another one's requests."""
 
-    def generation(self, request: Request) -> Generation:
+    def generation(self, request: Request) -> RequestOutput:
         """Return the result of a request that has ended."""
 
-    def generations(self, request: Request) -> list[Generation]:
+    def generations(self, request: Request) -> list[RequestOutput]:
         """Return all results of a search, best first."""
 
 

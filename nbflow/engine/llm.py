@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from nbflow.distributed import Comm, Plan
 from nbflow.distributed.thread_ranks import RankTeam
 from nbflow.engine.embedding import vector_of
-from nbflow.engine.evaluator import Session
+from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.model_lock import Turns
-from nbflow.engine.outputs import Generation, TokenOutput, text_of
+from nbflow.engine.outputs import RequestOutput, TokenOutput, text_of
 from nbflow.engine.request import Proposals, Request
-from nbflow.engine.request_builder import checked_request, sampling_params
+from nbflow.engine.request_builder import validate_request, sampling_params
 from nbflow.engine.request_validation import (
     check_encoder_ids,
     check_ids,
@@ -27,8 +27,8 @@ from nbflow.engine.request_validation import (
 from nbflow.engine.search import Search
 from nbflow.engine.search.api import SEARCHES, search
 from nbflow.engine.speculative.config import Draft, attach
-from nbflow.engine.speculative.draft_model import Drafter, proposals
-from nbflow.engine.worker import RankEngine
+from nbflow.engine.speculative.draft_model import DraftModelProposer, proposals
+from nbflow.engine.worker import Worker
 from nbflow.options import SamplingParams, SpeculativeConfig
 from nbflow.sampling import Strategy
 from nbflow.spec.model_spec import ModelSpec
@@ -41,7 +41,7 @@ WHOLE_BURST_S = 0.1
 """The same when only the whole result is wanted; an interrupt from the keyboard waits as long."""
 
 
-class Model:
+class LLM:
     """A loaded model.  Made by `nbflow.load`; usable in a ``with`` statement.
 
     Any thread may call the methods, and several at once: each gets what it would get alone.  Steps
@@ -62,7 +62,7 @@ class Model:
         spec: ModelSpec,
         plan: Plan,
         tokenizer: Tokenizer | None,
-        engines: list[RankEngine],
+        engines: list[Worker],
         team: RankTeam | None,
         threads: int,
         defaults: Mapping[str, float],
@@ -120,9 +120,9 @@ class Model:
         return bool(self.engines) and self.engines[0].comm.rank == 0
 
     @functools.cached_property
-    def drafter(self) -> Drafter:
+    def drafter(self) -> DraftModelProposer:
         """What lets this model propose tokens to another one's requests."""
-        return Drafter(self, self.session)
+        return DraftModelProposer(self, self.session)
 
     @property
     def participates(self) -> bool:
@@ -145,7 +145,7 @@ class Model:
             )
         return self._tokenizer
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -295,7 +295,7 @@ class Model:
         requests = self.embedding_requests(
             sequences, token_types, pooling=pooling, normalize=normalize
         )
-        for _ in Model.run_requests(self, requests, WHOLE_BURST_S):  # of replicas each does all
+        for _ in LLM.run_requests(self, requests, WHOLE_BURST_S):  # of replicas each does all
             pass
         return [vector_of(request) for request in requests]
 
@@ -313,12 +313,12 @@ class Model:
         """
         return embedding_requests(self.spec, sequences, token_types, pooling, normalize)
 
-    def session(self) -> Session:
-        """Return a `Session`: sequences that are run, copied and cut step by step."""
+    def session(self) -> SequenceEvaluator:
+        """Return a `SequenceEvaluator`: sequences that are run, copied and cut step by step."""
         with self.turns.taken():
             self.check_free()
             self.turns.configure()
-        return Session(self)
+        return SequenceEvaluator(self)
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Model:
         ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
         **parameters: Any,
-    ) -> Generation:
+    ) -> RequestOutput:
         """Continue a prompt.
 
         Parameters
@@ -389,7 +389,7 @@ class Model:
         decoder_ids: Sequence[int] | None = None,
         n: int = 1,
         **parameters: Any,
-    ) -> list[Generation]:
+    ) -> list[RequestOutput]:
         """Continue several prompts together; each gets the result it would get alone.
 
         With `n` each prompt gets so many continuations, one after the other in the result, which
@@ -446,7 +446,7 @@ class Model:
         first takes no `stop` texts, and neither takes a draft or parameters of strategies.
         """
         params = sampling_params(max_tokens, decoding, seed, ignore_eos, parameters)
-        request = checked_request(
+        request = validate_request(
             self, prompt, params, decoding, decoder_ids, drafted=draft is not None
         )
         if draft is not None:
@@ -483,11 +483,11 @@ class Model:
         """Return a request for each rank of this process, the first of them itself."""
         return [request, *(request.copy() for _ in self.engines[1:])]
 
-    def generation(self, request: Request) -> Generation:
+    def generation(self, request: Request) -> RequestOutput:
         """Return what a request that has ended came to."""
-        return Generation.of(request, text_of(request, self._tokenizer))
+        return RequestOutput.of(request, text_of(request, self._tokenizer))
 
-    def generations(self, request: Request) -> list[Generation]:
+    def generations(self, request: Request) -> list[RequestOutput]:
         """Return all that the search of a request has found, best first; else its continuation."""
         one = self.generation(request)
         return [
@@ -538,7 +538,7 @@ class Model:
         return results
 
     def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
-        """Call a method of every `RankEngine` of this process, and return the results.
+        """Call a method of every `Worker` of this process, and return the results.
 
         Other threads wait for it.
         """

@@ -24,11 +24,11 @@ from nbflow.engine.core import Command, EngineCore
 from nbflow.engine.embedding import vector_of
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.limits import Limits, choose_limits, fit
-from nbflow.engine.llm import STREAM_BURST_S, Model
+from nbflow.engine.llm import STREAM_BURST_S, LLM
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.request_handle import Handle, OnEvents
+from nbflow.engine.request_handle import RequestHandle, OnEvents
 from nbflow.engine.stats import EngineStats
-from nbflow.engine.worker import RankEngine
+from nbflow.engine.worker import Worker
 from nbflow.option_fields import documents
 from nbflow.options import EngineOptions
 from nbflow.utils.rank_status import WORKING, status
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @documents(EngineOptions)
-class Engine:
+class LLMEngine:
     """Runs a model for requests from any thread.  See docs/engine.md.
 
     Usable in a ``with`` statement, which starts and closes it.  Under mpirun every rank of the
@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: LLM,
         options: EngineOptions | None = None,
         *,
         burst_s: float = STREAM_BURST_S,
@@ -82,13 +82,13 @@ class Engine:
         limits = choose_limits(model, given)
         self._set_up(model, limits, burst_s, given.on_failure)
 
-    def __new__(cls, model: Model, *_: Any, **__: Any) -> Engine:
+    def __new__(cls, model: LLM, *_: Any, **__: Any) -> LLMEngine:
         """Return the engine that suits the model: one with replicas has a `ReplicaEngine`."""
         special = model.engine_class
-        return super().__new__(special if cls is Engine and special is not None else cls)
+        return super().__new__(special if cls is LLMEngine and special is not None else cls)
 
     @classmethod
-    def with_limits(cls, model: Model, limits: Limits, burst_s: float) -> Engine:
+    def with_limits(cls, model: LLM, limits: Limits, burst_s: float) -> LLMEngine:
         """Return an engine whose limits have been chosen before."""
         engine = super().__new__(cls)
         engine._set_up(model, limits, burst_s)
@@ -96,7 +96,7 @@ class Engine:
 
     def _set_up(
         self,
-        model: Model,
+        model: LLM,
         limits: Limits,
         burst_s: float,
         on_failure: str = EngineOptions.on_failure,
@@ -107,10 +107,10 @@ class Engine:
         self._on_failure = on_failure
         self._burst_s = burst_s
         self._lock = threading.Condition()
-        self._inbox: list[Handle] = []
-        self._cancelled: list[tuple[Handle, FinishReason]] = []
+        self._inbox: list[RequestHandle] = []
+        self._cancelled: list[tuple[RequestHandle, FinishReason]] = []
         self._calls: list[tuple[Future[Any], Command]] = []
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._core = EngineCore(model, self._tell)
         self._thread: threading.Thread | None = None
         self._state = "new"
@@ -134,7 +134,7 @@ class Engine:
         """Whether it runs: started, not closed, and not failed."""
         return self._state == "running"
 
-    def start(self) -> Engine:
+    def start(self) -> LLMEngine:
         """Begin to run requests; returns at once.
 
         Raises
@@ -191,7 +191,7 @@ class Engine:
                 self._lock.notify_all()
             thread.join()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> LLMEngine:
         return self.start() if self.leads else self
 
     def __exit__(self, *_: object) -> None:
@@ -213,13 +213,13 @@ class Engine:
 
     # ---- what other threads call --------------------------------------------------------------
 
-    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
         """Let a request run; returns at once.
 
         Parameters
         ----------
         request : Request
-            From `Model.make_request`; the engine's until it has ended.
+            From `LLM.make_request`; the engine's until it has ended.
         on_events : callable, optional
             ``on_events(handle, events)`` is called with every new list of `TokenEvent`, on the
             engine's thread.
@@ -237,7 +237,7 @@ class Engine:
         fit(request, self.model.spec, self.limits)
         if request.stop_texts:
             _ = self.model.tokenizer  # it is needed
-        handle = Handle(self, request, on_events)
+        handle = RequestHandle(self, request, on_events)
         with self._lock:
             self._check_running()
             if len(self._inbox) + self._n_waiting() >= self.limits.max_waiting:
@@ -249,8 +249,8 @@ class Engine:
             self._lock.notify_all()
         return handle
 
-    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
-        """Let a request end with this reason, unless it has ended; see `Handle.cancel`."""
+    def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
+        """Let a request end with this reason, unless it has ended; see `RequestHandle.cancel`."""
         with self._lock:
             self._cancelled.append((handle, reason))
             self._lock.notify_all()
@@ -263,14 +263,14 @@ class Engine:
         pooling: str = "mean",
         normalize: bool = True,
     ) -> list[NDArray[np.float32]]:
-        """Return one vector for each of several texts; parameters as of `Model.embed_batch`.
+        """Return one vector for each of several texts; parameters as of `LLM.embed_batch`.
 
-        Each is a request like others (`Model.embedding_requests`); this waits for all of them.
+        Each is a request like others (`LLM.embedding_requests`); this waits for all of them.
         """
         requests = self.model.embedding_requests(
             sequences, token_types, pooling=pooling, normalize=normalize
         )
-        handles: list[Handle] = []
+        handles: list[RequestHandle] = []
         try:
             for request in requests:
                 handles.append(self._submit_patiently(request, handles))
@@ -284,7 +284,7 @@ class Engine:
                 if not handle.done:
                     handle.cancel()
 
-    def _submit_patiently(self, request: Request, before: Sequence[Handle]) -> Handle:
+    def _submit_patiently(self, request: Request, before: Sequence[RequestHandle]) -> RequestHandle:
         """Submit a request; while the queue is full, wait for those submitted before."""
         while True:
             try:
@@ -300,7 +300,7 @@ class Engine:
         self.call("clear_prefix_cache")
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `RankEngine` on every rank between two steps; return the first's result.
+        """Call a method of `Worker` on every rank between two steps; return the first's result.
 
         Raises
         ------
@@ -361,7 +361,7 @@ class Engine:
         return self._failure
 
     @property
-    def _rank(self) -> RankEngine:
+    def _rank(self) -> Worker:
         return self.model.engines[0]
 
     def _n_waiting(self) -> int:
@@ -428,7 +428,7 @@ class Engine:
             raise
         return not (closing and not self._handles)
 
-    def _begin(self, new: Sequence[Handle]) -> None:
+    def _begin(self, new: Sequence[RequestHandle]) -> None:
         """Give new requests to the scheduler."""
         try:
             results = self._core.submit([h.request for h in new])
@@ -444,7 +444,7 @@ class Engine:
             else:
                 self._handles[handle.request.id] = handle
 
-    def _end(self, endings: Sequence[tuple[Handle, FinishReason]]) -> None:
+    def _end(self, endings: Sequence[tuple[RequestHandle, FinishReason]]) -> None:
         """End requests for other reasons than their own."""
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
@@ -469,7 +469,7 @@ class Engine:
             else:
                 future.set_result(result)
 
-    def _overdue(self) -> list[tuple[Handle, FinishReason]]:
+    def _overdue(self) -> list[tuple[RequestHandle, FinishReason]]:
         """Return the requests whose time is over."""
         now = time.monotonic()
         return [
@@ -506,7 +506,7 @@ class Engine:
 
     def _ended(
         self,
-        handle: Handle,
+        handle: RequestHandle,
         reason: FinishReason,
         error: Exception | None = None,
         text: str | None = None,

@@ -18,14 +18,14 @@ from nbflow.distributed.cpu_threads import fair_threads
 from nbflow.distributed.device import find_places, is_host, split_host_layers
 from nbflow.distributed.links import make_links
 from nbflow.distributed.thread_ranks import RankTeam
-from nbflow.engine.llm import Model
+from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
-from nbflow.engine.worker import RankEngine, make_groups
-from nbflow.executor import Place
+from nbflow.engine.worker import Worker, make_groups
+from nbflow.executor import Device
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, weight_formats
 from nbflow.quantization.transforms import Prepared, no_format, prepare
 from nbflow.spec import check, load_tokenizer, resolve
@@ -46,7 +46,7 @@ def load(
     *,
     comm: Comm | None = None,
     **changes: Any,
-) -> Model:
+) -> LLM:
     """Load a model, each rank its own part.
 
     Parameters
@@ -92,9 +92,9 @@ def load(
     comm = comm or world()
     partition = given.partition
     if partition == "auto":
-        from nbflow.planner import Setting, choose_partition, stored_model
+        from nbflow.planner import RunConfig, choose_partition, stored_model
 
-        setting = Setting(kv=given.kv, activations=given.activations, exchange=given.exchange)
+        setting = RunConfig(kv=given.kv, activations=given.activations, exchange=given.exchange)
         described = stored_model(stored_spec, resolved.path, weights)
         partition = choose_partition(
             described, comm, given.optimize, given.machine, setting, measure
@@ -132,10 +132,10 @@ def load(
         if part is not None:
             engines, team = _start(p, part, resolved.path, prepared, mine, of_ranks)
             models.append(
-                Model(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
+                LLM(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
             )
     if not models or everyone is None:
-        return Model(the_spec, whole, tok, [], None, threads, resolved.defaults, why_none)
+        return LLM(the_spec, whole, tok, [], None, threads, resolved.defaults, why_none)
     if len(plans) == 1:
         return models[0]
     index = next(i for i, part in enumerate(parts) if part is not None)
@@ -169,7 +169,7 @@ def _prepare(
     """Return what the quantizer needs; the default one reads no weights for it."""
     names = ("encoder", "importance", "act_order", "damping")
     if all(getattr(given, name) == getattr(LoadOptions, name) for name in names):
-        return Prepared(spec, Encoding(outliers=given.outliers))
+        return Prepared(spec, QuantizerOptions(outliers=given.outliers))
     if formats is None:
         raise no_format(given.encoder)
     with open_weights(resolved.path) as file:
@@ -219,12 +219,12 @@ def _start(
     comm: Comm,
     path: Path,
     prepared: Prepared,
-    places: list[Place],
+    places: list[Device],
     options: dict[str, Any],
-) -> tuple[list[RankEngine], RankTeam | None]:
+) -> tuple[list[Worker], RankTeam | None]:
     """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
-    def make(mine: Comm) -> RankEngine:
+    def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), places[mine.rank]
         place.activate()
         links = make_links(mine, plan, groups, place)
@@ -232,7 +232,7 @@ def _start(
         try:
             with open_weights(path) as stored, prepared.opened(stored) as file:
                 check(options["spec"], file)
-                engine = RankEngine(plan, file, mine, groups, place=place, links=links, **options)
+                engine = Worker(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         status.idle()  # the others may need longer: they are watched, too

@@ -20,14 +20,14 @@ from nbflow.engine.sampler import log_probabilities
 from nbflow.executor.cpu import Bound
 from nbflow.sampling import Strategy
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.graph import Call
+from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture
 
 MAX_STEPS = 512
 """Most steps of one burst."""
 
 
-class Burst:
+class MultiStepDecode:
     """The arrays of a burst of `n` sequences that draw with one strategy.
 
     Parameters
@@ -82,7 +82,7 @@ class Burst:
         self.n_steps[0] = self.stop[0] = 0
         return wrong
 
-    def calls(self, bound: Bound, logits: np.ndarray) -> list[Call]:
+    def calls(self, bound: Bound, logits: np.ndarray) -> list[GraphNode]:
         """Return the calls that go from the logits of a step to the numbers of the next one."""
         with capture() as seen:
             self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)
@@ -96,7 +96,7 @@ class Burst:
             self.n_steps, self.stop, self.offsets, arrays.ids, arrays.positions, arrays.rope_rows,
             arrays.kv_lens,
         )  # fmt: skip
-        calls.append(Call(_next_step, args, 1, 1.0))
+        calls.append(GraphNode(_next_step, args, 1, 1.0))
         if bound.attention is not None:
             calls += bound.attention.next_step_calls()
         return calls

@@ -1,9 +1,9 @@
 """Outputs of the engine: arrays of a step, tokens of a request as they come, and its result.
 
-The rank that holds the head computes an `Outcome`, a few small arrays whose shapes follow from the
+The rank that holds the head computes an `StepOutput`, a few small arrays whose shapes follow from the
 works, which every rank knows; the others receive them.  `apply` then brings every rank's requests
 to the same state and returns a `RequestDelta` for each, whose tokens are `TokenOutput` from here to
-the HTTP server.  A request that has ended comes to a `Generation`.
+the HTTP server.  A request that has ended comes to a `RequestOutput`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.engine.embedding import empty_vectors, pool
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.sampler import (
     FIRST,
-    Drawn,
+    SamplerOutput,
     choose,
     describe,
     draw_ahead,
@@ -29,10 +29,10 @@ from nbflow.engine.sampler import (
     state_of,
     top_log_probabilities,
 )
-from nbflow.engine.scheduler import Work
+from nbflow.engine.scheduler import ScheduledRequest
 from nbflow.engine.search.base import Continuation
 from nbflow.engine.search.runtime import advance, compute_rows, empty_rows
-from nbflow.engine.speculative.rejection_sampler import verify_chain
+from nbflow.engine.speculative.rejection_sampler import rejection_sample
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
@@ -107,13 +107,13 @@ class RequestDelta:
 
 
 @dataclass
-class Outcome:
+class StepOutput:
     """Numbers that a step computes, in the order of its works."""
 
-    drawn: Drawn
+    drawn: SamplerOutput
     """A row for each token that may come out: one for a request that draws, and one more for each
     token proposed to it.  The token is NaN where it did not come out."""
-    prompt: Drawn
+    prompt: SamplerOutput
     """A row for each prompt token whose log-probability is wanted and became known."""
     searches: list[np.ndarray] = field(default_factory=list)
     """Candidates of each search (`nbflow.engine.search.runtime.empty_rows`)."""
@@ -123,14 +123,14 @@ class Outcome:
     """Errors by the request's number; see `failed`."""
 
     @classmethod
-    def empty(cls, works: Sequence[Work], n_vocab: int, hidden_size: int) -> Outcome:
+    def empty(cls, works: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int) -> StepOutput:
         """Return room for a step's numbers."""
         draws = [w.request for w in works if _is_drawn(w) for _ in range(1 + len(w.drafts))]
         known = [w.request.prompt_logprobs or 0 for w in works for _ in _prompt_rows(w)]
         width = FIRST + 2 * max(known, default=0)
-        prompt = Drawn(np.full((len(known), width), math.nan))
+        prompt = SamplerOutput(np.full((len(known), width), math.nan))
         vectors = empty_vectors(works, hidden_size)
-        return cls(Drawn.empty(draws), prompt, empty_rows(works, n_vocab), vectors)
+        return cls(SamplerOutput.empty(draws), prompt, empty_rows(works, n_vocab), vectors)
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -138,12 +138,15 @@ class Outcome:
         every = (self.drawn.array, self.prompt.array, *self.searches, self.vectors)
         return [a for a in every if a.size]
 
-    def pool(self, works: Sequence[Work], states: np.ndarray) -> None:
+    def pool(self, works: Sequence[ScheduledRequest], states: np.ndarray) -> None:
         """Take the hidden states that are pooled; the last rows of the step's."""
         pool(self.vectors, works, states)
 
     def compute(
-        self, logits: np.ndarray, works: Sequence[Work], hidden: Callable[[], np.ndarray]
+        self,
+        logits: np.ndarray,
+        works: Sequence[ScheduledRequest],
+        hidden: Callable[[], np.ndarray],
     ) -> None:
         """Fill in the numbers from the logits of the step, and its hidden states if need be.
 
@@ -181,7 +184,7 @@ class Outcome:
             for i, row in enumerate(rows):  # the others are not to suffer from one
                 self._choose(logits[i : i + 1], requests[i : i + 1], [row])
 
-    def _verify(self, logits: np.ndarray, work: Work, row: int) -> None:
+    def _verify(self, logits: np.ndarray, work: ScheduledRequest, row: int) -> None:
         try:
             tokens = verify(logits, work.request, work.drafts)
         except Exception as error:
@@ -210,7 +213,10 @@ class Outcome:
         self.errors[request.id] = error
 
     def _look_for_searches(
-        self, logits: np.ndarray, works: Sequence[Work], hidden: Callable[[], np.ndarray]
+        self,
+        logits: np.ndarray,
+        works: Sequence[ScheduledRequest],
+        hidden: Callable[[], np.ndarray],
     ) -> None:
         """Fill in what searches are told."""
         left, end = iter(self.searches), 0
@@ -232,7 +238,7 @@ class Outcome:
                     array[0, 1] = NO_TOKEN
                     self.errors[request.id] = error
 
-    def _read_prompts(self, logits: np.ndarray, works: Sequence[Work]) -> None:
+    def _read_prompts(self, logits: np.ndarray, works: Sequence[ScheduledRequest]) -> None:
         first = done = 0
         for work in works:
             rows = _prompt_rows(work)
@@ -249,7 +255,7 @@ class Outcome:
                 done += len(rows)
             first += work.n_logits
 
-    def failed(self, works: Sequence[Work]) -> list[Request]:
+    def failed(self, works: Sequence[ScheduledRequest]) -> list[Request]:
         """Return the requests that fail in this step, as the arrays tell on every rank."""
         if not any((array[:, :2] == NO_TOKEN).any() for array in self.arrays):
             return []
@@ -296,7 +302,7 @@ class Outcome:
             array[:, FIRST : FIRST + top.shape[1]] = top
             array[:, FIRST + most : FIRST + most + top.shape[1]] = logprobs
 
-    def apply(self, works: Sequence[Work]) -> list[RequestDelta]:
+    def apply(self, works: Sequence[ScheduledRequest]) -> list[RequestDelta]:
         """Give the requests what came out, and return it."""
         outputs, row, prompt_row = [], 0, 0
         searches, vectors = iter(self.searches), iter(self.vectors)
@@ -338,7 +344,12 @@ class Outcome:
         output.add(n_before)
 
     def _accept(
-        self, work: Work, row: int, n_rows: int, output: RequestDelta, error: Exception | None
+        self,
+        work: ScheduledRequest,
+        row: int,
+        n_rows: int,
+        output: RequestDelta,
+        error: Exception | None,
     ) -> None:
         request, n_before = work.request, len(work.request.ids)
         for i in range(row, row + n_rows):
@@ -358,7 +369,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Generation:
+class RequestOutput:
     """A continuation."""
 
     ids: list[int]
@@ -393,7 +404,7 @@ class Generation:
         return self.n_accepted / self.n_drafted if self.n_drafted else None
 
     @classmethod
-    def of(cls, request: Request, text: str) -> Generation:
+    def of(cls, request: Request, text: str) -> RequestOutput:
         """Return what a request that has ended came to."""
         assert request.finish_reason is not None
         return cls(
@@ -404,7 +415,7 @@ class Generation:
 
     def replaced(
         self, found: Continuation, stop_ids: frozenset[int], tokenizer: Tokenizer | None
-    ) -> Generation:
+    ) -> RequestOutput:
         """Return the result with another continuation that a search has found."""
         ended = found.steps[-1].token in stop_ids
         steps = found.steps[:-1] if ended else found.steps
@@ -426,7 +437,7 @@ def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
         return ""
     if not request.stop_texts:
         return tokenizer.decode(request.ids)
-    stream = TextStream(tokenizer, request.stop_texts, request.include_stop_text)
+    stream = IncrementalDetokenizer(tokenizer, request.stop_texts, request.include_stop_text)
     return "".join([*(stream.push(i) for i in request.ids), stream.finish()])
 
 
@@ -450,7 +461,7 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     if request.verifies_chain:
         assert request.draft_probs is not None
         probs = request.draft_probs[: len(drafts)]
-        return verify_chain(on_host(logits), request, drafts, probs)
+        return rejection_sample(on_host(logits), request, drafts, probs)
     compiled, tokens = request.strategy.compiled, list[int]()
     drawn = draw_ahead(logits, request) if compiled else _draw_on(on_host(logits), request)
     for i, token in enumerate(drawn):
@@ -470,7 +481,7 @@ def _draw_on(logits: np.ndarray, request: Request) -> Iterator[int]:
         yield token
 
 
-def _prompt_rows(work: Work) -> range:
+def _prompt_rows(work: ScheduledRequest) -> range:
     """Return the positions in the prompt after which the log-probability of the next is wanted."""
     request = work.request
     if not request.wants_prompt_logits:
@@ -479,12 +490,12 @@ def _prompt_rows(work: Work) -> range:
     return range(begin, min(request.n_done + work.n_tokens, len(request.prompt) - 1))
 
 
-def _is_drawn(work: Work) -> bool:
+def _is_drawn(work: ScheduledRequest) -> bool:
     """Return whether a strategy draws a token, as no search does."""
     return work.draws and work.request.search is None
 
 
-def _drawing_rows(works: Sequence[Work]) -> list[int]:
+def _drawing_rows(works: Sequence[ScheduledRequest]) -> list[int]:
     """Return which rows of the logits draw tokens."""
     rows: list[int] = []
     end = 0

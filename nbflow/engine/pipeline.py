@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import deque
 
 from nbflow.engine.interfaces import StepRunner
-from nbflow.engine.outputs import Outcome, RequestDelta
-from nbflow.engine.scheduler import Work
+from nbflow.engine.outputs import StepOutput, RequestDelta
+from nbflow.engine.scheduler import ScheduledRequest
 
 
 class Pipeline:
@@ -33,7 +33,7 @@ class Pipeline:
     def __init__(self, rank: StepRunner, depth: int) -> None:
         self._rank = rank
         self._depth = depth
-        self._steps: deque[tuple[list[Work], Outcome]] = deque()
+        self._steps: deque[tuple[list[ScheduledRequest], StepOutput]] = deque()
         self._kept: list[RequestDelta] = []
 
     def advance(self) -> list[RequestDelta]:

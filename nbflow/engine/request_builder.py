@@ -14,7 +14,7 @@ from nbflow.engine.search import Search
 from nbflow.engine.search.api import check_search
 from nbflow.options import SamplingParams
 from nbflow.sampling import Greedy, Strategy, build_strategy, end_ids
-from nbflow.sampling.logits_processors import Constraints, constrain
+from nbflow.sampling.logits_processors import LogitsProcessors, constrain
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -39,7 +39,7 @@ def sampling_params(
     return params
 
 
-def checked_request(
+def validate_request(
     model: ModelInfo,
     prompt: str | Sequence[int] | NDArray[Any],
     params: SamplingParams,
@@ -75,7 +75,7 @@ def build_request(
     search = None if isinstance(strategy, Strategy) else strategy
     drawn = strategy if isinstance(strategy, Strategy) else Greedy()
     if spec.banned_token_ids:
-        drawn = constrain(drawn, Constraints(banned_token_ids=spec.banned_token_ids))
+        drawn = constrain(drawn, LogitsProcessors(banned_token_ids=spec.banned_token_ids))
     if params.stop_texts:
         _ = model.tokenizer  # raises now if stop texts cannot be found without one
     if isinstance(prompt, str):

@@ -11,7 +11,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from nbflow.engine.interfaces import ModelInfo
-from nbflow.engine.outputs import Generation, RequestDelta, TokenOutput
+from nbflow.engine.outputs import RequestOutput, RequestDelta, TokenOutput
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow_kernels.errors import UsageError
 
@@ -41,14 +41,14 @@ class Runner(Protocol):
     def on_own_thread(self) -> bool:
         """True on the thread that passes on the events of requests."""
 
-    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
+    def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
         """Let a request end with this reason, unless it has ended."""
 
 
-OnEvents = Callable[["Handle", list[TokenOutput]], None]
+OnEvents = Callable[["RequestHandle", list[TokenOutput]], None]
 
 
-class Handle:
+class RequestHandle:
     """A submitted request.  Made by `Engine.submit`.
 
     Iterate over it for the events as they come, or wait for `result`.  Where `on_events` was given,
@@ -112,7 +112,7 @@ class Handle:
                 if event.finish_reason is not None:
                     return
 
-    def result(self, timeout: float | None = None) -> Generation:
+    def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the continuation.
 
         Raises
@@ -134,7 +134,7 @@ class Handle:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s")
 
-    def results(self, timeout: float | None = None) -> list[Generation]:
+    def results(self, timeout: float | None = None) -> list[RequestOutput]:
         """Wait for the end and return all that a search has found, best first; else the result."""
         one = self.result(timeout)
         return self._engine.model.generations(self.request) if self.request.found else [one]

@@ -26,13 +26,13 @@ from nbflow_kernels.logits import cpu, cuda
 from nbflow_kernels.sampling import top_k
 
 FIRST = 2
-"""Columns of `Drawn.array` before the most probable tokens: token and log-probability."""
+"""Columns of `SamplerOutput.array` before the most probable tokens: token and log-probability."""
 MOST_BEST = 1024
 """Most tokens of a row that come from a device in place of the row."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SamplerOutput:
     """Drawn tokens of some requests, with their log-probabilities."""
 
     array: np.ndarray
@@ -40,7 +40,7 @@ class Drawn:
     log-probabilities; NaN where not asked for.  K is the most that one of the requests wants."""
 
     @classmethod
-    def empty(cls, requests: Sequence[Request]) -> Drawn:
+    def empty(cls, requests: Sequence[Request]) -> SamplerOutput:
         """Return room for these requests."""
         most = max((r.n_top_logprobs for r in requests), default=0)
         return cls(np.full((len(requests), FIRST + 2 * most), math.nan))
@@ -64,7 +64,7 @@ class Drawn:
         return [(int(i), float(x)) for i, x in zip(ids, values, strict=True) if not math.isnan(i)]
 
 
-def draw(logits: np.ndarray, requests: Sequence[Request]) -> Drawn:
+def draw(logits: np.ndarray, requests: Sequence[Request]) -> SamplerOutput:
     """Choose the next token of each request.
 
     Parameters
@@ -83,7 +83,7 @@ def draw(logits: np.ndarray, requests: Sequence[Request]) -> Drawn:
     UsageError
         If a row has a NaN, +inf, or no token that may be drawn.
     """
-    drawn = Drawn.empty(requests)
+    drawn = SamplerOutput.empty(requests)
     drawn.array[:, 0] = choose(logits, requests)
     describe(logits, requests, drawn.array)
     return drawn

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from nbflow.engine.request import Request
-from nbflow.kv_cache.block_table import UNLIMITED, PageTable
+from nbflow.kv_cache.block_table import UNLIMITED, BlockTable
 from nbflow.kv_cache.prefix_cache import Chain
 from nbflow_kernels.errors import UsageError
 
@@ -46,7 +46,7 @@ SHARE_LEFT = 4
 
 
 @dataclass
-class Work:
+class ScheduledRequest:
     """The part of a step that belongs to one request."""
 
     request: Request
@@ -134,10 +134,10 @@ class _Step:
     """Most requests in it."""
     busy: Collection[int]
     """Requests that another step works on."""
-    works: dict[int, Work] = field(default_factory=dict)
+    works: dict[int, ScheduledRequest] = field(default_factory=dict)
     """By the request's number."""
 
-    def give(self, request: Request, n_tokens: int) -> Work | None:
+    def give(self, request: Request, n_tokens: int) -> ScheduledRequest | None:
         """Let so many tokens of a request run, or as many as there is room for."""
         if not request.is_whole:
             n_tokens = min(n_tokens, self.room)
@@ -149,10 +149,10 @@ class _Step:
         if n_tokens < 1:
             return None
         self.room -= n_tokens
-        work = self.works[request.id] = Work(request, n_tokens)
+        work = self.works[request.id] = ScheduledRequest(request, n_tokens)
         return work
 
-    def add_drafts(self, work: Work, drafts: list[int]) -> None:
+    def add_drafts(self, work: ScheduledRequest, drafts: list[int]) -> None:
         work.drafts = drafts
         self.room -= len(drafts)
         self.logit_room -= len(drafts) + 1
@@ -188,7 +188,7 @@ class Scheduler:
 
     def __init__(
         self,
-        table: PageTable,
+        table: BlockTable,
         max_step_tokens: int,
         max_sequences: int | None = None,
         max_logit_rows: int = 1 << 30,
@@ -284,7 +284,9 @@ class Scheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def next_step(self, busy: Collection[int] = (), most: int | None = None) -> list[Work]:
+    def next_step(
+        self, busy: Collection[int] = (), most: int | None = None
+    ) -> list[ScheduledRequest]:
         """Return the work of the next step; the pages it needs are reserved.
 
         An empty list means that no request is left besides those that are busy.
@@ -335,7 +337,7 @@ class Scheduler:
         if request.proposer is not None or request.proposed is not None:
             self._draft(step, work)
 
-    def _draft(self, step: _Step, work: Work) -> None:
+    def _draft(self, step: _Step, work: ScheduledRequest) -> None:
         """Take proposals, as many as leave a token to everybody else."""
         request = work.request
         others = sum(r.width for r in self.running if r.id not in step.works)

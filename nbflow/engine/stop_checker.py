@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.engine.outputs import RequestDelta
 from nbflow.engine.request import Request
 from nbflow.tokenization import Tokenizer
@@ -21,7 +21,7 @@ class StopChecker:
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
         self._tokenizer = tokenizer
-        self._streams: dict[Request, TextStream] = {}
+        self._streams: dict[Request, IncrementalDetokenizer] = {}
 
     def check(self, deltas: Sequence[RequestDelta]) -> list[Request]:
         """Fill in the text of tokens; cut requests after the token that completes a stop text.
@@ -56,7 +56,7 @@ class StopChecker:
     def _detokenize(self, delta: RequestDelta) -> None:
         request = delta.request
         if request not in self._streams:
-            self._streams[request] = TextStream(
+            self._streams[request] = IncrementalDetokenizer(
                 self._tokenizer(), request.stop_texts, request.include_stop_text,
                 request.text_before,
             )  # fmt: skip

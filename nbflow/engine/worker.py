@@ -21,24 +21,24 @@ from nbflow.checkpoint import WeightFile
 from nbflow.distributed.comm import Comm, RankError
 from nbflow.distributed.links import Links
 from nbflow.distributed.plan import Plan, make_plan
-from nbflow.engine.cross_attention import Memory
+from nbflow.engine.cross_attention import CrossAttentionCache
 from nbflow.engine.embedding import token_types
-from nbflow.engine.evaluator import MAX_LOGIT_BYTES, Sequences
-from nbflow.engine.multi_step import MAX_STEPS, Burst
-from nbflow.engine.outputs import ERROR_BYTES, Outcome, RequestDelta
+from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
+from nbflow.engine.multi_step import MAX_STEPS, MultiStepDecode
+from nbflow.engine.outputs import ERROR_BYTES, StepOutput, RequestDelta
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.replicas.address import own_addresses
 from nbflow.engine.request import FinishReason, Proposals, Request
-from nbflow.engine.scheduler import Scheduler, Work
-from nbflow.engine.search.runtime import follow
-from nbflow.executor import HOST, CpuExecutor, Place, RankWeights, Step, make_executor, make_step
-from nbflow.kv_cache import PageTable, make_storage
+from nbflow.engine.scheduler import Scheduler, ScheduledRequest
+from nbflow.engine.search.runtime import fork_sequences
+from nbflow.executor import HOST, CpuExecutor, Device, WeightLoader, Step, make_executor, make_step
+from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.options import OffloadConfig
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.program.read_operand import stored_bytes
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights
 from nbflow.sampling.strategy import no_distribution
 from nbflow.spec.model_spec import ModelSpec
@@ -62,7 +62,7 @@ def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
     return groups
 
 
-class RankEngine:
+class Worker:
     """The part of a model that one rank holds and runs.
 
     Parameters
@@ -94,13 +94,13 @@ class RankEngine:
         *,
         spec: ModelSpec,
         weights: Weights,
-        encoding: Encoding,
+        encoding: QuantizerOptions,
         activations: str,
         kv: str,
         threads: int,
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
-        place: Place = HOST,
+        place: Device = HOST,
         links: Links | None = None,
         offload: OffloadConfig | None = None,
     ) -> None:
@@ -113,18 +113,20 @@ class RankEngine:
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
             "page_size": page_size, "place": place, "offload": offload,
         }  # fmt: skip
-        self.encoded: Memory | None = None
+        self.encoded: CrossAttentionCache | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
-            encoder = RankEngine(
+            encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
-            self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
+            self.encoded = CrossAttentionCache(
+                encoder, spec, plan.ranks[comm.rank], file, **options
+            )
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
-        self.weights = RankWeights(self.program, file, weights, encoding=encoding)
+        self.weights = WeightLoader(self.program, file, weights, encoding=encoding)
         self.weights.settle(place, offload.embeddings_on_host)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
@@ -137,7 +139,7 @@ class RankEngine:
             ),
         )  # fmt: skip
         self.max_step_tokens = max_step_tokens
-        self.table = PageTable(page_size)
+        self.table = BlockTable(page_size)
         self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
         self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
@@ -146,14 +148,14 @@ class RankEngine:
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
-        self._sequences = Sequences(self)
+        self._sequences = PromptEvaluator(self)
         n_stages = plan.ranks[-1].stage + 1
         together = n_stages > 1 and self.encoded is None
         self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
-        self._bursts: dict[tuple[Any, ...], Burst] = {}
+        self._bursts: dict[tuple[Any, ...], MultiStepDecode] = {}
         self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
@@ -162,7 +164,7 @@ class RankEngine:
     # ---- sequences of others ------------------------------------------------------------------
 
     def sequences(self, method: str, *args: Any) -> Any:
-        """Call a method of `Sequences`."""
+        """Call a method of `PromptEvaluator`."""
         with self._watched():
             if self._pipeline is not None:
                 self._pipeline.settle()
@@ -259,7 +261,7 @@ class RankEngine:
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
         """Have an empty cache with these limits."""
         max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
-        self.table = PageTable(self.storage.page_size, max_pages)
+        self.table = BlockTable(self.storage.page_size, max_pages)
         self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
             self.table,
@@ -344,11 +346,11 @@ class RankEngine:
         if self.encoded is not None:
             self.encoded.update(self.scheduler.running)
 
-    def _one_step(self, works: Sequence[Work]) -> list[RequestDelta]:
+    def _one_step(self, works: Sequence[ScheduledRequest]) -> list[RequestDelta]:
         """Run one step, draw, and enter the pages that are full into the cache."""
         return self.end_step(works, self.begin_step(works))
 
-    def begin_step(self, works: Sequence[Work]) -> Outcome:
+    def begin_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step; on the rank with the head, draw, and tell the others."""
         parts = [part for work in works for part in work.parts]
         rows: list[int] = []
@@ -362,7 +364,7 @@ class RankEngine:
             [sequence for sequence, _ in parts], [ids for _, ids in parts], rows,
             token_types(works), n_logits,
         )  # fmt: skip
-        outcome = Outcome.empty(works, self.spec.vocab_size, self.spec.hidden_size)
+        outcome = StepOutput.empty(works, self.spec.vocab_size, self.spec.hidden_size)
         if self.comm.rank == self._head:
             states = functools.partial(self.executor.buffer, "y", len(rows))
             if n_logits:
@@ -374,7 +376,9 @@ class RankEngine:
                 self._post(array)
         return outcome
 
-    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[RequestDelta]:
+    def end_step(
+        self, works: Sequence[ScheduledRequest], outcome: StepOutput
+    ) -> list[RequestDelta]:
         """Give the requests of a step what it gave."""
         if self.comm.rank != self._head and outcome.arrays:
             status.set(WAITING, "draw")
@@ -403,7 +407,7 @@ class RankEngine:
 
     def _follow(self, request: Request) -> None:
         """Let the sequences of a search follow what it has decided."""
-        forks = follow(request, self.table, self.scheduler.numbers)
+        forks = fork_sequences(request, self.table, self.scheduler.numbers)
         if self.encoded is not None:
             for old, new in forks:
                 self.encoded.table.fork(old, new)
@@ -414,7 +418,7 @@ class RankEngine:
         if self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
-    def _can_burst(self, works: Sequence[Work]) -> bool:
+    def _can_burst(self, works: Sequence[ScheduledRequest]) -> bool:
         """Return whether the next steps can run as one burst: all generate, nobody is to join."""
         return (
             isinstance(self.executor, CpuExecutor)
@@ -422,21 +426,21 @@ class RankEngine:
             and all(w.request.is_generating and w.request.n_proposed == 0 for w in works)
             and all(w.request.search is None for w in works)
             and len(works) == len(self.scheduler.running)
-            and Burst.fits([w.request for w in works])
+            and MultiStepDecode.fits([w.request for w in works])
         )
 
-    def _burst(self, works: Sequence[Work], burst_s: float) -> list[RequestDelta]:
+    def _burst(self, works: Sequence[ScheduledRequest], burst_s: float) -> list[RequestDelta]:
         """Run several steps in which each of these requests draws a token."""
         requests = [w.request for w in works]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
         n_steps = min(n_steps, *(self.scheduler.n_alike(r) for r in requests))
         n_steps = self._reserve(requests, n_steps)
-        key = Burst.key(requests)
+        key = MultiStepDecode.key(requests)
         if key not in self._bursts:
             if len(self._bursts) >= MAX_BURSTS:
                 self._bursts.clear()
-            self._bursts[key] = Burst(*key)
+            self._bursts[key] = MultiStepDecode(*key)
         burst = self._bursts[key]
         wrong = burst.begin(requests)
         if wrong:  # the others draw in the next step

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbflow.distributed.device import HOST, Place, find_place
+from nbflow.distributed.device import HOST, Device, find_place
 from nbflow.executor.cpu import CpuExecutor
 from nbflow.executor.executor import Executor
 from nbflow.executor.reference import ReferenceExecutor
 from nbflow.executor.step import Step, make_step
-from nbflow.executor.weight_loader import RankWeights
+from nbflow.executor.weight_loader import WeightLoader
 
 __all__ = [
     "HOST",
     "CpuExecutor",
     "Executor",
-    "Place",
-    "RankWeights",
+    "Device",
+    "WeightLoader",
     "ReferenceExecutor",
     "Step",
     "find_place",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-def make_executor(*args: Any, place: Place = HOST, **options: Any) -> Executor:
+def make_executor(*args: Any, place: Device = HOST, **options: Any) -> Executor:
     """Return the executor of a place; further parameters as of `Executor`."""
     if place.on_host:
         from nbflow.executor.overlap import OverlappingExecutor

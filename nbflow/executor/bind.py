@@ -24,12 +24,12 @@ from nbflow.program.cost import is_rounded
 from nbflow.program.records import COMMUNICATION, Op
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
-from nbflow_kernels.attention.cpu.scheduler import divide
+from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.options import alibi_slopes
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SINKS, SLOPES, SPLIT
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.graph import Call
+from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.formats import QuantTensor
@@ -52,7 +52,7 @@ class PythonOp:
         return self.kind in COMMUNICATION
 
 
-Made = list[Call] | PythonOp
+Made = list[GraphNode] | PythonOp
 
 
 def noted(op: Op, call: Callable[[], Any]) -> Callable[[], None]:
@@ -129,15 +129,15 @@ class LayerAttention:
         plan_into(self.plan, *self._step)
         self.n_shares[0], self.n_merges[0] = self.plan.n_shares, self.plan.n_merges
 
-    def next_step_calls(self) -> list[Call]:
+    def next_step_calls(self) -> list[GraphNode]:
         """Return the call that plans a further step; the encoder's keys stay as they are."""
         if self.cross:
             return []
         args = (self.plan.header, *self._step, get_num_threads(), self.n_shares, self.n_merges)
-        return [Call(_plan_step, args, 1, 1.0)]
+        return [GraphNode(_plan_step, args, 1, 1.0)]
 
 
-class StepAttention:
+class AttentionPlanGroup:
     """The attention's work of a step, for each kind of attention that the layers have."""
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
@@ -162,7 +162,7 @@ class StepAttention:
         for attention in self._of.values():
             attention.fill()
 
-    def next_step_calls(self) -> list[Call]:
+    def next_step_calls(self) -> list[GraphNode]:
         """Return calls that plan a further step with one token for each sequence."""
         return [call for attention in self._of.values() for call in attention.next_step_calls()]
 
@@ -173,7 +173,7 @@ def _plan_step(
     n_shares: Any, n_merges: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Divide the work of a step; the tables are large enough."""
-    _, merged, shared, _, _ = divide(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
+    _, merged, shared, _, _ = schedule(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
     n_shares[0], n_merges[0] = shared, merged
 
 
@@ -188,7 +188,7 @@ def is_blocks(weight: Any) -> bool:
     return isinstance(weight, QuantTensor) and not weight.is_float
 
 
-class Product:
+class MatmulOp:
     """Products of one matrix of activations with weights, in the wanted arithmetic.
 
     Parameters
@@ -239,7 +239,7 @@ class Binder:
         self._executor: Any = executor
         self._arrays = arrays
         self._spec = executor.program.spec
-        self.attention = StepAttention(executor, arrays) if executor.program.layers else None
+        self.attention = AttentionPlanGroup(executor, arrays) if executor.program.layers else None
 
     def ops(self) -> Iterator[tuple[Op, Made]]:
         """Yield each op with what it has become."""
@@ -345,7 +345,7 @@ class Binder:
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
         x = x[: len(out)]  # of hidden states without logits the head reads none
         pieces = weights.operands[index]
-        product = Product(x, self._executor)
+        product = MatmulOp(x, self._executor)
 
         def launch() -> None:
             product.prepare(pieces)
@@ -366,7 +366,7 @@ class Binder:
         def launch() -> None:
             for h, weight in enumerate(weights):
                 n_rows, n_columns = weight.shape
-                product = Product(x[:, h, :n_columns], self._executor)
+                product = MatmulOp(x[:, h, :n_columns], self._executor)
                 product.prepare([weight])
                 product.launch(weight, None, False, out[:, h, :n_rows])
 
@@ -420,7 +420,7 @@ class Binder:
         sinks = self._executor.weights.bias[index]
         if sinks is not None:  # the layer's own, in a plan that is that of many layers
             args = step.plan.header, np.int64(SINKS), np.int64(address_of(sinks))
-            calls = [Call(_set_word, args, 1, 1.0), *calls]
+            calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
         return calls
 
     _cross_attention = _attention

@@ -25,7 +25,7 @@ from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import DeviceArrays, StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.records import Op
-from nbflow_kernels.attention.cuda.plan import FixedTables, device_plan
+from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan
 from nbflow_kernels.attention.plan_layout import SINKS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
@@ -48,7 +48,7 @@ class CudaBinder(CudaExchanges):
         self._host = host
         self.executor = executor
         self._fusions = fusions
-        self.tables: list[FixedTables] = []
+        self.tables: list[StaticPlanBuffers] = []
         """What the attention reads, of steps that may become graphs: those with `rows_each`."""
         if rows_each and self.attention is not None:
             self.tables = [self._fixed(kind, rows_each) for kind in self.attention.kinds]
@@ -58,10 +58,10 @@ class CudaBinder(CudaExchanges):
         self.scratch: list[Any] = []
         """Arrays that ops write in passing, or read."""
 
-    def _fixed(self, kind: LayerAttention, rows_each: int) -> FixedTables:
+    def _fixed(self, kind: LayerAttention, rows_each: int) -> StaticPlanBuffers:
         """Return tables for a kind of attention, which its launches read from now on."""
         like = self._view(next(iter(self.executor.program.buffers)))
-        tables = FixedTables(kind.plan, device_of(like), len(self._host.ids), rows_each)
+        tables = StaticPlanBuffers(kind.plan, device_of(like), len(self._host.ids), rows_each)
         device_plan(kind.plan, like).fix(tables)
         tables.fill()
         return tables

@@ -64,7 +64,7 @@ class _FusedBinder:
 
         def launch() -> None:
             for weight, some_bias, part, norm, then in launches:
-                cuda_fused.product(
+                cuda_fused.fused_gemv(
                     x, weight, some_bias, part, rows=rows, norm=norm, then=then, added=added,
                     activations=activations,
                 )  # fmt: skip
@@ -138,16 +138,16 @@ class _FusedBinder:
             norm = self._ops[fusion.row_norm]
             out = self._binder.view((norm if add is None else add).out)
             added = 0.0 if add is None else add.attrs.get("scale", 1.0)
-            return cuda_fused.RowNorm(norm_of(self._executor, fusion.row_norm, out), added)
+            return cuda_fused.NormEpilogue(norm_of(self._executor, fusion.row_norm, out), added)
         if fusion.behind in (GATE, ACTIVATION):
             assert fusion.gate is not None
             op = self._ops[fusion.gate]
             if fusion.behind == ACTIVATION:
                 return cuda_fused.Activation(op.attrs["activation"])
-            return cuda_fused.Gate(op.attrs["activation"], self._binder.view(op.out))
+            return cuda_fused.GateEpilogue(op.attrs["activation"], self._binder.view(op.out))
         return cuda_fused.NOTHING
 
-    def _heads(self, first_row: int) -> cuda_fused.Heads:
+    def _heads(self, first_row: int) -> cuda_fused.RopeKvAppendEpilogue:
         fusion, program, storage = self._fusion, self._executor.program, self._executor.storage
         keys, values = storage.layers[self._layer()]
         norms = [i for i in (fusion.q_norm, fusion.k_norm) if i is not None]
@@ -156,13 +156,13 @@ class _FusedBinder:
             None if i is None else self._weights.operands[i][0]
             for i in (fusion.q_norm, fusion.k_norm)
         )
-        return cuda_fused.Heads(
+        return cuda_fused.RopeKvAppendEpilogue(
             self._places(), program.spec.head_dim, first_row // program.spec.head_dim,
             program.n_heads, program.n_kv_heads, keys, values, storage.kinds, q_weight, k_weight,
             attrs.get("eps", 0.0), attrs.get("offset", 0.0), self._norms_all_heads(),
         )  # fmt: skip
 
-    def _latent(self, first_row: int, end_row: int) -> cuda_fused.Latent:
+    def _latent(self, first_row: int, end_row: int) -> cuda_fused.MlaEpilogue:
         fusion, storage = self._fusion, self._executor.storage
         assert fusion.latent_norm is not None
         assert fusion.copy is not None
@@ -178,7 +178,7 @@ class _FusedBinder:
             first = buffer.offset - first_row
         weight = (*self._weights.operands[fusion.latent_norm], None)[0]
         pages, _ = storage.layers[self._layer()]
-        return cuda_fused.Latent(
+        return cuda_fused.MlaEpilogue(
             self._places(), D, max(0, min(end_row, n_heads * D) - first_row) // D,
             norm.attrs["columns"], queries, latent, first, pages, storage.kinds[0], weight,
             norm.attrs["eps"], norm.attrs.get("offset", 0.0),

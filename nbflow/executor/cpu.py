@@ -22,7 +22,7 @@ from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.block_table import PageView
-from nbflow_kernels.cpu.graph import Call, CallList
+from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
 from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_list
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
@@ -38,7 +38,7 @@ tokens the keys of so many are not divided, and no partial results are to be add
 class Segment:
     """Compiled calls between two ops that are Python."""
 
-    calls: CallList
+    calls: CpuGraph
     kinds: tuple[str, ...]
     """Kind of op of each call."""
 
@@ -99,7 +99,12 @@ class CpuExecutor(Executor):
             self._run_segment(segment)
 
     def run_repeated(
-        self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any
+        self,
+        step: Step,
+        key: Any,
+        further: Callable[[Bound], Sequence[GraphNode]],
+        n: int,
+        stop: Any,
     ) -> None:
         """Run the program up to `n` times, each time followed by further calls.
 
@@ -135,11 +140,11 @@ class CpuExecutor(Executor):
                 return
 
     @staticmethod
-    def _with_further(bound: Bound, calls: Sequence[Call]) -> list[Segment | PythonOp]:
+    def _with_further(bound: Bound, calls: Sequence[GraphNode]) -> list[Segment | PythonOp]:
         """Return a step's segments with further calls at the end of the last one."""
         *before, last = bound.segments
         assert isinstance(last, Segment)  # it makes the logits
-        joined = CallList([*last.calls.calls, *calls], last.calls.n_threads)
+        joined = CpuGraph([*last.calls.calls, *calls], last.calls.n_threads)
         return [*before, Segment(joined, (*last.kinds, *("draw" for _ in calls)))]
 
     def _run_segment(self, segment: Segment | PythonOp, **options: Any) -> None:
@@ -199,12 +204,12 @@ class CpuExecutor(Executor):
         arrays.load(step)
         binder = Binder(self, arrays)
         segments: list[Segment | PythonOp] = []
-        waiting: list[tuple[str, Call]] = []
+        waiting: list[tuple[str, GraphNode]] = []
 
         def close() -> None:
             if waiting:
                 kinds, calls = zip(*waiting, strict=True)
-                segments.append(Segment(CallList(calls, get_num_threads()), kinds))
+                segments.append(Segment(CpuGraph(calls, get_num_threads()), kinds))
                 waiting.clear()
 
         for op, made in binder.ops():

@@ -29,7 +29,7 @@ from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import DeviceArrays, PaddedArrays, Staging, StepArrays
 from nbflow.program.records import COMMUNICATION
 from nbflow.utils.rank_status import status
-from nbflow_kernels.attention.cuda.plan import FixedTables
+from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import pieces, release
 from nbflow_kernels.quantized_matmul.cuda import FEW
@@ -51,7 +51,7 @@ class Bound:
     device: DeviceArrays
     attention: Any
     """Divides the attention's work; None without layers."""
-    tables: list[FixedTables]
+    tables: list[StaticPlanBuffers]
     """What the attention reads, of shapes that graphs are captured of."""
     ops: list[PythonOp]
     storages: tuple[int, int]

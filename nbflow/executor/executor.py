@@ -10,10 +10,10 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.distributed.comm import Alone, Comm
-from nbflow.distributed.device import HOST, Place
+from nbflow.distributed.device import HOST, Device
 from nbflow.distributed.links import Links
 from nbflow.executor.step import Step
-from nbflow.executor.weight_loader import RankWeights
+from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.storage import KVStorage
 from nbflow.program.records import Op, Program
 from nbflow.spec.architecture import RopeSpec
@@ -59,13 +59,13 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        weights: RankWeights,
+        weights: WeightLoader,
         storage: KVStorage,
         comm: Comm | None = None,
         numbers: tuple[int, ...] = (0,),
         activations: str = "f32",
         memory: KVStorage | None = None,
-        place: Place = HOST,
+        place: Device = HOST,
     ) -> None:
         self.program = program
         self.storage = storage

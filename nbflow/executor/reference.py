@@ -14,7 +14,7 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.executor.expert_bias import expert_biases
-from nbflow.executor.weight_loader import RankWeights
+from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
@@ -46,7 +46,7 @@ class ReferenceExecutor:
     def __init__(
         self,
         program: Program,
-        weights: RankWeights,
+        weights: WeightLoader,
         trace: Callable[[Op, np.ndarray], None] | None = None,
         memory: Cache | None = None,
     ) -> None:

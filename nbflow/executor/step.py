@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbflow.kv_cache.block_table import PageTable, PageView
+from nbflow.kv_cache.block_table import BlockTable, PageView
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Step:
 
 
 def make_step(
-    table: PageTable,
+    table: BlockTable,
     sequences: Sequence[int],
     tokens: Sequence[Sequence[int]],
     logit_rows: Sequence[int],
     types: Sequence[int] | None = None,
-    memory: PageTable | None = None,
+    memory: BlockTable | None = None,
     *,
     short_context: int | None = None,
     n_logits: int | None = None,

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.distributed.device import Place
+from nbflow.distributed.device import Device
 from nbflow.executor.step import Step
-from nbflow_kernels.attention.cuda.plan import FixedTables
+from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 
 
 class StepArrays:
@@ -117,7 +117,7 @@ class Staging:
     N_BUFFERS = 2
     """A step's numbers are written while those of the step before may still be on their way."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Device) -> None:
         cuda = place.xp.cuda
         self._allocate = cuda.alloc_pinned_memory
         self._buffers = [np.zeros(0, np.int32)] * self.N_BUFFERS
@@ -157,7 +157,9 @@ class DeviceArrays:
         *("kv_indptr", "kv_indices"),
     )
 
-    def __init__(self, host: StepArrays, place: Place, tables: Sequence[FixedTables] = ()) -> None:
+    def __init__(
+        self, host: StepArrays, place: Device, tables: Sequence[StaticPlanBuffers] = ()
+    ) -> None:
         self.size = host.size
         self._parts = [*(getattr(host, name) for name in self.NAMES), *(t.host for t in tables)]
         ends = np.cumsum([len(part) for part in self._parts]).tolist()

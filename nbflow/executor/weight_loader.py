@@ -18,10 +18,10 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.weight_file import ITEM_BYTES
-from nbflow.distributed.device import Place
+from nbflow.distributed.device import Device
 from nbflow.program.read_operand import convert, quantized_pieces, read_part, stored_bytes
 from nbflow.program.records import Op, Operand, Program
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.utils.rank_status import status
 from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
@@ -29,7 +29,7 @@ from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
 
 
-class RankWeights:
+class WeightLoader:
     """The operands of a program's ops, by op index.
 
     Those of a linear op are matrices one below the other, of one row per output in all.
@@ -57,11 +57,11 @@ class RankWeights:
         file: WeightFile,
         weights: Weights,
         outliers: float = 0.0,
-        encoding: Encoding | None = None,
+        encoding: QuantizerOptions | None = None,
         joined: bool = True,
     ) -> None:
         self._file = file
-        self._encoding = encoding or Encoding(outliers=outliers)
+        self._encoding = encoding or QuantizerOptions(outliers=outliers)
         self._program = program
         self._formats = weight_formats(weights)
         self._joined = joined
@@ -83,7 +83,7 @@ class RankWeights:
         """Return the bytes of tables that lie in the host's memory, beside a device."""
         return sum(stored_bytes(table) for table in self._mapped.values())
 
-    def settle(self, place: Place, embeddings_on_host: bool = False) -> None:
+    def settle(self, place: Device, embeddings_on_host: bool = False) -> None:
         """Put all operands to a place, in the layout that the kernels there compute from.
 
         With `embeddings_on_host` the tables that are only looked up stay in the host's memory,
@@ -102,7 +102,7 @@ class RankWeights:
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
-    def _move(self, place: Place, embeddings_on_host: bool) -> None:
+    def _move(self, place: Device, embeddings_on_host: bool) -> None:
         """Put all operands to a device; a table of attention's, which a plan reads, stays."""
         moved: dict[int, tuple[Any, Any]] = {}  # with the operand, which keeps its id its own
         ops = list(zip(self._program.ops, self.operands, strict=True))

@@ -1,6 +1,6 @@
 """The paged key/value cache: whose pages are whose (`page_table`), the pages (`storage`)."""
 
-from nbflow.kv_cache.block_table import PageTable
+from nbflow.kv_cache.block_table import BlockTable
 from nbflow.kv_cache.storage import KVStorage, make_storage
 
-__all__ = ["KVStorage", "PageTable", "make_storage"]
+__all__ = ["KVStorage", "BlockTable", "make_storage"]

@@ -21,7 +21,7 @@ from itertools import islice
 
 import numpy as np
 
-from nbflow.kv_cache.prefix_cache import Chain, n_alike, page_name
+from nbflow.kv_cache.prefix_cache import Chain, common_prefix_len, page_name
 
 UNLIMITED = 2**31 - 1
 """Number of pages when there is no limit."""
@@ -86,7 +86,7 @@ class PageView:
     """int32 (B,): tokens of each sequence."""
 
 
-class PageTable:
+class BlockTable:
     """Pages of `page_size` tokens, given to sequences and taken back.
 
     Parameters
@@ -382,7 +382,7 @@ class PageTable:
         best, most = -1, 0
         after = self._after.get(chain.before(n_full), {})
         for page in islice(reversed(after), MAX_COMPARED):
-            alike = n_alike(self._content[page].tokens, wanted)
+            alike = common_prefix_len(self._content[page].tokens, wanted)
             if alike > most:
                 best, most = page, alike
         return best, most

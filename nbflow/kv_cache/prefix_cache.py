@@ -21,7 +21,7 @@ def page_name(before: bytes, tokens: array[int]) -> bytes:
     return blake2b(before + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
-def n_alike(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at their beginnings."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:

@@ -21,7 +21,7 @@ from nbflow.planner.planned_model import PlannedModel, planned_model, stored_mod
 from nbflow.planner.predict import predict
 from nbflow.planner.prediction import Prediction, RankPrediction, Workload
 from nbflow.planner.search import AIMS, Aim, best, candidates, compare, with_shares
-from nbflow.planner.stage_cost import Setting
+from nbflow.planner.stage_cost import RunConfig
 
 __all__ = [
     "AIMS",
@@ -33,7 +33,7 @@ __all__ = [
     "Prediction",
     "RankPrediction",
     "Rates",
-    "Setting",
+    "RunConfig",
     "Workload",
     "best",
     "candidates",

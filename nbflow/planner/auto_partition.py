@@ -10,7 +10,7 @@ from nbflow.planner.machine import Machine, load_machine
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.planner.prediction import Workload
 from nbflow.planner.search import AIMS, best, candidates, compare
-from nbflow.planner.stage_cost import Setting
+from nbflow.planner.stage_cost import RunConfig
 from nbflow_kernels.errors import UsageError, unknown_name
 
 BATCH = {"latency": 1, "throughput": 32}
@@ -28,7 +28,7 @@ def choose_partition(
     comm: Comm,
     aim: str = "latency",
     machine: str | Path | None = None,
-    setting: Setting | None = None,
+    setting: RunConfig | None = None,
     measure: Measure | None = None,
 ) -> str:
     """Return the partition string that is predicted to be best; every rank must call it.
@@ -64,7 +64,7 @@ def choose_partition(
         if machine is not None:
             load_machine(machine)  # a wrong name or file shows with one rank, too
         return "0"
-    described = _machine(comm, machine, model, setting or Setting(), measure)
+    described = _machine(comm, machine, model, setting or RunConfig(), measure)
     chosen: str | UsageError = ""
     if comm.rank == 0:
         try:
@@ -81,7 +81,7 @@ def _machine(
     comm: Comm,
     machine: str | Path | None,
     model: PlannedModel,
-    setting: Setting,
+    setting: RunConfig,
     measure: Measure | None,
 ) -> Machine:
     """Return the machine, measured as far as the model needs it if it is not described."""
@@ -95,7 +95,7 @@ def _machine(
     return result
 
 
-def _chosen(model: PlannedModel, machine: Machine, aim: str, setting: Setting | None) -> str:
+def _chosen(model: PlannedModel, machine: Machine, aim: str, setting: RunConfig | None) -> str:
     workload = _workload(model, BATCH[aim])
     texts = list(candidates(len(machine.devices), replicas=aim == "throughput"))
     predictions, _ = compare(model, machine, workload, setting, texts)

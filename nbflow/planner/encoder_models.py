@@ -16,12 +16,12 @@ from nbflow.distributed import Plan, make_plan
 from nbflow.planner.machine import Machine
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.planner.prediction import Prediction, Steps, Workload, kind_of, predicted_rank
-from nbflow.planner.stage_cost import RankWork, Setting, Stage, make_stages
+from nbflow.planner.stage_cost import RankWork, RunConfig, Stage, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 
 
 def predict_encoder(
-    model: PlannedModel, plan: Plan, machine: Machine, workload: Workload, setting: Setting
+    model: PlannedModel, plan: Plan, machine: Machine, workload: Workload, setting: RunConfig
 ) -> Prediction:
     """Return what one replica of a model with an encoder, or of an encoder, can do.
 
@@ -57,7 +57,7 @@ def predict_encoder(
 class _Timer:
     """Times of steps that run one after the other."""
 
-    def __init__(self, plan: Plan, machine: Machine, setting: Setting) -> None:
+    def __init__(self, plan: Plan, machine: Machine, setting: RunConfig) -> None:
         self._machine, self._setting, self._plan = machine, setting, plan
         self._alone = len(plan.numbers) == 1
         several = len(plan.numbers) > 1
@@ -109,7 +109,7 @@ class _Timer:
         return seconds, max(0.0, bubble), exchanges / seconds
 
 
-def _texts(workload: Workload, setting: Setting) -> tuple[tuple[int, int], tuple[int, int]]:
+def _texts(workload: Workload, setting: RunConfig) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return how many texts are in a step, and how many such steps; then the same of the rest."""
     together = min(workload.batch, max(1, setting.max_step_tokens // workload.prompt))
     n_steps, rest = divmod(workload.batch, together)
@@ -121,7 +121,7 @@ def _prediction(
     plan: Plan,
     machine: Machine,
     workload: Workload,
-    setting: Setting,
+    setting: RunConfig,
     prefill_s: float,
     decode_s: float,
     bubble: float,

@@ -20,7 +20,7 @@ from nbflow.kv_cache.block_table import grown
 from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
 from nbflow.planner.auto_partition import Measure, choose_partition
 from nbflow.planner.planned_model import PlannedModel, planned_model
-from nbflow.planner.stage_cost import Setting
+from nbflow.planner.stage_cost import RunConfig
 from nbflow.planner.weight_bytes import weight_bytes
 from nbflow.program import build, build_memory, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
@@ -152,7 +152,7 @@ def plan_memory(
     planned = planned.encoded_by(given.encoder)
     partition = given.partition
     if partition == "auto":
-        setting = Setting(kv=given.kv, activations=given.activations, exchange=exchange)
+        setting = RunConfig(kv=given.kv, activations=given.activations, exchange=exchange)
         partition = choose_partition(
             planned, world(), given.optimize, given.machine, setting, measure
         )

@@ -26,7 +26,7 @@ from nbflow.planner.encoder_models import predict_encoder
 from nbflow.planner.machine import Device, Machine
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.planner.prediction import Prediction, Steps, Workload, kind_of, predicted_rank
-from nbflow.planner.stage_cost import Setting, make_stages
+from nbflow.planner.stage_cost import RunConfig, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 from nbflow_kernels.errors import UsageError
 
@@ -36,7 +36,7 @@ def predict(
     partition: str,
     machine: Machine,
     workload: Workload | None = None,
-    setting: Setting | None = None,
+    setting: RunConfig | None = None,
     micro_batches: int | None = None,
 ) -> Prediction:
     """Return what a partition can do.
@@ -71,7 +71,7 @@ def predict(
     >>> predict(model, "0&1", machine).decode_s < predict(model, "0", machine).decode_s
     True
     """
-    workload, setting = workload or Workload(), setting or Setting()
+    workload, setting = workload or Workload(), setting or RunConfig()
     _check(model, workload)
     shared = _shared_out(partition, workload)
     only = min(len(shared), workload.batch) == 1  # the others have nothing to do
@@ -126,7 +126,7 @@ def _replica(
     partition: str,
     machine: Machine,
     workload: Workload,
-    setting: Setting,
+    setting: RunConfig,
     micro_batches: int | None,
     only: bool,
 ) -> Prediction:
@@ -169,7 +169,7 @@ def _replica(
     )
 
 
-def _check_host(device: Device, setting: Setting) -> None:
+def _check_host(device: Device, setting: RunConfig) -> None:
     if setting.kv_host and not device.host_read_bytes_per_s:
         raise UsageError(
             f"device {device.name} has no host_read_bytes_per_s, so it cannot read a cache that is "
@@ -191,7 +191,7 @@ class _Pipeline:
     """The stages of one replica, one behind the other."""
 
     def __init__(
-        self, model: PlannedModel, plan: Plan, machine: Machine, setting: Setting, only: bool
+        self, model: PlannedModel, plan: Plan, machine: Machine, setting: RunConfig, only: bool
     ) -> None:
         self.stages = make_stages(model, plan, machine)
         self._setting = setting

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbflow.planner.machine import Device
-from nbflow.planner.stage_cost import RankWork, Setting, Stage
+from nbflow.planner.stage_cost import RankWork, RunConfig, Stage
 from nbflow.program.cost import StepShape
 from nbflow_kernels.errors import UsageError
 
@@ -131,7 +131,7 @@ class Steps:
 
 
 def predicted_rank(
-    parts: Sequence[tuple[RankWork, int, Steps]], device: Device, setting: Setting, sent: float
+    parts: Sequence[tuple[RankWork, int, Steps]], device: Device, setting: RunConfig, sent: float
 ) -> RankPrediction:
     """Return what one rank holds.
 

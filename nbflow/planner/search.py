@@ -12,7 +12,7 @@ from nbflow.planner.machine import Machine
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.planner.predict import predict
 from nbflow.planner.prediction import Prediction, Workload
-from nbflow.planner.stage_cost import Setting
+from nbflow.planner.stage_cost import RunConfig
 from nbflow_kernels.errors import UsageError
 
 Aim = Objective
@@ -50,7 +50,7 @@ def compare(
     model: PlannedModel,
     machine: Machine,
     workload: Workload | None = None,
-    setting: Setting | None = None,
+    setting: RunConfig | None = None,
     partitions: Sequence[str] | None = None,
 ) -> tuple[list[Prediction], dict[str, str]]:
     """Predict partitions of a machine.

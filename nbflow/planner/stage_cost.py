@@ -31,7 +31,7 @@ from nbflow.program.records import COMMUNICATION, Op, Operand, Program
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunConfig:
     """How the model is run."""
 
     kv: str = "f16"
@@ -142,7 +142,7 @@ class RankWork:
                 waiting = []
 
 
-def seconds_of(costs: Costs, device: Device, setting: Setting, alone: bool) -> float:
+def seconds_of(costs: Costs, device: Device, setting: RunConfig, alone: bool) -> float:
     """Return how long a device works on one op: as long as its slowest part (the roofline)."""
     cost, format = costs
     rate = device.read_bytes_per_s
@@ -181,7 +181,7 @@ class Stage:
             seen[_sizes(work.plan), id(device)] = (work, device)
         self._different = list(seen.values())
 
-    def seconds(self, step: StepShape, setting: Setting, alone: bool) -> tuple[float, float]:
+    def seconds(self, step: StepShape, setting: RunConfig, alone: bool) -> tuple[float, float]:
         """Return how long the stage takes for a step, and how much of that is exchanges."""
         parts = [list(work.pieces(step, setting.kv)) for work, _ in self._different]
         in_burst = self._burst_s and step.n_new == 1

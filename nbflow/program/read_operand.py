@@ -11,7 +11,7 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.tensor_layout import Stored
+from nbflow.spec.tensor_layout import TensorLayout
 from nbflow_kernels.errors import UsageError
 
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
@@ -55,7 +55,7 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
     return np.ascontiguousarray(whole)
 
 
-def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: Stored) -> np.ndarray:
+def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: TensorLayout) -> np.ndarray:
     """Return the matrices of some heads whose rows are columns in the checkpoint."""
     n_rows, width = place.turned, place.shape[-1]  # of a head in the checkpoint, and its rows here
     first, end = (row // width for row in part.rows or (0, spec.shape_of(part.name)[0]))
@@ -82,7 +82,7 @@ def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
     return nk.QuantTensor(rows.format, (len(data), rows.shape[1]), data)
 
 
-def _spans(spec: ModelSpec, part: Operand, place: Stored) -> Sequence[tuple[int, int] | None]:
+def _spans(spec: ModelSpec, part: Operand, place: TensorLayout) -> Sequence[tuple[int, int] | None]:
     """Return which rows of the checkpoint's tensor make a part."""
     if part.rows is None and place.rows is None:
         return (None,)

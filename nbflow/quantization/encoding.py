@@ -22,7 +22,7 @@ GPTQ_NEEDS = (
 
 
 @dataclass(frozen=True)
-class Encoding:
+class QuantizerOptions:
     """How matrices are put into a format.
 
     Examples
@@ -134,5 +134,5 @@ class Encoding:
         return self._last[0][1]
 
 
-BEST = Encoding()
+BEST = QuantizerOptions()
 """What `nbflow_kernels.quantize` does with a matrix alone."""

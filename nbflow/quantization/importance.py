@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers import gguf
-from nbflow.conversion.plan import NewTensor
+from nbflow.conversion.plan import TensorPlan
 from nbflow.utils.binary_file import ByteCursor, ByteFile
 from nbflow_kernels.errors import UsageError
 
@@ -143,8 +143,8 @@ def _sums_of_binary(file: ByteFile) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def weigh(
-    tensors: Sequence[NewTensor], importance: Importance | None
-) -> tuple[list[NewTensor], list[str]]:
+    tensors: Sequence[TensorPlan], importance: Importance | None
+) -> tuple[list[TensorPlan], list[str]]:
     """Give the tensors that are put into a format their importances; return notes too.
 
     Raises
@@ -176,7 +176,7 @@ def weigh(
     )
 
 
-def _found(tensor: NewTensor, importance: Importance) -> tuple[str, Any] | None:
+def _found(tensor: TensorPlan, importance: Importance) -> tuple[str, Any] | None:
     """Return the name under which there is something about a tensor, and what."""
     if tensor.name in importance:
         return tensor.name, importance[tensor.name]
@@ -189,7 +189,7 @@ def _found(tensor: NewTensor, importance: Importance) -> tuple[str, Any] | None:
     return ours[0], arrays[0]
 
 
-def _checked(tensor: NewTensor, name: str, vector: Any) -> np.ndarray:
+def _checked(tensor: TensorPlan, name: str, vector: Any) -> np.ndarray:
     """Return the importances of a tensor's parts, (1 or parts, K), or (1 or parts, K, K)."""
     K, n = tensor.shape[-1], len(tensor.parts)
     array = np.asarray(vector, np.float32)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
-from nbflow.quantization.encoding import GPTQ_NEEDS, Encoding, Importance
+from nbflow.quantization.encoding import GPTQ_NEEDS, QuantizerOptions, Importance
 from nbflow.quantization.policy import is_matrix
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
 from nbflow.quantization.transforms.hadamard import rotate, rotated_spec
-from nbflow.quantization.transforms.transform import Folding
+from nbflow.quantization.transforms.transform import WeightTransform
 from nbflow.quantization.transforms.transformed_file import FoldedFile
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -63,9 +63,9 @@ class Prepared:
 
     spec: ModelSpec
     """Its specification, folded."""
-    encoding: Encoding
+    encoding: QuantizerOptions
     """How its matrices are put into their formats."""
-    foldings: tuple[Folding, ...] = ()
+    foldings: tuple[WeightTransform, ...] = ()
     """What becomes of the model first, one after the other."""
     before: tuple[ModelSpec, ...] = ()
     """The specification before each of them."""
@@ -160,7 +160,7 @@ def prepare(
         before.append(spec)
         file = FoldedFile(file, spec, folding)
         spec = folding.spec
-    encoding = Encoding(last, known, act_order, damping, outliers)
+    encoding = QuantizerOptions(last, known, act_order, damping, outliers)
     return Prepared(spec, encoding, tuple(made), tuple(before))
 
 

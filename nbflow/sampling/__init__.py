@@ -20,7 +20,7 @@ from __future__ import annotations
 from nbflow.sampling.build import build_strategy, end_ids
 from nbflow.sampling.filters import Filters
 from nbflow.sampling.greedy import Greedy
-from nbflow.sampling.logits_processors import Constrained, Constraints
+from nbflow.sampling.logits_processors import Constrained, LogitsProcessors
 from nbflow.sampling.min_p import MinP
 from nbflow.sampling.mirostat import Mirostat
 from nbflow.sampling.sample import Sample
@@ -35,7 +35,7 @@ __all__ = [
     "STRATEGIES",
     "Chain",
     "Constrained",
-    "Constraints",
+    "LogitsProcessors",
     "Filters",
     "Grammar",
     "Greedy",

@@ -10,7 +10,7 @@ from typing import Any
 
 from nbflow.options import SamplingParams, Word
 from nbflow.sampling.dry_breakers import breaker_sequences
-from nbflow.sampling.logits_processors import Constraints, check_token_ids, constrain
+from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.sampling.sampler_chain import parse_samplers
 from nbflow.sampling.strategies import STRATEGIES, make_strategy
 from nbflow.sampling.strategy import Strategy
@@ -149,7 +149,7 @@ def _constraints(
     n_vocab: int,
     tokenizer: Tokenizer | None,
     ends: tuple[int, ...],
-) -> Constraints:
+) -> LogitsProcessors:
     """Return the changes of the logits."""
     given = () if _penalties_in_chain(params) else PENALTIES
     penalties = {p: getattr(params, p) for p in given}
@@ -160,7 +160,7 @@ def _constraints(
     if name.startswith("inferflow.") and tokenizer is not None:
         unknown = tokenizer.token_id(tokenizer.named_tokens.get("unk_token", ""))
         banned += () if unknown is None else (unknown,)
-    return Constraints(
+    return LogitsProcessors(
         grammar=grammar,
         allowed_token_ids=tuple(params.allowed_token_ids or ()),
         no_repeat_ngram_size=params.no_repeat_ngram_size or 0,

@@ -16,7 +16,7 @@ COLD = 1e-6
 
 
 @dataclass(frozen=True)
-class Shortlist:
+class TopCandidates:
     """The best tokens of a row of logits, which is all that a device sends of it."""
 
     n_vocab: int
@@ -26,16 +26,16 @@ class Shortlist:
     logits: np.ndarray
     """float32 (n,): their scores."""
 
-    def first(self, n: int) -> Shortlist:
+    def first(self, n: int) -> TopCandidates:
         """Return the `n` best."""
-        return Shortlist(self.n_vocab, self.ids[:n], self.logits[:n])
+        return TopCandidates(self.n_vocab, self.ids[:n], self.logits[:n])
 
 
-def shortlists(logits: np.ndarray, n: int) -> list[Shortlist]:
+def shortlists(logits: np.ndarray, n: int) -> list[TopCandidates]:
     """Return the `n` best tokens of each row of logits, float32 (B, V), on a CUDA device."""
     n_vocab = logits.shape[1]
     values, ids = (on_host(array) for array in top_k(logits, min(n, n_vocab), sorted=True))
-    return [Shortlist(n_vocab, *row) for row in zip(ids, values, strict=True)]
+    return [TopCandidates(n_vocab, *row) for row in zip(ids, values, strict=True)]
 
 
 class Candidates:
@@ -53,8 +53,8 @@ class Candidates:
         If there is a NaN or +inf, or no candidate.
     """
 
-    def __init__(self, logits: np.ndarray | Shortlist) -> None:
-        if isinstance(logits, Shortlist):
+    def __init__(self, logits: np.ndarray | TopCandidates) -> None:
+        if isinstance(logits, TopCandidates):
             best = logits.logits[0] if logits.ids[0] >= 0 else np.nan
         else:
             best = logits.max()
@@ -68,7 +68,7 @@ class Candidates:
         self._ids: np.ndarray = np.empty(0, np.int64)
         self._logits: np.ndarray = np.empty(0)
         self._sorted = False
-        if isinstance(logits, Shortlist):
+        if isinstance(logits, TopCandidates):
             self.n_vocab = logits.n_vocab
             by_id = np.argsort(logits.ids)
             by_id = by_id[logits.logits[by_id] > -np.inf]

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import Shortlist, shortlists
+from nbflow.sampling.candidates import TopCandidates, shortlists
 from nbflow.sampling.strategy import State, Strategy, check_range
 from nbflow.sampling.structured_output import Grammar, Matcher
 from nbflow.sampling.token_buffer import Tokens
@@ -35,7 +35,7 @@ def check_token_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
 
 
 @dataclass(frozen=True)
-class Constraints:
+class LogitsProcessors:
     """Biases, penalties and forbidden tokens, in the order in which they are applied."""
 
     grammar: Grammar | None = None
@@ -99,7 +99,7 @@ class Constrained(Strategy):
 
     strategy: Strategy
     """What chooses."""
-    constraints: Constraints
+    constraints: LogitsProcessors
     """What is changed before."""
 
     compiled: ClassVar[bool] = False
@@ -122,7 +122,7 @@ class ConstrainedState:
     def __init__(
         self,
         inner: State,
-        constraints: Constraints,
+        constraints: LogitsProcessors,
         matcher: Matcher | None,
         tokens: Tokens,
     ) -> None:
@@ -135,9 +135,9 @@ class ConstrainedState:
         """See `nbflow.sampling.State.n_best`; which tokens are allowed is not known before."""
         return None
 
-    def choose(self, logits: np.ndarray | Shortlist) -> int:
+    def choose(self, logits: np.ndarray | TopCandidates) -> int:
         """See `nbflow.sampling.State.choose`."""
-        assert not isinstance(logits, Shortlist)
+        assert not isinstance(logits, TopCandidates)
         row = self._changed(logits)
         n_best = self._inner.n_best()
         if not is_cuda(row) or self._inner.takes_device_rows:
@@ -208,6 +208,6 @@ class ConstrainedState:
         return [w[-1] for w in words if len(w) == 1 or new[-len(w) + 1 :] == w[:-1]]
 
 
-def constrain(strategy: Strategy, constraints: Constraints) -> Strategy:
+def constrain(strategy: Strategy, constraints: LogitsProcessors) -> Strategy:
     """Return the strategy under these constraints; itself if there are none."""
     return strategy if constraints.empty else Constrained(strategy, constraints)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates, Shortlist
+from nbflow.sampling.candidates import COLD, Candidates, TopCandidates
 from nbflow.sampling.strategy import SampledState, Strategy, check_range
 from nbflow_kernels.errors import UsageError
 
@@ -56,7 +56,7 @@ class MirostatState(SampledState):
         self.mu = 2.0 * strategy.mirostat_tau
         self._seen: tuple[np.ndarray, np.ndarray] | None = None
 
-    def candidates(self, logits: np.ndarray | Shortlist) -> Candidates:
+    def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
         strategy = self._strategy
         found = Candidates(logits)
         if strategy.temperature != 1.0:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import Candidates, Shortlist, random_number
+from nbflow.sampling.candidates import Candidates, TopCandidates, random_number
 from nbflow.sampling.samplers import (
     IDLE,
     LETTERS,
@@ -67,7 +67,7 @@ class ChainState(SampledState):
             n_lowered += n
         return chain.top_k + n_lowered
 
-    def candidates(self, logits: np.ndarray | Shortlist) -> Candidates:
+    def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
         found = Candidates(logits)
         place = self.tokens.n_new
         moment = Moment(self.tokens.array, lambda: random_number(self.seed, place, 1))

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates, Shortlist, random_number
+from nbflow.sampling.candidates import COLD, Candidates, TopCandidates, random_number
 from nbflow.sampling.token_buffer import Tokens
 from nbflow_kernels.arrays import empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError
@@ -33,7 +33,7 @@ class State(Protocol):
     def n_best(self) -> int | None:
         """Return how many of the best tokens `choose` needs to see; None: all."""
 
-    def choose(self, logits: np.ndarray | Shortlist) -> int:
+    def choose(self, logits: np.ndarray | TopCandidates) -> int:
         """Return the next token; asking again without `accept` gives the same.
 
         Parameters
@@ -61,7 +61,7 @@ class SampledState:
         self.tokens = Tokens(prompt_ids)
         self.seed = seed
 
-    def candidates(self, logits: np.ndarray | Shortlist) -> Candidates:
+    def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
         """Return the tokens that may come next with their final logits."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class SampledState:
         """See `State.n_best`."""
         return None
 
-    def choose(self, logits: np.ndarray | Shortlist) -> int:
+    def choose(self, logits: np.ndarray | TopCandidates) -> int:
         """See `State.choose`."""
         return self.candidates(logits).draw(random_number(self.seed, self.tokens.n_new))
 
@@ -162,9 +162,9 @@ class CompiledState:
         """See `State.n_best`."""
         return None
 
-    def choose(self, logits: np.ndarray | Shortlist) -> int:
+    def choose(self, logits: np.ndarray | TopCandidates) -> int:
         """See `State.choose`."""
-        assert not isinstance(logits, Shortlist)
+        assert not isinstance(logits, TopCandidates)
         offset = np.array([self._n], np.uint64)
         return int(self._strategy.choose(logits[None], self._seed, offset)[0])
 

@@ -11,7 +11,11 @@ from starlette.types import ASGIApp
 import nbflow
 from nbflow.compat.inferflow import native_protocol
 from nbflow.server.errors import ErrorBody, add_handlers
-from nbflow.server.middleware import Bodies, Front, Gate
+from nbflow.server.middleware import (
+    BodyLimitMiddleware,
+    RequestLogMiddleware,
+    AuthAndLimitMiddleware,
+)
 from nbflow.server.routes import (
     chat,
     chat_page,
@@ -75,7 +79,9 @@ def around(app: FastAPI, state: ServerState, digests: list[bytes]) -> ASGIApp:
     digests : list of bytes
         SHA-256 of the keys; empty if there are none.
     """
-    inner: ASGIApp = Gate(Bodies(app, state.config.limits), state, digests)
+    inner: ASGIApp = AuthAndLimitMiddleware(
+        BodyLimitMiddleware(app, state.config.limits), state, digests
+    )
     if state.config.cors.origins:
         inner = CORSMiddleware(
             inner,
@@ -84,7 +90,7 @@ def around(app: FastAPI, state: ServerState, digests: list[bytes]) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return Front(inner, state)
+    return RequestLogMiddleware(inner, state)
 
 
 def _without_422(app: FastAPI) -> None:

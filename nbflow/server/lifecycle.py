@@ -16,17 +16,17 @@ import uvicorn
 
 import nbflow
 from nbflow.distributed import Alone, Comm, world
-from nbflow.engine.llm_engine import Engine
-from nbflow.engine.replicas.router import ReplicaEngine
+from nbflow.engine.llm_engine import LLMEngine
+from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.speculative.config import check_draft
 from nbflow.server.addresses import listen, url_of
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.logs import logger, set_up
-from nbflow.server.served_model import Models, Served
+from nbflow.server.served_model import Models, ServedModel
 from nbflow.server.signals import listen as listen_to_signals
 from nbflow.server.state import ServerState
-from nbflow.server.stream import Mailbox
+from nbflow.server.stream import LoopBridge
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
@@ -108,7 +108,7 @@ def _begin(config: ServerConfig, comm: Comm) -> tuple[socket.socket | None, str]
 
 
 @contextlib.contextmanager
-def _served(name: str, config: ServerConfig) -> Iterator[Served]:
+def _served(name: str, config: ServerConfig) -> Iterator[ServedModel]:
     """Load a model and start its engine."""
     options = config.models[name]
     started = time.monotonic()
@@ -116,10 +116,10 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
         model = stack.enter_context(nbflow.load(options.path, options.load_options()))
         _check_ranks(model)
         draft = stack.enter_context(_draft(options, model))
-        engine = Engine(model, options.engine.options())
+        engine = LLMEngine(model, options.engine.options())
         engine.start()
         try:
-            served = Served(name, options, model, engine, draft)
+            served = ServedModel(name, options, model, engine, draft)
             loaded = time.monotonic()
             if config.warmup and served.generates:
                 _warm_up(served)
@@ -137,7 +137,7 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def _draft(options: ModelOptions, model: nbflow.Model) -> Iterator[nbflow.Model | str | None]:
+def _draft(options: ModelOptions, model: nbflow.LLM) -> Iterator[nbflow.LLM | str | None]:
     """Load the model that proposes tokens, if there is one, in this process alone."""
     if options.draft is None or options.draft == "ngram":
         yield options.draft
@@ -164,7 +164,7 @@ def _spare_collector() -> None:
     gc.freeze()
 
 
-def _warm_up(served: Served) -> None:
+def _warm_up(served: ServedModel) -> None:
     """Let everything that most requests need be compiled."""
     prompt = [0, 0]
     greedy = served.model.make_request(
@@ -177,7 +177,7 @@ def _warm_up(served: Served) -> None:
         served.engine.submit(request).result()
 
 
-def _check_ranks(model: nbflow.Model) -> None:
+def _check_ranks(model: nbflow.LLM) -> None:
     """Rank 0 takes the requests: every model must begin there.  Every rank checks it."""
     if model.plan.numbers[0] != 0:
         raise UsageError(
@@ -196,11 +196,11 @@ def _follow(config: ServerConfig) -> None:
         listen_to_signals()
         if not model.participates:
             return
-        engine = Engine(model, options.engine.options())
+        engine = LLMEngine(model, options.engine.options())
         _spare_collector()
-        if isinstance(engine, ReplicaEngine) and engine.begins:
+        if isinstance(engine, ReplicaRouter) and engine.begins:
             with _draft(options, model) as draft:
-                engine.follow(draft if isinstance(draft, nbflow.Model) else None)
+                engine.follow(draft if isinstance(draft, nbflow.LLM) else None)
         else:
             engine.follow()
 
@@ -226,7 +226,7 @@ async def _run(
     `told` is the file descriptor of `nbflow.server.signals.listen`.
     """
     loop = asyncio.get_running_loop()
-    state = ServerState(config, models, Mailbox(loop))
+    state = ServerState(config, models, LoopBridge(loop))
     limits = config.limits
     settings = uvicorn.Config(
         around(make_app(state), state, digests),

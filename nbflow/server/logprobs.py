@@ -8,7 +8,7 @@ from typing import Any
 
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.request import TopLogprobs
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 
 _LEAST = -9999.0  # what OpenAI writes for "never"; JSON has no infinity
 
@@ -18,13 +18,13 @@ def number(logprob: float) -> float:
     return _LEAST if math.isinf(logprob) or math.isnan(logprob) else logprob
 
 
-def spell(served: Served, token: int, as_id: bool) -> str:
+def spell(served: ServedModel, token: int, as_id: bool) -> str:
     """Return a token's text, or ``token_id:123``."""
     return f"token_id:{token}" if as_id else served.spell(token)
 
 
 def for_chat(
-    served: Served, tokens: Sequence[TokenOutput], n_top: int, as_ids: bool
+    served: ServedModel, tokens: Sequence[TokenOutput], n_top: int, as_ids: bool
 ) -> dict[str, Any]:
     """Return the `logprobs` of a chat choice."""
 
@@ -49,7 +49,7 @@ def for_chat(
 class CompletionLogprobs:
     """The `logprobs` of a completion choice, entry by entry."""
 
-    def __init__(self, served: Served, n_top: int, as_ids: bool) -> None:
+    def __init__(self, served: ServedModel, n_top: int, as_ids: bool) -> None:
         self._served, self._n_top, self._as_ids = served, n_top, as_ids
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
@@ -93,7 +93,10 @@ class CompletionLogprobs:
 
 
 def of_prompt(
-    served: Served, prompt: Sequence[int], results: Sequence[tuple[float, TopLogprobs]], n_top: int
+    served: ServedModel,
+    prompt: Sequence[int],
+    results: Sequence[tuple[float, TopLogprobs]],
+    n_top: int,
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: for each token its own and the most probable ones."""
     rows: list[dict[str, Any] | None] = [None]

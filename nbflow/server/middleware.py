@@ -1,7 +1,7 @@
 """ASGI middleware of every request: id and log line, keys, limits, timeouts, body.
 
-From the outside in: `Front` (id, log, errors, slow readers), CORS, `Gate` (draining, keys,
-requests at once), `Bodies` (size and time).
+From the outside in: `RequestLogMiddleware` (id, log, errors, slow readers), CORS, `AuthAndLimitMiddleware` (draining, keys,
+requests at once), `BodyLimitMiddleware` (size and time).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SILENCE_S = 2.0
 """Bounds of reading a refused body: its size, the time for it, and a pause within it."""
 
 
-class Front:
+class RequestLogMiddleware:
     """Request id, log line, answer to unhandled errors, and disconnection of slow readers."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -100,7 +100,7 @@ class Front:
         )
 
 
-class Gate:
+class AuthAndLimitMiddleware:
     """Refuses whom it does not know, and what is too much."""
 
     def __init__(self, app: ASGIApp, state: ServerState, digests: Sequence[bytes]) -> None:
@@ -152,7 +152,7 @@ class Gate:
         return scheme.lower() == "bearer" and any(found)
 
 
-class Bodies:
+class BodyLimitMiddleware:
     """Reads bodies, up to a size and within a time."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:

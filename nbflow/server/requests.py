@@ -18,7 +18,7 @@ from nbflow.server.config import PER_REQUEST, Limits
 from nbflow.server.errors import ApiError
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.schemas import GenerationBody
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 from nbflow.server.workers import check_wanted
 
 DEFAULT_BEAMS = 4
@@ -55,7 +55,7 @@ def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
 
 
 def build_requests(
-    served: Served,
+    served: ServedModel,
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
@@ -123,7 +123,7 @@ def build_requests(
 
 
 def _sampling_params(
-    served: Served, body: GenerationBody, max_tokens: int | None, search: Search | None
+    served: ServedModel, body: GenerationBody, max_tokens: int | None, search: Search | None
 ) -> SamplingParams:
     """Return the parameters of a body, with the model's defaults where it states none.
 
@@ -143,7 +143,7 @@ def _sampling_params(
     return SamplingParams.parse(given | {"n": 1})
 
 
-def _strategy(served: Served, body: GenerationBody, params: SamplingParams) -> Strategy:
+def _strategy(served: ServedModel, body: GenerationBody, params: SamplingParams) -> Strategy:
     """Return the strategy of a body with its constraints."""
     defaults = {} if body.decoding is None else served.defaults  # else they are in `params`
     n_vocab = served.model.spec.vocab_size

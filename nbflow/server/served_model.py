@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
@@ -20,7 +20,7 @@ from nbflow.tokenization.tokenizer_config import read_template
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
-class Served:
+class ServedModel:
     """A model behind a name.
 
     Parameters
@@ -41,9 +41,9 @@ class Served:
         self,
         name: str,
         options: ModelOptions,
-        model: nbflow.Model,
-        engine: nbflow.Engine,
-        draft: nbflow.Model | str | None = None,
+        model: nbflow.LLM,
+        engine: nbflow.LLMEngine,
+        draft: nbflow.LLM | str | None = None,
     ) -> None:
         self.name = name
         self.options = options
@@ -126,9 +126,13 @@ class Served:
             )
         return chosen
 
-    def text_stream(self, before: Sequence[int]) -> TextStream | NoText:
+    def text_stream(self, before: Sequence[int]) -> IncrementalDetokenizer | NoText:
         """Return the detokenizer of new tokens after those `before`."""
-        return NoText() if self.tokenizer is None else TextStream(self.tokenizer, prompt_ids=before)
+        return (
+            NoText()
+            if self.tokenizer is None
+            else IncrementalDetokenizer(self.tokenizer, prompt_ids=before)
+        )
 
     def offsets(self, before: Sequence[int] = ()) -> Offsets:
         """Return what tells where in the text tokens begin."""
@@ -149,11 +153,11 @@ class Served:
 class Models:
     """The models of a server by their names."""
 
-    def __init__(self, served: Sequence[Served]) -> None:
+    def __init__(self, served: Sequence[ServedModel]) -> None:
         self.all = list(served)
         self.by_name = {name: s for s in served for name in (s.name, *s.options.aliases)}
 
-    def find(self, name: str | None) -> Served:
+    def find(self, name: str | None) -> ServedModel:
         """Return the model of that name, or the first one; raise `ApiError` 404."""
         if name is None:
             return self.all[0]
@@ -162,7 +166,7 @@ class Models:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.by_name[name]
 
-    def generating(self, name: str | None) -> Served:
+    def generating(self, name: str | None) -> ServedModel:
         """Return the model of that name if it continues texts."""
         served = self.find(name)
         if not served.generates:

@@ -11,14 +11,14 @@ from fastapi import Request
 from nbflow.server.config import ServerConfig
 from nbflow.server.metrics import Metrics, Stats
 from nbflow.server.served_model import Models
-from nbflow.server.stream import Mailbox
+from nbflow.server.stream import LoopBridge
 from nbflow.server.workers import Workers
 
 
 class ServerState:
     """Configuration, models and numbers of a server."""
 
-    def __init__(self, config: ServerConfig, models: Models, mailbox: Mailbox) -> None:
+    def __init__(self, config: ServerConfig, models: Models, mailbox: LoopBridge) -> None:
         self.config = config
         self.models = models
         self.mailbox = mailbox

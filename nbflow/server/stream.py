@@ -1,6 +1,6 @@
 """Generations of one HTTP request: from the engine's tokens to chunks of text and events.
 
-`Mailbox` brings tokens from the engine's thread to the event loop, `Job` makes chunks of them, one
+`LoopBridge` brings tokens from the engine's thread to the event loop, `GenerationStream` makes chunks of them, one
 stream for each choice, and `Stream` sends them until they end or the client is gone.
 """
 
@@ -20,17 +20,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.outputs import Generation, TokenOutput
+from nbflow.engine.outputs import RequestOutput, TokenOutput
 from nbflow.engine.request import Request
-from nbflow.engine.request_handle import Handle
+from nbflow.engine.request_handle import RequestHandle
 from nbflow.sampling.structured_output import StructureError
 from nbflow.server.errors import ApiError, busy
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logs import logger
 from nbflow.server.metrics import Clock, Metrics
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 from nbflow.server.token_text import NoText
 from nbflow_kernels.errors import UsageError
 
@@ -67,7 +67,7 @@ class Continuation:
     """Choice of a request: makes chunks of its tokens, on the event loop's thread."""
 
     def __init__(
-        self, index: int, wanted: GenerationRequest, served: Served, metrics: Metrics
+        self, index: int, wanted: GenerationRequest, served: ServedModel, metrics: Metrics
     ) -> None:
         self.index = index
         self.request = wanted.request
@@ -78,14 +78,14 @@ class Continuation:
         self._text = None if self.request.stop_texts else self._text_stream()
         self._offsets = served.offsets(self._before) if wanted.request.wants_logprobs else None
         self._clock = Clock(metrics, served.name)
-        self.handle: Handle | None = None
+        self.handle: RequestHandle | None = None
         self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
         """Tokens of the prompt; where there is an encoder, it reads the prompt."""
         self.n_tokens = 0
         """New tokens so far."""
         self.finished = False
 
-    def _text_stream(self) -> TextStream | NoText:
+    def _text_stream(self) -> IncrementalDetokenizer | NoText:
         return self._served.text_stream(self._before)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
@@ -194,7 +194,7 @@ class BeamContinuations(Continuation):
         self._note_end(chunks[0])
         return chunks
 
-    def _chunk(self, index: int, made: Generation) -> OutputChunk:
+    def _chunk(self, index: int, made: RequestOutput) -> OutputChunk:
         stream = self._text_stream()
         offsets = self._served.offsets(self._before) if self.request.wants_logprobs else None
         tops = made.top_logprobs or [[] for _ in made.ids]
@@ -225,7 +225,7 @@ class PooledText(Continuation):
         return [chunk]
 
 
-class Job:
+class GenerationStream:
     """All continuations of one request.
 
     An asynchronous context manager: on leaving it, whatever has not ended is cancelled.  Iterating
@@ -245,9 +245,9 @@ class Job:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         requests: Sequence[GenerationRequest],
-        mailbox: Mailbox,
+        mailbox: LoopBridge,
         metrics: Metrics,
     ) -> None:
         self._served = served
@@ -272,7 +272,7 @@ class Job:
         """Return the engine's request for a choice."""
         return self._of_choice[index].request
 
-    async def __aenter__(self) -> Job:
+    async def __aenter__(self) -> GenerationStream:
         try:
             for continuation in self.continuations:
                 self._submit(continuation)
@@ -288,7 +288,9 @@ class Job:
         return self
 
     def _submit(self, continuation: Continuation) -> None:
-        def on_events(_: Handle, outputs: list[TokenOutput]) -> None:  # on the engine's thread
+        def on_events(
+            _: RequestHandle, outputs: list[TokenOutput]
+        ) -> None:  # on the engine's thread
             self._mailbox.post(self._take, continuation, outputs)
 
         continuation.handle = self._served.engine.submit(continuation.request, on_events)
@@ -364,7 +366,7 @@ def mean_logprob(chunk: OutputChunk) -> float:
     return sum(output.logprob for output in chunk.tokens) / len(chunk.tokens)
 
 
-class Mailbox:
+class LoopBridge:
     """Calls that another thread wants to be made on the event loop, in order.
 
     A step of the engine has news for every sequence; waking the loop for each would cost a system

@@ -14,7 +14,7 @@ from typing import Any
 
 from nbflow.spec.architecture import Architecture
 from nbflow.spec.check_numbers import check_numbers
-from nbflow.spec.tensor_layout import Stored, stored
+from nbflow.spec.tensor_layout import TensorLayout, stored
 from nbflow.spec.tensor_shapes import tensor_shapes
 
 
@@ -51,10 +51,10 @@ class ModelSpec(Architecture):
         return tensor_shapes(self)
 
     @cached_property
-    def _layouts(self) -> dict[str, Stored]:
+    def _layouts(self) -> dict[str, TensorLayout]:
         return {}
 
-    def tensor_layout(self, name: str) -> Stored:
+    def tensor_layout(self, name: str) -> TensorLayout:
         """Return where in the checkpoint one of our tensors (``layers.3.attn.q.weight``) lies.
 
         Raises

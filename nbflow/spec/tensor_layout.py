@@ -12,7 +12,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLayout:
     """A tensor, or some rows of one, of the checkpoint.
 
     All leading dimensions of the checkpoint's tensor count as rows: expert j of a tensor
@@ -53,7 +53,7 @@ class Stored:
         return tuple(spans)
 
 
-def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str) -> Stored:
+def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str) -> TensorLayout:
     """Return where one of our tensors (``layers.3.attn.q.weight``) lies.
 
     Raises
@@ -63,7 +63,7 @@ def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str)
     """
     parts = name.split(".")
     if parts[0] != "layers":
-        return Stored(spec.tensors[name], shapes[name])
+        return TensorLayout(spec.tensors[name], shapes[name])
     layer, inner, our_shape = parts[1], ".".join(parts[2:]), shapes[name]
     if parts[2] == "moe" and parts[-1] == "bias":
         return _expert_bias(spec, layer, parts[3], our_shape)
@@ -77,7 +77,7 @@ def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str)
         return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
     if pattern is not None:
-        return Stored(
+        return TensorLayout(
             pattern.replace("{i}", layer),
             our_shape[::-1] if transposed else our_shape,
             transposed=transposed,
@@ -89,7 +89,7 @@ def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str)
             rows = _fused_rows(spec, fused, members.index(whole), sizes)
             shape = (sum(sizes), *our_shape[1:])
             shape = shape[::-1] if transposed else shape
-            return Stored(pattern.replace("{i}", layer), shape, rows, transposed)
+            return TensorLayout(pattern.replace("{i}", layer), shape, rows, transposed)
     raise KeyError(name)
 
 
@@ -104,16 +104,18 @@ def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> 
     return tuple((start, start + each[part]) for start in starts)
 
 
-def _head_norm(spec: Architecture, layer: str, norm: str, j: str, shape: tuple[int, ...]) -> Stored:
+def _head_norm(
+    spec: Architecture, layer: str, norm: str, j: str, shape: tuple[int, ...]
+) -> TensorLayout:
     """Return where the norm of one head's queries or keys lies: alone, or among those of all."""
     pattern = spec.tensors[f"layers.{{i}}.attn.{norm}.{{j}}.weight"].replace("{i}", layer)
     if "{j}" in pattern:
-        return Stored(pattern.replace("{j}", j), shape)
+        return TensorLayout(pattern.replace("{j}", j), shape)
     n_heads = spec.n_heads if norm == "q_norm" else spec.n_kv_heads
-    return Stored(pattern, (n_heads, *shape), ((int(j), int(j) + 1),))
+    return TensorLayout(pattern, (n_heads, *shape), ((int(j), int(j) + 1),))
 
 
-def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...]) -> Stored:
+def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...]) -> TensorLayout:
     """Return where the matrices of all heads lie: by themselves, or those of k and v in turn.
 
     In attn.kv_b the rows of a head are the columns that its keys without position are made with,
@@ -124,12 +126,12 @@ def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...
     pattern = spec.tensors.get(f"layers.{{i}}.{whole}.weight")
     if pattern is not None:
         by_head = (H, shape[0] // H, shape[1])
-        return Stored(pattern.replace("{i}", layer), by_head, ((0, shape[0]),))
+        return TensorLayout(pattern.replace("{i}", layer), by_head, ((0, shape[0]),))
     pattern = spec.tensors["layers.{i}.attn.kv_b.weight"]
     n_k, n_v = spec.head_dim - spec.rope.dim, latent.value_dim
     first, n = (0, n_k) if whole == "attn.k_b" else (n_k, n_v)
     starts = [h * (n_k + n_v) + first for h in range(H)]
-    return Stored(
+    return TensorLayout(
         pattern.replace("{i}", layer),
         (H * (n_k + n_v), latent.kv_rank),
         tuple((start, start + n) for start in starts),
@@ -137,7 +139,9 @@ def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...
     )
 
 
-def _expert(spec: Architecture, layer: str, j: str, inner: str, shape: tuple[int, ...]) -> Stored:
+def _expert(
+    spec: Architecture, layer: str, j: str, inner: str, shape: tuple[int, ...]
+) -> TensorLayout:
     """Return where a matrix of one expert lies: alone, beside its gate, among those of all."""
     assert spec.moe is not None
     n = n_stored = shape[0]
@@ -156,26 +160,26 @@ def _expert(spec: Architecture, layer: str, j: str, inner: str, shape: tuple[int
     end = first + (n - 1) * step + 1
     if "{j}" in pattern:
         rows = ((first, end),) if n_stored > n else None
-        return Stored(pattern.replace("{j}", j), (n_stored, shape[1]), rows, step=step)
+        return TensorLayout(pattern.replace("{j}", j), (n_stored, shape[1]), rows, step=step)
     if spec.experts_transposed:
         whole = (spec.moe.n_experts, shape[1], n_stored)
         base = int(j) * shape[1]
-        return Stored(pattern, whole, ((first, end),), transposed=True, step=step, base=base)
+        return TensorLayout(pattern, whole, ((first, end),), transposed=True, step=step, base=base)
     start = int(j) * n_stored
     whole = (spec.moe.n_experts, n_stored, shape[1])
-    return Stored(pattern, whole, ((start + first, start + end),), step=step)
+    return TensorLayout(pattern, whole, ((start + first, start + end),), step=step)
 
 
-def _expert_bias(spec: Architecture, layer: str, part: str, shape: tuple[int, ...]) -> Stored:
+def _expert_bias(spec: Architecture, layer: str, part: str, shape: tuple[int, ...]) -> TensorLayout:
     """Return where the biases of all experts lie: by themselves, or gate's and up's together."""
     assert spec.moe is not None
     pattern = spec.tensors.get(f"layers.{{i}}.moe.{part}.bias")
     if pattern is not None:
-        return Stored(pattern.replace("{i}", layer), shape)
+        return TensorLayout(pattern.replace("{i}", layer), shape)
     if part == "down":
         raise KeyError(part)
     pattern = spec.tensors["layers.{i}.moe.gate_up.bias"]
     n, is_up = shape[1], int(part == "up")
     in_turn = spec.gate_up_layout == "neighbours"
     columns = slice(is_up, None, 2) if in_turn else slice(is_up * n, (is_up + 1) * n)
-    return Stored(pattern.replace("{i}", layer), (shape[0], 2 * n), columns=columns)
+    return TensorLayout(pattern.replace("{i}", layer), (shape[0], 2 * n), columns=columns)

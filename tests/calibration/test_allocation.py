@@ -16,7 +16,7 @@ import nbflow_kernels as nk
 from nbflow import cli
 from nbflow.calibration.allocation import allocate, knapsack, solve
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights
+from nbflow.executor import WeightLoader
 from nbflow.program import build, fuse
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import WeightFormats, is_quantized, weight_formats, write_policy
@@ -161,7 +161,7 @@ def test_matrices_in_one_tensor_get_one_format(tmp_path: Path) -> None:
     spec = resolve(fused).spec
     program = fuse(build(spec))
     with open_weights(fused) as file:  # in memory they are matrices of their own
-        held = RankWeights(program, file, formats)
+        held = WeightLoader(program, file, formats)
     qkv = next(i for i, op in enumerate(program.ops) if op.weights[:1] == (Operand(Q),))
     assert [m.format.name for m in held.operands[qkv]] == ["q8_0", "q4_0"]
 

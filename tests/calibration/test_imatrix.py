@@ -13,7 +13,7 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 from nbflow import cli
-from nbflow.calibration import Inputs, collect, merge, write_inputs, write_moments
+from nbflow.calibration import ActivationStats, collect, merge, write_inputs, write_moments
 from nbflow.checkpoint import open_weights
 from nbflow.conversion.importance_names import gguf_names_of
 from nbflow.quantization.importance import read_importance
@@ -32,16 +32,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(llama: Path) -> list[Inputs]:
+def found(llama: Path) -> list[ActivationStats]:
     with nbflow.load(llama) as model:
         return collect(model, WINDOWS, full=True)
 
 
-def diagonal(found: list[Inputs]) -> list[Inputs]:
-    return [Inputs(i.names, i.squares.copy(), i.n_rows) for i in found]
+def diagonal(found: list[ActivationStats]) -> list[ActivationStats]:
+    return [ActivationStats(i.names, i.squares.copy(), i.n_rows) for i in found]
 
 
-def test_first_matrix_reads_the_normalized_embedding(llama: Path, found: list[Inputs]) -> None:
+def test_first_matrix_reads_the_normalized_embedding(
+    llama: Path, found: list[ActivationStats]
+) -> None:
     with open_weights(llama) as file:
         table = file.array("model.embed_tokens.weight").astype(np.float64)
         gain = file.array("model.layers.0.input_layernorm.weight").astype(np.float64)
@@ -90,7 +92,7 @@ def test_rows_of_experts_are_those_routed_to_them(tmp_path: Path) -> None:
 
 
 def test_files_say_the_same_and_quantizing_uses_them(
-    llama: Path, found: list[Inputs], tmp_path: Path
+    llama: Path, found: list[ActivationStats], tmp_path: Path
 ) -> None:
     inputs, names = diagonal(found), gguf_names_of(str(llama))
     outs = {}
@@ -131,7 +133,7 @@ def test_merged_files_are_those_of_both_texts(llama: Path, tmp_path: Path) -> No
 
 
 def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
-    write_inputs(tmp_path / "x.dat", [Inputs((Q,), np.array([1.0, 3.0]), 2)])
+    write_inputs(tmp_path / "x.dat", [ActivationStats((Q,), np.array([1.0, 3.0]), 2)])
     with pytest.raises(SystemExit) as end:
         cli.main(["imatrix", "--show", str(tmp_path / "x.dat"), "--json"])
     assert end.value.code == 0
@@ -151,7 +153,9 @@ def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
         assert message in capsys.readouterr().err
 
 
-def test_encoders_that_know_the_inputs(llama: Path, found: list[Inputs], tmp_path: Path) -> None:
+def test_encoders_that_know_the_inputs(
+    llama: Path, found: list[ActivationStats], tmp_path: Path
+) -> None:
     """GPTQ loses least in what a layer gives, and the files have a plain decoder's bytes."""
     moments = tmp_path / "full.safetensors"
     write_inputs(moments, found)
@@ -175,7 +179,9 @@ def test_encoders_that_know_the_inputs(llama: Path, found: list[Inputs], tmp_pat
         nbflow.quantize_checkpoint(llama, tmp_path / "x", "iq4_nl", encoder="hqq")
 
 
-def test_bounded_sums_are_the_same(llama: Path, found: list[Inputs], tmp_path: Path) -> None:
+def test_bounded_sums_are_the_same(
+    llama: Path, found: list[ActivationStats], tmp_path: Path
+) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("once", "often", "all")]
     write_inputs(paths[2], found)
     # inputs of 64, 256, 64, 192 and 64 columns, 8 K**2 bytes each; of one too large at a time

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
@@ -105,7 +105,9 @@ def test_a_model_runs_as_from_llama2c(tmp_path: Path) -> None:
         program = build(resolved)
         with open_weights(path) as file:
             check(resolved, file)
-            return ReferenceExecutor(program, RankWeights(program, file, None)).logits(np.arange(9))
+            return ReferenceExecutor(program, WeightLoader(program, file, None)).logits(
+                np.arange(9)
+            )
 
     np.testing.assert_array_equal(logits(tmp_path / "x.bin", spec), logits(source, None))
     assert resolve(tmp_path / "x.bin").spec.n_kv_heads == 2

@@ -17,7 +17,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers.gguf import read_metadata
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
@@ -110,7 +110,7 @@ def test_tensors_of_several_types_keep_them(tmp_path: Path, partition: str) -> N
     program = build(spec)
     with open_weights(tmp_path / "x.gguf") as file:
         assert {file.dtype(n) for n in file.names()} == {"f32", "q4_0", "q5_1", "q8_0"}
-        reference = ReferenceExecutor(program, RankWeights(program, file, None))
+        reference = ReferenceExecutor(program, WeightLoader(program, file, None))
     with nbflow.load(tmp_path / "x.gguf", kv="f32", partition=partition) as model:
         logits, expected = model.logits(ids), reference.logits(ids)
         names = {

@@ -15,7 +15,7 @@ from small_models import write_llama
 from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, write_legacy, write_zip
 
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
@@ -240,7 +240,7 @@ def logits(model: Path, spec_file: Path | None = None) -> np.ndarray:
     program = build(spec)
     with open_weights(model) as file:
         check(spec, file)
-        return ReferenceExecutor(program, RankWeights(program, file, None)).logits(np.arange(9))
+        return ReferenceExecutor(program, WeightLoader(program, file, None)).logits(np.arange(9))
 
 
 def write_state_dict(path: Path, tensors: dict[str, np.ndarray]) -> None:

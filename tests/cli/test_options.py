@@ -113,12 +113,12 @@ def test_the_keys_of_files():
 
 
 def test_the_keywords_of_functions():
-    for function, kind in ((nbflow.load, LoadOptions), (nbflow.Engine, EngineOptions)):
+    for function, kind in ((nbflow.load, LoadOptions), (nbflow.LLMEngine, EngineOptions)):
         parameters = inspect.signature(function).parameters
         for known in fields(kind).values():
             assert parameters[known.name].default == known.default
             assert f"\n{known.name} : " in inspect.getdoc(function)
-    for function in (nbflow.Model.generate, nbflow.Model.make_request, nbflow.beam_search):
+    for function in (nbflow.LLM.generate, nbflow.LLM.make_request, nbflow.beam_search):
         parameters = inspect.signature(function).parameters
         for kind in (SamplingParams, SpeculativeConfig):
             for known in fields(kind).values():

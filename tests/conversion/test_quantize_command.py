@@ -19,7 +19,7 @@ from nbflow import cli
 from nbflow.checkpoint import open_weights
 from nbflow.conversion import encode_rows as rows_module
 from nbflow.distributed import make_plan
-from nbflow.executor import RankWeights
+from nbflow.executor import WeightLoader
 from nbflow.program import build, fuse
 from nbflow.program import partition as cut
 from nbflow.spec import resolve
@@ -51,7 +51,7 @@ def loaded(model: Path, weights: str | None, partition: str) -> list[bytes]:
     spec, found = resolve(model).spec, []
     with open_weights(model) as file:
         for rank in make_plan(spec, partition, 32).ranks:
-            ours = RankWeights(fuse(cut(build(spec), rank)), file, weights)
+            ours = WeightLoader(fuse(cut(build(spec), rank)), file, weights)
             tensors = [t for operands in ours.operands for t in operands]
             found += [(t.data if isinstance(t, nk.QuantTensor) else t).tobytes() for t in tensors]
     return found

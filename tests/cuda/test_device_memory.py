@@ -63,7 +63,7 @@ def test_plan_within_two_percent(name: str, options: dict[str, Any], cupy: Any) 
     assert rank.kv_bytes == room
     with (
         nbflow.load(FOLDER / name, **options) as model,
-        nbflow.Engine(model, max_sequences=9, kv_bytes=room) as engine,
+        nbflow.LLMEngine(model, max_sequences=9, kv_bytes=room) as engine,
     ):
         engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
         (held,) = model.memory()
@@ -88,7 +88,7 @@ def test_a_cap_that_only_a_part_on_the_host_keeps(cupy: Any) -> None:
         cupy.reset(memory_bytes=cap)
         with (
             nbflow.load(FOLDER / "llama31", **options, **place) as model,
-            nbflow.Engine(model, **limits) as engine,
+            nbflow.LLMEngine(model, **limits) as engine,
         ):
             request = model.make_request([3, 9, 4], 2, "greedy", 0, True)
             return engine.submit(request).result(300).ids
@@ -111,12 +111,12 @@ def test_no_room_for_an_engine_leaves_the_model_as_it_was(cupy: Any) -> None:
         words = r"emulator: the key/value cache asked for [\d,]+ bytes; it holds"
         request = model.make_request([3, 9, 4], 3, "greedy", 0, True)
         with (
-            nbflow.Engine(model, max_sequences=2, kv_bytes=5_000_000) as engine,
+            nbflow.LLMEngine(model, max_sequences=2, kv_bytes=5_000_000) as engine,
             pytest.raises(UsageError, match=words),
         ):
             engine.submit(request).result(300)
         assert model.generate([3, 9, 4], 3, ignore_eos=True).ids == expected
-        with nbflow.Engine(model, max_sequences=2, kv_bytes=100_000) as engine:
+        with nbflow.LLMEngine(model, max_sequences=2, kv_bytes=100_000) as engine:
             handle = engine.submit(model.make_request([3, 9, 4], 3, "greedy", 0, True))
             assert handle.result(300).ids == expected
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.distributed.device import Place, find_place
+from nbflow.distributed.device import Device, find_place
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -39,7 +39,7 @@ def error(a: Any, b: Any) -> float:
     return float(np.abs(np.subtract(a, b)).max() / np.abs(b).max())
 
 
-def on(device: str, name: str, **options: Any) -> nbflow.Model:
+def on(device: str, name: str, **options: Any) -> nbflow.LLM:
     return nbflow.load(FOLDER / name, device=device, max_step_tokens=5, **options)
 
 
@@ -168,7 +168,7 @@ def test_every_thread_that_runs_steps_chooses_the_device(monkeypatch: pytest.Mon
     chosen: list[str] = []
     with nbflow.load(FOLDER / "llama31") as model:
         note = lambda place: chosen.append(threading.current_thread().name)  # noqa: E731
-        monkeypatch.setattr(Place, "activate", note)
+        monkeypatch.setattr(Device, "activate", note)
         for run in (
             lambda: model.generate([3], 2, ignore_eos=True),
             lambda: model.logits([3, 4]),
@@ -183,7 +183,7 @@ def test_every_thread_that_runs_steps_chooses_the_device(monkeypatch: pytest.Mon
 
 def test_a_full_device_says_what_did_not_fit(cupy: Any) -> None:
     cupy.reset(memory_bytes=1 << 16)
-    place = Place("emulator", cupy).purposed("the key/value cache")
+    place = Device("emulator", cupy).purposed("the key/value cache")
     with pytest.raises(
         UsageError,
         match=r"the key/value cache asked for 131,072 bytes; it holds 0 of 65,536 bytes",

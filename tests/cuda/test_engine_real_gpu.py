@@ -31,12 +31,12 @@ def no_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def on_device(name: str, **options: Any) -> Iterator[nbflow.Model]:
+def on_device(name: str, **options: Any) -> Iterator[nbflow.LLM]:
     with nbflow.load(FOLDER / name, device="cuda", kv="f32", **options) as model:
         yield model
 
 
-def tokens(model: nbflow.Model, n: int = 12) -> list[list[int]]:
+def tokens(model: nbflow.LLM, n: int = 12) -> list[list[int]]:
     return [result.ids for result in model.generate_batch(PROMPTS, n, **GREEDY)]
 
 
@@ -45,7 +45,7 @@ def by_cpu(name: str) -> list[list[int]]:
         return tokens(model)
 
 
-def by_graph(model: nbflow.Model) -> int:
+def by_graph(model: nbflow.LLM) -> int:
     return sum(getattr(engine.executor, "steps_by_graph", 0) for engine in model.engines)
 
 

@@ -25,14 +25,14 @@ TOLERANCE = 4e-6
 """Of the largest logit, against the CPU with the same weights: see `test_engine.TOLERANCE`."""
 
 
-def load(name: str, **options: Any) -> nbflow.Model:
+def load(name: str, **options: Any) -> nbflow.LLM:
     return nbflow.load(FOLDER / name, device="emulator", **{**OPTIONS, **options})
 
 
 class Sequences:
     """Sequences of a model's engine, run step by step."""
 
-    def __init__(self, model: nbflow.Model, prompts: list[list[int]]) -> None:
+    def __init__(self, model: nbflow.LLM, prompts: list[list[int]]) -> None:
         (self.engine,) = model.engines
         self.executor: Any = self.engine.executor
         self.numbers = list(range(100, 100 + len(prompts)))

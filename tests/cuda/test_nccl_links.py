@@ -14,7 +14,7 @@ import pytest
 
 import nbflow
 from nbflow.distributed import nccl
-from nbflow.distributed.device import Place
+from nbflow.distributed.device import Device
 from nbflow_ptx.device import GLOBAL_BASE, WRITTEN
 from nbflow_ptx.kernel_device import State
 
@@ -109,7 +109,7 @@ def played(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     Communicator.calls.clear()
     monkeypatch.setattr(nccl, "_nccl", lambda: (cupy, PLAYED))
     identity = property(lambda self: threading.current_thread().name)
-    monkeypatch.setattr(Place, "identity", identity)
+    monkeypatch.setattr(Device, "identity", identity)
     return Communicator.calls
 
 

@@ -127,7 +127,7 @@ def test_sums_of_8_bit_activations_are_exact(cupy: Any) -> None:
 )
 def test_thread_blocks_have_equal_shares(n_tiles: int, tokens: int, grid: tuple[int, ...]) -> None:
     form = unit_form(FORMATS["q4_0"].integer_form)
-    shape = products.ManyShape.of(form, -(-tokens // 8))
+    shape = products.GemmShape.of(form, -(-tokens // 8))
     assert shape.grid(132, n_tiles, -(-tokens // 8)) == grid
     assert grid[0] * grid[3] >= n_tiles
 
@@ -279,9 +279,9 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
     few = _facts(products.few_kernel(form, 1, True), arch)
-    many = _facts(products.many_kernel(form, products.ManyShape.of(form, 4), True), arch)
-    # two thread blocks of `few_rows` on a processor leave 128 registers: up to 8 of the numbers
-    # that change once for a row tile may lie in local memory; of `many_rows` none
+    many = _facts(products.many_kernel(form, products.GemmShape.of(form, 4), True), arch)
+    # two thread blocks of `gemv` on a processor leave 128 registers: up to 8 of the numbers
+    # that change once for a row tile may lie in local memory; of `gemm` none
     assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32
     assert (many.spill_stores, many.spill_loads) == (0, 0)
     # of a unit 16 steps of both halves of the activations, and of two chunks the same for sums
@@ -292,13 +292,17 @@ def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     assert many.async_copies
 
 
-@pytest.mark.parametrize("arithmetic", [products.Arithmetic.INT8_SUMS, products.Arithmetic.BF16])
-def test_one_product_is_enough_in_8_bits_and_in_bfloat16(arithmetic: products.Arithmetic) -> None:
+@pytest.mark.parametrize(
+    "arithmetic", [products.ActivationPrecision.INT8_SUMS, products.ActivationPrecision.BF16]
+)
+def test_one_product_is_enough_in_8_bits_and_in_bfloat16(
+    arithmetic: products.ActivationPrecision,
+) -> None:
     form = unit_form(FORMATS["q4_k"].integer_form)
     few = _facts(products.few_kernel(form, 8, True, arithmetic), "sm_90")
-    shape = products.ManyShape.of(form, 4, arithmetic)
+    shape = products.GemmShape.of(form, 4, arithmetic)
     many = _facts(products.many_kernel(form, shape, True, arithmetic), "sm_90")
-    sums = 2 * 2 if arithmetic == products.Arithmetic.INT8_SUMS else 0
+    sums = 2 * 2 if arithmetic == products.ActivationPrecision.INT8_SUMS else 0
     assert few.tensor_core == 16 + sums
     assert many.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
     for facts in (few, many):

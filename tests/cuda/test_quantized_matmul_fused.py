@@ -16,7 +16,7 @@ from nbflow_kernels.kv_cache.cuda import format_type
 from nbflow_kernels.kv_cache.formats import kv_format
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.quantized_matmul import cuda_fused
-from nbflow_kernels.quantized_matmul.cuda import Arithmetic
+from nbflow_kernels.quantized_matmul.cuda import ActivationPrecision
 
 pytestmark = pytest.mark.compiler
 K = 300  # three chunks of a norm, the last one cut off
@@ -54,7 +54,7 @@ def test_a_norm_in_front(kind: str, activations: str, cupy: Any) -> None:
     other = cupy.empty((3, K), np.float32)
     offset = 1.0 if kind == "rms" else 0.0
     norm = cuda_fused.Norm(kind, weight, bias, 1e-5, offset, written, (bias, weight, other))
-    cuda_fused.product(source, w, None, out, rows=rows, norm=norm, activations=activations)
+    cuda_fused.fused_gemv(source, w, None, out, rows=rows, norm=norm, activations=activations)
     assert same(written, h)
     if kind == "rms":
         assert same(other, nk.rmsnorm(x, bias, eps=1e-5, offset=1.0))
@@ -72,7 +72,7 @@ def test_a_gate_behind(n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch) -
     wanted = nk.silu_and_mul(both)
     out, product = cupy.empty((3, width), np.float32), cupy.empty(both.shape, np.float32)
     for _ in range(2):  # the counters are zero again
-        cuda_fused.product(x, w, None, product, then=cuda_fused.Gate("silu", out))
+        cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.GateEpilogue("silu", out))
         assert same(product, both)
         assert same(out, wanted)
 
@@ -81,11 +81,11 @@ def test_an_activation_behind_and_a_scaled_sum(cupy: Any) -> None:
     x, w, bias = cupy.asarray(numbers(2, K)), weights("q4_0", 37, cupy), cupy.asarray(numbers(37))
     plain = nk.qmatmul(x, w, bias=bias)
     out = cupy.empty((2, 37), np.float32)
-    cuda_fused.product(x, w, bias, out, then=cuda_fused.Activation("gelu_tanh"))
+    cuda_fused.fused_gemv(x, w, bias, out, then=cuda_fused.Activation("gelu_tanh"))
     assert same(out, nk.gelu_tanh(plain))
     old = cupy.asarray(numbers(2, 37))
     out[...] = old
-    cuda_fused.product(x, w, bias, out, added=0.25)
+    cuda_fused.fused_gemv(x, w, bias, out, added=0.25)
     wanted = nk.moe_combine(
         plain,
         cupy.full((2, 1), 0.25, np.float32),
@@ -108,10 +108,10 @@ def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
         normal = nk.layernorm(o, weight, bias, eps=1e-6)
     out, product = old.copy(), cupy.empty((3, 150), np.float32)
     norm = cuda_fused.Norm(kind, weight, bias, 1e-6, 0.0, out)
-    cuda_fused.product(x, w, None, product, then=cuda_fused.RowNorm(norm, 1.0))
+    cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.NormEpilogue(norm, 1.0))
     assert same(product, o)
     assert np.array_equal(out.get(), old.get() + normal.get())
-    cuda_fused.product(x, w, None, product, then=cuda_fused.RowNorm(norm))
+    cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.NormEpilogue(norm))
     assert same(out, normal)
 
 
@@ -148,11 +148,11 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
     places = cuda_fused.Places(
         positions, requests, indices, indptr, "HND", positions, table, style == "half"
     )
-    then = cuda_fused.Heads(
+    then = cuda_fused.RopeKvAppendEpilogue(
         places, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
         of_all,
     )  # fmt: skip
-    cuda_fused.product(x, w, None, out, then=then)
+    cuda_fused.fused_gemv(x, w, None, out, then=then)
     assert np.array_equal(out.get(), plain.get(), equal_nan=True)
     for wanted, got in zip(pages[:2], pages[2:], strict=True):
         assert wanted.get().any()
@@ -160,18 +160,22 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("then", [cuda_fused.Heads, cuda_fused.Gate])
+@pytest.mark.parametrize("then", [cuda_fused.RopeKvAppendEpilogue, cuda_fused.GateEpilogue])
 def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor(
     then: Any, arch: str
 ) -> None:
     f16 = format_type(F16).replace(" ", "")
     macros: dict[Any, tuple[tuple[str, str], ...]] = {
-        cuda_fused.Heads: (("K_FORMAT", f16), ("V_FORMAT", f16), ("NORM_OF_ALL_HEADS", 0)),
-        cuda_fused.Gate: (("FUNCTION", "Silu"),),
+        cuda_fused.RopeKvAppendEpilogue: (
+            ("K_FORMAT", f16),
+            ("V_FORMAT", f16),
+            ("NORM_OF_ALL_HEADS", 0),
+        ),
+        cuda_fused.GateEpilogue: (("FUNCTION", "Silu"),),
     }
     form = unit_form(nk.FORMATS["q4_k"].integer_form)
     kernel = cuda_fused._kernel(
-        form, 1, True, Arithmetic.F32_SUMS, 1, then.number, then.parameters, macros[then]
+        form, 1, True, ActivationPrecision.F32_SUMS, 1, then.number, then.parameters, macros[then]
     )
     code, entry = kernel.compile(arch, "ptx")
     found = nbflow_ptx.lint(code.decode(), arch)[entry]

@@ -10,14 +10,16 @@ import pytest
 
 import nbflow
 from nbflow.engine.request import Request
-from nbflow.engine.sampler import Drawn, draw, draw_ahead
+from nbflow.engine.sampler import SamplerOutput, draw, draw_ahead
 from nbflow.sampling import Strategy, make_strategy
-from nbflow.sampling.logits_processors import Constraints, constrain
+from nbflow.sampling.logits_processors import LogitsProcessors, constrain
 
 pytestmark = pytest.mark.compiler
 V = 1500
 FOLDER = Path(__file__).parents[1] / "golden" / "families" / "llama31"
-BIAS = Constraints(logit_bias=((7, 3.0), (11, -2.0)), frequency_penalty=0.5, repetition_penalty=1.2)
+BIAS = LogitsProcessors(
+    logit_bias=((7, 3.0), (11, -2.0)), frequency_penalty=0.5, repetition_penalty=1.2
+)
 # strategy, and most bytes for a row that may come back: a token, or the tokens that decide
 STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "greedy": (make_strategy("greedy"), 4),
@@ -98,7 +100,7 @@ def test_log_probabilities_and_the_most_probable_tokens(cupy: Any, traffic: Traf
     assert sum(traffic.sizes) <= 2 * (4 + 8 + 4 * 12)
 
 
-def assert_same(found: Drawn, wanted: Drawn) -> None:
+def assert_same(found: SamplerOutput, wanted: SamplerOutput) -> None:
     # exponentials are float32 on both sides, an ulp off: so is their sum, 2 * 2**-23 = 2.4e-7
     np.testing.assert_allclose(found.array, wanted.array, rtol=0, atol=2.4e-7)
 

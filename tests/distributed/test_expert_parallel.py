@@ -12,7 +12,7 @@ from small_models import write_checkpoint
 import nbflow
 from nbflow.checkpoint import open_weights
 from nbflow.distributed import make_plan
-from nbflow.executor import RankWeights
+from nbflow.executor import WeightLoader
 from nbflow.program import build, fuse, partition
 from nbflow.spec import resolve
 
@@ -52,7 +52,7 @@ def test_each_rank_reads_the_experts_it_holds(folder: Path) -> None:
     for rank in make_plan(spec, "0&1&2&3").ranks:
         program = fuse(partition(build(spec), rank))
         with open_weights(folder) as file:
-            RankWeights(program, file, None)
+            WeightLoader(program, file, None)
             read.append(file.bytes_read)
         held.append([w.name for op in program.ops if op.kind == "experts" for w in op.weights])
     numbers = [sorted({int(name.split(".")[3]) for name in names}) for names in held]

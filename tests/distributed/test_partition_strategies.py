@@ -51,7 +51,7 @@ def test_replicas_share_a_batch_out(checkpoint, ids):
         assert one.ids == expected[0]
         assert list(model.stream(prompts[0], max_tokens=6, ignore_eos=True)) == expected[0]
         assert [m["rank"] for m in model.memory()] == [0, 1, 2, 3]
-        with nbflow.Engine(model) as engine:  # as do the requests that are submitted
+        with nbflow.LLMEngine(model) as engine:  # as do the requests that are submitted
             handles = [engine.submit(model.make_request(p, 6, ignore_eos=True)) for p in prompts]
             assert [handle.result(60).ids for handle in handles] == expected
             assert sorted(sum(n.finished.values()) for n in engine.replica_stats()) == [1, 2, 2]

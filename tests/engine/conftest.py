@@ -19,6 +19,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Iterator[nbflow.Model]:
+def model(checkpoint: Path) -> Iterator[nbflow.LLM]:
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
         yield model

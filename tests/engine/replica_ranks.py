@@ -80,7 +80,7 @@ def main():
     comm, mode = world(), sys.argv[1]
     with nbflow.load("tiny_python", partition="0/1", threads=1) as model:
         draft = nbflow.load("tiny_python", threads=1, comm=Alone())
-        engine = nbflow.Engine(model)
+        engine = nbflow.LLMEngine(model)
         if comm.rank:
             if mode == "fail":
                 fail_later()

@@ -59,7 +59,7 @@ def everything(results):
 
 def served(model, limits, order=ORDER, **fields):
     """Return the results of an engine, and its numbers."""
-    with nbflow.Engine(model, **limits) as engine:
+    with nbflow.LLMEngine(model, **limits) as engine:
         handles = {i: engine.submit(make(model, i, **fields)) for i in order}
         results = [handles[i].result(300) for i in range(len(PROMPTS))]
         again = [engine.submit(make(model, i, **fields)) for i in range(len(PROMPTS))]
@@ -143,7 +143,7 @@ def test_encoders_read_together(tmp_path):
     with nbflow.load(FAMILIES / "m2m_100", threads=1) as model:
         alone = [model.generate(ids, 6) for ids in inputs]
         memory = model.engines[0].encoded
-        with nbflow.Engine(model, max_sequences=3) as engine:
+        with nbflow.LLMEngine(model, max_sequences=3) as engine:
             handles = [
                 engine.submit(model.make_request(ids, 6, "greedy", 0, False)) for ids in inputs
             ]
@@ -158,10 +158,10 @@ def test_texts_embedded_together(checkpoint):
     with nbflow.load(FAMILIES / "bert", threads=1, max_step_tokens=100) as model:
         alone = [model.embed(text) for text in texts]
         np.testing.assert_array_equal(model.embed_batch(texts), alone)
-        with nbflow.Engine(model) as engine:
+        with nbflow.LLMEngine(model) as engine:
             np.testing.assert_array_equal(engine.embed(texts), alone)
             np.testing.assert_array_equal(engine.embed(texts[:1]), alone[:1])
     with nbflow.load(checkpoint, threads=1) as model:
-        with nbflow.Engine(model) as engine:
+        with nbflow.LLMEngine(model) as engine:
             rows = engine.embed([[1, 2, 3], [4, 5]], pooling="last", normalize=False)
         np.testing.assert_array_equal(rows[0], model.hidden([1, 2, 3])[-1])

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nbflow.kv_cache import KVStorage, PageTable
+from nbflow.kv_cache import KVStorage, BlockTable
 from nbflow.kv_cache.block_table import NoFreePageError
 
 PAGE = 4
@@ -22,7 +22,7 @@ class Checked:
 
     def __init__(self, seed: int, max_pages: int | None) -> None:
         self.rng = random.Random(seed)
-        self.table = PageTable(PAGE, max_pages)
+        self.table = BlockTable(PAGE, max_pages)
         self.memory: list[list[int]] = []
         self.texts: dict[int, list[int]] = {}
         self.shared: set[int] = set()  # sequences with names
@@ -146,7 +146,7 @@ def test_random_operations(seed, max_pages):
 
 
 def test_two_sequences_that_begin_alike_share_pages():
-    table = PageTable(PAGE, max_pages=8)
+    table = BlockTable(PAGE, max_pages=8)
     ids = list(range(10))
     table.add(0, table.chain(ids), len(ids))
     table.extend(0, 10)
@@ -167,7 +167,7 @@ def test_two_sequences_that_begin_alike_share_pages():
 
 
 def test_cached_pages_go_when_there_are_no_others_the_oldest_first():
-    table = PageTable(PAGE, max_pages=4)
+    table = BlockTable(PAGE, max_pages=4)
     texts = [[i] * PAGE + [0] for i in range(3)]
     for i, ids in enumerate(texts[:2]):
         table.add(i, table.chain(ids), 5)
@@ -187,7 +187,7 @@ def test_cached_pages_go_when_there_are_no_others_the_oldest_first():
 
 
 def test_what_was_cut_off_is_no_longer_found():
-    table = PageTable(PAGE, max_pages=4)
+    table = BlockTable(PAGE, max_pages=4)
     table.add(0, table.chain([1] * 9), 9)
     table.extend(0, 9)
     table.commit(0, [1] * 9)
@@ -202,7 +202,7 @@ def test_what_was_cut_off_is_no_longer_found():
 
 
 def test_what_was_cut_off_goes_when_there_is_no_page_for_a_copy():
-    table = PageTable(PAGE, max_pages=3)
+    table = BlockTable(PAGE, max_pages=3)
     table.add(0, table.chain([1] * 9), 9)
     table.extend(0, 9)
     table.commit(0, [1] * 9)
@@ -215,7 +215,7 @@ def test_what_was_cut_off_goes_when_there_is_no_page_for_a_copy():
 
 
 def test_of_a_page_that_goes_on_otherwise_the_tokens_that_are_alike_are_taken():
-    table = PageTable(PAGE)
+    table = BlockTable(PAGE)
     first, second = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 9, 9, 9]
     table.add(0, table.chain(first), 8)
     table.extend(0, 8)
@@ -230,7 +230,7 @@ def test_of_a_page_that_goes_on_otherwise_the_tokens_that_are_alike_are_taken():
 
 
 def test_the_last_page_of_a_sequence_is_kept_though_it_is_not_full():
-    table = PageTable(PAGE)
+    table = BlockTable(PAGE)
     told = [1, 2, 3, 4, 5, 6]
     table.add(0, table.chain(told[:3]), 3)
     table.extend(0, 6)
@@ -260,7 +260,7 @@ def test_pages_are_copied():
 
 
 def test_views_of_no_sequence_and_of_several():
-    table = PageTable(PAGE)
+    table = BlockTable(PAGE)
     assert table.view([]).kv_indptr.tolist() == [0]
     for sequence in (5, 6):
         table.add(sequence)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import nbflow
-from nbflow.engine.detokenizer import TextStream
+from nbflow.engine.detokenizer import IncrementalDetokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_random_texts_and_stops(tokenizer):
         # bytes one by one and whole pieces: both ways of cutting the same text
         ids = [i for part in text for i in tokenizer.encode(part)]
         ids = ids if rng.random() < 0.5 else tokenizer.encode(text)
-        stream = TextStream(tokenizer, stops, include)
+        stream = IncrementalDetokenizer(tokenizer, stops, include)
         pieces = []
         for token in ids:
             pieces.append(stream.push(token))
@@ -43,16 +43,16 @@ def test_random_texts_and_stops(tokenizer):
 
 
 def test_text_is_not_held_back_longer_than_needed(tokenizer):
-    stream = TextStream(tokenizer, ["abcd"])
+    stream = IncrementalDetokenizer(tokenizer, ["abcd"])
     shown = [stream.push(i) for part in "xabcx" for i in tokenizer.encode(part)]
     assert shown == ["x", "", "", "", "abcx"]
-    plain = TextStream(tokenizer)
+    plain = IncrementalDetokenizer(tokenizer)
     assert [plain.push(i) for part in "xab" for i in tokenizer.encode(part)] == ["x", "a", "b"]
 
 
 def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
     ids = tokenizer.encode("😀")
     assert len(ids) > 1
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     assert [stream.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
     assert set(stream.finish()) == {"\ufffd"}

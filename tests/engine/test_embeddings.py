@@ -61,7 +61,7 @@ def test_texts_and_streams_share_a_cache_that_is_short(checkpoint, partition):
         expected = model.embed_batch(texts)
         alone = [model.generate(r.prompt, 60, "top_p", 3, True).ids
                  for r in (stream_of(model, i) for i in range(3))]  # fmt: skip
-        with nbflow.Engine(model, max_sequences=6, kv_bytes=pages(model, 4)) as engine:
+        with nbflow.LLMEngine(model, max_sequences=6, kv_bytes=pages(model, 4)) as engine:
             assert engine.limits.max_tokens == 256
             streams = [engine.submit(stream_of(model, i)) for i in range(3)]
             np.testing.assert_array_equal(engine.embed(texts), expected)
@@ -86,7 +86,7 @@ def test_texts_of_an_encoder(partition):
     # some texts fill a step, or are longer than one; the cache holds two of them
     with nbflow.load(BERT, max_step_tokens=len(ids) - 2, **options) as model:
         kv_bytes = pages(model, 2 * -(-len(ids) // 64))
-        with nbflow.Engine(model, kv_bytes=kv_bytes) as engine:
+        with nbflow.LLMEngine(model, kv_bytes=kv_bytes) as engine:
             found = engine.embed(texts, types, normalize=False)
             np.testing.assert_array_equal(found, expected)
             np.testing.assert_array_equal(engine.embed(texts[:1], normalize=False)[0], plain)
@@ -101,7 +101,7 @@ def test_no_logits_of_texts_are_computed(checkpoint):
         executor.observe = lambda op, inputs: rows.update({op.out: sum(map(len, inputs))})
         model.embed_batch(texts_of(2, 150))
         model.hidden(IDS[:150])
-        with nbflow.Engine(model, kv_bytes=pages(model, 16)) as engine:
+        with nbflow.LLMEngine(model, kv_bytes=pages(model, 16)) as engine:
             engine.embed(texts_of(2, 150), pooling="last")
         assert rows["q_k_v"] >= 2 * 5 * 150  # of two layers
         assert rows["logits"] == 0
@@ -123,7 +123,7 @@ def test_streams_go_on_between_the_pieces_of_many_texts(checkpoint, monkeypatch)
             go_on.wait(60)
 
         monkeypatch.setattr(model.engines[0].executor, "run", record)
-        with nbflow.Engine(model, kv_bytes=pages(model, 32)) as engine:
+        with nbflow.LLMEngine(model, kv_bytes=pages(model, 32)) as engine:
             stream = engine.submit(stream_of(model, 0, 100), listen)
             assert begun.wait(60)
             sizes.clear()
@@ -142,7 +142,7 @@ def test_a_text_that_loses_its_pages_is_read_again(checkpoint, monkeypatch):
     text = IDS[:200]
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
         expected = model.embed(text)
-        with nbflow.Engine(model, max_sequences=4, kv_bytes=pages(model, 4)) as engine:
+        with nbflow.LLMEngine(model, max_sequences=4, kv_bytes=pages(model, 4)) as engine:
             run, first = model.engines[0].executor.run, []
 
             def submit_then_run(step):
@@ -161,7 +161,7 @@ def test_a_text_that_loses_its_pages_is_read_again(checkpoint, monkeypatch):
 def test_the_last_hidden_state_takes_a_beginning_that_is_known(checkpoint):
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
         expected = model.embed(IDS[:150], pooling="last")
-        with nbflow.Engine(model, kv_bytes=pages(model, 16)) as engine:
+        with nbflow.LLMEngine(model, kv_bytes=pages(model, 16)) as engine:
             for known in (0, 149):
                 (request,) = model.embedding_requests([IDS[:150]], pooling="last")
                 engine.submit(request).wait(60)
@@ -180,7 +180,7 @@ def model_mean(checkpoint):
 
 def test_texts_that_end_early(checkpoint, monkeypatch):
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
-        engine = nbflow.Engine(model, max_sequences=2, max_waiting=2, kv_bytes=pages(model, 8))
+        engine = nbflow.LLMEngine(model, max_sequences=2, max_waiting=2, kv_bytes=pages(model, 8))
         with engine:
             cancelled, late = model.embedding_requests(texts_of(2, 400))
             late.deadline = 0.0

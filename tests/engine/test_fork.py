@@ -40,11 +40,11 @@ def _in_forked_child(function: Callable[[], Any]) -> Any:
         child.join()
 
 
-def _tokens(model: nbflow.Model) -> list[int]:
+def _tokens(model: nbflow.LLM) -> list[int]:
     return model.generate(PROMPT, max_tokens=12, ignore_eos=True).ids
 
 
-def _load(checkpoint: Path, **options: Any) -> nbflow.Model:
+def _load(checkpoint: Path, **options: Any) -> nbflow.LLM:
     return nbflow.load(checkpoint, max_step_tokens=64, **options)
 
 
@@ -80,9 +80,9 @@ def test_child_says_that_ranks_that_are_threads_stayed_behind(checkpoint: Path) 
 
 
 def test_child_has_not_the_thread_of_an_engine_but_may_start_one(checkpoint: Path) -> None:
-    with _load(checkpoint, threads=2) as model, nbflow.Engine(model) as engine:
+    with _load(checkpoint, threads=2) as model, nbflow.LLMEngine(model) as engine:
 
-        def generate(engine: nbflow.Engine) -> list[int]:
+        def generate(engine: nbflow.LLMEngine) -> list[int]:
             request = model.make_request(PROMPT, max_tokens=12, ignore_eos=True)
             return engine.submit(request).result().ids
 
@@ -93,7 +93,7 @@ def test_child_has_not_the_thread_of_an_engine_but_may_start_one(checkpoint: Pat
 
         def with_own() -> list[int]:
             engine.close()
-            with nbflow.Engine(model) as own:
+            with nbflow.LLMEngine(model) as own:
                 return generate(own)
 
         assert _in_forked_child(with_own) == expected

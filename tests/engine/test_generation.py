@@ -13,7 +13,7 @@ from small_models import write_llama
 
 import nbflow
 from nbflow.engine.request import Request
-from nbflow.engine.speculative.rejection_sampler import verify_chain
+from nbflow.engine.speculative.rejection_sampler import rejection_sample
 from nbflow.sampling import Chain, make_strategy
 from nbflow_kernels.errors import UsageError
 
@@ -195,7 +195,7 @@ def test_a_chain_keeps_the_distribution():
         rows = np.log(q[[V, *drafts]]).astype(np.float32)
         request = Request([0], 9, strategy, seed)
         probs = p[[V, drafts[0]]].astype(np.float32)
-        tokens = verify_chain(rows, request, drafts, probs)
+        tokens = rejection_sample(rows, request, drafts, probs)
         n_taken += len(tokens) - 1
         if len(tokens) == 1:  # the next step's token
             tokens.append(int(rng.choice(V, p=q[tokens[0]])))
@@ -229,7 +229,7 @@ def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
             asked.append(len(sequences)),
             run(sequences, *rest),
         )
-        with nbflow.Engine(model) as engine:
+        with nbflow.LLMEngine(model) as engine:
             handles = [
                 engine.submit(
                     model.make_request(p, 30, "top_p", 3 + i, True, draft=draft, n_draft=4)
@@ -293,7 +293,7 @@ def test_stop_texts_end_requests_of_an_engine():
         whole = model.generate(PROMPT, 60, ignore_eos=True)
         options = {"ignore_eos": True, "stop": [whole.text[20:22]]}
         expected = model.generate(PROMPT, 60, **options)
-        with nbflow.Engine(model) as engine:
+        with nbflow.LLMEngine(model) as engine:
             handles = [
                 engine.submit(model.make_request(PROMPT, 60, **options)),
                 engine.submit(model.make_request(PROMPT, 60, ignore_eos=True)),

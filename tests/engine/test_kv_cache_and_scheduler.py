@@ -9,13 +9,13 @@ import pytest
 
 from nbflow.engine.request import Request
 from nbflow.executor.step import make_step
-from nbflow.kv_cache import KVStorage, PageTable
+from nbflow.kv_cache import KVStorage, BlockTable
 from nbflow.sampling import Greedy
 
 
 def test_no_page_is_leaked_or_shared_over_random_operations():
     rng = random.Random(7)
-    table = PageTable(page_size=4)
+    table = BlockTable(page_size=4)
     lengths: dict[int, int] = {}
     for sequence in range(3000):
         if lengths and rng.random() < 0.45:
@@ -63,7 +63,7 @@ def test_pending_tokens_of_a_request():
 
 
 def test_steps_of_several_sequences():
-    table = PageTable(4)
+    table = BlockTable(4)
     table.add(0)
     table.add(1)
     make_step(table, [0], [[5, 6, 7]], [])
@@ -77,7 +77,7 @@ def test_steps_of_several_sequences():
 
 
 def test_a_sequence_is_added_once():
-    table = PageTable()
+    table = BlockTable()
     table.add(1)
     with pytest.raises(ValueError, match="already"):
         table.add(1)

@@ -28,7 +28,7 @@ def make(model, prompt, n=12, **fields):
 
 @pytest.fixture
 def engine(model):
-    with nbflow.Engine(model, max_sequences=8, kv_bytes=1 << 22) as engine:
+    with nbflow.LLMEngine(model, max_sequences=8, kv_bytes=1 << 22) as engine:
         yield engine
 
 
@@ -41,7 +41,7 @@ def test_results_are_those_of_the_model_alone(checkpoint, model):
     prompts = [IDS[i : i + 5 + 11 * i] for i in range(12)]
     with nbflow.load(checkpoint, threads=1) as alone:
         expected = [alone.generate(p, 12, "top_p", 3, True) for p in prompts]
-    with nbflow.Engine(model, max_sequences=5, kv_bytes=1 << 22) as engine:
+    with nbflow.LLMEngine(model, max_sequences=5, kv_bytes=1 << 22) as engine:
         handles = [engine.submit(make(model, p, decoding="top_p")) for p in prompts]
         assert [h.result(300) for h in handles] == expected
         assert all_free(engine)
@@ -101,7 +101,7 @@ def test_cancelling_and_deadlines(engine, model):
 
 
 def test_a_full_queue_and_a_closed_engine(model):
-    engine = nbflow.Engine(model, max_sequences=1, max_waiting=2, kv_bytes=1 << 22)
+    engine = nbflow.LLMEngine(model, max_sequences=1, max_waiting=2, kv_bytes=1 << 22)
     with pytest.raises(EngineClosed, match="it is new"):
         engine.submit(make(model, IDS[:5]))
     engine.start()
@@ -115,7 +115,7 @@ def test_a_full_queue_and_a_closed_engine(model):
     with pytest.raises(UsageError, match="an engine runs llama"):
         model.generate(IDS[:5])
     with pytest.raises(UsageError, match="another engine runs"):
-        nbflow.Engine(model).start()
+        nbflow.LLMEngine(model).start()
     hold.set()
     engine.close(drain=True)
     assert all(len(h.result(0).ids) == 12 for h in (blocked, *others))
@@ -126,7 +126,7 @@ def test_a_full_queue_and_a_closed_engine(model):
 
 
 def test_closing_without_waiting_ends_everybody(model):
-    with nbflow.Engine(model, kv_bytes=1 << 22) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=1 << 22) as engine:
         handles = [engine.submit(make(model, IDS[:50], 400)) for _ in range(6)]
         engine.close(drain=True, timeout=0.0)
     assert {h.finish_reason for h in handles} <= {"abort", "length"}
@@ -136,7 +136,7 @@ def test_closing_without_waiting_ends_everybody(model):
 
 def test_what_does_not_fit_is_refused_or_shortened(model):
     page = model.engines[0].storage.page_bytes
-    with nbflow.Engine(model, kv_bytes=2 * page) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=2 * page) as engine:
         assert engine.limits.max_tokens == 128
         with pytest.raises(UsageError, match="has 129 tokens, but the key/value cache holds 128"):
             engine.submit(make(model, IDS[:129]))
@@ -148,9 +148,9 @@ def test_what_does_not_fit_is_refused_or_shortened(model):
             engine.submit(again)
     assert model.engines[0].storage.n_bytes == 0  # given back
     with pytest.raises(UsageError, match="kv_bytes must be at least"):
-        nbflow.Engine(model, kv_bytes=page - 1)
+        nbflow.LLMEngine(model, kv_bytes=page - 1)
     with pytest.raises(UsageError, match=r"max_sequences must be in 1\.\."):
-        nbflow.Engine(model, max_sequences=0)
+        nbflow.LLMEngine(model, max_sequences=0)
 
 
 def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
@@ -195,7 +195,7 @@ def test_streams_that_are_read_in_turn(model):
     assert found + list(first) == expected
     third = model.stream(IDS[:9], 12, ignore_eos=True)
     next(third)
-    with nbflow.Engine(model, kv_bytes=1 << 22) as engine:  # takes over
+    with nbflow.LLMEngine(model, kv_bytes=1 << 22) as engine:  # takes over
         assert engine.submit(make(model, IDS[:9])).result(300).ids == expected
     assert len(list(third)) <= 11
     assert not model.engines[0].scheduler.requests
@@ -291,7 +291,7 @@ def test_ranks_that_are_threads(checkpoint, partition):
     prompts = [IDS[i : i + 5 + 11 * i] for i in range(5)]
     with nbflow.load(checkpoint, kv="f32", threads=1, partition=partition) as model:
         expected = [model.generate(p, 8, ignore_eos=True).ids for p in prompts]
-        with nbflow.Engine(model, max_sequences=3, kv_bytes=1 << 22) as engine:
+        with nbflow.LLMEngine(model, max_sequences=3, kv_bytes=1 << 22) as engine:
             handles = [engine.submit(make(model, p, 8)) for p in prompts]
             assert [h.result(300).ids for h in handles] == expected
             assert all_free(engine)

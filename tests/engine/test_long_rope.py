@@ -136,7 +136,7 @@ def test_the_prefix_cache_keeps_short_and_long_sequences_apart(model):
         return result.ids, result.cached_tokens
 
     expected = {n: model.generate(IDS[:n], 1).ids for n in (12, 14, 16, 17, 39, 40)}
-    with nbflow.Engine(model) as engine:
+    with nbflow.LLMEngine(model) as engine:
         for n, cached in ((12, 0), (40, 0), (14, 12), (39, 38), (16, 14), (17, 16)):
             assert asked(engine, IDS[:n]) == (expected[n], cached)
 

@@ -131,7 +131,7 @@ def test_an_engine_keeps_its_requests_when_an_old_stream_is_dropped(model):
     """The engine counts its requests from 0 again, as the stream's was."""
     stream = model.stream(IDS[:9], 300, ignore_eos=True)
     next(stream)
-    with nbflow.Engine(model, kv_bytes=1 << 22) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=1 << 22) as engine:
         begun, dropped = threading.Event(), threading.Event()
 
         def on_events(*_):
@@ -164,7 +164,7 @@ def test_the_listener_of_an_engine_is_not_left_waiting_for_itself(model):
         except UsageError as error:
             found.append(str(error))
 
-    with nbflow.Engine(model, kv_bytes=1 << 22) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=1 << 22) as engine:
         handle = engine.submit(model.make_request(IDS[:9], 1, ignore_eos=True), on_events)
         assert len(handle.result(60).ids) == 1
     assert ["engine's own thread" in text for text in found] == [True]

@@ -12,9 +12,9 @@ from small_models import write_llama
 import nbflow
 from nbflow.distributed import Alone
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import Scheduler, Work
-from nbflow.engine.worker import RankEngine
-from nbflow.kv_cache import PageTable
+from nbflow.engine.scheduler import Scheduler, ScheduledRequest
+from nbflow.engine.worker import Worker
+from nbflow.kv_cache import BlockTable
 from nbflow.sampling import Greedy
 
 
@@ -97,7 +97,7 @@ def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n,
     events = []
 
     def noted(name):
-        original = getattr(RankEngine, name)
+        original = getattr(Worker, name)
 
         def call(rank, *arguments):
             if rank.mine.first:
@@ -107,7 +107,7 @@ def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n,
         return call
 
     for name in ("begin_step", "end_step"):
-        monkeypatch.setattr(RankEngine, name, noted(name))
+        monkeypatch.setattr(Worker, name, noted(name))
     with nbflow.load(checkpoint, partition="0;1", threads=1) as model:
         model.generate_batch([[1, 2]] * n, max_tokens=6, ignore_eos=True)
     ahead = np.cumsum([1 if name == "begin_step" else -1 for name in events])
@@ -119,14 +119,14 @@ def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n,
 def test_scheduling_around_busy_requests(seed):
     """Plain Python: busy requests are left alone, pages never run out, every request ends."""
     rng = random.Random(seed)
-    depth, table = rng.randrange(2, 5), PageTable(4, rng.randrange(24, 40))
+    depth, table = rng.randrange(2, 5), BlockTable(4, rng.randrange(24, 40))
     scheduler = Scheduler(table, 16, prefix_cache=rng.random() < 0.5)
     requests = [
         Request([rng.randrange(3)] * rng.randrange(1, 40), rng.randrange(1, 30), Greedy(),
                 priority=rng.randrange(3))
         for _ in range(12)
     ]  # fmt: skip
-    flying: deque[list[Work]] = deque()
+    flying: deque[list[ScheduledRequest]] = deque()
     coming = list(requests)
 
     def land() -> None:

@@ -11,7 +11,7 @@ from mpirun import MPIRUN, mpirun
 
 import nbflow
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.replicas.router import AFFINITY, ReplicaEngine
+from nbflow.engine.replicas.router import AFFINITY, ReplicaRouter
 from nbflow.engine.search import BeamSearch
 from nbflow_kernels.errors import UsageError
 
@@ -39,8 +39,8 @@ def asked(model, prompt, seed=0, n=20, **more):
 
 
 def test_requests_are_shared_out(model, alone):
-    with nbflow.Engine(model) as engine:
-        assert isinstance(engine, ReplicaEngine)
+    with nbflow.LLMEngine(model) as engine:
+        assert isinstance(engine, ReplicaRouter)
         handles = [engine.submit(asked(model, p, 1 + i)) for i, p in enumerate(PROMPTS)]
         assert [h.result(60).ids for h in handles] == alone[0]
         numbers = engine.replica_stats()
@@ -58,7 +58,7 @@ def test_requests_are_shared_out(model, alone):
 
 
 def test_prompts_that_begin_alike_go_to_one_replica_unless_it_has_more_to_do(model):
-    with nbflow.Engine(model) as engine:
+    with nbflow.LLMEngine(model) as engine:
         engine.submit(asked(model, LONG, n=1)).result(60)
         again = [engine.submit(asked(model, [*LONG, i], n=1)) for i in range(4)]
         assert all(h.result(60).cached_tokens >= 64 for h in again)
@@ -71,7 +71,7 @@ def test_prompts_that_begin_alike_go_to_one_replica_unless_it_has_more_to_do(mod
 
 
 def test_full_queues(model):
-    with nbflow.Engine(model, max_sequences=1, max_waiting=2) as engine:
+    with nbflow.LLMEngine(model, max_sequences=1, max_waiting=2) as engine:
         handles = []
 
         def submit_many():
@@ -89,7 +89,7 @@ def test_full_queues(model):
 def test_when_a_replica_fails(policy):
     with (
         nbflow.load("tiny_python", partition="0&1/2", threads=1) as model,
-        nbflow.Engine(model, on_failure=policy) as engine,
+        nbflow.LLMEngine(model, on_failure=policy) as engine,
     ):
         broken = engine._own[0].model.engines[1]
 
@@ -116,8 +116,8 @@ def test_when_a_replica_fails(policy):
 
 def test_wrong_use(model):
     with pytest.raises(UsageError, match="unknown on_failure"):
-        nbflow.Engine(model, on_failure="panic")
-    with nbflow.Engine(model) as engine:
+        nbflow.LLMEngine(model, on_failure="panic")
+    with nbflow.LLMEngine(model) as engine:
         with pytest.raises(UsageError, match="several replicas"):
             engine.call("memory")
         with pytest.raises(UsageError, match="started once"):

@@ -9,10 +9,10 @@ import pytest
 
 from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.scheduler import Scheduler, ScheduledRequest
 from nbflow.engine.search import BeamSearch, ContrastiveSearch
-from nbflow.engine.search.runtime import advance, empty_rows, follow
-from nbflow.kv_cache import PageTable
+from nbflow.engine.search.runtime import advance, empty_rows, fork_sequences
+from nbflow.kv_cache import BlockTable
 from nbflow.sampling import Greedy
 from nbflow_kernels.errors import UsageError
 
@@ -26,7 +26,7 @@ def request(n_prompt: int, max_tokens: int = 10, first: int = 0, **fields) -> Re
 
 
 def scheduler(budget=16, max_pages=None, **options) -> Scheduler:
-    return Scheduler(PageTable(PAGE, max_pages), budget, **options)
+    return Scheduler(BlockTable(PAGE, max_pages), budget, **options)
 
 
 def run(s: Scheduler, draw=lambda request: 7, works=None) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ def run(s: Scheduler, draw=lambda request: 7, works=None) -> list[tuple[int, int
     return [(work.request.id, work.n_tokens) for work in works]
 
 
-def search(s: Scheduler, work: Work, draw) -> None:
+def search(s: Scheduler, work: ScheduledRequest, draw) -> None:
     """Let a search go on with random log-probabilities."""
     r, rows = work.request, empty_rows([work], 12)
     if not r.branches:
@@ -71,7 +71,7 @@ def search(s: Scheduler, work: Work, draw) -> None:
         row[:, 1 + n :] = -np.sort(np.arange(n) % 5 + 0.1 * draw(r))
         advance(r, row)
         if r.finish_reason is None:
-            follow(r, s.table, s.numbers)
+            fork_sequences(r, s.table, s.numbers)
 
 
 def random_search(rng: random.Random) -> Request:

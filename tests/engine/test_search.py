@@ -59,7 +59,7 @@ def idle(engine):
 def test_searches_share_steps_with_all_others(model, alone, limits):
     """The same bits as alone; nobody waits for a search, which takes a row for each beam."""
     plain = model.generate(PROMPT, 30, ignore_eos=True)
-    with nbflow.Engine(model, **limits) as engine:
+    with nbflow.LLMEngine(model, **limits) as engine:
         others = [engine.submit(make(model, "greedy", n=30)) for _ in range(3)]
         searches = {
             (search.name, len(prompt)): engine.submit(make(model, search, prompt))
@@ -78,7 +78,7 @@ def test_searches_share_steps_with_all_others(model, alone, limits):
 
 def test_searches_that_lose_their_pages_find_the_same(model, alone):
     page = model.engines[0].storage.page_bytes
-    with nbflow.Engine(model, kv_bytes=12 * page) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=12 * page) as engine:
         handles = [engine.submit(make(model, s, LONG)) for s in (BEAM, CONTRAST) for _ in range(2)]
         handles += [engine.submit(make(model, "greedy", LONG, 80)) for _ in range(2)]
         for handle in handles[:4]:
@@ -90,7 +90,7 @@ def test_searches_that_lose_their_pages_find_the_same(model, alone):
 
 
 def test_a_cancelled_search_frees_its_pages(model):
-    with nbflow.Engine(model) as engine:
+    with nbflow.LLMEngine(model) as engine:
         for search in (BEAM, CONTRAST):
             handle = engine.submit(make(model, search, LONG, 200))
             while handle.timings.started is None:
@@ -101,7 +101,7 @@ def test_a_cancelled_search_frees_its_pages(model):
 
 
 def test_events_of_searches(model, alone):
-    with nbflow.Engine(model) as engine:
+    with nbflow.LLMEngine(model) as engine:
         asked = make(model, BEAM, logprobs=2)
         events = list(engine.submit(asked))
         assert [e.token for e in events] == alone["beam", len(PROMPT)][0][0]
@@ -131,7 +131,7 @@ def test_prompts_may_be_told_about(model):
 def test_searches_on_ranks(model, alone, partition):
     with (
         nbflow.load("tiny_python", partition=partition, threads=1) as parts,
-        nbflow.Engine(parts) as engine,
+        nbflow.LLMEngine(parts) as engine,
     ):
         handles = [engine.submit(make(parts, s, p)) for s in (BEAM, CONTRAST) for p in (PROMPT,)]
         for handle in handles:
@@ -150,7 +150,7 @@ def test_a_search_with_an_encoder():
     )
     with nbflow.load(folder / names[0], threads=1) as model:
         alone = [run(model, s, [5, 6, 7], n=8) for s in (BEAM, CONTRAST)]
-        with nbflow.Engine(model) as engine:
+        with nbflow.LLMEngine(model) as engine:
             handles = [engine.submit(make(model, s, [5, 6, 7], 8)) for s in (BEAM, CONTRAST)]
             assert [numbers(h.results(60)) for h in handles] == alone
             assert idle(engine)
@@ -169,7 +169,7 @@ def test_refused(model):
     with pytest.raises(UsageError, match=r"n must be in 1\.\.num_beams"):
         BeamSearch(num_beams=2, n=3)
     page = model.engines[0].storage.page_bytes
-    with nbflow.Engine(model, max_sequences=3, kv_bytes=9 * page) as engine:
+    with nbflow.LLMEngine(model, max_sequences=3, kv_bytes=9 * page) as engine:
         with pytest.raises(UsageError, match="follows 4 continuations"):
             engine.submit(make(model, BEAM)).result(60)
         with pytest.raises(UsageError, match="too few for 3 continuations"):

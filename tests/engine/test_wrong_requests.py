@@ -10,7 +10,7 @@ import pytest
 
 import nbflow
 from nbflow.engine import outputs
-from nbflow.engine.multi_step import Burst
+from nbflow.engine.multi_step import MultiStepDecode
 from nbflow.engine.search import BeamSearch, ContrastiveSearch, runtime
 from nbflow.engine.search.beam import Beams
 from nbflow.sampling import Greedy
@@ -39,7 +39,7 @@ def alive(engine, model, expected):
 
 def test_a_search_wider_than_the_engine_is_refused_before_it_is_scheduled(ranks):
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
-    with nbflow.Engine(ranks, max_sequences=3, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(ranks, max_sequences=3, kv_bytes=KV) as engine:
         for _ in range(2):
             with pytest.raises(UsageError, match="follows 4 continuations, but at most 3"):
                 engine.submit(make(ranks, decoding=BeamSearch(4)))
@@ -66,7 +66,7 @@ def test_a_field_that_a_step_could_fail_on_is_refused_by_name(model, field, valu
     request = make(model)
     setattr(request, field, value)
     words = "token ids|token id" if field == "prompt" else field
-    with nbflow.Engine(model, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=KV) as engine:
         with pytest.raises(UsageError, match=words):
             engine.submit(request)
         assert len(engine.submit(make(model)).result(60).ids) == 12
@@ -76,7 +76,7 @@ def test_a_field_that_a_step_could_fail_on_is_refused_by_name(model, field, valu
 
 def test_a_salt_with_half_a_surrogate_pair(ranks):
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
-    with nbflow.Engine(ranks, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
         salted = make(ranks)
         salted.cache_salt = "\ud800"
         assert engine.submit(salted).result(60).ids == expected
@@ -85,7 +85,7 @@ def test_a_salt_with_half_a_surrogate_pair(ranks):
 
 def test_ids_of_a_proposer_that_are_no_tokens_are_left_out(ranks):
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
-    with nbflow.Engine(ranks, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
         for wrong in (2**70, -1, 101):
             request = make(ranks, draft=lambda ids, n, wrong=wrong: [ids[-1], wrong])
             assert engine.submit(request).result(60).ids == expected
@@ -102,7 +102,7 @@ def test_a_proposer_that_other_ranks_cannot_have(checkpoint):
 
     with (
         nbflow.load(checkpoint, threads=1, partition="0&1") as model,
-        nbflow.Engine(model, kv_bytes=KV) as engine,
+        nbflow.LLMEngine(model, kv_bytes=KV) as engine,
     ):
         with pytest.raises(UsageError, match="each rank needs the proposer"):
             engine.submit(make(model, draft=Proposer())).result(60)
@@ -118,7 +118,7 @@ def test_preparing_a_burst_fails_for_one_request(model):
             raise OverflowError("planted")
 
     bad = make(model, IDS[5:30], 30)
-    with nbflow.Engine(model, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=KV) as engine:
         hold = threading.Event()
         first = engine.submit(make(model, n=1), lambda *_: hold.wait(60))
         good = [engine.submit(make(model, p, 30)) for p in (IDS[:9], IDS[3:20])]
@@ -151,7 +151,7 @@ def test_the_rank_that_draws_fails_for_one_request(ranks, monkeypatch, name):
     """The others wait for its numbers: they are told that there are none, and why."""
     expected = ranks.generate(IDS[:9], 12, "sample", 3, True).ids
     plant(monkeypatch, name)
-    with nbflow.Engine(ranks, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
         good = [engine.submit(make(ranks, decoding="sample")) for _ in range(3)]
         bad = make(ranks, decoding="sample", logprobs=2)
         bad.seed = 99
@@ -172,7 +172,7 @@ def test_the_numbers_of_a_prompt_fail_for_one_request(ranks, monkeypatch):
         real(logits, ids, out)
 
     monkeypatch.setattr(outputs, "log_probabilities", fail)
-    with nbflow.Engine(ranks, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
         good = [engine.submit(make(ranks, IDS[:90])) for _ in range(2)]
         bad = engine.submit(make(ranks, [1, 2, 77, 4], prompt_logprobs=1))
         scores = engine.submit(make(ranks, [1, 2, 78, 4], prompt_logprobs=1))
@@ -203,7 +203,7 @@ def test_a_search_fails_alone(ranks, monkeypatch, search, where):
     else:
         real = outputs.advance
         monkeypatch.setattr(outputs, "advance", raising(real, lambda r, _: len(r.branches) > 1))
-    with nbflow.Engine(ranks, kv_bytes=KV, max_step_tokens=16) as engine:
+    with nbflow.LLMEngine(ranks, kv_bytes=KV, max_step_tokens=16) as engine:
         good = [engine.submit(make(ranks)) for _ in range(2)]
         bad = engine.submit(make(ranks, IDS[:40], decoding=search))
         with pytest.raises((ValueError, RuntimeError), match="planted"):
@@ -240,7 +240,7 @@ def test_a_length_penalty_beyond_the_numbers(penalty):
 
 
 def test_a_stop_text_that_cannot_be_looked_for(monkeypatch):
-    with nbflow.load("tiny_python", threads=1) as model, nbflow.Engine(model) as engine:
+    with nbflow.load("tiny_python", threads=1) as model, nbflow.LLMEngine(model) as engine:
         plain = engine.submit(model.make_request("def f(", 8, ignore_eos=True))
         monkeypatch.setattr(
             "nbflow.engine.stop_checker.TextStream.push", raising(None, lambda *_: True)
@@ -259,7 +259,7 @@ def test_a_session_in_the_way_of_an_engine_leaves_the_ranks_alive(ranks):
     with ranks.session() as session:
         a = session.begin()
         logits = session.run({a: IDS[:5]})[a].logits
-        engine = nbflow.Engine(ranks, kv_bytes=KV).start()
+        engine = nbflow.LLMEngine(ranks, kv_bytes=KV).start()
         handle = engine.submit(make(ranks)) if engine.alive else None
         engine.close()
         assert engine.state == "failed"
@@ -267,7 +267,7 @@ def test_a_session_in_the_way_of_an_engine_leaves_the_ranks_alive(ranks):
         assert handle is None or handle.finish_reason == "error"
         assert ranks.generate_batch([IDS[:9]], 12, n=2, ignore_eos=True)[1].ids == expected
         assert (session.run({a: [1]})[a].logits.shape, len(logits)) == ((1, 101), 5)
-    with nbflow.Engine(ranks, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
         assert alive(engine, ranks, expected)
 
 
@@ -279,7 +279,7 @@ def test_one_rank_without_memory_for_an_engine(checkpoint, partition, monkeypatc
         storage = model.engines[1].storage
         with monkeypatch.context() as patch:
             patch.setattr(storage, "ensure", refusing)
-            engine = nbflow.Engine(model, kv_bytes=KV).start()
+            engine = nbflow.LLMEngine(model, kv_bytes=KV).start()
             engine.close()
             assert str(engine.failure) == "rank 1: planted: no room"
         assert model.generate(IDS[:9], 12, ignore_eos=True).ids == expected
@@ -308,7 +308,7 @@ def test_end_tokens_that_have_no_logit_are_never_drawn(checkpoint, model):
         first = expected.index(expected[4])
         assert other.generate(IDS[:9], 12).ids == expected[:first]
         assert other.generate(IDS[:9], 12, min_tokens=12).finish_reason == "length"
-        with nbflow.Engine(other, kv_bytes=KV) as engine:
+        with nbflow.LLMEngine(other, kv_bytes=KV) as engine:
             request = other.make_request(IDS[:9], 12)
             assert engine.submit(request).result(60).ids == expected[:first]
         found = nbflow.beam_search(other, IDS[:9], 12)[0]
@@ -321,13 +321,13 @@ def test_a_request_with_a_strategy_that_cannot_be_compared(model):
     """A list makes it so; it does not keep others from one burst."""
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     odd = nbflow.sampling.Chain(temperature=0.0, dry_breakers=[(1,)])
-    with nbflow.Engine(model, kv_bytes=KV) as engine:
+    with nbflow.LLMEngine(model, kv_bytes=KV) as engine:
         handles = [engine.submit(make(model, decoding=s)) for s in (odd, Greedy(), odd)]
         assert [h.result(60).ids for h in handles] == [expected] * 3
 
 
 def test_burst_names_the_requests_that_are_wrong(model):
-    burst = Burst(Greedy(), 2, 1, False)
+    burst = MultiStepDecode(Greedy(), 2, 1, False)
     requests = [make(model), make(model)]
     requests[1].seed = -1
     assert list(burst.begin(requests)) == [1]

@@ -12,7 +12,7 @@ from small_models import write_llama
 import nbflow
 from nbflow.checkpoint import open_weights
 from nbflow.engine.request import Request
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.sampling import Greedy, TopK, TopP
 from nbflow.spec import resolve
@@ -37,7 +37,7 @@ def reference_logits(folder, weights, ids, fused=True):
     spec = resolve(folder).spec
     program = fuse(build(spec)) if fused else build(spec)
     with open_weights(folder) as file:
-        executor = ReferenceExecutor(program, RankWeights(program, file, weights))
+        executor = ReferenceExecutor(program, WeightLoader(program, file, weights))
     return executor.logits(np.asarray(ids))
 
 
@@ -65,7 +65,7 @@ def test_reference_in_pieces_equals_reference_at_once(checkpoint, ids):
     program = build(spec)
     seen = []
     with open_weights(checkpoint) as file:
-        weights = RankWeights(program, file, None)
+        weights = WeightLoader(program, file, None)
     executor = ReferenceExecutor(program, weights, trace=lambda op, value: seen.append(op.kind))
     pieces = np.concatenate([executor.logits(ids[:7]), executor.logits(ids[7:])])
     np.testing.assert_allclose(

@@ -121,7 +121,7 @@ def test_more_strategies_than_bursts_are_kept(
     monkeypatch.setattr(worker, "MAX_BURSTS", 2)
     prompt = IDS[:4].tolist()
 
-    def rounds(model: nbflow.Model) -> list[list[int]]:
+    def rounds(model: nbflow.LLM) -> list[list[int]]:
         return [
             model.generate(prompt, max_tokens=9, decoding="top_k", top_k=k, ignore_eos=True).ids
             for k in (2, 3, 4, 5)

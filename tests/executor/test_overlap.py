@@ -13,7 +13,7 @@ import nbflow
 from nbflow.executor import make_step, overlap
 from nbflow.executor.bind import PythonOp
 from nbflow.executor.overlap import part_of
-from nbflow.kv_cache import PageTable
+from nbflow.kv_cache import BlockTable
 from nbflow_kernels.errors import UsageError
 
 
@@ -27,8 +27,8 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("page_size", [4, 64])
 @pytest.mark.parametrize("lengths", [[9], [3, 1, 5], [1, 1, 1, 1], [8, 8]])
 def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, page_size):
-    def table() -> PageTable:
-        made = PageTable(page_size)
+    def table() -> BlockTable:
+        made = BlockTable(page_size)
         for sequence in range(len(lengths)):
             made.add(sequence)
             make_step(made, [sequence], [[7] * (3 + sequence)], [])  # what was there before

@@ -12,7 +12,7 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow_experiments.analysis import (
     Change,
@@ -59,7 +59,7 @@ def traced(model: Path, treatment: Exactly | None = None) -> dict[str, np.ndarra
     found: dict[str, list[np.ndarray]] = {}
     with Checkpoint(model) as checkpoint:
         program = build(checkpoint.spec)
-        weights = RankWeights(program, checkpoint.file, "f32", joined=False)
+        weights = WeightLoader(program, checkpoint.file, "f32", joined=False)
         for i, op in enumerate(program.ops):
             if treatment is not None and op.kind == "linear" and op.layer is not None:
                 name = op.weights[0].name

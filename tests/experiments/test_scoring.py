@@ -28,13 +28,13 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden/perplexity.json").read_
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[nbflow.Model]:
+def model() -> Iterator[nbflow.LLM]:
     with nbflow.load("tiny_python", kv="f32") as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
-def ids(model: nbflow.Model) -> np.ndarray:
+def ids(model: nbflow.LLM) -> np.ndarray:
     text = (CHECKPOINTS / "tiny_python" / "eval.txt").read_text()
     return np.array(model.tokenizer.encode(text))
 
@@ -79,7 +79,7 @@ def test_windows_that_cannot_be(arguments: tuple[int, ...], message: str) -> Non
 # ---- perplexity ---------------------------------------------------------------------------------
 
 
-def test_perplexity_is_that_of_transformers(model: nbflow.Model, ids: np.ndarray) -> None:
+def test_perplexity_is_that_of_transformers(model: nbflow.LLM, ids: np.ndarray) -> None:
     text = ids[: GOLDEN["tokens"]]
     half = score_text(model, cut(text, GOLDEN["context"])).nll
     expected = np.array(GOLDEN["second_half"])
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_counted_and_not_dropped() -> None:
 
 
 def test_a_stored_reference_gives_the_streamed_numbers(
-    model: nbflow.Model, ids: np.ndarray, tmp_path: Path
+    model: nbflow.LLM, ids: np.ndarray, tmp_path: Path
 ) -> None:
     windows = cut(ids[:160], 32, scored="all")
     with create(tmp_path / "r.h5", {"model": "tiny_python"}) as save:
@@ -170,7 +170,7 @@ def test_a_stored_reference_gives_the_streamed_numbers(
 
 
 def test_a_reference_of_another_text_is_refused(
-    model: nbflow.Model, ids: np.ndarray, tmp_path: Path
+    model: nbflow.LLM, ids: np.ndarray, tmp_path: Path
 ) -> None:
     with create(tmp_path / "r.h5", {}) as save:
         score_text(model, cut(ids[:64], 32), save=save)
@@ -192,7 +192,7 @@ def test_nothing_is_left_of_a_reference_that_was_not_finished(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_greedy_texts_part(model: nbflow.Model, ids: np.ndarray) -> None:
+def test_where_greedy_texts_part(model: nbflow.LLM, ids: np.ndarray) -> None:
     prompts = [ids[a : a + 8].tolist() for a in range(0, 64, 16)]
     same = parting(model, model, prompts, 12)
     assert same.identical_share == 1
@@ -218,7 +218,7 @@ QUESTIONS = [
 ]
 
 
-def test_choices_by_the_sum_of_log_probabilities(model: nbflow.Model, tmp_path: Path) -> None:
+def test_choices_by_the_sum_of_log_probabilities(model: nbflow.LLM, tmp_path: Path) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text("\n".join(json.dumps(q) for q in QUESTIONS) + "\n\n")
     answers = list(ask(model, read_questions(file)))
@@ -249,7 +249,7 @@ def test_questions_that_are_none(line: str, message: str, tmp_path: Path) -> Non
         read_questions(tmp_path / "q.jsonl")
 
 
-def test_a_space_at_the_border_goes_to_the_continuation(model: nbflow.Model) -> None:
+def test_a_space_at_the_border_goes_to_the_continuation(model: nbflow.LLM) -> None:
     a = encode_pair(model.tokenizer, "return ", "self")
     assert a == encode_pair(model.tokenizer, "return", " self")
     assert encode_pair(model.tokenizer, "", "self")[1] == 1

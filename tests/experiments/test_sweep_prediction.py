@@ -13,7 +13,7 @@ from nbflow.planner import (
     Device,
     Link,
     Machine,
-    Setting,
+    RunConfig,
     Workload,
     planned_model,
     predict,
@@ -74,7 +74,7 @@ def test_predictions_stand_beside_what_was_measured(sweep: Path, machine: Machin
     for _, row in table.iterrows():
         wanted = predict(
             planned_model("tiny_python", "q8"), row.partition_chosen, machine, Workload(1, 8, 2),
-            Setting(activations="f32", exchange=row.exchange),
+            RunConfig(activations="f32", exchange=row.exchange),
         )  # fmt: skip
         assert row.predicted_decode_tokens_per_s == pytest.approx(wanted.decode_tokens_per_s)
         assert row.predicted_prefill_tokens_per_s == pytest.approx(wanted.prefill_tokens_per_s)

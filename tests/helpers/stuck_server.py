@@ -8,9 +8,9 @@ import sys
 import threading
 
 from nbflow.cli import main
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 
-text_ids = Served.text_ids
+text_ids = ServedModel.text_ids
 
 
 def stuck(self, text, *args, **options):
@@ -25,5 +25,5 @@ def stuck(self, text, *args, **options):
     return text_ids(self, text, *args, **options)
 
 
-Served.text_ids = stuck
+ServedModel.text_ids = stuck
 main(["serve", *sys.argv[1:]])

@@ -11,7 +11,7 @@ import pytest
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build, build_memory
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
@@ -40,7 +40,7 @@ def test_reference_executor(name):
         check(spec, file)
 
         def executor(program, **options):
-            return ReferenceExecutor(program, RankWeights(program, file, None), **options)
+            return ReferenceExecutor(program, WeightLoader(program, file, None), **options)
 
         states = executor(build(spec.encoder)).logits(wanted["encoder_ids"])
         memory = executor(build_memory(spec)).remember(states)

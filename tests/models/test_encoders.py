@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
@@ -40,7 +40,7 @@ def test_logits_of_the_masked_language_model(name):
     wanted = golden(name)
     program = build(resolve(FOLDER / name).spec)
     with open_weights(FOLDER / name) as file:
-        reference = ReferenceExecutor(program, RankWeights(program, file, None))
+        reference = ReferenceExecutor(program, WeightLoader(program, file, None))
     assert error(reference.logits(wanted["ids"]), wanted["logits"]) < TOLERANCE
     # a step holds all tokens, however few it is asked to
     with nbflow.load(FOLDER / name, kv="f32", threads=1, max_step_tokens=7) as model:

@@ -15,7 +15,7 @@ import pytest
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import check, families, resolve
 
@@ -41,7 +41,7 @@ def reference(path):
     program = build(spec)
     with open_weights(path) as file:
         check(spec, file)
-        return ReferenceExecutor(program, RankWeights(program, file, None))
+        return ReferenceExecutor(program, WeightLoader(program, file, None))
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import resolve
 
@@ -69,7 +69,7 @@ def test_llama2c_int8_files_run(kind):
     spec = resolve(path).spec
     program = build(spec)
     with open_weights(path) as file:
-        reference = ReferenceExecutor(program, RankWeights(program, file, None))
+        reference = ReferenceExecutor(program, WeightLoader(program, file, None))
     with nbflow.load(path, kv="f32") as model:
         logits = model.logits(LLAMA2C_PROMPT)
     assert relative(logits, reference.logits(np.array(LLAMA2C_PROMPT))) < 1e-5

@@ -16,7 +16,7 @@ import nbflow_kernels as nk
 from nbflow.calibration.collect import collect
 from nbflow.checkpoint import open_weights
 from nbflow.distributed.plan import make_plan
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.planner import planned_model
 from nbflow.program import build, partition
@@ -95,7 +95,7 @@ def test_ranks_hold_their_own_sinks_and_biases(folder):
     plan = make_plan(spec, "0&1", 1)
     with open_weights(folder) as file:
         held = [
-            RankWeights(program, file, None)
+            WeightLoader(program, file, None)
             for program in (build(spec), *(partition(build(spec), rank) for rank in plan.ranks))
         ]
         both = file.array("model.layers.0.mlp.experts.gate_up_proj_bias").astype(np.float32)
@@ -147,7 +147,7 @@ def test_what_experts_read_is_summed_with_their_biases():
     traced = []
     with open_weights(FLOATS) as file:
         program = build(spec)
-        weights = RankWeights(program, file, None)
+        weights = WeightLoader(program, file, None)
         index = next(i for i, op in enumerate(program.ops) if op.kind == "experts")
         executor = ReferenceExecutor(program, weights, trace=lambda op, x: traced.append(x))
         executor.logits(ids)

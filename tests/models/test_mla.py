@@ -10,7 +10,7 @@ from small_models import make_spec, write_checkpoint
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.kv_cache import make_storage
 from nbflow.program import build, fuse
 from nbflow.program.cost import StepShape, kv_token_bytes, op_cost
@@ -40,7 +40,7 @@ def reference(folder: Path) -> np.ndarray:
     spec = resolve(folder).spec
     program = build(spec)
     with open_weights(folder) as file:
-        return ReferenceExecutor(program, RankWeights(program, file, None)).logits(IDS)
+        return ReferenceExecutor(program, WeightLoader(program, file, None)).logits(IDS)
 
 
 def logits(folder: Path, **options: object) -> np.ndarray:

@@ -32,7 +32,7 @@ def main() -> None:
         with nbflow.load(folder, partition=partition, kv="f32") as model:
             if model.participates:
                 page = max(r["page_bytes"] for r in model.gather("page_memory"))
-                engine = nbflow.Engine(model, max_sequences=3, kv_bytes=6 * page)
+                engine = nbflow.LLMEngine(model, max_sequences=3, kv_bytes=6 * page)
                 if engine.leads:
                     lead(engine, model, expected)
                 else:

@@ -13,7 +13,7 @@ def main() -> None:
     names = comm.bcast_object(comm.gather_object(platform.node()))
     assert len(set(names)) == comm.size, names
     with nbflow.load("tiny_python", partition="0/1", threads=1) as model:
-        engine = nbflow.Engine(model)
+        engine = nbflow.LLMEngine(model)
         if comm.rank:
             engine.follow()
             return

@@ -24,12 +24,12 @@ from nbflow_kernels.errors import UsageError
 def plant(fault: str, rank: int, after: int) -> None:
     """Let `fault` happen in front of the call number `after` of what it names."""
     from nbflow.distributed import world
-    from nbflow.engine.outputs import Outcome
-    from nbflow.executor.weight_loader import RankWeights
+    from nbflow.engine.outputs import StepOutput
+    from nbflow.executor.weight_loader import WeightLoader
 
     where, _, what = fault.rpartition("-")
     owner, name = {
-        "": (Mpi, "Allreduce"), "load": (RankWeights, "_once"), "draw": (Outcome, "compute"),
+        "": (Mpi, "Allreduce"), "load": (WeightLoader, "_once"), "draw": (StepOutput, "compute"),
     }[where]  # fmt: skip
     count, correct = itertools.count(1), getattr(owner, name)
 

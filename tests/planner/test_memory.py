@@ -50,7 +50,7 @@ def test_within_two_percent(wide, options, partition):
         wide, partition=partition, max_step_tokens=128, max_context=192, threads=1, **options
     ) as model:
         kv = max(r.kv_bytes for r in plan.ranks)
-        with nbflow.Engine(model, max_sequences=6, kv_bytes=kv) as engine:
+        with nbflow.LLMEngine(model, max_sequences=6, kv_bytes=kv) as engine:
             engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
             taken = model.memory()
             assert engine.limits.max_tokens == plan.kv_tokens == 6 * 192
@@ -146,7 +146,7 @@ def held_after_use(model, plan, name):
     prompt = [1, 2, 3]
     if name in PAIRS:
         prompt = (np.arange(model.spec.encoder.max_context) % 50 + 3).tolist()
-    with nbflow.Engine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
+    with nbflow.LLMEngine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
         asked = [model.make_request(prompt, 2, "greedy", 0, True) for _ in range(3)]
         for handle in [engine.submit(request) for request in asked]:
             handle.result(300)
@@ -178,7 +178,7 @@ def test_arrays_take_what_the_counts_say(wide, monkeypatch):
 def engine_of(model, plan):
     """Run an engine with the plan's limits, after it has worked on a request."""
     kv = plan.ranks[0].kv_bytes
-    with nbflow.Engine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
+    with nbflow.LLMEngine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
         engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
         yield engine
 

@@ -18,7 +18,7 @@ from nbflow.planner import (
     Machine,
     PlannedModel,
     Rates,
-    Setting,
+    RunConfig,
     Workload,
     best,
     candidates,
@@ -214,14 +214,14 @@ def test_cache_on_the_host_moves_bytes_and_costs_time():
     here = predict(model(), "0", machine(1, **device), Workload(4, 16, 16))
     there = predict(
         model(), "0", machine(1, **device), Workload(4, 16, 16),
-        Setting(kv_host=0.5, embedding_on_host=True),
+        RunConfig(kv_host=0.5, embedding_on_host=True),
     )  # fmt: skip
     moved = here.ranks[0].kv_bytes * 2 // 5 + 2 * 101 * 64  # two of five layers are whole
     assert there.ranks[0].host_bytes == moved
     assert there.ranks[0].free_bytes == here.ranks[0].free_bytes + moved
     assert there.decode_s > here.decode_s
     with pytest.raises(UsageError, match="host_read_bytes_per_s"):
-        predict(model(), "0", machine(1), setting=Setting(kv_host=0.5))
+        predict(model(), "0", machine(1), setting=RunConfig(kv_host=0.5))
 
 
 # ---- choosing -------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_34b_and_40b_models_fit_into_24_gb(name, kv, kv_host):
     gpu = load_machine("rtx4090")
     planned = planned_model(name, "q3h")
     workload = Workload(1, 512, 128, context=min(4096, planned.spec.max_context))
-    setting = Setting(kv=kv, kv_host=kv_host, embedding_on_host=True)
+    setting = RunConfig(kv=kv, kv_host=kv_host, embedding_on_host=True)
     prediction = predict(planned, "0", gpu, workload, setting)
     assert prediction.fits
     assert prediction.ranks[0].weight_bytes < 24e9

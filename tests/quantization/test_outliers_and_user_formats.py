@@ -15,7 +15,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow import cli
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
@@ -40,7 +40,9 @@ def noform():
 def reference_logits(folder, weights, outliers=0.0):
     program = fuse(build(resolve(folder).spec))
     with open_weights(folder) as file:
-        return ReferenceExecutor(program, RankWeights(program, file, weights, outliers)).logits(IDS)
+        return ReferenceExecutor(program, WeightLoader(program, file, weights, outliers)).logits(
+            IDS
+        )
 
 
 def relative(a, b):

@@ -16,13 +16,13 @@ import nbflow_kernels as nk
 from nbflow import cli
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.distributed import make_plan
-from nbflow.executor import RankWeights
+from nbflow.executor import WeightLoader
 from nbflow.executor.reference import ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.program import partition as cut
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.transforms import FoldedFile, check_encoder, prepare, rotate, scale_columns
-from nbflow.quantization.transforms.transform import Factors, Turn
+from nbflow.quantization.transforms.transform import ChannelScale, Rotation
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -56,7 +56,7 @@ BOTH = [
 
 def reference_logits(spec: ModelSpec, file: WeightFile) -> np.ndarray:
     program = build(spec)
-    return ReferenceExecutor(program, RankWeights(program, file, None)).logits(IDS)
+    return ReferenceExecutor(program, WeightLoader(program, file, None)).logits(IDS)
 
 
 def in_float32(family: str, folder: Path) -> Path:
@@ -103,12 +103,12 @@ def test_folded_models_compute_the_same(family: str, tmp_path: Path) -> None:
 
 def test_maps_by_hand() -> None:
     w, x = np.arange(6.0).reshape(2, 3), np.array([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
-    factors = Factors(np.array([2.0, 0.5, 0.0]))
+    factors = ChannelScale(np.array([2.0, 0.5, 0.0]))
     assert np.array_equal(factors.apply(w), [[0, 0.5, 0], [6, 2, 0]])
     divided = x / [2.0, 0.5, np.inf]
     assert np.allclose(factors.moments(x.T @ x), divided.T @ divided)
     assert np.allclose(factors.moments(np.square(x).sum(0)), np.square(divided).sum(0))
-    turn = Turn(Rotation(4, 1))
+    turn = Rotation(Rotation(4, 1))
     assert np.array_equal(turn.moments(np.array([1.0, 2, 3, 6, 0, 0, 0, 4])), [3] * 4 + [1] * 4)
 
 
@@ -139,7 +139,7 @@ def rank_bytes(model: Path, partition: str, encoder: str, moments: Any) -> list[
         file = ready.opened(stored)
         for rank in make_plan(ready.spec, partition, 32).ranks:
             program = fuse(cut(build(ready.spec), rank))
-            ours = RankWeights(program, file, "q4", encoding=ready.encoding)
+            ours = WeightLoader(program, file, "q4", encoding=ready.encoding)
             tensors = [t for operands in ours.operands for t in operands]
             found += [(t.data if isinstance(t, nk.QuantTensor) else t).tobytes() for t in tensors]
     return found
@@ -154,7 +154,7 @@ def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encod
         written = resolve(done.path).spec
         check(written, file)
         program = fuse(build(written))
-        ours = RankWeights(program, file, None)
+        ours = WeightLoader(program, file, None)
         tensors = [t for operands in ours.operands for t in operands]
         found = [(t.data if isinstance(t, nk.QuantTensor) else t).tobytes() for t in tensors]
     assert found == rank_bytes(tied, "0", encoder, moments)
@@ -170,13 +170,13 @@ def test_ranks_hold_pieces_of_what_one_rank_holds(tied: Path) -> None:
         one, two = (b"".join(sorted(rank_bytes(tied, p, encoder, moments))) for p in ("0", "0;1"))
         assert sorted(one) == sorted(two)
     spec = resolve(tied).spec
-    encoding = Encoding("gptq", moments)
+    encoding = QuantizerOptions("gptq", moments)
     down = "layers.1.ffn.down.weight"
     with open_weights(tied) as file:
         whole = encoding.encode(down, file.array(spec.checkpoint_name(down)), "q4")
         ranks = make_plan(spec, "0&1", 32).ranks
         programs = [fuse(cut(build(spec), rank)) for rank in ranks]
-        held = [RankWeights(p, file, "q4", encoding=encoding) for p in programs]
+        held = [WeightLoader(p, file, "q4", encoding=encoding) for p in programs]
     parts = [
         operand[0]
         for weights, program in zip(held, programs, strict=True)

@@ -13,7 +13,7 @@ from nbflow.sampling import (
     STRATEGIES,
     Chain,
     Constrained,
-    Constraints,
+    LogitsProcessors,
     Filters,
     Greedy,
     Mirostat,
@@ -59,12 +59,12 @@ def strategy(**values):
         ({"decoding": "chain", "repeat_penalty": 1.2}, Chain(repeat_penalty=1.2)),
         ({"samplers": "kt", "top_k": 4, "decoding": "chain"}, Chain("kt", top_k=4)),
         ({"top_k": 5, "repetition_penalty": 1.2},
-         Constrained(Filters(top_k=5), Constraints(repetition_penalty=1.2, end_ids=(2,)))),
-        ({"min_tokens": 3}, Constrained(Greedy(), Constraints(min_tokens=3, end_ids=(2,)))),
+         Constrained(Filters(top_k=5), LogitsProcessors(repetition_penalty=1.2, end_ids=(2,)))),
+        ({"min_tokens": 3}, Constrained(Greedy(), LogitsProcessors(min_tokens=3, end_ids=(2,)))),
         ({"logit_bias": {"5": -100}},
-         Constrained(Greedy(), Constraints(logit_bias=((5, -100.0),), end_ids=(2,)))),
+         Constrained(Greedy(), LogitsProcessors(logit_bias=((5, -100.0),), end_ids=(2,)))),
         ({"logit_bias": [[5, False]]},
-         Constrained(Greedy(), Constraints(logit_bias=((5, -math.inf),), end_ids=(2,)))),
+         Constrained(Greedy(), LogitsProcessors(logit_bias=((5, -math.inf),), end_ids=(2,)))),
     ],
 )  # fmt: skip
 def test_what_parameters_mean(values, expected):
@@ -73,7 +73,7 @@ def test_what_parameters_mean(values, expected):
 
 def test_a_strategy_can_be_constrained():
     made = build_strategy(SamplingParams(min_tokens=2), 100, known_end_ids=(2,), inner=TopP())
-    assert made == Constrained(TopP(), Constraints(min_tokens=2, end_ids=(2,)))
+    assert made == Constrained(TopP(), LogitsProcessors(min_tokens=2, end_ids=(2,)))
     with pytest.raises(UsageError, match="give top_k to it"):
         build_strategy(SamplingParams(top_k=2), 100, inner=TopP())
 
@@ -149,7 +149,7 @@ def rows():
 
 def test_constraints_that_do_not_bind_do_not_change_the_draws(rows):
     plain = Filters(temperature=1.3, top_k=9)
-    bound = constrain(plain, Constraints(banned_token_ids=(0,)))
+    bound = constrain(plain, LogitsProcessors(banned_token_ids=(0,)))
     rows[:, 0] = -np.inf
     seeds, ids = np.array([3], np.uint64), []
     for n, row in enumerate(rows):
@@ -158,25 +158,32 @@ def test_constraints_that_do_not_bind_do_not_change_the_draws(rows):
 
 
 def test_bias_bans_and_allowed_tokens(rows):
-    assert set(text(constrain(Greedy(), Constraints(allowed_token_ids=(4, 7))), rows)) == {4, 7}
-    assert 5 not in text(constrain(Greedy(), Constraints(banned_token_ids=(5,))), rows)
-    assert set(text(constrain(Greedy(), Constraints(logit_bias=((3, 100.0),))), rows)) == {3}
+    assert set(text(constrain(Greedy(), LogitsProcessors(allowed_token_ids=(4, 7))), rows)) == {
+        4,
+        7,
+    }
+    assert 5 not in text(constrain(Greedy(), LogitsProcessors(banned_token_ids=(5,))), rows)
+    assert set(text(constrain(Greedy(), LogitsProcessors(logit_bias=((3, 100.0),))), rows)) == {3}
     with pytest.raises(UsageError, match="every token is forbidden"):
-        text(constrain(Chain(), Constraints(banned_token_ids=tuple(range(20)))), rows)
+        text(constrain(Chain(), LogitsProcessors(banned_token_ids=tuple(range(20)))), rows)
 
 
 def test_bad_words_are_sequences(rows):
     row = np.zeros(20, np.float32)
     row[1], row[2] = 2.0, 1.0
-    rules = Constraints(bad_words=((1, 1), (9,)))
+    rules = LogitsProcessors(bad_words=((1, 1), (9,)))
     assert text(constrain(Greedy(), rules), [row] * 4, prompt=[1]) == [1, 2, 1, 2]
-    assert text(constrain(Greedy(), Constraints(bad_words=((1, 2, 1),))), [row] * 3) == [1, 1, 1]
+    assert text(constrain(Greedy(), LogitsProcessors(bad_words=((1, 2, 1),))), [row] * 3) == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_end_tokens_wait_for_min_tokens():
     row = np.zeros(20, np.float32)
     row[2] = 5.0
-    made = constrain(Greedy(), Constraints(min_tokens=3, end_ids=(2,)))
+    made = constrain(Greedy(), LogitsProcessors(min_tokens=3, end_ids=(2,)))
     assert text(made, [row] * 4) == [0, 0, 0, 2]
 
 
@@ -184,16 +191,16 @@ def test_penalties_and_ngrams_count_as_elsewhere():
     row = np.zeros(4, np.float32)
     row[:] = [1.0, 0.9, 0.8, 0.7]
     # OpenAI's penalties do not see the prompt; Hugging Face's does
-    made = constrain(Greedy(), Constraints(presence_penalty=0.15))
+    made = constrain(Greedy(), LogitsProcessors(presence_penalty=0.15))
     assert text(made, [row] * 4, prompt=[0]) == [0, 1, 0, 0]  # .85 .75 .8 .7 from then on
-    made = constrain(Greedy(), Constraints(repetition_penalty=2.0))
+    made = constrain(Greedy(), LogitsProcessors(repetition_penalty=2.0))
     assert text(made, [row] * 3, prompt=[0]) == [1, 2, 3]
-    made = constrain(Greedy(), Constraints(no_repeat_ngram_size=2))
+    made = constrain(Greedy(), LogitsProcessors(no_repeat_ngram_size=2))
     assert text(made, [row] * 4) == [0, 0, 1, 0]
 
 
 def test_a_fork_goes_on_by_itself(rows):
-    made = constrain(Chain(temperature=2.0), Constraints(no_repeat_ngram_size=1))
+    made = constrain(Chain(temperature=2.0), LogitsProcessors(no_repeat_ngram_size=1))
     state = made.begin([], 1)
     best = int(rows[0].argmax())
     other = state.fork()

@@ -22,6 +22,6 @@ def client(server: Server) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="session")
-def offline() -> Iterator[nbflow.Model]:
+def offline() -> Iterator[nbflow.LLM]:
     with nbflow.load("tiny_python", threads=1) as model:
         yield model

@@ -47,7 +47,7 @@ from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.benchmarks.read_probe import ReadProbe
 from nbflow_kernels.benchmarks.roofline import compute_peak
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
-from nbflow_kernels.cpu.graph import Call, CallList
+from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_list, set_num_threads
 from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
@@ -121,7 +121,7 @@ def pool() -> tuple[np.ndarray, np.ndarray]:
     return keys, keys.copy()
 
 
-def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CallList, int]:
+def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CpuGraph, int]:
     """Return the attention of as many layers as there are pages for, and their number."""
     keys, values = pool()
     pages = -(-length // PAGE)
@@ -136,7 +136,7 @@ def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CallLis
     rng = np.random.default_rng(1)
     q = rng.standard_normal((n * rows, HEADS, DIM), dtype=np.float32)
     out = np.empty_like(q)
-    calls: list[Call] = []
+    calls: list[GraphNode] = []
     for layer in range(layers):
         part = slice(layer * n * pages, (layer + 1) * n * pages)
         with capture() as seen:
@@ -144,8 +144,10 @@ def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CallLis
             if plan.n_merges:
                 attention.merge_splits(plan, out, None)
         calls += seen.calls
-    calls[-1] = Call(**{**vars(calls[-1]), "held": (plan, q, out, qo_indptr, kv_indptr, indices)})
-    return CallList(calls, get_num_threads()), layers
+    calls[-1] = GraphNode(
+        **{**vars(calls[-1]), "held": (plan, q, out, qo_indptr, kv_indptr, indices)}
+    )
+    return CpuGraph(calls, get_num_threads()), layers
 
 
 def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
@@ -222,7 +224,7 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
 
     def run(kernel: Any) -> Callable[[], None]:
         calls = [
-            Call(
+            GraphNode(
                 kernel,
                 (
                     *(rows.codes, T, rows.scales, rows.sums, data, packed.n_blocks),
@@ -233,12 +235,12 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
             )
             for data in matrices
         ]
-        return functools.partial(run_list, CallList(calls, get_num_threads()))
+        return functools.partial(run_list, CpuGraph(calls, get_num_threads()))
 
     form, tile = packed.form, 1 if T == 1 else 4 if T <= 4 else 8
     ours = {
-        "few_rows": cpu_gemv_int8.few_rows(form, tile),
-        "many_rows": cpu_gemv_int8.many_rows(form),
+        "few_rows": cpu_gemv_int8.gemv(form, tile),
+        "many_rows": cpu_gemv_int8.gemm(form),
     }
     chosen = next(k for k, kernel in ours.items() if kernel is cpu_gemv_int8.kernel_for(form, T))
     chains = {n: in_chains(form, tile, n) for n in (1, 2)}

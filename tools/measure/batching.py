@@ -6,7 +6,7 @@ Four tables, each written to FILE (JSON) as soon as it is there; with --seconds 
 than that.  Whatever is compared runs in turn, and a ratio is the median of the rounds' ratios.
 
 - ``throughput``: the same requests, prompts of mixed lengths, through an engine, all submitted at
-  once, and one after the other with `Model.generate`.
+  once, and one after the other with `LLM.generate`.
 - ``chunks``: a long prompt arrives while others generate.  For each size of a step (the piece of
   the prompt that is read between two tokens of the others): the longest time that those wait for a
   token, beside their usual one, and the time until the long prompt's first token.
@@ -38,7 +38,7 @@ LENGTHS = (16, 200, 48, 96, 8, 128, 64, 32)
 """Prompt lengths, over and over."""
 
 
-def requests(model: nbflow.Model, n: int, n_new: int) -> list[Request]:
+def requests(model: nbflow.LLM, n: int, n_new: int) -> list[Request]:
     """Return `n` requests with prompts of mixed lengths; random ids, the same in every call."""
     rng = np.random.default_rng(0)
     made = []
@@ -50,16 +50,16 @@ def requests(model: nbflow.Model, n: int, n_new: int) -> list[Request]:
     return made
 
 
-def together(model: nbflow.Model, batch: list[Request], **limits: Any) -> float:
+def together(model: nbflow.LLM, batch: list[Request], **limits: Any) -> float:
     """Return the seconds an engine takes for requests that are submitted at once."""
-    with nbflow.Engine(model, prefix_cache=False, **limits) as engine:
+    with nbflow.LLMEngine(model, prefix_cache=False, **limits) as engine:
         started = time.perf_counter()
         for handle in [engine.submit(r) for r in batch]:
             handle.result()
         return time.perf_counter() - started
 
 
-def one_by_one(model: nbflow.Model, batch: list[Request]) -> float:
+def one_by_one(model: nbflow.LLM, batch: list[Request]) -> float:
     """Return the seconds for the same requests one after the other."""
     started = time.perf_counter()
     for request in batch:
@@ -68,7 +68,7 @@ def one_by_one(model: nbflow.Model, batch: list[Request]) -> float:
     return time.perf_counter() - started
 
 
-def throughput(model: nbflow.Model, n: int, n_new: int, repeats: int) -> dict[str, Any]:
+def throughput(model: nbflow.LLM, n: int, n_new: int, repeats: int) -> dict[str, Any]:
     """Return one row: requests per round, tokens per second, ratio."""
     rounds = []
     for _ in range(repeats + 1):
@@ -86,12 +86,12 @@ def throughput(model: nbflow.Model, n: int, n_new: int, repeats: int) -> dict[st
     }
 
 
-def chunks(model: nbflow.Model, size: int, n_others: int, repeats: int) -> dict[str, Any]:
+def chunks(model: nbflow.LLM, size: int, n_others: int, repeats: int) -> dict[str, Any]:
     """Return what a long prompt does to others that generate, with steps of this size."""
     length = model.spec.max_context - 8
     rng = np.random.default_rng(1)
     usual, longest, first = [], [], []
-    with nbflow.Engine(
+    with nbflow.LLMEngine(
         model, max_step_tokens=size, max_sequences=min(size, n_others + 1), prefix_cache=False,
         burst_s=0.0,
     ) as engine:  # fmt: skip
@@ -128,12 +128,12 @@ def chunks(model: nbflow.Model, size: int, n_others: int, repeats: int) -> dict[
     }
 
 
-def prefix(model: nbflow.Model, shared: int, repeats: int) -> dict[str, Any]:
+def prefix(model: nbflow.LLM, shared: int, repeats: int) -> dict[str, Any]:
     """Return the time to the first token of a prompt of which so many tokens are known."""
     length = model.spec.max_context - 8
     rng = np.random.default_rng(2)
     seconds, cached = [], []
-    with nbflow.Engine(model) as engine:
+    with nbflow.LLMEngine(model) as engine:
         for round_ in range(repeats + 1):
             known = plain(model, rng, length, 1)
             engine.submit(known).result()
@@ -152,19 +152,19 @@ def prefix(model: nbflow.Model, shared: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def plain(model: nbflow.Model, rng: np.random.Generator, length: int, n_new: int) -> Request:
+def plain(model: nbflow.LLM, rng: np.random.Generator, length: int, n_new: int) -> Request:
     """Return a request with a random prompt."""
     return asked(model, rng.integers(0, model.spec.vocab_size, length).tolist(), n_new)
 
 
-def asked(model: nbflow.Model, ids: list[int], n_new: int) -> Request:
+def asked(model: nbflow.LLM, ids: list[int], n_new: int) -> Request:
     """Return a request for so many tokens."""
     request = model.make_request(ids, n_new, "greedy", 0, ignore_eos=True)
     request.wants_logprobs = False
     return request
 
 
-def overhead(model: nbflow.Model, n: int, n_steps: int = 200) -> dict[str, Any]:
+def overhead(model: nbflow.LLM, n: int, n_steps: int = 200) -> dict[str, Any]:
     """Return the processor time of Python for a step of `n` generating requests."""
     rank = model.engines[0]
     batch = requests(model, n, min(n_steps, model.spec.max_context // 2))

@@ -12,7 +12,7 @@ the folder does not have yet.  A row is one number with its samples:
   alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
   second of the whole, time to the first token (median and 95th percentile), and processor seconds
   of the server per thousand tokens.  Both servers are there all the time and are asked in turn.
-- ``overhead cN``: what N clients cost besides the model.  Their requests go to an `nbflow.Engine`
+- ``overhead cN``: what N clients cost besides the model.  Their requests go to an `nbflow.LLMEngine`
   in this process, and to a server, whose steps sleep as long as those of the model take
   (`tools/measure/scheduling_overhead.py`): microseconds of processor time per token, and its share
   of the steps'.
@@ -225,14 +225,14 @@ def row(test: str, name: str, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def step_times(model: nbflow.Model, counts: list[int]) -> list[tuple[int, float]]:
+def step_times(model: nbflow.LLM, counts: list[int]) -> list[tuple[int, float]]:
     """Return the seconds of steps in which so many sequences generate, and of a prompt's step."""
     times = [(n, step_s(model, n, 1)) for n in sorted({1, *counts})]
     return [*times, (4 * times[-1][0], step_s(model, 1, 4 * times[-1][0]))]
 
 
 def overhead(
-    peer: Peer, model: nbflow.Model, times: Times, n: int, arguments: argparse.Namespace
+    peer: Peer, model: nbflow.LLM, times: Times, n: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return what `n` clients cost besides the model; steps sleep, for `times` seconds."""
     rng, n_requests = random.Random(5), max(arguments.requests, 2 * n)
@@ -271,9 +271,9 @@ def iteration_s(peer: Peer) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def in_engine(model: nbflow.Model, prompts: list[list[int]], n: int) -> tuple[Sample, float]:
+def in_engine(model: nbflow.LLM, prompts: list[list[int]], n: int) -> tuple[Sample, float]:
     """Return a sample of an engine in this process, and the seconds of its steps."""
-    with nbflow.Engine(model, max_sequences=n) as engine:
+    with nbflow.LLMEngine(model, max_sequences=n) as engine:
         before, began = time.process_time(), time.perf_counter()
         handles = [engine.submit(model.make_request(p, NEW, "greedy", 0, True)) for p in prompts]
         for handle in handles:
@@ -457,7 +457,7 @@ def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> 
     with contextlib.ExitStack() as stack:
 
         @cache  # only if a measurement is missing
-        def idle_server() -> tuple[Peer, nbflow.Model, Times]:
+        def idle_server() -> tuple[Peer, nbflow.LLM, Times]:
             options = {"activations": arguments.activations, "threads": arguments.threads}
             model = stack.enter_context(nbflow.load(path, **options))
             times = step_times(model, arguments.clients)

@@ -30,7 +30,7 @@ from nbflow.cli.options import numbers
 from nbflow.distributed import Alone, Comm, world
 from nbflow.planner import (
     Machine,
-    Setting,
+    RunConfig,
     Workload,
     candidates,
     planned_model,
@@ -144,7 +144,7 @@ def run(
 
 
 def repeated(
-    model: nbflow.Model | None, workload: Workload, repeats: int, comm: Comm, seconds: float
+    model: nbflow.LLM | None, workload: Workload, repeats: int, comm: Comm, seconds: float
 ) -> list[tuple[float, float]]:
     """Return the seconds of each repetition: once at least, more often while there is time."""
     here = model is not None and model.participates
@@ -218,7 +218,7 @@ class Output:
 
     def _predicted(self, case: Case, workload: Workload) -> dict[str, Any]:
         """Return what is predicted of a case, under its names in a row."""
-        setting = Setting(activations=self._arguments.activations, exchange=case.exchange)
+        setting = RunConfig(activations=self._arguments.activations, exchange=case.exchange)
         found = predict(self._model, case.partition, case.machine, workload, setting)
         return {
             "kind": found.kind,

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 
 from nbflow.cli import main as nbflow_main
-from nbflow.engine.multi_step import Burst
+from nbflow.engine.multi_step import MultiStepDecode
 from nbflow.executor import CpuExecutor, Step
 
 Times = Sequence[tuple[int, float]]
@@ -53,7 +53,7 @@ def idle(times: Times) -> Iterator[None]:
         time.sleep(seconds_of(times, len(step.ids)))
 
     def run_repeated(
-        self: CpuExecutor, step: Step, burst: Burst, further: Any, n: int, stop: Any
+        self: CpuExecutor, step: Step, burst: MultiStepDecode, further: Any, n: int, stop: Any
     ) -> None:
         self._prepared(step)
         time.sleep(n * seconds_of(times, len(step.ids)))

@@ -36,7 +36,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results" / "engine"
 SHARED, OWN, NEW = 384, 16, 96
 
 
-def rounds(model: nbflow.Model, n: int) -> list[Round]:
+def rounds(model: nbflow.LLM, n: int) -> list[Round]:
     """Return three rounds of `n` requests, after one that compiles and fills the prefix cache."""
     rng = np.random.default_rng(0)
     common = random_prompt(model, rng, SHARED)

@@ -48,7 +48,7 @@ STEPS = 20
 """Steps that are timed for the bound."""
 
 
-def prompts(model: nbflow.Model, n: int) -> list[list[int]]:
+def prompts(model: nbflow.LLM, n: int) -> list[list[int]]:
     """Return `n` prompts."""
     tokenizer = model.found_tokenizer
     if tokenizer is None:
@@ -57,7 +57,7 @@ def prompts(model: nbflow.Model, n: int) -> list[list[int]]:
     return [tokenizer.encode(TEXTS[i % len(TEXTS)], add_special_tokens=True) for i in range(n)]
 
 
-def once(model: nbflow.Model, texts: list[list[int]], n_new: int, **more: Any) -> dict[str, Any]:
+def once(model: nbflow.LLM, texts: list[list[int]], n_new: int, **more: Any) -> dict[str, Any]:
     """Return seconds, results and what was accepted of texts that run together."""
     requests = [model.make_request(ids, n_new, "greedy", 0, True, **more) for ids in texts]
     for request in requests:
@@ -74,12 +74,12 @@ def once(model: nbflow.Model, texts: list[list[int]], n_new: int, **more: Any) -
     }
 
 
-def step_s(model: nbflow.Model, n_sequences: int, n_rows: int) -> float:
+def step_s(model: nbflow.LLM, n_sequences: int, n_rows: int) -> float:
     """Return the median seconds of a step with so many rows of each of so many sequences."""
     return statistics.median(steps_s(model, n_sequences, n_rows)[0])
 
 
-def steps_s(model: nbflow.Model, n_sequences: int, *n_rows: int) -> list[list[float]]:
+def steps_s(model: nbflow.LLM, n_sequences: int, *n_rows: int) -> list[list[float]]:
     """Return the seconds of steps with so many rows of each sequence; the kinds take turns."""
     rng = np.random.default_rng(1)
     seconds: list[list[float]] = [[] for _ in n_rows]
@@ -99,8 +99,8 @@ def steps_s(model: nbflow.Model, n_sequences: int, *n_rows: int) -> list[list[fl
 
 
 def measure(
-    model: nbflow.Model,
-    draft: nbflow.Model | str,
+    model: nbflow.LLM,
+    draft: nbflow.LLM | str,
     n_draft: int,
     n_texts: int,
     n_new: int,
@@ -162,7 +162,7 @@ def main() -> None:
         model = stack.enter_context(
             nbflow.load(arguments.model, weights=arguments.weights, **common)
         )
-        drafts: list[nbflow.Model | str] = ["ngram"]
+        drafts: list[nbflow.LLM | str] = ["ngram"]
         if arguments.draft is not None:
             drafts.append(
                 stack.enter_context(

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.executor import HOST, CpuExecutor, RankWeights, Step, make_step
-from nbflow.kv_cache import PageTable, make_storage
+from nbflow.executor import HOST, CpuExecutor, WeightLoader, Step, make_step
+from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse
 from nbflow.program.records import Op, Program
@@ -78,7 +78,7 @@ class Stage:
     def __init__(
         self,
         program: Program,
-        weights: RankWeights,
+        weights: WeightLoader,
         kv: str = "f32",
         activations: str = "f32",
         tables: dict[Any, Any] | None = None,
@@ -99,7 +99,7 @@ class Stage:
         cls, checkpoint: Checkpoint, program: Program, tables: dict[Any, Any] | None = None
     ) -> Stage:
         """Return a stage with the checkpoint's weights in float32."""
-        weights = RankWeights(program, checkpoint.file, "f32", joined=False)
+        weights = WeightLoader(program, checkpoint.file, "f32", joined=False)
         weights.settle(HOST)
         return cls(program, weights, tables=tables)
 
@@ -202,7 +202,7 @@ def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]])
     steps = []
     for window in windows:
         ids = check_ids(spec, window, 0)
-        table = PageTable(PAGE_SIZE)
+        table = BlockTable(PAGE_SIZE)
         table.add(0)
         steps.append(make_step(table, [0], [ids], range(len(ids))))
     if not steps:

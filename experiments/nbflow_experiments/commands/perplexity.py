@@ -136,7 +136,7 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
     return windows[: arguments.windows or None]
 
 
-def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
+def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     """Load the reference on this process alone."""
     name = arguments.reference or arguments.model
     same = (
@@ -148,7 +148,7 @@ def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.Mod
     return nbflow.load(name, comm=Alone(), **options)
 
 
-def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.Model | None:
+def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.LLM | None:
     """Return the reference model, if one is to run."""
     if arguments.reference is None or arguments.reference.endswith(".h5"):
         return None
@@ -156,7 +156,7 @@ def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nb
 
 
 def _reference(
-    arguments: argparse.Namespace, companion: nbflow.Model | None, stack: contextlib.ExitStack
+    arguments: argparse.Namespace, companion: nbflow.LLM | None, stack: contextlib.ExitStack
 ) -> Reference | None:
     """Return what the model is compared with."""
     if companion is not None:

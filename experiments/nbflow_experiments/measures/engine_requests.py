@@ -1,4 +1,4 @@
-"""Requests through `nbflow.Engine`, for the measures: who asked what, and when it came."""
+"""Requests through `nbflow.LLMEngine`, for the measures: who asked what, and when it came."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
-    from nbflow.engine.llm_engine import Engine
+    from nbflow.engine.llm import LLM
+    from nbflow.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
 
@@ -63,26 +63,26 @@ class Round:
         return sum(len(answer.ids) for answer in self.answers)
 
 
-def random_prompt(model: Model, rng: np.random.Generator, n: int) -> np.ndarray:
+def random_prompt(model: LLM, rng: np.random.Generator, n: int) -> np.ndarray:
     """Return `n` random token ids, as the benchmarks use them."""
     return rng.integers(0, model.spec.vocab_size, n)
 
 
-def with_engine(model: Model, work: Callable[[Engine], T], **options: Any) -> T | None:
+def with_engine(model: LLM, work: Callable[[LLMEngine], T], **options: Any) -> T | None:
     """Run an engine for `model` and call `work` with it on the rank that leads.
 
     Every rank of the model calls it alike; the others return None when it is over.
     """
     import nbflow
 
-    with nbflow.Engine(model, **options) as engine:
+    with nbflow.LLMEngine(model, **options) as engine:
         if engine.leads:
             return work(engine)
         engine.follow()
         return None
 
 
-def serve(engine: Engine, asks: Sequence[Ask], *, at_once: bool = True) -> Round:
+def serve(engine: LLMEngine, asks: Sequence[Ask], *, at_once: bool = True) -> Round:
     """Run requests that all arrive at the same moment.
 
     Parameters

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Context:
 
     config: Mapping[str, str | int | float]
     """The point's settings."""
-    model: Model
+    model: LLM
     """The loaded model."""
     leads: bool
     """True on the rank whose result is recorded."""

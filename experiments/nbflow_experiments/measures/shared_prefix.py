@@ -1,6 +1,6 @@
 """Prompts that begin alike: time to the first token with and without the prefix cache.
 
-`batch` requests arrive at the same moment at an `nbflow.Engine`.  Their prompts have `prompt`
+`batch` requests arrive at the same moment at an `nbflow.LLMEngine`.  Their prompts have `prompt`
 random tokens, the first `prefix` of which are the same for all, and they generate `decode` tokens
 greedily.  A round runs them three times, with an empty prefix cache before each: *cold*, where
 nothing may be shared; *together*, where the first to come computes the common beginning and the
@@ -31,7 +31,7 @@ from nbflow_experiments.measures.engine_requests import (
 from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm_engine import Engine
+    from nbflow.engine.llm_engine import LLMEngine
 
 Rounds = list[tuple[Round, Round, Round]]
 _KINDS = ("prefix_cold_ttft_s", "prefix_together_ttft_s", "prefix_ttft_s")
@@ -48,14 +48,16 @@ def run(context: Context) -> Outcome:
         for _ in range(batch + 1)
     ]
 
-    def work(engine: Engine) -> Rounds:
+    def work(engine: LLMEngine) -> Rounds:
         return [one_round(engine, prompts, decode) for _ in range(warmup + repeats)][warmup:]
 
     rounds = with_engine(context.model, work)
     return Outcome() if rounds is None else summary(rounds, prompt)
 
 
-def one_round(engine: Engine, prompts: list[np.ndarray], n_new: int) -> tuple[Round, Round, Round]:
+def one_round(
+    engine: LLMEngine, prompts: list[np.ndarray], n_new: int
+) -> tuple[Round, Round, Round]:
     """Run the requests cold, together and warm; the last prompt only fills the cache."""
     engine.flush()
     apart = [Ask(ids, n_new, salt=str(i)) for i, ids in enumerate(prompts[:-1])]

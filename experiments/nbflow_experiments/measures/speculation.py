@@ -1,7 +1,7 @@
 """Speculative decoding against decoding token by token.
 
 The first `prompt` tokens of the evaluated windows are continued greedily by `decode` tokens,
-`batch` of them at the same time, through an `nbflow.Engine` without prefix cache.  A round runs a
+`batch` of them at the same time, through an `nbflow.LLMEngine` without prefix cache.  A round runs a
 new choice of windows plainly and then with proposals: of the text itself (`draft` = ngram), or of
 another model (`draft` = MODEL or MODEL:FORMAT, its weights in that format), `n_draft` tokens at a
 time.  Proposed tokens are verified so that the result stays the same, which
@@ -31,7 +31,7 @@ from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm_engine import Engine
+    from nbflow.engine.llm_engine import LLMEngine
 
 
 def run(context: Context) -> Outcome:
@@ -46,7 +46,7 @@ def run(context: Context) -> Outcome:
         )
     windows = context.windows[:, :prompt]
 
-    def work(engine: Engine) -> list[tuple[Round, Round]]:
+    def work(engine: LLMEngine) -> list[tuple[Round, Round]]:
         rounds = []
         with proposer(context) as draft:
             for r in range(warmup + repeats):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Parting:
         return float(np.median(self.common))
 
 
-def parting(
-    model: Model, reference: Model, prompts: Sequence[Sequence[int]], n_tokens: int
-) -> Parting:
+def parting(model: LLM, reference: LLM, prompts: Sequence[Sequence[int]], n_tokens: int) -> Parting:
     """Continue prompts greedily with both models and compare token by token.
 
     Parameters

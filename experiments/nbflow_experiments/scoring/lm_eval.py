@@ -135,7 +135,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     @staticmethod
     def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `Model.stream` for those of a task."""
+        """Return the arguments of `LLM.stream` for those of a task."""
         given = {**GREEDY, **options}
         if not given.pop("do_sample") or not given["temperature"]:
             given.pop("temperature")

@@ -19,7 +19,7 @@ from nbflow_experiments.scoring.estimates import Estimate, estimate_share
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
     from nbflow.tokenization import Tokenizer
 
 KEYS = ("context", "choices", "answer")
@@ -113,7 +113,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     return whole, min(len(front), len(whole) - 1)
 
 
-def continuation_log_prob(model: Model, ids: Sequence[int], n_context: int) -> tuple[float, bool]:
+def continuation_log_prob(model: LLM, ids: Sequence[int], n_context: int) -> tuple[float, bool]:
     """Return the log-probability of the tokens from `n_context` on, and whether greedy finds them.
 
     Tokens before those that the context of the model holds are left out, as the harness does.
@@ -131,7 +131,7 @@ def continuation_log_prob(model: Model, ids: Sequence[int], n_context: int) -> t
     return total, bool(np.array_equal(logits.argmax(axis=1), targets))
 
 
-def ask(model: Model, questions: Sequence[Question]) -> Iterator[Answer]:
+def ask(model: LLM, questions: Sequence[Question]) -> Iterator[Answer]:
     """Yield a model's answer to each question."""
     for question in questions:
         pairs = [encode_pair(model.tokenizer, question.context, c) for c in question.choices]

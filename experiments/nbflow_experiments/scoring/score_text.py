@@ -12,14 +12,14 @@ from nbflow_experiments.scoring.token_scores import Scores, score
 from nbflow_experiments.scoring.windows import Window
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
 
 
 Reference = Callable[[Window], np.ndarray]
 """Returns the logits (n_scored, V) of the next window: `model_reference`, or a stored file's."""
 
 
-def model_reference(model: Model) -> Reference:
+def model_reference(model: LLM) -> Reference:
     """Return a reference model that runs in the same pass; nothing is stored."""
     return lambda window: predictions(model, window)
 
@@ -37,13 +37,13 @@ def file_reference(stored: StoredLogits) -> Reference:
     return logits
 
 
-def predictions(model: Model, window: Window) -> np.ndarray:
+def predictions(model: LLM, window: Window) -> np.ndarray:
     """Return the logits (n_scored, V) that predict a window's scored tokens."""
     return model.logits(window.ids[:-1])[window.first - 1 :]  # nothing follows the last token
 
 
 def score_text(
-    model: Model,
+    model: LLM,
     windows: Sequence[Window],
     *,
     reference: Reference | None = None,

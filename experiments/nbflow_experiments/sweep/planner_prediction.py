@@ -18,7 +18,7 @@ from nbflow_experiments.measures.measure import Outcome, Reading
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
     from nbflow.planner import Machine
     from nbflow_experiments.config.points import Point
 
@@ -39,9 +39,9 @@ class Predictor:
         self._comm = comm
         self._measured: dict[tuple[int, ...], Machine] = {}
 
-    def outcome(self, point: Point, model: Model) -> Outcome:
+    def outcome(self, point: Point, model: LLM) -> Outcome:
         """Return what is predicted of a point; nothing, with a warning, if that cannot be done."""
-        from nbflow.planner import Prediction, Setting, Workload, predict, stored_model
+        from nbflow.planner import Prediction, RunConfig, Workload, predict, stored_model
         from nbflow.spec import resolve
 
         config, numbers = point.config, model.plan.numbers
@@ -55,7 +55,7 @@ class Predictor:
             )
             arithmetic = str(config["activations"])
             known = all(arithmetic in device.operations_per_s for device in machine.devices)
-            setting = Setting(
+            setting = RunConfig(
                 kv=str(config["kv"]),
                 activations=arithmetic if known else None,
                 exchange=str(config["exchange"]),

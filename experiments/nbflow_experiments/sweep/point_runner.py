@@ -38,7 +38,7 @@ from nbflow_experiments.sweep.progress import Reporter
 from nbflow_experiments.sweep.rank_barrier import StepFailed, StopRequest, in_step
 
 if TYPE_CHECKING:
-    from nbflow.engine.llm import Model
+    from nbflow.engine.llm import LLM
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class _Loaded:
     """The model in memory and what was already found with it."""
 
     key: tuple[Any, ...]
-    model: Model
+    model: LLM
     leader: int
     quality: dict[tuple[Any, ...], tuple[str, Outcome]] = field(default_factory=dict)
     shared: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
@@ -273,7 +273,7 @@ class Runner:
         options: dict[str, Any] = {
             n: config[n] for n in LOAD_SETTINGS if n not in ("model", "ranks")
         }
-        made: list[Model] = []
+        made: list[LLM] = []
 
         def load() -> None:
             made.append(backend.load(str(config["model"]), **options))

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.arrays import check_array, check_together, is_cuda
-from nbflow_kernels.attention.cuda.plan import FixedTables, device_plan, floats_in, partial_floats
+from nbflow_kernels.attention.cuda.plan import (
+    StaticPlanBuffers,
+    device_plan,
+    floats_in,
+    partial_floats,
+)
 from nbflow_kernels.attention.options import Options
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into, set_rotation
 from nbflow_kernels.cuda import device_of
@@ -78,7 +83,7 @@ class GraphPlan:
         """Most query rows, and keys that lie in rows, of a step: those of the first one."""
         self._plan: AttentionPlan | None = None
         self._settings: dict[str, Any] = {}
-        self._tables: FixedTables | None = None
+        self._tables: StaticPlanBuffers | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -215,7 +220,7 @@ class GraphPlan:
                 placed = [buffers["kv_indptr"], buffers["kv_indices"]]
             else:
                 placed = [None, buffers["kv_indptr"]]
-            tables = self._tables = FixedTables(
+            tables = self._tables = StaticPlanBuffers(
                 plan, device, self.n_rows, self.n_rows if rows_each is None else rows_each,
                 n_keys=n_keys, placed=(buffers.get("qo_indptr"), *placed, None),
                 most_pieces=PIECES_PER_SM * device.n_sms, most_partials=most_partials,

@@ -20,7 +20,7 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cascade import narrow_output, wide_output
 from nbflow_kernels.attention.options import check_dtype, check_indptr, check_workspace
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
-from nbflow_kernels.attention.run import Call, check_places
+from nbflow_kernels.attention.run import AttentionCall, check_places
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.page_table import check_mla_cache, check_page_numbers, check_page_table
 
@@ -208,7 +208,7 @@ class BatchMLAPagedAttentionWrapper:
         format = check_mla_cache(ckv_cache, kpe_cache, page_size, (D_ckv, D_kpe), kv_format)
         if kv_format is None:
             check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
-        check_places(plan, Call(), q_nope)
+        check_places(plan, AttentionCall(), q_nope)
         if self._n_pages != ckv_cache.shape[0]:  # once per plan: layers have equally many pages
             check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], ckv_cache.shape[0])
             self._n_pages = ckv_cache.shape[0]

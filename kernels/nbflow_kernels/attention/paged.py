@@ -9,9 +9,9 @@ import numpy as np
 
 from nbflow_kernels.attention.cuda_graph import graph_of
 from nbflow_kernels.attention.options import refuse_half_precision
-from nbflow_kernels.attention.paged_base import PagedWrapper
+from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.run import Call
+from nbflow_kernels.attention.run import AttentionCall
 from nbflow_kernels.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def keys_of(n_pages: int | None, page_size: int) -> int | None:
     return None if n_pages is None else n_pages * page_size
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
     """Attention of a batch of requests over a paged key/value cache, prefill and decode mixed.
 
     Parameters
@@ -260,7 +260,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         TypeError
             If an argument is not an array or has another dtype.
         """
-        call = Call(
+        call = AttentionCall(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
             tensor_cores=self._tensor_cores,
@@ -270,7 +270,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
     """Attention of the newest row of each request over a paged key/value cache.
 
     Parameters
@@ -453,7 +453,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         UsageError, TypeError
             As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        call = Call(
+        call = AttentionCall(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
             tensor_cores=self._tensor_cores,

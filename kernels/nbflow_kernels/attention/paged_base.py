@@ -17,7 +17,7 @@ from nbflow_kernels.attention.options import (
     refuse_int_workspace,
 )
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
-from nbflow_kernels.attention.run import Call, run_plan
+from nbflow_kernels.attention.run import AttentionCall, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import kinds_of
 from nbflow_kernels.kv_cache.page_table import (
@@ -28,7 +28,7 @@ from nbflow_kernels.kv_cache.page_table import (
 )
 
 
-class PagedWrapper:
+class PagedAttentionWrapper:
     """Base of the wrappers over a paged cache: the present plan, and running it."""
 
     def __init__(
@@ -149,7 +149,9 @@ class PagedWrapper:
             raise UsageError("run needs a plan: call plan(...) first, once per step")
         return self.current
 
-    def _run_pages(self, q: Any, paged_kv_cache: Any, window_left: int | None, call: Call) -> Any:
+    def _run_pages(
+        self, q: Any, paged_kv_cache: Any, window_left: int | None, call: AttentionCall
+    ) -> Any:
         """Check the arrays of a layer against the plan, and attend."""
         plan = self._planned()
         _, G, D_qk, D_vo = plan.heads

@@ -12,7 +12,7 @@ import numpy as np
 
 from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cpu.scheduler import divide
+from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.options import (
     Options,
     alibi_slopes,
@@ -281,7 +281,7 @@ def plan_into(
     n_threads = min(get_num_threads(), MOST_THREADS)
     may_split = plan.header[at.MAY_SPLIT]
     while True:
-        n_items, n_merges, n_shares, n_partials, work = divide(
+        n_items, n_merges, n_shares, n_partials, work = schedule(
             plan.header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
         )
         if not plan.has_room(n_partials):

@@ -14,14 +14,14 @@ from nbflow_kernels.attention.options import (
     check_indptr,
     refuse_half_precision,
 )
-from nbflow_kernels.attention.paged_base import PagedWrapper
+from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.run import Call, run_plan
+from nbflow_kernels.attention.run import AttentionCall, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import formats_of
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
     """Attention of a batch of requests whose keys lie in rows, one request behind the other.
 
     Parameters
@@ -214,7 +214,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
             self._graph.check_place(q)
         check_dtype("q", self._dtypes["q"], q.dtype)
         kinds = (formats[0].kind, formats[1].kind)
-        call = Call(
+        call = AttentionCall(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
         )  # fmt: skip
@@ -240,7 +240,7 @@ def _pages_of_tokens(rows: Any, heads_first: bool) -> Any:
     )
 
 
-class BatchAttention(PagedWrapper):
+class BatchAttention(PagedAttentionWrapper):
     """Attention of prefill and decode requests in one batch, with lengths in tokens.
 
     Parameters
@@ -380,6 +380,6 @@ class BatchAttention(PagedWrapper):
                 f"logits_soft_cap must be the plan's ({plan.logits_soft_cap}), got "
                 f"{logits_soft_cap}; give it to plan(...)"
             )
-        call = Call(k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
+        call = AttentionCall(k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
         result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call)
         return result

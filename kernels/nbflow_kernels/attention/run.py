@@ -18,7 +18,7 @@ from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What a call may ask for beyond its plan."""
 
     q_scale: Any = None
@@ -43,7 +43,9 @@ class Call:
     """True: raise where no kernel on tensor cores takes the call."""
 
 
-def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVariant | None:
+def check_variant(
+    variant: Any, plan: AttentionPlan, call: AttentionCall
+) -> AttentionVariant | None:
     """Return the variant's functions; raise if they would meet options that they take over."""
     if variant is None:
         return None
@@ -64,7 +66,7 @@ def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVar
     return functions
 
 
-def check_places(plan: AttentionPlan, call: Call, q: Any) -> None:
+def check_places(plan: AttentionPlan, call: AttentionCall, q: Any) -> None:
     """Raise unless the workspace lies where the queries do, and tensor cores are there if asked."""
     workspace = plan.workspace
     if workspace is not None and is_cuda(workspace) != is_cuda(q):
@@ -86,7 +88,7 @@ def run_plan(
     k: Any,
     v: Any,
     kinds: tuple[int, int],
-    call: Call,
+    call: AttentionCall,
     variant: Any = None,
     *,
     page_bytes: tuple[int, int] | None = None,
@@ -146,7 +148,7 @@ def _run_on_device(
     k: Any,
     v: Any,
     kinds: tuple[int, int],
-    call: Call,
+    call: AttentionCall,
     dtype: Any,
     functions: AttentionVariant | None,
     page_bytes: tuple[int, int] | None,

@@ -14,7 +14,7 @@ from nbflow_kernels.attention.options import (
     refuse_half_precision,
 )
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan
-from nbflow_kernels.attention.run import Call, run_plan
+from nbflow_kernels.attention.run import AttentionCall, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, formats_of
 
@@ -159,7 +159,7 @@ def single_prefill_with_kv_cache(
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
         rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
     )  # fmt: skip
-    call = Call(
+    call = AttentionCall(
         q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
         sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
@@ -243,7 +243,7 @@ def single_decode_with_kv_cache(
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
         rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
     )  # fmt: skip
-    call = Call(
+    call = AttentionCall(
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, return_lse=return_lse,
         lse_base=lse_base, out=None if out is None else out[None],
         lse=None if lse is None else lse[None], tensor_cores=use_tensor_cores,
@@ -260,7 +260,7 @@ def _attend(
     k: Any,
     v: Any,
     options: Options,
-    call: Call,
+    call: AttentionCall,
     kv_format: str | None,
     variant: Any,
     custom_mask: Any = None,

@@ -1,7 +1,7 @@
 """Lists of compiled calls that a team of threads runs without Python in between.
 
 A step of a model is some hundred kernel calls of a few microseconds each.  From Python each costs
-one to fifty microseconds more, so a `CallList` writes the calls into a table once: for each, the
+one to fifty microseconds more, so a `CpuGraph` writes the calls into a table once: for each, the
 kernel's machine code, its arguments and its number of rows.  A team
 (`nbflow_kernels.cpu.thread_pool`) runs through the table, each thread its share of the rows of
 every call, with a barrier of a tenth of a microsecond where one call's result is another's input.
@@ -52,7 +52,7 @@ PIECES_PER_THREAD = 8
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphNode:
     """``kernel(*args, 0, n_rows)``, the rows of which may be shared by threads."""
 
     kernel: Callable[..., None]
@@ -82,10 +82,10 @@ class Call:
         return max(1, min(n_threads, int(self.n_rows), int(self.work // MIN_WORK_PER_PART)))
 
 
-class CallList:
+class CpuGraph:
     """Calls as a table for a team of `n_threads`; see `Team.run_list` in cpu/thread_pool.py."""
 
-    def __init__(self, calls: Sequence[Call], n_threads: int) -> None:
+    def __init__(self, calls: Sequence[GraphNode], n_threads: int) -> None:
         self.calls = tuple(calls)
         self.n_threads = n_threads
         self.table = np.zeros((len(calls), COLUMNS), np.int64)
@@ -124,7 +124,7 @@ class CallList:
         return array.ctypes.data
 
 
-def _streamed(call: Call) -> tuple[int, int]:
+def _streamed(call: GraphNode) -> tuple[int, int]:
     """Return address and bytes per row of the largest array among the arguments, if it is large."""
     arrays = [a for a in call.args if isinstance(a, np.ndarray) and a.flags.c_contiguous]
     largest = max(arrays, key=lambda a: a.nbytes, default=None)
@@ -158,14 +158,14 @@ def _kind(value):
     return kind
 
 
-def _add_codes(missing: dict[tuple[Any, ...], Call]) -> None:
+def _add_codes(missing: dict[tuple[Any, ...], GraphNode]) -> None:
     codes = {key: _machine_code(call) for key, call in missing.items()}
     functions = _trampolines([code.signature for code in codes.values()])
     for (key, code), function in zip(codes.items(), functions, strict=True):
         _codes[key] = dataclasses.replace(code, trampoline=function)
 
 
-def _machine_code(call: Call) -> _Code:
+def _machine_code(call: GraphNode) -> _Code:
     """Compile a call's kernel for its arguments, or find it compiled."""
     kernel: Any = call.kernel
     key = tuple(numba.typeof(a) for a in call.args)

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow_kernels.cpu.fork import in_child
-from nbflow_kernels.cpu.graph import Call, CallList
-from nbflow_kernels.cpu.thread_pool import Team, available_cores
+from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.thread_pool import ThreadPool, available_cores
 from nbflow_kernels.errors import UsageError
 
 # Handing work to another Python thread and waiting for it costs 35 to 50 microseconds; a kernel
@@ -50,7 +50,7 @@ class _Local(threading.local):
     """As set by `set_num_threads`."""
     n_default: int | None = None
     """All processors, once looked up."""
-    team: Team | None = None
+    team: ThreadPool | None = None
     """The one used last, which is tried first."""
     profile: list[float] | None = None
     capture: Capture | None = None
@@ -58,7 +58,9 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_teams: weakref.WeakSet[Team] = weakref.WeakSet()  # a team lives while a thread has it as its last
+_teams: weakref.WeakSet[ThreadPool] = (
+    weakref.WeakSet()
+)  # a team lives while a thread has it as its last
 _teams_lock = threading.Lock()
 
 
@@ -74,7 +76,7 @@ def _forget_teams() -> None:
 class Capture:
     """What a launcher would have run."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[GraphNode] = field(default_factory=list)
     """The compiled calls, in order; they hold on to the launcher's arrays."""
     complete: bool = True
     """Whether the calls are all that the launcher does."""
@@ -211,7 +213,7 @@ def _run_part(calls: list[Shared], share: float, start: int, stop: int) -> None:
         before += work
 
 
-def _take_team(n: int, needed: bool) -> Team | None:
+def _take_team(n: int, needed: bool) -> ThreadPool | None:
     """Return a team of `n` threads, taken; None if there are some, in use, and it is not needed."""
     team = _local.team
     if team is not None and team.n == n and team.take():
@@ -222,14 +224,14 @@ def _take_team(n: int, needed: bool) -> Team | None:
         if team is None:
             if same and not needed:
                 return None
-            team = Team(n)
+            team = ThreadPool(n)
             team.take()
             _teams.add(team)
     _local.team = team
     return team
 
 
-def run_list(calls: CallList, **options: Any) -> None:
+def run_list(calls: CpuGraph, **options: Any) -> None:
     """Make the calls of a list by a team of as many threads as it was made for.
 
     Parameters
@@ -237,7 +239,7 @@ def run_list(calls: CallList, **options: Any) -> None:
     calls : CallList
         The calls.
     **options : object
-        As of `nbflow_kernels.cpu.thread_pool.Team.run_list`.
+        As of `nbflow_kernels.cpu.thread_pool.ThreadPool.run_list`.
     """
     team = _local.team
     if team is None or team.n != calls.n_threads or not team.take():
@@ -267,7 +269,7 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
         _local.together.append((kernel, n_rows, work, args))
         return
     if _local.capture is not None:
-        _local.capture.calls.append(Call(kernel, args, n_rows, work, _local.capture.held))
+        _local.capture.calls.append(GraphNode(kernel, args, n_rows, work, _local.capture.held))
         return
     n = get_num_threads()
     parts = min(n, n_rows, int(work // MIN_WORK_PER_THREAD))

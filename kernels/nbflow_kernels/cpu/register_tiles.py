@@ -94,7 +94,7 @@ class _Bfloat(ir.types.Type):
 _BF16X32 = llvm.vector(_Bfloat(), 2 * LANES)
 
 
-class Tile(types.Type):
+class FloatTile(types.Type):
     """The Numba type of a register tile."""
 
     def __init__(self, groups: int, tokens: int) -> None:
@@ -107,9 +107,9 @@ class Tile(types.Type):
         return self.groups * self.tokens
 
 
-@extending.register_model(Tile)
+@extending.register_model(FloatTile)
 class _TileModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, fe_type: Tile) -> None:
+    def __init__(self, manager: Any, fe_type: FloatTile) -> None:
         array = ir.ArrayType(f32x16.llvm, fe_type.n)
         super().__init__(manager, fe_type, array)
 
@@ -125,10 +125,10 @@ def has_wide_registers() -> bool:
     return "avx512f" in features()
 
 
-def _tile(groups: Any, tokens: Any) -> Tile:
+def _tile(groups: Any, tokens: Any) -> FloatTile:
     if not isinstance(groups, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
         raise errors.RequireLiteralValue("registers: groups and tokens must be literals")
-    return Tile(groups.literal_value, tokens.literal_value)
+    return FloatTile(groups.literal_value, tokens.literal_value)
 
 
 def _unit(like: Any) -> tuple[Any, str | None]:
@@ -152,7 +152,7 @@ def zero(typing_context, groups, tokens):
     return tile(groups, tokens), codegen
 
 
-def _emit_load(context: Any, builder: Any, tile: Tile, address: Any, distance: Any) -> Any:
+def _emit_load(context: Any, builder: Any, tile: FloatTile, address: Any, distance: Any) -> Any:
     """Emit the loads of a tile whose tokens lie `distance` bytes from each other."""
     value = ir.Constant(context.get_value_type(tile), ir.Undefined)
     for i in range(tile.n):
@@ -163,7 +163,7 @@ def _emit_load(context: Any, builder: Any, tile: Tile, address: Any, distance: A
     return value
 
 
-def _emit_store(builder: Any, tile: Tile, value: Any, address: Any, distance: Any) -> None:
+def _emit_store(builder: Any, tile: FloatTile, value: Any, address: Any, distance: Any) -> None:
     for i in range(tile.n):
         t, g = divmod(i, tile.groups)
         start = llvm.element(builder, address, distance, t)
@@ -221,7 +221,7 @@ def store_apart(typing_context, at, token, tile):
 @intrinsic
 def beside(typing_context, a, b):
     """Return one tile of the groups of two, for the same tokens."""
-    tile = Tile(a.groups + b.groups, a.tokens)
+    tile = FloatTile(a.groups + b.groups, a.tokens)
 
     def codegen(context, builder, signature, args):
         value = ir.Constant(context.get_value_type(tile), ir.Undefined)
@@ -368,7 +368,7 @@ def step_first(typing_context, tile, like, w, row, x, token, n):
 
 
 def _emit_step_lanes(
-    builder: Any, tile: Tile, value: Any, stored: Any, how: str | None, places: Any, read: Any
+    builder: Any, tile: FloatTile, value: Any, stored: Any, how: str | None, places: Any, read: Any
 ) -> Any:
     w, row, x, token = places
     weights = []

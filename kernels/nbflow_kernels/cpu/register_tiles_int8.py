@@ -37,7 +37,7 @@ from nbflow_kernels.cpu.simd_int8 import emit_dot
 intrinsic = functools.partial(interpreter.intrinsic, fallback="register_tiles_int8")
 
 
-class Tile(types.Type):
+class Int8Tile(types.Type):
     """The Numba type of R x T vectors of 16 float32 or int32."""
 
     def __init__(self, vector: Any, rows: int, tokens: int) -> None:
@@ -50,9 +50,9 @@ class Tile(types.Type):
         return ir.ArrayType(self.vector.llvm, self.rows * self.tokens)
 
 
-@extending.register_model(Tile)
+@extending.register_model(Int8Tile)
 class _TileModel(datamodel.models.PrimitiveModel):
-    def __init__(self, manager: Any, fe_type: Tile) -> None:
+    def __init__(self, manager: Any, fe_type: Int8Tile) -> None:
         super().__init__(manager, fe_type, fe_type.llvm)
 
 
@@ -63,7 +63,7 @@ class _Emit:
         self.builder = builder
         self.values = [
             value
-            if isinstance(kind, Tile | Vector)
+            if isinstance(kind, Int8Tile | Vector)
             else context.cast(builder, value, kind, types.int64)
             for value, kind in zip(args, signature.args, strict=True)
         ]
@@ -72,7 +72,7 @@ class _Emit:
         """Return what lies `index` steps of bytes behind an address."""
         return llvm.load(self.builder, llvm.element(self.builder, addr, step, index), kind)
 
-    def weights(self, tile: Tile, w: Any, step: Any, kind: Any) -> list[Any]:
+    def weights(self, tile: Int8Tile, w: Any, step: Any, kind: Any) -> list[Any]:
         """Return the vectors of all row groups."""
         if w.type == kind:
             return [w]
@@ -86,7 +86,7 @@ class _Emit:
         """Return a * b + c."""
         return llvm.fma(self.builder, a, b, c)
 
-    def each(self, tile: Tile, old: Any, new: Any) -> Any:
+    def each(self, tile: Int8Tile, old: Any, new: Any) -> Any:
         """Return the tile of ``new(r, t, old vector)``."""
         result = ir.Constant(tile.llvm, ir.Undefined)
         for r in range(tile.rows):
@@ -97,16 +97,16 @@ class _Emit:
         return result
 
 
-def _tile_of(name: str, tile: Any, vector: Any) -> Tile:
-    if not isinstance(tile, Tile) or tile.vector != vector:
+def _tile_of(name: str, tile: Any, vector: Any) -> Int8Tile:
+    if not isinstance(tile, Int8Tile) or tile.vector != vector:
         raise errors.TypingError(f"simd_tiles.{name}: wanted a tile of {vector}, got {tile}")
     return tile
 
 
-def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Tile:
+def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Int8Tile:
     if not isinstance(rows, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
         raise errors.TypingError(f"simd_tiles.{name}: R and T must be constants")
-    return Tile(vector, rows.literal_value, tokens.literal_value)
+    return Int8Tile(vector, rows.literal_value, tokens.literal_value)
 
 
 @intrinsic(prefer_literal=True)

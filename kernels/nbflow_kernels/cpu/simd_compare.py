@@ -30,20 +30,20 @@ intrinsic = functools.partial(interpreter.intrinsic, fallback="simd_compare")
 _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 
 
-class Wide(types.Type):
+class Float64Accumulator(types.Type):
     """The Numba type of 16 lanes of float64."""
 
     def __init__(self) -> None:
         super().__init__(name=f"sampling.f64x{LANES}")
 
 
-@extending.register_model(Wide)
+@extending.register_model(Float64Accumulator)
 class _WideModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, fe_type: Wide) -> None:
+    def __init__(self, manager: Any, fe_type: Float64Accumulator) -> None:
         super().__init__(manager, fe_type, _DOUBLES)
 
 
-f64x16 = Wide()
+f64x16 = Float64Accumulator()
 
 
 def _want_floats(name: str, *values: Any) -> None:

@@ -42,7 +42,7 @@ from nbflow_kernels.cpu.graph import (
     READS,
     ROW_BYTES,
     ROWS,
-    CallList,
+    CpuGraph,
     error_of,
 )
 from nbflow_kernels.cpu.simd_memory import prefetch, read_i64
@@ -246,7 +246,7 @@ def _count_fork() -> None:
     _forks += 1
 
 
-class Team:
+class ThreadPool:
     """`n` threads, the caller among them; a forked child makes threads of its own.
 
     Parameters
@@ -319,7 +319,7 @@ class Team:
 
     def run_list(
         self,
-        calls: CallList,
+        calls: CpuGraph,
         *,
         repeat: int = 1,
         stop: np.ndarray | None = None,
@@ -393,7 +393,7 @@ class Team:
 
 
 def _run_list_in_python(
-    calls: CallList, repeat: int, stop: np.ndarray | None, cycles: np.ndarray | None
+    calls: CpuGraph, repeat: int, stop: np.ndarray | None, cycles: np.ndarray | None
 ) -> None:
     """Do what `_run_job` does; here a kernel's own error comes out."""
     for _ in range(repeat):

@@ -11,9 +11,9 @@ from nbflow_kernels.kv_cache.cpu_codec import (
     F16,
     F32,
     FIRST_BLOCK_KIND,
-    copy_row,
+    decode_row,
     write_floats,
-    write_row,
+    encode_row,
 )
 
 BLOCK_COST = 4.0  # encoding a number into a block costs about as much as so many float copies
@@ -131,7 +131,7 @@ def _append_blocks(
     v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
 ):  # fmt: skip
     _append_rows(
-        write_row, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
+        encode_row, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
         positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
         start, stop,
     )  # fmt: skip
@@ -161,10 +161,10 @@ def _gather(
 def _copy(kind, source, n, out_kind, target, scratch):
     """Decode one head vector as float32 or, by way of `scratch`, as float16."""
     if out_kind == F32:
-        copy_row(kind, source, n, np.float32(1), target, n)
+        decode_row(kind, source, n, np.float32(1), target, n)
     else:
         between = simd.address(scratch)
-        copy_row(kind, source, n, np.float32(1), between, n)
+        decode_row(kind, source, n, np.float32(1), between, n)
         write_floats(out_kind, between, n, target)
 
 

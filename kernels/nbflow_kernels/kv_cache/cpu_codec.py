@@ -134,7 +134,7 @@ _NAN_HALF = 0x7E00
 
 
 @jit.kernel
-def copy_row(kind, source, n, factor, target, padded):
+def decode_row(kind, source, n, factor, target, padded):
     """Write one head vector as float32.
 
     `source` is the address of the row in format `kind`, `target` that of `padded` floats: n
@@ -302,7 +302,7 @@ def _load_pair_codes(kind, at, i):
 
 
 @jit.kernel(strict=True)
-def write_row(kind, source, n, target):
+def encode_row(kind, source, n, target):
     """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
         write_floats(kind, source, n, target)
@@ -316,7 +316,7 @@ def write_row(kind, source, n, target):
 
 @jit.device_function(strict=True)
 def write_floats(kind, source, n, target):
-    """Do as `write_row` for the float kinds alone: little to compile."""
+    """Do as `encode_row` for the float kinds alone: little to compile."""
     d = 0
     while d + 16 <= n:
         v = simd.load_f32(source + 4 * d)

@@ -7,7 +7,7 @@ from nbflow_kernels.cpu.simd_memory import load_first, store_first
 
 
 @jit.device_function(inline="llvm")
-def write_group(total, bias, accumulate, out, token, group):
+def epilogue(total, bias, accumulate, out, token, group):
     """Write the sums of a row group and a token, with the bias and the old output added."""
     first = 16 * group
     at = simd.address(out) + token * out.strides[0] + 4 * first

@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd, simd_memory
-from nbflow_kernels.matmul.cpu_packed_outputs import write_group
+from nbflow_kernels.matmul.cpu_packed_outputs import epilogue
 
 WIDE = register_tiles.has_wide_registers()
 PANEL = 2048  # units decoded at a time, if the rows are that long
@@ -127,7 +127,7 @@ def finish(sums, bias, accumulate, out, token, n_tokens, group):
         at = sums + TOKEN_BYTES * t
         low = simd.add(simd.load_f32(at), simd.load_f32(at + 64))
         high = simd.add(simd.load_f32(at + 128), simd.load_f32(at + 192))
-        write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
+        epilogue(simd.add(low, high), bias, accumulate, out, token + t, group)
 
 
 @jit.device_function

@@ -81,7 +81,7 @@ def _matmul(
     if isinstance(packed, PackedFloats):
         cpu_packed.matmul(x, packed.data, bias, accumulate, out)
         return
-    kernel = cpu_gemv_f32.one_row if x.shape[0] == 1 else cpu_gemm_f32_bf16.many_rows
+    kernel = cpu_gemv_f32.gemv if x.shape[0] == 1 else cpu_gemm_f32_bf16.gemm_f32
     split_rows(
         kernel(packed.form), packed.n_groups, _work(packed, x.shape[0]),
         x, packed.data, packed.n_blocks, bias, accumulate, out,
@@ -116,7 +116,7 @@ def _matmul_bf16(
         cpu_packed.matmul_bf16(x, packed.data, bias, accumulate, out)
         return
     split_rows(
-        cpu_gemm_f32_bf16.any_rows_bf16(packed.form), packed.n_groups,
+        cpu_gemm_f32_bf16.gemm_bf16(packed.form), packed.n_groups,
         _work(packed, x.shape[0]) / 2,
         x, packed.data, packed.n_blocks, bias, accumulate, out,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from nbflow_kernels.matmul import cpu_packed_tiles
 
 
 @functools.cache
-def many_rows(form: CpuLayout) -> Any:
+def gemm_f32(form: CpuLayout) -> Any:
     """Return the kernel for rows of float32 activations and row groups [start, stop)."""
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, cpu_packed_tiles.PANEL // block) * block
@@ -39,7 +39,7 @@ def many_rows(form: CpuLayout) -> Any:
 
 
 @functools.cache
-def any_rows_bf16(form: CpuLayout) -> Any:
+def gemm_bf16(form: CpuLayout) -> Any:
     """Return the kernel for rows of activations rounded to bfloat16."""
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, cpu_packed_tiles.PANEL // block) * block

@@ -17,11 +17,11 @@ from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_int8 import broadcast_f32
 from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
 from nbflow_kernels.formats.layout_cpu import CpuLayout
-from nbflow_kernels.matmul.cpu_packed_outputs import write_group
+from nbflow_kernels.matmul.cpu_packed_outputs import epilogue
 
 
 @functools.cache
-def one_row(form: CpuLayout) -> Any:
+def gemv(form: CpuLayout) -> Any:
     """Return the kernel for one row of activations and row groups [start, stop)."""
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     block, block_bytes = form.block, form.block_bytes
@@ -56,6 +56,6 @@ def one_row(form: CpuLayout) -> Any:
                         x_at += 16
                 at += block_bytes
             total = simd.add(simd.add(chain0, chain1), simd.add(chain2, chain3))
-            write_group(total, bias, accumulate, out, 0, group)
+            epilogue(total, bias, accumulate, out, 0, group)
 
     return kernel

@@ -28,11 +28,11 @@ from nbflow_kernels.formats.decode_cpu import (
     unit_of,
 )
 from nbflow_kernels.formats.layout_cpu import CpuLayout
-from nbflow_kernels.matmul.cpu_packed_outputs import write_group
+from nbflow_kernels.matmul.cpu_packed_outputs import epilogue
 
-TOKENS = 4  # of a register tile of `many_rows`, with 2 row groups
-FEW = {4: 32, 8: 64}  # most tokens for `few_rows`, by bits; 8 where codes take more to unpack
-AHEAD_BYTES = 8192  # that `few_rows` asks for before it comes to them
+TOKENS = 4  # of a register tile of `gemm`, with 2 row groups
+FEW = {4: 32, 8: 64}  # most tokens for `gemv`, by bits; 8 where codes take more to unpack
+AHEAD_BYTES = 8192  # that `gemv` asks for before it comes to them
 LINE = 64  # bytes of a cache line
 
 
@@ -44,14 +44,14 @@ def piece_vectors(form: CpuLayout) -> int:
 def kernel_for(form: CpuLayout, n_tokens: int) -> Any:
     """Return the kernel for a number of rows of activations."""
     if n_tokens > (8 if form.values is not None else FEW.get(form.bits, 8)):
-        return many_rows(form)
+        return gemm(form)
     if n_tokens == 1:
-        return few_rows(form, 1)
-    return few_rows(form, 4 if n_tokens <= 4 or 8 < n_tokens <= 12 else 8)
+        return gemv(form, 1)
+    return gemv(form, 4 if n_tokens <= 4 or 8 < n_tokens <= 12 else 8)
 
 
 @functools.cache
-def few_rows(form: CpuLayout, tokens: int) -> Any:
+def gemv(form: CpuLayout, tokens: int) -> Any:
     """Return the kernel that takes `tokens` rows at a time, of row groups [start, stop).
 
     Codes are taken from memory to registers and multiplied by these rows; further rows find the
@@ -128,13 +128,13 @@ def few_rows(form: CpuLayout, tokens: int) -> Any:
                 register_tiles_int8.store(simd.address(result), total)
                 for t in range(min(tokens, n_tokens - first)):
                     one = simd.load_f32(simd.address(result) + 64 * t)
-                    write_group(one, bias, accumulate, out, first + t, group)
+                    epilogue(one, bias, accumulate, out, first + t, group)
 
     return kernel
 
 
 @functools.cache
-def many_rows(form: CpuLayout) -> Any:
+def gemm(form: CpuLayout) -> Any:
     """Return the kernel for many rows of activations and row groups [start, stop).
 
     The codes of two row groups are unpacked to bytes, then multiplied by `TOKENS` rows at a time.
@@ -216,6 +216,6 @@ def many_rows(form: CpuLayout) -> Any:
                 for g in range(n_groups):
                     for t in range(min(TOKENS, n_tokens - token)):
                         one = simd.load_f32(simd.address(result) + 64 * (g * TOKENS + t))
-                        write_group(one, bias, accumulate, out, token + t, first + g)
+                        epilogue(one, bias, accumulate, out, token + t, first + g)
 
     return kernel

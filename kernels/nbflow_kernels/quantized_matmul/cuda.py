@@ -11,8 +11,8 @@ There are three arithmetics (`cuda_stage_activations.cuh`), whose sums are all f
 The order of additions depends on the number of columns alone (`cuda_split_k.cuh`), so that a row of
 the result is bitwise the same in any batch, by either kernel:
 
-``few_rows``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
-``many_rows``   each weight is decoded once for 16, 32 or (bfloat16) 64 rows
+``gemv``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
+``gemm``   each weight is decoded once for 16, 32 or (bfloat16) 64 rows
 
 More rows in bfloat16 go with panels of weights, to the same bits: `rounded`.
 """
@@ -38,13 +38,13 @@ FEW = 8
 """Rows that one operand of the tensor cores holds."""
 WARPS = 8
 RING = 2
-"""Of `many_rows`: units of tokens on their way."""
+"""Of `gemm`: units of tokens on their way."""
 BF16_ROWS = 64
 """Rows in bfloat16 up to which weights are decoded in registers; panels are for more."""
 STEP, UNIT_STEPS = 64, 4
 """Columns of a step, which slots in bfloat16 are made of; steps of a unit."""
 STATIC_BYTES = 2048
-"""At most what `few_rows` declares itself: who is ready, factors of norms, codes of a block."""
+"""At most what `gemv` declares itself: who is ready, factors of norms, codes of a block."""
 ROWS_AT_ONCE = 1024
 """Rows that are staged together: bounds the memory for them."""
 
@@ -60,7 +60,7 @@ _MANY = (
 )
 
 
-class Arithmetic(IntEnum):
+class ActivationPrecision(IntEnum):
     """What activations are on tensor cores; the numbers of `cuda_stage_activations.cuh`."""
 
     F32_SUMS = 0
@@ -68,14 +68,14 @@ class Arithmetic(IntEnum):
     BF16 = 2
 
     @classmethod
-    def of(cls, form: MmaLayout, activations: str) -> Arithmetic:
+    def of(cls, form: MmaLayout, activations: str) -> ActivationPrecision:
         """Return that of a kind of activations; of 8 bits it may be float32."""
         if activations == "bf16":
             return cls.BF16
         return cls.INT8_SUMS if activations == "int8" and form.integer_sums else cls.F32_SUMS
 
 
-F32 = Arithmetic.F32_SUMS
+F32 = ActivationPrecision.F32_SUMS
 
 
 def qmatmul(
@@ -103,12 +103,12 @@ def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str
     """Multiply by a matrix in units."""
     for row in range(0, len(x), ROWS_AT_ONCE):
         part = slice(row, row + ROWS_AT_ONCE)
-        launch = few_rows if len(x[part]) <= FEW else many_rows
+        launch = gemv if len(x[part]) <= FEW else gemm
         launch(x[part], w, bias, accumulate, activations, out[part])
 
 
-class FewShape(NamedTuple):
-    """How `few_rows` is launched for a number of tokens."""
+class GemvShape(NamedTuple):
+    """How `gemv` is launched for a number of tokens."""
 
     tokens: int
     """Tokens that the kernel is compiled for."""
@@ -122,8 +122,12 @@ class FewShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, device: KernelDevice, w: MmaPacked, n_tokens: int, arithmetic: Arithmetic = F32
-    ) -> FewShape | None:
+        cls,
+        device: KernelDevice,
+        w: MmaPacked,
+        n_tokens: int,
+        arithmetic: ActivationPrecision = F32,
+    ) -> GemvShape | None:
         """Return the shape, or None where the tokens do not fit the shared memory."""
         tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
         record, half = record_bytes(w.form, tokens, arithmetic), half_of_shared(device)
@@ -140,16 +144,16 @@ class FewShape(NamedTuple):
         return cls(tokens, parts, grid, shared, n_groups)
 
 
-def few_rows(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
+def gemv(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply up to 8 rows."""
-    arithmetic = Arithmetic.of(w.form, activations)
-    shape = FewShape.of(device_of(x), w, len(x), arithmetic)
+    arithmetic = ActivationPrecision.of(w.form, activations)
+    shape = GemvShape.of(device_of(x), w, len(x), arithmetic)
     if shape is None:
         half = len(x) // 2
         if not half:
             raise UsageError(f"{w.n_columns} columns do not fit the shared memory of the device")
-        few_rows(x[:half], w, bias, accumulate, activations, out[:half])
-        few_rows(x[half:], w, bias, accumulate, activations, out[half:])
+        gemv(x[:half], w, bias, accumulate, activations, out[:half])
+        gemv(x[half:], w, bias, accumulate, activations, out[half:])
         return
     few_kernel(w.form, shape.tokens, is_whole(w, arithmetic), arithmetic)(
         (shape.grid, shape.parts), 32 * WARPS,
@@ -158,10 +162,10 @@ def few_rows(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str
 
 
 def few_arguments(
-    shape: FewShape, x: Any, w: MmaPacked, bias: Any, added: float, activations: str, out: Any,
+    shape: GemvShape, x: Any, w: MmaPacked, bias: Any, added: float, activations: str, out: Any,
     rows: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of `few_rows` for one matrix."""
+    """Return the arguments of `gemv` for one matrix."""
     partial, arrived = _shared_sums(device_of(x), shape.parts, w.n_tiles, shape.n_groups)
     return (
         w.data, x, bias, out, partial, arrived, None, rows, 0, w.form.tile_bytes(w.n_columns),
@@ -172,7 +176,7 @@ def few_arguments(
 
 def _rounds_first(form: MmaLayout, activations: str) -> int:
     """Return whether activations are rounded to 8 bits and then multiplied as float32."""
-    return int(activations == "int8" and Arithmetic.of(form, activations) == F32)
+    return int(activations == "int8" and ActivationPrecision.of(form, activations) == F32)
 
 
 def grouped(
@@ -234,7 +238,7 @@ def _bands(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
     n_tokens, n_bands, n_rows = out.shape
     device, form = device_of(x), w.form
     tokens = next((n for n in (1, 2, 4, 8) if n >= n_tokens), 0)
-    arithmetic = Arithmetic.of(form, activations)
+    arithmetic = ActivationPrecision.of(form, activations)
     shared = _few_bytes(record_bytes(form, tokens, arithmetic), w.n_columns, 1)
     if not tokens or shared + STATIC_BYTES > device.max_shared_bytes:
         return False
@@ -254,8 +258,8 @@ def _bands(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
     return True
 
 
-class ManyShape(NamedTuple):
-    """How `many_rows` divides the work."""
+class GemmShape(NamedTuple):
+    """How `gemm` divides the work."""
 
     row_tiles: int
     """Of a warp."""
@@ -264,19 +268,19 @@ class ManyShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, form: MmaLayout, n_groups: int, arithmetic: Arithmetic = F32,
+        cls, form: MmaLayout, n_groups: int, arithmetic: ActivationPrecision = F32,
         max_shared_bytes: int | None = None,
-    ) -> ManyShape:  # fmt: skip
+    ) -> GemmShape:  # fmt: skip
         """Return the shape for a number of groups of 8 tokens: what a warp has registers for."""
-        row_tiles, most = 2, 8 if arithmetic == Arithmetic.BF16 else 4
-        if arithmetic != Arithmetic.BF16 and form.sub_block == 16:
+        row_tiles, most = 2, 8 if arithmetic == ActivationPrecision.BF16 else 4
+        if arithmetic != ActivationPrecision.BF16 and form.sub_block == 16:
             row_tiles = 1
         room = max_shared_bytes
         while room and most > 1 and cls(row_tiles, most).shared_bytes(form, arithmetic) > room:
             most -= 1
         return cls(row_tiles, ceil_div(n_groups, ceil_div(n_groups, most)))
 
-    def shared_bytes(self, form: MmaLayout, arithmetic: Arithmetic) -> int:
+    def shared_bytes(self, form: MmaLayout, arithmetic: ActivationPrecision) -> int:
         """Return the bytes of the ring and of the totals."""
         results = 4 * self.row_tiles * self.token_tiles
         record = record_bytes(form, 8, arithmetic)
@@ -294,14 +298,12 @@ class ManyShape(NamedTuple):
         return ceil_div(n_tiles, block_tiles), parts, n_pieces, block_tiles
 
 
-def many_rows(
-    x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any
-) -> None:
+def gemm(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply any number of rows."""
-    device, form, arithmetic = device_of(x), w.form, Arithmetic.of(w.form, activations)
+    device, form, arithmetic = device_of(x), w.form, ActivationPrecision.of(w.form, activations)
     n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
     room = device.max_shared_bytes - 64  # for what the kernel declares itself
-    shape = ManyShape.of(form, n_groups, arithmetic, room)
+    shape = GemmShape.of(form, n_groups, arithmetic, room)
     *grid, block_tiles = shape.grid(device.n_sms, w.n_tiles, n_groups)
     n_groups = grid[2] * shape.token_tiles  # with zeros behind the rows
     size = n_chunks * n_groups * record_bytes(form, 8, arithmetic)
@@ -322,18 +324,20 @@ def many_rows(
     )  # fmt: skip
 
 
-def record_bytes(form: MmaLayout, tokens: int, arithmetic: Arithmetic = F32) -> int:
+def record_bytes(form: MmaLayout, tokens: int, arithmetic: ActivationPrecision = F32) -> int:
     """Return the bytes of a staged chunk (`cuda_stage_activations.cuh`)."""
-    if arithmetic == Arithmetic.BF16:
+    if arithmetic == ActivationPrecision.BF16:
         return 256 * tokens
     sums_and_factor = 8 * max(1, CHUNK // form.sub_block // 2) + 4
     numbers = 512 if arithmetic == F32 else 256 + 4 * (CHUNK // 32)
     return ceil_div(tokens * (numbers + sums_and_factor), 16) * 16
 
 
-def _few_bytes(record: int, n_columns: int, parts: int, arithmetic: Arithmetic = F32) -> int:
-    """Return the shared memory of `few_rows` if `parts` thread blocks divide the slots."""
-    size = STEP if arithmetic == Arithmetic.BF16 else STEP * UNIT_STEPS
+def _few_bytes(
+    record: int, n_columns: int, parts: int, arithmetic: ActivationPrecision = F32
+) -> int:
+    """Return the shared memory of `gemv` if `parts` thread blocks divide the slots."""
+    size = STEP if arithmetic == ActivationPrecision.BF16 else STEP * UNIT_STEPS
     n_pieces, per_unit = ceil_div(n_columns, size), STEP * UNIT_STEPS // size
     starts = [n_pieces * slot // SLOTS for slot in range(SLOTS + 1)]
     step = SLOTS // parts
@@ -344,9 +348,9 @@ def _few_bytes(record: int, n_columns: int, parts: int, arithmetic: Arithmetic =
     return 2 * most * record + 2 * 512 * WARPS
 
 
-def is_whole(w: MmaPacked, arithmetic: Arithmetic = F32) -> bool:
+def is_whole(w: MmaPacked, arithmetic: ActivationPrecision = F32) -> bool:
     """Return whether all units have two chunks and all slots whole units."""
-    if arithmetic == Arithmetic.BF16:
+    if arithmetic == ActivationPrecision.BF16:
         return ceil_div(w.n_columns, STEP) % (SLOTS * UNIT_STEPS) == 0
     return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
@@ -371,9 +375,14 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 @cache
 def few_kernel(
-    form: MmaLayout, tokens: int, whole: bool, arithmetic: Arithmetic = F32, *, bands: bool = False
+    form: MmaLayout,
+    tokens: int,
+    whole: bool,
+    arithmetic: ActivationPrecision = F32,
+    *,
+    bands: bool = False,
 ) -> Kernel:
-    """Return `few_rows` compiled for a form; `whole`: as `is_whole` says."""
+    """Return `gemv` compiled for a form; `whole`: as `is_whole` says."""
     defines, parameters = few_defines(form, tokens, whole, arithmetic), FEW_PARAMETERS
     if bands:
         defines["BANDS"] = 1
@@ -382,31 +391,31 @@ def few_kernel(
 
 
 def few_defines(
-    form: MmaLayout, tokens: int, whole: bool, arithmetic: Arithmetic
+    form: MmaLayout, tokens: int, whole: bool, arithmetic: ActivationPrecision
 ) -> dict[str, str | int]:
-    """Return the macros of `few_rows`."""
+    """Return the macros of `gemv`."""
     own = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "ARITHMETIC": int(arithmetic)}
     return {**form.defines(), **own}
 
 
 @cache
 def many_kernel(
-    form: MmaLayout, shape: ManyShape, whole: bool, arithmetic: Arithmetic = F32
+    form: MmaLayout, shape: GemmShape, whole: bool, arithmetic: ActivationPrecision = F32
 ) -> Kernel:
-    """Return `many_rows` compiled for a form; `whole`: as `is_whole` says."""
+    """Return `gemm` compiled for a form; `whole`: as `is_whole` says."""
     defines = _many(form, shape, whole, arithmetic)
     return cpp_kernel(__file__, "cuda_gemm.cu", "many_rows", _MANY, defines=defines)
 
 
 @cache
-def _stage_kernel(form: MmaLayout, arithmetic: Arithmetic) -> Kernel:
+def _stage_kernel(form: MmaLayout, arithmetic: ActivationPrecision) -> Kernel:
     """Return `stage_rows` compiled for a form."""
-    defines = _many(form, ManyShape(1, 1), False, arithmetic)  # of which it needs nothing
+    defines = _many(form, GemmShape(1, 1), False, arithmetic)  # of which it needs nothing
     return cpp_kernel(__file__, "cuda_gemm.cu", "stage_rows", _STAGE, defines=defines)
 
 
 def _many(
-    form: MmaLayout, shape: ManyShape, whole: bool, arithmetic: Arithmetic
+    form: MmaLayout, shape: GemmShape, whole: bool, arithmetic: ActivationPrecision
 ) -> dict[str, str | int]:
     tiles = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles}
     return {**form.defines(), **tiles, "WHOLE": int(whole), "ARITHMETIC": int(arithmetic)}

@@ -22,8 +22,8 @@ from nbflow_kernels.quantized_matmul.cuda import (
     FEW,
     FEW_PARAMETERS,
     WARPS,
-    Arithmetic,
-    FewShape,
+    ActivationPrecision,
+    GemvShape,
     few_arguments,
     few_defines,
     is_whole,
@@ -124,7 +124,7 @@ class Activation(Epilogue):
 
 
 @dataclass(frozen=True)
-class Gate(Epilogue):
+class GateEpilogue(Epilogue):
     """``out = activation(gate) * up``, the halves of the results."""
 
     activation: str
@@ -192,7 +192,7 @@ def _cache_parameters(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Heads(Epilogue):
+class RopeKvAppendEpilogue(Epilogue):
     """Heads of queries, keys and values: normalized, rotated, keys and values written to pages."""
 
     places: Places
@@ -246,7 +246,7 @@ class Heads(Epilogue):
 
 
 @dataclass(frozen=True)
-class Latent(Epilogue):
+class MlaEpilogue(Epilogue):
     """What latent attention reads of a product's queries, and of the vector that all heads read.
 
     The last columns of queries are copied to `queries` and rotated there; the latent vector is
@@ -301,7 +301,7 @@ class Latent(Epilogue):
 
 
 @dataclass(frozen=True)
-class RowNorm(Epilogue):
+class NormEpilogue(Epilogue):
     """A norm of the results' rows, put to `norm.out`, or times `added` (not 0) added to it."""
 
     norm: Norm
@@ -331,17 +331,17 @@ class RowNorm(Epilogue):
 
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
-    """Return whether `product` takes a weight and so many rows."""
+    """Return whether `fused_gemv` takes a weight and so many rows."""
     if not isinstance(w, QuantTensor) or w.is_float or w.format.decodes_from_storage:
         return False
     if w.outliers is not None or n_tokens > FEW:
         return False
     units = w.units()
-    arithmetic = Arithmetic.of(units.form, activations)
-    return FewShape.of(device, units, n_tokens, arithmetic) is not None
+    arithmetic = ActivationPrecision.of(units.form, activations)
+    return GemvShape.of(device, units, n_tokens, arithmetic) is not None
 
 
-def product(
+def fused_gemv(
     x: Any, w: QuantTensor, bias: Any, out: Any, *, rows: Any = None, norm: Norm | None = None,
     then: Epilogue = NOTHING, added: float = 0.0, activations: str = "f32",
 ) -> None:  # fmt: skip
@@ -371,8 +371,8 @@ def product(
     if not len(out):
         return
     device, units = device_of(x), w.units()
-    arithmetic = Arithmetic.of(units.form, activations)
-    shape = FewShape.of(device, units, len(out), arithmetic)
+    arithmetic = ActivationPrecision.of(units.form, activations)
+    shape = GemvShape.of(device, units, len(out), arithmetic)
     assert shape is not None
     arguments = few_arguments(shape, x, units, bias, added, activations, out, rows)
     if norm is not None:
@@ -392,7 +392,7 @@ def product(
 
 @cache
 def _kernel(
-    form: MmaLayout, tokens: int, whole: bool, arithmetic: Arithmetic, norm: int, then: int,
+    form: MmaLayout, tokens: int, whole: bool, arithmetic: ActivationPrecision, norm: int, then: int,
     then_parameters: str, more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""

@@ -33,7 +33,7 @@ from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.conversion.importance_names import known_inputs
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
-from nbflow.quantization.encoding import Encoding
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
 from nbflow.quantization.transforms import check_encoder, prepare
 from nbflow.spec import check, resolve
@@ -257,7 +257,7 @@ def _n_bytes(shape: Sequence[int], format: str) -> int:
 
 
 def _errors(
-    spec: ModelSpec, file: WeightFile, name: str, formats: Sequence[str], encoding: Encoding
+    spec: ModelSpec, file: WeightFile, name: str, formats: Sequence[str], encoding: QuantizerOptions
 ) -> dict[str, float]:
     """Return the relative squared error of a matrix's outputs in each format."""
     known = encoding.importance.get(name)

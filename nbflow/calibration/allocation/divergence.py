@@ -82,7 +82,7 @@ class Probe:
         with self._load(**changes) as model:
             return self._compared([_logits(model, w) for w in self.windows])
 
-    def _load(self, **changes: Any) -> nbflow.Model:
+    def _load(self, **changes: Any) -> nbflow.LLM:
         return nbflow.load(self._model, comm=Alone(), **{**self._options, **changes})
 
     def _compared(self, logits: list[NDArray[np.float32]]) -> Divergence:
@@ -97,11 +97,11 @@ class Probe:
         )
 
 
-def _logits(model: nbflow.Model, window: NDArray[np.int64]) -> NDArray[np.float32]:
+def _logits(model: nbflow.LLM, window: NDArray[np.int64]) -> NDArray[np.float32]:
     return model.logits(window[:-1])  # nothing follows the last token
 
 
-def _text(model: nbflow.Model, name: str, text: str | Path | None) -> str:
+def _text(model: nbflow.LLM, name: str, text: str | Path | None) -> str:
     if text is None:
         from nbflow.spec import resolve
 
@@ -113,12 +113,12 @@ def _text(model: nbflow.Model, name: str, text: str | Path | None) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _ids(model: nbflow.Model, text: str) -> NDArray[np.int64]:
+def _ids(model: nbflow.LLM, text: str) -> NDArray[np.int64]:
     if model.tokenizer is None:
         raise UsageError(f"{model.spec.name} has no tokenizer, and a text is to be read")
     return np.asarray(model.tokenizer.encode(text), np.int64)
 
 
-def _begins_with(model: nbflow.Model, bos: int) -> bool:
+def _begins_with(model: nbflow.LLM, bos: int) -> bool:
     assert model.tokenizer is not None
     return model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from nbflow.checkpoint.readers.gguf import ACTIVATIONS, ARRAY, MAGIC, SCALARS, STRING, tensor_types
-from nbflow.conversion.plan import NewTensor
-from nbflow.quantization.encoding import Encoding
+from nbflow.conversion.plan import TensorPlan
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow_kernels.errors import UsageError
 
 U32, I32, F32, BOOL = 4, 5, 6, 7
@@ -27,7 +27,7 @@ _MAX_DIMENSIONS = 4
 
 
 def write_gguf(
-    file: BinaryIO, metadata: Metadata, tensors: Sequence[NewTensor], encoding: Encoding
+    file: BinaryIO, metadata: Metadata, tensors: Sequence[TensorPlan], encoding: QuantizerOptions
 ) -> None:
     """Write header and tensors to an open file."""
     alignment = metadata["general.alignment"][1] if "general.alignment" in metadata else 32
@@ -49,7 +49,7 @@ def write_gguf(
         file.write(bytes(-file.tell() % alignment))
 
 
-def check_types(tensors: Sequence[NewTensor]) -> None:
+def check_types(tensors: Sequence[TensorPlan]) -> None:
     """Raise if GGUF has no type for a tensor, or no room for its dimensions."""
     known = [name for name in tensor_types().values() if name not in ACTIVATIONS]
     for tensor in tensors:
@@ -84,7 +84,7 @@ def _value(key: str, kind: Kind, value: Any) -> bytes:
     return head + struct.pack(f"<{len(value)}{SCALARS[kind[1]]}", *value)
 
 
-def _record(tensor: NewTensor, number: int, offset: int) -> bytes:
+def _record(tensor: TensorPlan, number: int, offset: int) -> bytes:
     """Return the entry of the tensor table."""
     sizes = tensor.shape[::-1]
     return _string(tensor.name) + struct.pack(

@@ -21,14 +21,16 @@ from typing import Any, BinaryIO
 import nbflow_kernels as nk
 from nbflow.checkpoint.dtypes import ITEM_BITS
 from nbflow.checkpoint.readers.safetensors import DTYPES, FORMATS_KEY
-from nbflow.conversion.plan import NewTensor
-from nbflow.quantization.encoding import Encoding
+from nbflow.conversion.plan import TensorPlan
+from nbflow.quantization.encoding import QuantizerOptions
 from nbflow_kernels.errors import UsageError
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def write_safetensors(file: BinaryIO, tensors: Sequence[NewTensor], encoding: Encoding) -> None:
+def write_safetensors(
+    file: BinaryIO, tensors: Sequence[TensorPlan], encoding: QuantizerOptions
+) -> None:
     """Write header and tensors to an open file."""
     header = _header(tensors)
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -42,7 +44,7 @@ def write_safetensors(file: BinaryIO, tensors: Sequence[NewTensor], encoding: En
         assert file.tell() - start == tensor.n_bytes
 
 
-def _header(tensors: Sequence[NewTensor]) -> dict[str, Any]:
+def _header(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
     """Return the header as plain data."""
     formats = {
         t.name: {

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _peer(arguments: argparse.Namespace, model: nbflow.Model, tests: list[Test]) -> Any:
+def _peer(arguments: argparse.Namespace, model: nbflow.LLM, tests: list[Test]) -> Any:
     """Return the other program with the same model loaded, or None."""
     if arguments.peer is None:
         return None

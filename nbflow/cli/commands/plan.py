@@ -23,7 +23,7 @@ from nbflow.planner import (
     Machine,
     PlannedModel,
     Prediction,
-    Setting,
+    RunConfig,
     Workload,
     best,
     compare,
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = load_machine(arguments.machine)
     machine = machine.with_ranks(arguments.ranks or len(machine.devices))
     model = planned_model(arguments.model, arguments.weights)
-    setting = Setting(
+    setting = RunConfig(
         kv=arguments.kv,
         activations=arguments.activations,
         kv_host=arguments.kv_host_percent / 100,

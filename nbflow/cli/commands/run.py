@@ -25,11 +25,11 @@ from nbflow.cli.sampling_options import (
     search_name,
     search_values,
 )
-from nbflow.engine import Generation, Model
-from nbflow.engine.detokenizer import TextStream
+from nbflow.engine import RequestOutput, LLM
+from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.engine.request import Request
 from nbflow.engine.search.api import search
-from nbflow.engine.worker import RankEngine
+from nbflow.engine.worker import Worker
 from nbflow.options import SamplingParams
 from nbflow.tokenization import Tokenizer
 
@@ -88,14 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
 class _Shown:
     """The text of a request on the screen, as it comes."""
 
-    def __init__(self, model: Model, request: Request, chat: bool, silent: bool) -> None:
+    def __init__(self, model: LLM, request: Request, chat: bool, silent: bool) -> None:
         self._request, self._n = request, 0
         self._stream = None
         if speaks(model) and not silent:
             before = model.tokenizer.decode_stream()
             shown = "".join([*(before.push(i) for i in request.prompt), before.finish()])
             _show("" if chat else shown)
-            self._stream = TextStream(
+            self._stream = IncrementalDetokenizer(
                 model.tokenizer, request.stop_texts, request.include_stop_text, request.prompt
             )
 
@@ -113,7 +113,7 @@ class _Shown:
 
 
 def _print_search(
-    model: Model, arguments: argparse.Namespace, prompt: list[int], found: Generation
+    model: LLM, arguments: argparse.Namespace, prompt: list[int], found: RequestOutput
 ) -> None:
     if not speaks(model):
         return
@@ -123,7 +123,7 @@ def _print_search(
         print(("" if is_chat(arguments) else model.tokenizer.decode(prompt)) + found.text)
 
 
-def _print_json(arguments: argparse.Namespace, made: Generation) -> None:
+def _print_json(arguments: argparse.Namespace, made: RequestOutput) -> None:
     values: dict[str, Any] = {
         "prompt": arguments.prompt or "",
         "prompt_ids": made.prompt_ids,
@@ -152,7 +152,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _device(engine: RankEngine) -> None:
+def _device(engine: Worker) -> None:
     """Print how a rank's steps ran and what it holds, if it is on a device."""
     report, held = engine.executor.report(), engine.memory()
     if not report:

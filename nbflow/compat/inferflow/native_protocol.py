@@ -24,9 +24,9 @@ from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.option_models import http_option
 from nbflow.server.requests import build_requests
 from nbflow.server.schemas import Body, GenerationBody
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.stream import Job, OutputChunk, Stream, unless_gone
+from nbflow.server.stream import GenerationStream, OutputChunk, Stream, unless_gone
 from nbflow_kernels.errors import UsageError, unknown_name
 
 router = APIRouter(tags=["Inferflow"])
@@ -106,7 +106,9 @@ async def get_stat(state: Annotated[ServerState, Depends(state_of)]) -> Response
     return json_response({"ret_code": "succ", **state.engine_stats()})
 
 
-async def _job(served: Served, body: NativeBody, state: ServerState, request: Request) -> Job:
+async def _job(
+    served: ServedModel, body: NativeBody, state: ServerState, request: Request
+) -> GenerationStream:
     messages = [{"role": "user", "content": body.text}]
     if body.system_prompt:
         messages.insert(0, {"role": "system", "content": body.system_prompt})
@@ -125,10 +127,10 @@ async def _job(served: Served, body: NativeBody, state: ServerState, request: Re
         return build_requests(served, sampling, [ids], most, limits, continues_text=False)
 
     wanted = await state.workers.run_for(request.receive, prepare)
-    return Job(served, wanted, state.mailbox, state.metrics)
+    return GenerationStream(served, wanted, state.mailbox, state.metrics)
 
 
-def _sampling(served: Served, body: NativeBody) -> GenerationBody:
+def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
     """Return how the answer is drawn: as Inferflow does, unless the model has a default."""
     name = body.decoding_alg.lower().removeprefix("sample.")
     if not name and "decoding" not in served.defaults:
@@ -152,7 +154,7 @@ def _refusal(error: ApiError | UsageError) -> Response:
     return json_response({"ret_code": ret_code, "error_text": str(error)}, status, headers)
 
 
-async def _chunks(job: Job, started: float) -> AsyncIterator[bytes]:
+async def _chunks(job: GenerationStream, started: float) -> AsyncIterator[bytes]:
     """Yield the answer in pieces of some bytes; the last one has `is_end`."""
     held: list[str] = []
     async for chunks in job:

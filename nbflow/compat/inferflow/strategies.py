@@ -18,7 +18,7 @@ import numpy as np
 
 from nbflow.compat.inferflow.fsd import NgramModel
 from nbflow.compat.inferflow.java_random import JavaRandom
-from nbflow.sampling.candidates import Candidates, Shortlist
+from nbflow.sampling.candidates import Candidates, TopCandidates
 from nbflow.sampling.samplers import least_typical_last, tail_free_count
 from nbflow.sampling.strategy import Strategy, check_range
 
@@ -256,7 +256,7 @@ class PoolState:
         """See `nbflow.sampling.State.n_best`."""
         return self._strategy.pool_size
 
-    def choose(self, logits: np.ndarray | Shortlist) -> int:
+    def choose(self, logits: np.ndarray | TopCandidates) -> int:
         """See `nbflow.sampling.State.choose`."""
         if self._drawn is None:
             pool = self._pool(logits)
@@ -294,7 +294,7 @@ class PoolState:
             self._ngrams.extend(self._text)
         return self._ngrams
 
-    def _pool(self, logits: np.ndarray | Shortlist) -> Candidates:
+    def _pool(self, logits: np.ndarray | TopCandidates) -> Candidates:
         pool = Candidates(logits)
         pool.first(self._strategy.pool_size)
         pool.scale(1.0 / max(self._strategy.temperature, LEAST_TEMPERATURE))

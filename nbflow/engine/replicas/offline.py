@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nbflow.distributed import Comm, Plan
-from nbflow.engine.llm import STREAM_BURST_S, Model
-from nbflow.engine.outputs import Generation, TokenOutput
-from nbflow.engine.replicas.router import ReplicaEngine
+from nbflow.engine.llm import STREAM_BURST_S, LLM
+from nbflow.engine.outputs import RequestOutput, TokenOutput
+from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.request import Request
 
 
-class Replicas(Model):
+class Replicas(LLM):
     """Replicas of a model, seen from one process.
 
     A batch is shared out: the i-th request goes to replica i modulo their number.  Everything else
@@ -33,9 +33,9 @@ class Replicas(Model):
         Which replica is this process's, and of how many.
     """
 
-    engine_class = ReplicaEngine
+    engine_class = ReplicaRouter
 
-    def __init__(self, mine: list[Model], plan: Plan, comm: Comm, index: int, n: int) -> None:
+    def __init__(self, mine: list[LLM], plan: Plan, comm: Comm, index: int, n: int) -> None:
         first = mine[0]
         super().__init__(
             first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
@@ -71,11 +71,11 @@ class Replicas(Model):
         return self._comm.bcast_object(value)
 
     def stream(self, *args: Any, **options: Any) -> Iterator[int]:
-        """As `Model.stream`, by each process's own replica."""
+        """As `LLM.stream`, by each process's own replica."""
         yield from self.mine[0].stream(*args, **options)
 
-    def generate(self, *args: Any, **options: Any) -> Generation:
-        """As `Model.generate`, by each process's own replica."""
+    def generate(self, *args: Any, **options: Any) -> RequestOutput:
+        """As `LLM.generate`, by each process's own replica."""
         return self.mine[0].generate(*args, **options)
 
     def run_requests(
@@ -84,7 +84,7 @@ class Replicas(Model):
         burst_s: float = STREAM_BURST_S,
         share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """As `Model.run_requests`; what other processes' replicas give comes in two parts.
+        """As `LLM.run_requests`; what other processes' replicas give comes in two parts.
 
         These are the first tokens, when every request has one, and the rest at the end; all events
         must be taken.

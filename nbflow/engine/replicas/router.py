@@ -17,11 +17,11 @@ import numpy as np
 
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.limits import choose_limits, fit
-from nbflow.engine.llm import STREAM_BURST_S, Model
-from nbflow.engine.llm_engine import Engine
+from nbflow.engine.llm import STREAM_BURST_S, LLM
+from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, obey
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.request_handle import Handle, OnEvents
+from nbflow.engine.request_handle import RequestHandle, OnEvents
 from nbflow.engine.stats import EngineStats
 from nbflow.options import EngineOptions
 from nbflow.utils.rank_status import status
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class ReplicatedModel(Protocol):
     """Model with replicas (`nbflow.engine.replicas.offline.Replicas`), as its engine uses it."""
 
-    mine: list[Model]
+    mine: list[LLM]
     index: int
     n: int
 
@@ -76,21 +76,21 @@ class Member(Protocol):
     def load(self) -> int:
         """How many sequences it has to do."""
 
-    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
-        """See `Engine.submit`."""
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
+        """See `LLMEngine.submit`."""
 
     def flush(self) -> None:
-        """See `Engine.flush`."""
+        """See `LLMEngine.flush`."""
 
     def stats(self) -> EngineStats | None:
-        """See `Engine.stats`; None before another process has told any."""
+        """See `LLMEngine.stats`; None before another process has told any."""
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """See `Engine.close`."""
+        """See `LLMEngine.close`."""
 
 
-class ReplicaEngine(Engine):
-    """The engine of a model with replicas; made by `nbflow.Engine`, and used like any other.
+class ReplicaRouter(LLMEngine):
+    """The engine of a model with replicas; made by `nbflow.LLMEngine`, and used like any other.
 
     Under mpirun the first rank of the first replica leads; all others `follow`.  A request goes to
     the replica that has least to do, or to the one that has read a prompt that begins alike, unless
@@ -101,12 +101,12 @@ class ReplicaEngine(Engine):
     model : Replicas
         The model.
     max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache, burst_s, on_failure
-        As of `Engine`, for each replica.
+        As of `LLMEngine`, for each replica.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: LLM,
         options: EngineOptions | None = None,
         *,
         burst_s: float = STREAM_BURST_S,
@@ -118,7 +118,7 @@ class ReplicaEngine(Engine):
         self._set_up(model, limits, burst_s, given.on_failure)
         self._replicas = model
         self._ranks = model.gather("whereabouts")  # every rank is asked
-        self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]
+        self._own = [LLMEngine.with_limits(m, limits, burst_s) for m in model.mine]
         self._members: list[Member] = []
         self._listener: Listener | None = None
         self._homes: OrderedDict[tuple[str, bytes], Member] = OrderedDict()
@@ -156,8 +156,8 @@ class ReplicaEngine(Engine):
         living = [m.alive for m in self._members]
         return not (all(living) if self._on_failure == "stop" else any(living))
 
-    def start(self) -> Engine:
-        """See `Engine.start`; it waits for the other replicas to `follow`."""
+    def start(self) -> LLMEngine:
+        """See `LLMEngine.start`; it waits for the other replicas to `follow`."""
         if not self.leads:
             raise UsageError("this rank does not lead the engine; call follow()")
         with self._lock:
@@ -177,7 +177,7 @@ class ReplicaEngine(Engine):
                 self._members.append(RemoteEngine(index, connection, self.model, self.limits))
         return self
 
-    def follow(self, draft: Model | None = None) -> None:
+    def follow(self, draft: LLM | None = None) -> None:
         """Work as one of the other ranks, until the first one closes the engine.
 
         Parameters
@@ -200,7 +200,7 @@ class ReplicaEngine(Engine):
         self._replicas.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """See `Engine.close`."""
+        """See `LLMEngine.close`."""
         with self._lock:
             was, self._state = self._state, "closed"
         if was != "running":
@@ -213,8 +213,8 @@ class ReplicaEngine(Engine):
 
     # ---- what other threads call --------------------------------------------------------------
 
-    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
-        """See `Engine.submit`."""
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
+        """See `LLMEngine.submit`."""
         fit(request, self.model.spec, self.limits)
         if request.stop_texts:
             _ = self.model.tokenizer  # fail early: stop texts need it
@@ -251,12 +251,12 @@ class ReplicaEngine(Engine):
             raise EngineClosed(f"the engine has failed: {self.failure}; start another one")
         super()._check_running()
 
-    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
-        """See `Engine.cancel`."""
+    def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
+        """See `LLMEngine.cancel`."""
         handle.cancel(reason)  # it knows its replica
 
     def flush(self) -> None:
-        """See `Engine.flush`."""
+        """See `LLMEngine.flush`."""
         for member in self._by_load():
             member.flush()
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.limits import Limits
-from nbflow.engine.llm import Model
-from nbflow.engine.llm_engine import Engine
+from nbflow.engine.llm import LLM
+from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replicas.address import (
     REFUSED,
@@ -38,7 +38,7 @@ from nbflow.engine.replicas.address import (
     welcome,
 )
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.request_handle import Handle, OnEvents
+from nbflow.engine.request_handle import RequestHandle, OnEvents
 from nbflow.engine.stats import EngineStats
 from nbflow.sampling.structured_output import StructureError
 from nbflow_kernels.errors import UsageError
@@ -163,15 +163,15 @@ class RemoteEngine:
         Those of its engine.
     """
 
-    def __init__(self, index: int, connection: Connection, model: Model, limits: Limits) -> None:
+    def __init__(self, index: int, connection: Connection, model: LLM, limits: Limits) -> None:
         self.index = index
         self.model = model
         self._most = limits.max_sequences + limits.max_waiting
         self._connection = connection
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._handles: dict[int, Handle] = {}
-        self._number_of: dict[Handle, int] = {}
+        self._handles: dict[int, RequestHandle] = {}
+        self._number_of: dict[RequestHandle, int] = {}
         self._futures: dict[int, Future[Any]] = {}
         self._told: EngineStats | None = None  # the numbers
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
@@ -199,9 +199,9 @@ class RemoteEngine:
         with self._lock:
             return sum(handle.request.width for handle in self._handles.values())
 
-    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
-        """See `Engine.submit`; the request stays here, a copy of it runs there."""
-        handle, number = Handle(self, request, on_events), next(self._numbers)
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
+        """See `LLMEngine.submit`; the request stays here, a copy of it runs there."""
+        handle, number = RequestHandle(self, request, on_events), next(self._numbers)
         try:
             message = pickle.dumps(("submit", number, request))
         except Exception as error:
@@ -214,24 +214,24 @@ class RemoteEngine:
             self._out.put(message)
         return handle
 
-    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
-        """See `Engine.cancel`."""
+    def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
+        """See `LLMEngine.cancel`."""
         with self._lock:
             number = self._number_of.get(handle)
         if number is not None:
             self._send("cancel", number, reason)
 
     def flush(self) -> None:
-        """See `Engine.flush`."""
+        """See `LLMEngine.flush`."""
         self._ask("flush")
 
     def stats(self) -> EngineStats | None:
-        """See `Engine.stats`; the last numbers that were told, at most some `REPORT_S` old."""
+        """See `LLMEngine.stats`; the last numbers that were told, at most some `REPORT_S` old."""
         self._check()
         return self._told
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """See `Engine.close`."""
+        """See `LLMEngine.close`."""
         self._closing = True
         self._send("close", 0, drain, timeout)
         self._reader.join()
@@ -315,7 +315,7 @@ class RemoteEngine:
             future.set_result(result)
 
 
-def obey(engine: Engine, index: int, address: Address, draft: Model | None) -> None:
+def obey(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
     """Run an engine for the leading process, until that says that it is over, or ends.
 
     Parameters
@@ -343,9 +343,9 @@ def obey(engine: Engine, index: int, address: Address, draft: Model | None) -> N
 class _Servant:
     """Does what the leading process says, and tells it what becomes of it."""
 
-    def __init__(self, engine: Engine, connection: Connection, draft: Model | None) -> None:
+    def __init__(self, engine: LLMEngine, connection: Connection, draft: LLM | None) -> None:
         self._engine, self._connection, self._draft = engine, connection, draft
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._out: SimpleQueue[Any] = SimpleQueue()
         self._pool = ThreadPoolExecutor(8, "nbflow-replica-call")
         self._writer = threading.Thread(target=self._write, name="nbflow-replica-out", daemon=True)
@@ -381,7 +381,7 @@ class _Servant:
             request.drafter = self._draft.drafter
         told = False
 
-        def on_events(handle: Handle, events: list[TokenOutput]) -> None:
+        def on_events(handle: RequestHandle, events: list[TokenOutput]) -> None:
             nonlocal told
             names: tuple[str, ...] = ()
             if events[-1].finish_reason is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from nbflow.engine.interfaces import ModelRunner
-from nbflow.engine.outputs import Generation
+from nbflow.engine.outputs import RequestOutput
 from nbflow.engine.request import Request
 from nbflow.engine.search.base import Search
 from nbflow.engine.search.beam import BeamSearch
@@ -32,7 +32,7 @@ def beam_search(
     ignore_eos: bool = False,
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
-) -> list[Generation]:
+) -> list[RequestOutput]:
     r"""Return the continuations of greatest probability that a beam search finds.
 
     Parameters
@@ -89,7 +89,7 @@ def contrastive_search(
     ignore_eos: bool = False,
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
-) -> Generation:
+) -> RequestOutput:
     """Continue a prompt by tokens that are probable, but unlike what was said.
 
     Each step runs the `top_k` most probable tokens and takes the one of greatest
@@ -138,7 +138,7 @@ def check_search(search: Search, params: SamplingParams, drafted: bool) -> None:
         raise UsageError(f"a {name} search needs max_tokens of at least 1, got {params.max_tokens}")
 
 
-def _run(model: ModelRunner, request: Request) -> list[Generation]:
+def _run(model: ModelRunner, request: Request) -> list[RequestOutput]:
     """Run a request to its end and return what its search has found."""
     for _ in model.run_requests([request]):
         pass
@@ -151,7 +151,7 @@ SEARCHES = ("beam", "contrastive")
 
 def search(
     model: ModelRunner, name: str, prompt: Prompt, max_tokens: int, **options: Any
-) -> Generation:
+) -> RequestOutput:
     """Return the best that a search finds; the options are those of its function."""
     function = beam_search if name == "beam" else contrastive_search
     known = inspect.signature(function).parameters

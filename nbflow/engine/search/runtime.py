@@ -15,14 +15,14 @@ import numpy as np
 
 from nbflow.engine.request import Request
 from nbflow.engine.sampler import top_log_probabilities
-from nbflow.engine.scheduler import Work
+from nbflow.engine.scheduler import ScheduledRequest
 from nbflow.engine.search.base import Continuation, Step
 from nbflow.engine.search.contrastive import History
-from nbflow.kv_cache import PageTable
+from nbflow.kv_cache import BlockTable
 from nbflow.sampling.strategy import no_distribution
 
 
-def empty_rows(works: Sequence[Work], n_vocab: int) -> list[np.ndarray]:
+def empty_rows(works: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarray]:
     """Return room for what searches are told, float64 (B, 1 + 2 K) each.
 
     A row for each continuation: likeness, the K most probable tokens, their log-probabilities.
@@ -40,7 +40,7 @@ def empty_rows(works: Sequence[Work], n_vocab: int) -> list[np.ndarray]:
 
 def compute_rows(
     array: np.ndarray | None,
-    work: Work,
+    work: ScheduledRequest,
     logits: np.ndarray,
     hidden: Callable[[], np.ndarray],
     rows: slice,
@@ -122,7 +122,9 @@ def finish(request: Request, best: Continuation) -> None:
         request.accept(step.token, step.logprob, step.top)
 
 
-def follow(request: Request, table: PageTable, numbers: Iterator[int]) -> list[tuple[int, int]]:
+def fork_sequences(
+    request: Request, table: BlockTable, numbers: Iterator[int]
+) -> list[tuple[int, int]]:
     """Let the sequences of a search be those of its continuations.
 
     Returns

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nbflow.engine.evaluator import Session
+from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.interfaces import ModelRunner
 from nbflow.engine.request import DraftProposer, Proposals, Request
 from nbflow.sampling import Greedy, Strategy
@@ -24,7 +24,7 @@ _OWN_STREAM = 0x9E3779B97F4A7C15
 logger = logging.getLogger(__name__)
 
 
-class Drafter:
+class DraftModelProposer:
     """Proposes the tokens of a smaller model.
 
     It draws with the strategy of each request if that is compiled, else it takes the most probable
@@ -39,11 +39,11 @@ class Drafter:
         Opens a session of it (`Model.session`).
     """
 
-    def __init__(self, draft: ModelRunner, session: Callable[[], Session]) -> None:
+    def __init__(self, draft: ModelRunner, session: Callable[[], SequenceEvaluator]) -> None:
         self.model = draft
         self._open = session
         self._lock = threading.Lock()  # replicas of this process share it
-        self._session: Session | None = None
+        self._session: SequenceEvaluator | None = None
         self._sequences: dict[Request, int] = {}  # of the session
         self._ids: dict[Request, list[int]] = {}  # what each of them has
 

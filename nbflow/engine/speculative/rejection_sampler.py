@@ -18,7 +18,7 @@ from nbflow.engine.sampler import state_of
 from nbflow_kernels.sampling import chain_speculative_sampling
 
 
-def verify_chain(
+def rejection_sample(
     logits: np.ndarray, request: Request, drafts: Sequence[int], draft_probs: np.ndarray
 ) -> list[int]:
     """Return the proposed tokens that are taken and the one that is drawn after them.

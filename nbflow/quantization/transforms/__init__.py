@@ -12,12 +12,12 @@ from __future__ import annotations
 from nbflow.quantization.prepare import Prepared, check_encoder, folded_spec, no_format, prepare
 from nbflow.quantization.transforms.awq import scale_columns
 from nbflow.quantization.transforms.hadamard import rotate
-from nbflow.quantization.transforms.transform import Folding
+from nbflow.quantization.transforms.transform import WeightTransform
 from nbflow.quantization.transforms.transformed_file import FoldedFile
 
 __all__ = [
     "FoldedFile",
-    "Folding",
+    "WeightTransform",
     "Prepared",
     "check_encoder",
     "folded_spec",

@@ -30,7 +30,7 @@ from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
-from nbflow.quantization.transforms.transform import Factors, Folding, Map
+from nbflow.quantization.transforms.transform import ChannelScale, WeightTransform, Map
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.awq import search_scales
@@ -79,7 +79,7 @@ def scale_columns(
     file: WeightFile,
     format_of: FormatOf,
     statistics: Mapping[str, NDArray[Any]],
-) -> Folding:
+) -> WeightTransform:
     """Search for the factors of all columns of a model, and return the folding.
 
     Parameters
@@ -122,7 +122,7 @@ def scale_columns(
             _fold_into_values(search, f"layers.{i}.attn")
         for network in _networks(spec, i):
             _fold_into_up(search, f"layers.{i}.{network}")
-    return Folding(spec, search.columns, search.rows, search.vectors)
+    return WeightTransform(spec, search.columns, search.rows, search.vectors)
 
 
 def _networks(spec: ModelSpec, layer: int) -> list[str]:
@@ -152,7 +152,7 @@ def _fold_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
     if bias in search.spec.tensor_shapes():
         search.vectors[bias] = (search.read(bias).reshape(-1) / exact).astype(np.float32)
     for reader in readers:
-        search.columns[reader] = (*search.columns.get(reader, ()), Factors(exact))
+        search.columns[reader] = (*search.columns.get(reader, ()), ChannelScale(exact))
 
 
 def _as_stored(values: NDArray[np.float64], dtype: str) -> NDArray[np.float32]:
@@ -171,7 +171,7 @@ def _fold_into_values(search: _Search, prefix: str) -> None:
     scales = search.scales([f"{prefix}.o.weight"], shared)
     if scales is None:
         return
-    search.columns[f"{prefix}.o.weight"] = (Factors(scales),)
+    search.columns[f"{prefix}.o.weight"] = (ChannelScale(scales),)
     of_values = np.empty(spec.n_kv_heads * spec.head_dim)
     of_values[shared] = 1 / scales
     _divide_rows(search, f"{prefix}.v", of_values)
@@ -185,7 +185,7 @@ def _fold_into_up(search: _Search, prefix: str) -> None:
     scales = search.scales([f"{prefix}.down.weight"])
     if scales is None:
         return
-    search.columns[f"{prefix}.down.weight"] = (Factors(scales),)
+    search.columns[f"{prefix}.down.weight"] = (ChannelScale(scales),)
     squared = not spec.gated and spec.activation == "relu2"
     _divide_rows(search, f"{prefix}.up", scales**-0.5 if squared else 1 / scales)
 
@@ -195,4 +195,4 @@ def _divide_rows(search: _Search, matrix: str, inverse: NDArray[np.float64]) -> 
     for kind in ("weight", "bias"):
         name = f"{matrix}.{kind}"
         if name in search.spec.tensor_shapes():
-            search.rows[name] = (Factors(inverse),)
+            search.rows[name] = (ChannelScale(inverse),)

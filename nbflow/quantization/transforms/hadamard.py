@@ -28,7 +28,7 @@ from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
-from nbflow.quantization.transforms.transform import Factors, Folding, Map, Turn
+from nbflow.quantization.transforms.transform import ChannelScale, WeightTransform, Map, Rotation
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.hadamard import Rotation
@@ -64,7 +64,7 @@ def rotated_spec(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, tied_head=False)
 
 
-def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> Folding:
+def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
     """Return the folding that rotates the residual stream and the values of each head.
 
     Parameters
@@ -86,14 +86,14 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> Folding:
         If the model is not one whose results stay the same, or a width has no Hadamard matrix.
     """
     after = rotated_spec(spec)
-    stream = Turn(Rotation(spec.hidden_size, seed))
+    stream = Rotation(Rotation(spec.hidden_size, seed))
     columns: dict[str, tuple[Map, ...]] = {}
     rows: dict[str, tuple[Map, ...]] = {}
     vectors: dict[str, NDArray[np.float32]] = {}
     for norm, readers in norm_readers(after).items():
         scale: tuple[Map, ...] = ()
         if spec.norm_weight:
-            scale = (Factors(_norm_weight(spec, file, norm)),)
+            scale = (ChannelScale(_norm_weight(spec, file, norm)),)
             ones = np.full(spec.hidden_size, 1.0 - spec.norm_offset, np.float32)
             vectors[f"{norm}.weight"] = ones
         for name in readers:
@@ -103,7 +103,7 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> Folding:
         if name.endswith(("attn.o.weight", "attn.o.bias", "down.weight", "down.bias")):
             rows[name] = (stream,)
     if spec.latent is None:
-        head = Turn(Rotation(spec.head_dim, seed + 1))
+        head = Rotation(Rotation(spec.head_dim, seed + 1))
         for i in range(spec.n_layers):
             columns[f"layers.{i}.attn.o.weight"] = (head,)
             for kind in ("weight", "bias"):
@@ -113,7 +113,7 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> Folding:
     if spec.tied_head:
         n = spec.vocab_size * spec.hidden_size
         notes = (f"the head is no longer the token embedding: {n:,} weights more",)
-    return Folding(after, columns, rows, vectors, notes)
+    return WeightTransform(after, columns, rows, vectors, notes)
 
 
 def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:

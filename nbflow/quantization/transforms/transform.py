@@ -16,7 +16,7 @@ Wide = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class ChannelScale:
     """Multiplies each entry of a vector by a factor of its own."""
 
     values: Wide
@@ -42,7 +42,7 @@ class Factors:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class Rotation:
     """Rotates vectors, or each piece of them alike."""
 
     rotation: Rotation
@@ -63,12 +63,12 @@ class Turn:
         return np.repeat(pieces.mean(axis=1), self.rotation.size)
 
 
-Map = Factors | Turn
+Map = ChannelScale | Rotation
 """A linear map of row vectors."""
 
 
 @dataclass(frozen=True)
-class Folding:
+class WeightTransform:
     """A model with other weights that computes the same.
 
     Names are ours.  The weights W (N, K) of a matrix become those of y = x W^T with inputs and

@@ -13,9 +13,9 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.weight_file import Span
 from nbflow.quantization.policy import is_quantized
-from nbflow.quantization.transforms.transform import Folding
+from nbflow.quantization.transforms.transform import WeightTransform
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.tensor_layout import Stored
+from nbflow.spec.tensor_layout import TensorLayout
 from nbflow_kernels.errors import UsageError
 
 PLAIN = ("f32", "f16", "bf16", "f64")
@@ -44,7 +44,7 @@ class FoldedFile(WeightFile):
         If a tensor that changes is not stored as floats.
     """
 
-    def __init__(self, file: WeightFile, spec: ModelSpec, folding: Folding) -> None:
+    def __init__(self, file: WeightFile, spec: ModelSpec, folding: WeightTransform) -> None:
         self._inner, self._spec, self._folding = file, spec, folding
         self._held: dict[str, list[str]] = {}
         changed = set()
@@ -149,7 +149,7 @@ class FoldedFile(WeightFile):
         return whole if converted else _rounded(whole, self.dtype(name))
 
 
-def _unties(spec: ModelSpec, folding: Folding) -> bool:
+def _unties(spec: ModelSpec, folding: WeightTransform) -> bool:
     return spec.tied_head and not folding.spec.tied_head
 
 
@@ -163,7 +163,9 @@ def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
         ) from None
 
 
-def _replace(whole: np.ndarray[Any, Any], place: Stored, ours: str, folding: Folding) -> None:
+def _replace(
+    whole: np.ndarray[Any, Any], place: TensorLayout, ours: str, folding: WeightTransform
+) -> None:
     """Replace one of our tensors in the one of the checkpoint that holds it, in place."""
     if whole.ndim == 1 or len(folding.spec.shape_of(ours)) == 1:
         flat = whole.reshape(-1)

@@ -17,11 +17,11 @@ from nbflow.server.long_json import long_response
 from nbflow.server.requests import build_requests
 from nbflow.server.routes.tokenize import own_template
 from nbflow.server.schemas import ChatBody
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 from nbflow.server.state import ServerState, note, state_of
 from nbflow.server.stream import (
     DONE,
-    Job,
+    GenerationStream,
     OutputChunk,
     Stream,
     event,
@@ -49,7 +49,7 @@ async def chat_completions(
 
     ids, wanted = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id)
-    job = Job(served, wanted, state.mailbox, state.metrics)
+    job = GenerationStream(served, wanted, state.mailbox, state.metrics)
     note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wanted))
     if body.stream:
         await job.__aenter__()  # what is wrong is told by the status, before the stream begins
@@ -67,7 +67,7 @@ async def chat_completions(
     )
 
 
-def chat_ids(served: Served, body: ChatBody, template: str | None) -> list[int]:
+def chat_ids(served: ServedModel, body: ChatBody, template: str | None) -> list[int]:
     """Return the prompt of a conversation."""
     return served.chat_ids(
         body.messages,
@@ -81,7 +81,7 @@ def chat_ids(served: Served, body: ChatBody, template: str | None) -> list[int]:
 class _Answer:
     """How an answer is written."""
 
-    def __init__(self, served: Served, body: ChatBody, name: str) -> None:
+    def __init__(self, served: ServedModel, body: ChatBody, name: str) -> None:
         self._served = served
         self._body = body
         self._head = {
@@ -90,7 +90,9 @@ class _Answer:
             "model": body.model or served.name,
         }
 
-    def whole(self, chunks: list[OutputChunk], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, chunks: list[OutputChunk], job: GenerationStream, usage: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the answer as one object."""
         choices = [
             self._choice(
@@ -133,7 +135,7 @@ class _Answer:
             choice["token_ids"] = chunk.ids
         return choice
 
-    async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
+    async def stream(self, job: GenerationStream, request: Request) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, those of one moment together."""
         first = {"role": "assistant", "content": ""}
         choices = [self._choice(i, OutputChunk(i), delta=first) for i in range(job.n_choices)]
@@ -160,7 +162,10 @@ class _Answer:
             yield self._choice(chunk.index, end, delta={})
 
     def _event(
-        self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
+        self,
+        choices: list[dict[str, Any]],
+        job: GenerationStream,
+        usage: dict[str, Any] | None = None,
     ) -> bytes:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         if self._body.continuous_usage:

@@ -16,9 +16,17 @@ from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.long_json import long_response
 from nbflow.server.requests import build_requests, check_number
 from nbflow.server.schemas import CompletionBody
-from nbflow.server.served_model import Served
+from nbflow.server.served_model import ServedModel
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.stream import DONE, Job, OutputChunk, Stream, event, mean_logprob, unless_gone
+from nbflow.server.stream import (
+    DONE,
+    GenerationStream,
+    OutputChunk,
+    Stream,
+    event,
+    mean_logprob,
+    unless_gone,
+)
 from nbflow.server.workers import Workers, check_wanted
 
 router = APIRouter(tags=["OpenAI"])
@@ -44,7 +52,7 @@ async def completions(
 
     ids, wanted = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
-    job = Job(served, wanted, state.mailbox, state.metrics)
+    job = GenerationStream(served, wanted, state.mailbox, state.metrics)
     n_prompt = sum(map(len, ids))
     note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wanted))
     if body.stream:
@@ -62,7 +70,7 @@ async def completions(
 
 
 def prompt_ids(
-    served: Served,
+    served: ServedModel,
     prompts: Sequence[str | list[int]],
     add_special_tokens: bool,
     param: str = "prompt",
@@ -86,7 +94,7 @@ class _Answer:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         body: CompletionBody,
         name: str,
         prompts: Sequence[str | list[int]],
@@ -104,7 +112,9 @@ class _Answer:
             "model": body.model or served.name,
         }
 
-    def whole(self, chunks: list[OutputChunk], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, chunks: list[OutputChunk], job: GenerationStream, usage: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the answer as one object; the choices are prompt-major."""
         kept: list[OutputChunk] = []
         n_drawn, n = self._body.n_drawn, self._body.n
@@ -116,7 +126,9 @@ class _Answer:
         choices = [self._choice(i, chunk, job, True) for i, chunk in enumerate(kept)]
         return {**self._head, "choices": choices, "usage": usage}
 
-    async def stream(self, job: Job, request: Request, workers: Workers) -> AsyncIterator[bytes]:
+    async def stream(
+        self, job: GenerationStream, request: Request, workers: Workers
+    ) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, those of one moment together."""
         begun: set[int] = set()
         held: list[OutputChunk] = []
@@ -141,20 +153,23 @@ class _Answer:
         note(request, completion_tokens=usage["completion_tokens"])
         yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
 
-    def _lacks_prompt(self, chunk: OutputChunk, job: Job) -> bool:
+    def _lacks_prompt(self, chunk: OutputChunk, job: GenerationStream) -> bool:
         """Return whether a chunk must wait for the prompt's log-probabilities."""
         asked = self._first_request(chunk, job)
         return self._body.echo and asked.wants_prompt_logits
 
-    def _first_request(self, chunk: OutputChunk, job: Job) -> EngineRequest:
+    def _first_request(self, chunk: OutputChunk, job: GenerationStream) -> EngineRequest:
         """Return the request that is told the log-probabilities of a choice's prompt."""
         return job.request_of(chunk.index - chunk.index % self._body.n_drawn)
 
-    def _chunk_event(self, chunk: OutputChunk, job: Job, first: bool) -> bytes:
+    def _chunk_event(self, chunk: OutputChunk, job: GenerationStream, first: bool) -> bytes:
         return self._event([self._choice(chunk.index, chunk, job, first)], job)
 
     def _event(
-        self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
+        self,
+        choices: list[dict[str, Any]],
+        job: GenerationStream,
+        usage: dict[str, Any] | None = None,
     ) -> bytes:
         chunk: dict[str, Any] = {**self._head, "choices": choices}
         if self._body.continuous_usage:
@@ -163,7 +178,9 @@ class _Answer:
             chunk["usage"] = usage
         return event(chunk)
 
-    def _choice(self, index: int, chunk: OutputChunk, job: Job, first: bool) -> dict[str, Any]:
+    def _choice(
+        self, index: int, chunk: OutputChunk, job: GenerationStream, first: bool
+    ) -> dict[str, Any]:
         """Return a choice; `first` is whether it is the place for the prompt's part."""
         body, request = self._body, self._first_request(chunk, job)
         echoed = self._text_of(chunk.index // body.n_drawn) if body.echo else ""

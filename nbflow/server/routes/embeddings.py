@@ -14,7 +14,7 @@ from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.routes.completions import prompt_ids
 from nbflow.server.schemas import EmbeddingBody, split_texts
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.stream import Job, unless_gone
+from nbflow.server.stream import GenerationStream, unless_gone
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -46,7 +46,9 @@ async def embeddings(
     requests = served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
     for text in requests:
         text.deadline = state.config.limits.request_s or None
-    job = Job(served, [GenerationRequest(text) for text in requests], state.mailbox, state.metrics)
+    job = GenerationStream(
+        served, [GenerationRequest(text) for text in requests], state.mailbox, state.metrics
+    )
     async with job:
         await unless_gone(request.receive, job.whole())
     as_base64 = body.encoding_format == "base64"

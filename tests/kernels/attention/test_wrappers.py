@@ -20,8 +20,8 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.cpu import parallel_for
-from nbflow_kernels.cpu.graph import CallList
-from nbflow_kernels.cpu.thread_pool import Team
+from nbflow_kernels.cpu.graph import CpuGraph
+from nbflow_kernels.cpu.thread_pool import ThreadPool
 from nbflow_kernels.errors import UsageError
 
 LENS = [33, 1, 150]
@@ -148,7 +148,7 @@ def test_tables_are_kept_in_the_callers_buffers() -> None:
     with n_threads(1):
         assert plan_decode(wrapper, other) is plan
         want = wrapper.run(q, paged.cache)
-    Team(1).run_list(CallList(seen.calls, 1))
+    ThreadPool(1).run_list(CpuGraph(seen.calls, 1))
     np.testing.assert_array_equal(out, want)
     with pytest.raises(UsageError, match="sm_scale must stay None with use_cuda_graph"):
         plan_decode(wrapper, other, sm_scale=1.0)

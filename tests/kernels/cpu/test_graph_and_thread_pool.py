@@ -11,8 +11,8 @@ import pytest
 import nbflow_kernels as nk
 from nbflow_kernels.cpu import graph as calls_module
 from nbflow_kernels.cpu import jit, parallel_for, simd
-from nbflow_kernels.cpu.graph import Call, CallList
-from nbflow_kernels.cpu.thread_pool import Team
+from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.thread_pool import ThreadPool
 
 
 @jit.kernel
@@ -54,10 +54,10 @@ def shared_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "MIN_WORK_PER_PART", 1)
 
 
-def _ring(n: int, length: int) -> tuple[np.ndarray, np.ndarray, list[Call]]:
+def _ring(n: int, length: int) -> tuple[np.ndarray, np.ndarray, list[GraphNode]]:
     a, b = np.arange(n, dtype=np.int64), np.zeros(n, np.int64)
     both = ((a, b), (b, a))
-    return a, b, [Call(_shift, (*both[i % 2], 1), n, 1e6) for i in range(length)]
+    return a, b, [GraphNode(_shift, (*both[i % 2], 1), n, 1e6) for i in range(length)]
 
 
 @pytest.mark.parametrize("n_threads", [2, 3])
@@ -65,13 +65,13 @@ def test_idle_threads_ask_for_what_they_read_next(n_threads: int) -> None:
     """Which is only a hint: it is in the table for shared calls, and changes no result."""
     w, cell, flag = np.ones((50, 3000), np.float32), np.zeros(1, np.int64), np.zeros(1, np.int64)
     out = np.full((20, 50), np.nan, np.float32)
-    alone = Call(_count, (cell, 10**9, flag), 1, 1.0)
-    listed = [c for row in out for c in (alone, Call(_add_rows, (w, cell, row), 50, 1e9))]
-    calls = CallList(listed, n_threads)
+    alone = GraphNode(_count, (cell, 10**9, flag), 1, 1.0)
+    listed = [c for row in out for c in (alone, GraphNode(_add_rows, (w, cell, row), 50, 1e9))]
+    calls = CpuGraph(listed, n_threads)
     assert calls.table[0, calls_module.READS] == 0
     assert calls.table[1, calls_module.READS] == w.ctypes.data
     assert calls.table[1, calls_module.ROW_BYTES] == 3000 * 4
-    Team(n_threads).run_list(calls)
+    ThreadPool(n_threads).run_list(calls)
     assert np.array_equal(out, 3000.0 * np.arange(1, 21)[:, None] * np.ones(50))
 
 
@@ -79,8 +79,8 @@ def test_idle_threads_ask_for_what_they_read_next(n_threads: int) -> None:
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 5])
 def test_every_call_sees_the_results_of_the_one_before(n_threads: int) -> None:
     a, _, calls = _ring(64, 20)
-    team = Team(n_threads)
-    team.run_list(CallList(calls, n_threads), repeat=50)
+    team = ThreadPool(n_threads)
+    team.run_list(CpuGraph(calls, n_threads), repeat=50)
     assert a.tolist() == [(i - 1000) % 64 + 1000 for i in range(64)]
 
 
@@ -88,17 +88,17 @@ def test_every_call_sees_the_results_of_the_one_before(n_threads: int) -> None:
 def test_tickets_give_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "DYNAMIC_WORK", 1)
     a, _, calls = _ring(200, 10)
-    made = CallList(calls, 3)
+    made = CpuGraph(calls, 3)
     assert (made.table[:, calls_module.GRAIN] > 0).all()
-    Team(3).run_list(made, repeat=30)
+    ThreadPool(3).run_list(made, repeat=30)
     assert a.tolist() == [(i - 300) % 200 + 300 for i in range(200)]
 
 
 @pytest.mark.usefixtures("shared_always")
 def test_list_after_sleep_and_between_single_calls() -> None:
     a, b, calls = _ring(30, 2)
-    team = Team(3)
-    made = CallList(calls, 3)
+    team = ThreadPool(3)
+    made = CpuGraph(calls, 3)
     for i in range(40):
         if i % 10 == 9:
             time.sleep(0.02)  # the other threads go to sleep
@@ -111,8 +111,8 @@ def test_list_after_sleep_and_between_single_calls() -> None:
 
 def test_all_kinds_of_arguments() -> None:
     x, out = np.arange(6, dtype=np.float64)[::2], np.zeros(3)
-    call = Call(_mixed, (x, (2, 0.5), True, np.float32(0.25), out), 3, 1.0)
-    Team(1).run_list(CallList([call], 1))
+    call = GraphNode(_mixed, (x, (2, 0.5), True, np.float32(0.25), out), 3, 1.0)
+    ThreadPool(1).run_list(CpuGraph([call], 1))
     expected = np.zeros(3)
     _mixed(x, (2, 0.5), True, np.float32(0.25), expected, 0, 3)
     assert out.tolist() == expected.tolist() == [100.75, 104.75, 108.75]
@@ -123,8 +123,8 @@ def test_all_kinds_of_arguments() -> None:
 def test_number_of_rows_in_a_cell_and_stop(n_threads: int) -> None:
     a, b = np.zeros(10, np.int64), np.ones(10, np.int64)
     rows, counted, flag = (np.array([n], np.int64) for n in (4, 0, 0))
-    calls = [Call(_shift, (b, a, 1), rows, 1e6), Call(_count, (counted, 7, flag), 1, 1.0)]
-    made, team = CallList(calls, n_threads), Team(n_threads)
+    calls = [GraphNode(_shift, (b, a, 1), rows, 1e6), GraphNode(_count, (counted, 7, flag), 1, 1.0)]
+    made, team = CpuGraph(calls, n_threads), ThreadPool(n_threads)
     team.run_list(made, repeat=100, stop=flag)
     assert a.tolist() == [2] * 4 + [0] * 6
     assert counted[0] == 7
@@ -136,15 +136,15 @@ def test_number_of_rows_in_a_cell_and_stop(n_threads: int) -> None:
 def test_cycles_of_each_call_are_counted() -> None:
     _, _, calls = _ring(5000, 3)
     cycles = np.zeros(3, np.int64)
-    Team(1).run_list(CallList(calls, 1), repeat=10, cycles=cycles)
+    ThreadPool(1).run_list(CpuGraph(calls, 1), repeat=10, cycles=cycles)
     assert (cycles > 0).all()
 
 
 @pytest.mark.usefixtures("shared_always")
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_kernel_that_fails_is_reported(n_threads: int) -> None:
-    team, x = Team(n_threads), np.zeros(4)
-    made = CallList([Call(_fails, (x,), 4, 1e6)], n_threads)
+    team, x = ThreadPool(n_threads), np.zeros(4)
+    made = CpuGraph([GraphNode(_fails, (x,), 4, 1e6)], n_threads)
     for _ in range(2):
         with pytest.raises(MemoryError, match="too little"):
             team.run_list(made)
@@ -166,7 +166,7 @@ def test_captured_launchers_give_the_same_bits() -> None:
     assert len(seen.calls) == 2
     for n in (1, 2):
         out[:] = np.nan
-        Team(n).run_list(CallList(seen.calls, n))
+        ThreadPool(n).run_list(CpuGraph(seen.calls, n))
         assert np.array_equal(out, expected)
 
 
@@ -177,7 +177,7 @@ def test_unusable_argument_is_refused() -> None:
 
 def test_closed_team_ends_its_threads() -> None:
     before = set(threading.enumerate())
-    team = Team(3)
+    team = ThreadPool(3)
     started = set(threading.enumerate()) - before
     assert len(started) == 2
     team.close()

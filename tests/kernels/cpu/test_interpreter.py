@@ -20,7 +20,7 @@ from synthetic_formats import FORMATS as SYNTHETIC
 
 import nbflow_kernels
 from nbflow.checkpoint import open_weights
-from nbflow.executor import RankWeights, ReferenceExecutor
+from nbflow.executor import WeightLoader, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels import op_registry
@@ -193,7 +193,7 @@ def test_engine_decodes_as_python() -> None:
     assert new == np.argmax(logits, 1)[len(prompt) - 1 : -1].tolist()
     program = build(resolve(path).spec)
     with open_weights(path) as file:
-        reference = ReferenceExecutor(program, RankWeights(program, file, None))
+        reference = ReferenceExecutor(program, WeightLoader(program, file, None))
     wanted = reference.logits(np.array([*prompt, *new]))
     # float32 on both sides, a few hundred additions one after the other: 300 * 2**-24 = 2e-5
     assert np.abs(np.array(logits) - wanted).max() < 2e-5 * np.abs(wanted).max()

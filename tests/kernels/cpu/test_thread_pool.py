@@ -15,8 +15,8 @@ import pytest
 
 from nbflow_kernels.cpu import atomics, jit, parallel_for, thread_pool
 from nbflow_kernels.cpu import graph as calls_module
-from nbflow_kernels.cpu.graph import Call, CallList
-from nbflow_kernels.cpu.thread_pool import Team
+from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.thread_pool import ThreadPool
 
 WAIT_S = 60.0
 
@@ -56,7 +56,7 @@ class _Held:
             self.go.wait(WAIT_S)
         return 0
 
-    def install(self, made: Team) -> None:
+    def install(self, made: ThreadPool) -> None:
         made._shared[thread_pool._SPIN] = 0
         made._shared[thread_pool._YIELD] = ctypes.cast(self._yield, ctypes.c_void_p).value
         _kept.append(self)  # the threads may call it as long as they live
@@ -81,7 +81,7 @@ def number_not_set() -> Iterator[None]:
 @pytest.mark.usefixtures("shared_always")
 def test_thread_that_is_late_at_the_last_barrier_does_not_read_the_next_jobs_flag() -> None:
     """It would run the old list once more, while the other threads run the new one."""
-    made, held = Team(2), _Held()
+    made, held = ThreadPool(2), _Held()
     held.install(made)
     first, second, flag = np.zeros(8, np.int64), np.zeros(8, np.int64), np.zeros(1, np.int64)
     cells = (
@@ -89,9 +89,9 @@ def test_thread_that_is_late_at_the_last_barrier_does_not_read_the_next_jobs_fla
         held.at_last.ctypes.data,
         held.is_held.ctypes.data,
     )
-    late = Call(_stop_late, (*cells, flag), 1, 1.0)
-    old = CallList([Call(_add_one, (first,), 8, 1e6), late], 2)
-    new = CallList([Call(_add_one, (second,), 8, 1e6)], 2)
+    late = GraphNode(_stop_late, (*cells, flag), 1, 1.0)
+    old = CpuGraph([GraphNode(_add_one, (first,), 8, 1e6), late], 2)
+    new = CpuGraph([GraphNode(_add_one, (second,), 8, 1e6)], 2)
     made.run_list(old, repeat=100, stop=flag)
     assert held.is_held[0] == 1
     flag[0] = 0  # as for the next run with this flag
@@ -117,8 +117,8 @@ def _fails_with(x, start, stop):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_error_of_a_kernel_is_its_own_and_ends_the_list(n_threads: int) -> None:
     counts, counted = np.zeros(8, np.int64), np.zeros(1, np.int64)
-    calls = [Call(_fails_at, (counted, 3), 1, 1.0), Call(_add_one, (counts,), 8, 1e6)]
-    made, used = CallList(calls, n_threads), Team(n_threads)
+    calls = [GraphNode(_fails_at, (counted, 3), 1, 1.0), GraphNode(_add_one, (counts,), 8, 1e6)]
+    made, used = CpuGraph(calls, n_threads), ThreadPool(n_threads)
     with pytest.raises(ValueError, match="three is too many") as caught:
         used.run_list(made, repeat=10)
     assert caught.value.__notes__ == ["raised by kernel _fails_at in a list of calls"]
@@ -128,9 +128,9 @@ def test_error_of_a_kernel_is_its_own_and_ends_the_list(n_threads: int) -> None:
 
 
 def test_error_with_values_that_are_not_in_the_machine_code_names_the_kernel() -> None:
-    failing = CallList([Call(_fails_with, (np.ones(1),), 1, 1.0)], 1)
+    failing = CpuGraph([GraphNode(_fails_with, (np.ones(1),), 1, 1.0)], 1)
     with pytest.raises(ValueError, match="by kernel _fails_with") as caught:
-        Team(1).run_list(failing)
+        ThreadPool(1).run_list(failing)
     assert caught.value.__notes__ == ["raised by kernel _fails_with in a list of calls"]
 
 
@@ -241,9 +241,9 @@ def _in_forked_child(function: Any) -> Any:
 @pytest.mark.usefixtures("shared_always")
 def test_forked_child_has_threads_of_its_own() -> None:
     counts = np.zeros(64, np.int64)
-    calls = CallList([Call(_add_one, (counts,), 64, 1e9)] * 2, 2)
+    calls = CpuGraph([GraphNode(_add_one, (counts,), 64, 1e9)] * 2, 2)
 
-    def work(held: Team) -> tuple[int, ...]:
+    def work(held: ThreadPool) -> tuple[int, ...]:
         held.run_list(calls)
         parallel_for.run_list(calls)
         parallel_for.split_rows(_add_one, 64, 1e12, counts)
@@ -251,7 +251,7 @@ def test_forked_child_has_threads_of_its_own() -> None:
         return tuple(set(counts.tolist()))
 
     parallel_for.set_num_threads(2)
-    made = Team(2)
+    made = ThreadPool(2)
     assert work(made) == (6,)
     assert _in_forked_child(lambda: work(made)) == (12,)
     assert work(made) == (12,)  # and the parent goes on

@@ -13,19 +13,25 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.kv_cache import cpu_codec
-from nbflow_kernels.kv_cache.cpu_codec import FIRST_BLOCK_KIND, KINDS, LAYOUTS, copy_row, write_row
+from nbflow_kernels.kv_cache.cpu_codec import (
+    FIRST_BLOCK_KIND,
+    KINDS,
+    LAYOUTS,
+    decode_row,
+    encode_row,
+)
 
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
 SIZES = (1, 15, 16, 20, 31, 33, 64, 80, 100, 128)
 
 
 def written(x: np.ndarray, name: str) -> np.ndarray:
-    """Return the rows of x encoded by `write_row`, with a byte after each that must survive."""
+    """Return the rows of x encoded by `encode_row`, with a byte after each that must survive."""
     n_rows, n = x.shape
     x = np.ascontiguousarray(x, np.float32)
     data = np.full((n_rows, nk.kv_format(name).row_bytes(n) + 1), 0xA5, np.uint8)
     for r in range(n_rows):
-        write_row(KINDS[name], address_of(x[r]), n, address_of(data[r]))
+        encode_row(KINDS[name], address_of(x[r]), n, address_of(data[r]))
     assert (data[:, -1] == 0xA5).all()
     return data[:, :-1]
 
@@ -33,12 +39,12 @@ def written(x: np.ndarray, name: str) -> np.ndarray:
 def decoded(
     data: np.ndarray, name: str, n: int, factor: float = 1.0, padded: int = 0
 ) -> np.ndarray:
-    """Return `copy_row` of every row, with a float after each that must survive."""
+    """Return `decode_row` of every row, with a float after each that must survive."""
     padded = padded or n
     out = np.full((len(data), padded + 1), 7, np.float32)
     data = np.ascontiguousarray(data)
     for r in range(len(data)):
-        copy_row(KINDS[name], address_of(data[r]), n, factor, address_of(out[r]), padded)
+        decode_row(KINDS[name], address_of(data[r]), n, factor, address_of(out[r]), padded)
     assert (out[:, -1] == 7).all()
     return out[:, :-1]
 

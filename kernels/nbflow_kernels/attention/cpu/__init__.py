@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cpu.flash_attention import attend_items, merge_items
+from nbflow_kernels.attention.cpu.flash_attention import flash_attention, merge_items
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, run_variant
 from nbflow_kernels.cpu.parallel_for import split_rows
@@ -61,7 +61,7 @@ def attend(
         kinds = _float_kind(k_cache), _float_kind(v_cache)
     k, v, strides = _cache_places(plan, k_cache, v_cache)
     split_rows(
-        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
+        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
         *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
@@ -143,7 +143,7 @@ def latent_attention(
     )  # fmt: skip
     reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
     split_rows(
-        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader, reader,
+        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader, reader,
         address_of(q), q.strides[0], address_of(ckv_cache), address_of(kpe_cache), strides,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip

@@ -72,7 +72,7 @@ def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any)
     if isinstance(source, np.float32):
         copy_floats(kind, row, n, 1.0, target, padded)
     elif isinstance(source, np.uint8):
-        from nbflow_kernels.kv_cache.cpu_codec import copy_row as decode
+        from nbflow_kernels.kv_cache.cpu_codec import decode_row as decode
 
         decode(kind, row, n, 1.0, target, padded)
 
@@ -84,7 +84,7 @@ def _copy_row_overload(source, kind, row, n, target, padded):
             kind, row, n, 1.0, target, padded
         )
     if source == types.uint8:
-        from nbflow_kernels.kv_cache.cpu_codec import copy_row as decode
+        from nbflow_kernels.kv_cache.cpu_codec import decode_row as decode
 
         return lambda source, kind, row, n, target, padded: decode(
             kind, row, n, 1.0, target, padded
@@ -161,7 +161,7 @@ def fill_ends(table, first, last):
 
 
 @jit.device_function
-def score_chunk(like, M, q, row_bytes, table, state, s, room, ahead, n_ahead):
+def qk_scores(like, M, q, row_bytes, table, state, s, room, ahead, n_ahead):
     """Write the scores of a chunk."""
     for j in range(0, CHUNK, 16):
         m = np.int64(0)
@@ -188,7 +188,7 @@ def score_chunk(like, M, q, row_bytes, table, state, s, room, ahead, n_ahead):
 
 
 @jit.device_function
-def mix_chunk(like, M, acc, row_bytes, state, s, values, ahead, n_ahead):
+def accumulate_pv(like, M, acc, row_bytes, state, s, values, ahead, n_ahead):
     """Add a chunk's values to the accumulators.
 
     Four query vectors go together over the keys that all of them see; each goes alone over its keys
@@ -256,7 +256,7 @@ def mix_four(like, acc, row_bytes, records, p, values, first, last, ahead, n_ahe
 
 
 @jit.device_function
-def weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp):
+def softmax_weights(header, cap, M, group, head, request, row, position, base, s, state, ramp):
     """Turn the scores of the chunk that begins at key `base` into weights, and update the state."""
     mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
     table = read_word(header, at.BIAS)
@@ -418,7 +418,7 @@ def fold_split(M, running, acc, row_bytes, state):
 
 
 @jit.kernel
-def attend_items(
+def flash_attention(
     plan, cap, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
 ):
     """Work on the items of the shares [start, stop); see `layout` for the plan's tables.
@@ -514,11 +514,11 @@ def attend_items(
                     seen = max(read_i64(record + LOW) - base, first)
                     write_i64(record + FIRST, seen)
                     write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
-                score_chunk(k_like, M, q_tile + tile * qk_bytes, qk_bytes, now, records, s, room,
+                qk_scores(k_like, M, q_tile + tile * qk_bytes, qk_bytes, now, records, s, room,
                             fetch_1, n_1)  # fmt: skip
-                weigh_chunk(header, cap, M, group, head, request, row, position, base, s, records,
+                softmax_weights(header, cap, M, group, head, request, row, position, base, s, records,
                             ramp)  # fmt: skip
-                mix_chunk(v_like, M, sums, vo_bytes, records, s, now + TABLE, fetch_2, n_2)
+                accumulate_pv(v_like, M, sums, vo_bytes, records, s, now + TABLE, fetch_2, n_2)
                 if several and (stop_key % split == 0 or (stop_key == end and not together)):
                     fold_split(M, running + tile * vo_bytes, sums, vo_bytes, records)
                 key, stop_key, now, ahead = stop_key, next_stop, ahead, now

@@ -98,7 +98,7 @@ def gather(alike, rows_at, b, n_requests, tile_rows, most):
 
 
 @jit.kernel
-def divide(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
+def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     """Fill the tables; return numbers of items, merges, shares, partial rows and multiply-adds.
 
     Nothing is written beyond the tables' ends: where a number is larger than its table, the

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
-from nbflow_kernels.attention.cuda.plan import PARAMETERS, DevicePlan, is_plain
+from nbflow_kernels.attention.cuda.plan import PARAMETERS, CudaPlan, is_plain
 from nbflow_kernels.attention.cuda.scheduler import FEW_VECTORS, Tiling
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda.workspace import workspace
@@ -68,7 +68,7 @@ def most_warpgroups(device: cuda.KernelDevice, D_qk: int, D_vo: int, exact: bool
 
 def attend(
     plan: AttentionPlan,
-    tables: DevicePlan,
+    tables: CudaPlan,
     arguments: tuple[Any, ...],
     kinds: tuple[int, int],
     exact: bool,

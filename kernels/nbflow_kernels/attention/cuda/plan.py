@@ -11,7 +11,7 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cuda.scheduler import (
     FEW_VECTORS,
     MANY_VECTORS,
-    DeviceItems,
+    CudaWorkItems,
     Tiling,
     divide_for_device,
     split_keys,
@@ -41,7 +41,7 @@ def is_plain(plan: AttentionPlan) -> bool:
     return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
 
 
-class FixedTables:
+class StaticPlanBuffers:
     """A plan's tables of fixed sizes at fixed addresses: launches that read them can be captured.
 
     For a further step the host divides the work again (`fill`), and `host` is copied to `there`
@@ -136,11 +136,11 @@ class FixedTables:
             return address(self._placed[part])
         return address(self.there) + 4 * int([0, *self._ends][part])
 
-    def _divide(self, most_partials: int | None) -> DeviceItems:
+    def _divide(self, most_partials: int | None) -> CudaWorkItems:
         """Return what a launch is made for: all items that there is room for."""
         most = min(self._tile_rows, self._rows_each) * self.group
         n_partials = self.n_items * most
-        return DeviceItems(
+        return CudaWorkItems(
             np.zeros((self.n_items, 8), np.int32),
             np.zeros((self._n_rows, 4), np.int32),
             n_partials if most_partials is None else min(n_partials, most_partials),
@@ -149,7 +149,7 @@ class FixedTables:
         )
 
 
-NO_ITEMS = DeviceItems(np.zeros((0, 8), np.int32), np.zeros((0, 4), np.int32), 0, 1, False)
+NO_ITEMS = CudaWorkItems(np.zeros((0, 8), np.int32), np.zeros((0, 4), np.int32), 0, 1, False)
 
 
 def _step_tables(plan: AttentionPlan) -> tuple[np.ndarray, ...]:
@@ -167,7 +167,7 @@ def floats_in(workspace: Any) -> tuple[int, int]:
     return start, max(address(workspace) + int(workspace.nbytes) - start, 0) // 4
 
 
-class DevicePlan:
+class CudaPlan:
     """Buffers of a plan on one stream of a device; made by `device_plan`, renewed with the plan.
 
     Streams share nothing, as nothing orders a copy or a partial result of one of them before the
@@ -185,15 +185,15 @@ class DevicePlan:
         self._plan, self._device = plan, device
         self._step = -1
         self._copies: dict[Any, tuple[Any, Any]] = {}
-        self._divisions: dict[Tiling, tuple[DeviceItems, Any]] = {}
+        self._divisions: dict[Tiling, tuple[CudaWorkItems, Any]] = {}
         self._step_tables: tuple[Any, list[int]] = (None, [])
         self._partials: Any = None
         self._arrived = device.asarray(np.zeros(64, np.int32))
         self._headers: dict[tuple[Any, ...], tuple[np.ndarray, Any]] = {}
-        self._fixed: FixedTables | None = None
+        self._fixed: StaticPlanBuffers | None = None
         self._sent = False
 
-    def fix(self, tables: FixedTables) -> None:
+    def fix(self, tables: StaticPlanBuffers) -> None:
         """Read everything about a step from these tables from now on, on any stream."""
         self._fixed = tables
         self._plan.on_devices.clear()
@@ -211,14 +211,14 @@ class DevicePlan:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes on the device, without `FixedTables`."""
+        """Return the bytes on the device, without `StaticPlanBuffers`."""
         arrays = [self._partials, self._arrived, self._step_tables[0]]
         arrays += [packed for _, packed in self._divisions.values()]
         arrays += [header for _, header in self._headers.values()]
         arrays += [copy for _, copy in self._copies.values()]
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
-    def items(self, tiling: Tiling) -> DeviceItems:
+    def items(self, tiling: Tiling) -> CudaWorkItems:
         """Return the work of a kernel's thread blocks."""
         if self._fixed is None:
             return self._division(tiling)[0]
@@ -265,7 +265,7 @@ class DevicePlan:
         return known[1]
 
     def _forget_headers(self) -> None:
-        """Make room for headers and tables of layers; a graph may read those of `FixedTables`."""
+        """Make room for headers and tables of layers; a graph may read those of `StaticPlanBuffers`."""
         if max(len(self._headers), len(self._copies)) < MOST_HEADERS:
             return
         if self._fixed is not None:
@@ -282,7 +282,7 @@ class DevicePlan:
         for place in _TABLES:
             host[place] = self._table(place)
 
-    def _division(self, tiling: Tiling) -> tuple[DeviceItems, Any]:
+    def _division(self, tiling: Tiling) -> tuple[CudaWorkItems, Any]:
         """Return the items and their copy on the device."""
         plan = self._plan
         if self._step != plan.n_steps:
@@ -310,7 +310,7 @@ class DevicePlan:
             return floats_in(self._plan.workspace)
         return (0, 0) if self._partials is None else (address(self._partials), self._partials.size)
 
-    def _make_room(self, items: DeviceItems) -> None:
+    def _make_room(self, items: CudaWorkItems) -> None:
         """Grow the buffer of partial results and the arrival counters."""
         floats = items.n_partials * partial_floats(self._plan.heads)
         if self._plan.workspace is None and self._room()[1] < floats:
@@ -338,13 +338,13 @@ class DevicePlan:
         return address(known[1]) + inside
 
 
-def device_plan(plan: AttentionPlan, like: Any) -> DevicePlan:
+def device_plan(plan: AttentionPlan, like: Any) -> CudaPlan:
     """Return what the current stream of the device of the array `like` has of a plan."""
     device = device_of(like)
-    found: DevicePlan | None = plan.on_devices.get(device.key)  # with `FixedTables`
+    found: CudaPlan | None = plan.on_devices.get(device.key)  # with `StaticPlanBuffers`
     if found is None:
         key = device.key, device.stream
         found = plan.on_devices.get(key)
         if found is None:
-            found = plan.on_devices[key] = DevicePlan(plan, device)
+            found = plan.on_devices[key] = CudaPlan(plan, device)
     return found

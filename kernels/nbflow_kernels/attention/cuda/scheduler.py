@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeviceItems:
+class CudaWorkItems:
     """Tiles of query vectors with a range of keys; every one stands for all key/value heads."""
 
     items: np.ndarray
@@ -63,7 +63,7 @@ def divide_for_device(
     *,
     most_items: int | None = None,
     most_partials: int | None = None,
-) -> DeviceItems:
+) -> CudaWorkItems:
     """Divide the plan's step, or the part of it that a kernel takes.
 
     Which tiles are divided along their keys depends on the batch and on the device, the results'
@@ -123,7 +123,7 @@ def divide_for_device(
     items = np.stack(columns, axis=1).astype(np.int32)
     # those with most keys first: thread blocks begin in this order, and the last ones end together
     order = np.argsort(first_key - end_key, kind="stable")
-    return DeviceItems(
+    return CudaWorkItems(
         items[order],
         np.stack(merges, axis=1).astype(np.int32),
         int(n_partials.sum()),

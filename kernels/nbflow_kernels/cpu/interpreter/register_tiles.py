@@ -11,7 +11,7 @@ from nbflow_kernels.cpu.interpreter import simd
 from nbflow_kernels.cpu.interpreter.memory import LANES, bf16_to_f32, f32_to_bf16, read, write
 
 Vector = NDArray[Any]
-Tile = NDArray[Any]
+FloatTile = NDArray[Any]
 
 
 def _widened(like: Any, stored: Vector) -> Vector:
@@ -23,50 +23,50 @@ def _widened(like: Any, stored: Vector) -> Vector:
     return stored
 
 
-def zero(groups: int, tokens: int) -> Tile:
+def zero(groups: int, tokens: int) -> FloatTile:
     """Return a tile of zeros."""
     return np.zeros((tokens, groups, LANES), np.float32)
 
 
-def load(groups: int, tokens: int, at: Any) -> Tile:
+def load(groups: int, tokens: int, at: Any) -> FloatTile:
     """Return the tile at an address."""
     return read(at, np.float32, tokens * groups * LANES).reshape(tokens, groups, LANES)
 
 
-def store(at: Any, tile: Tile) -> None:
+def store(at: Any, tile: FloatTile) -> None:
     """Write a tile to an address."""
     write(at, tile)
 
 
-def load_apart(groups: int, tokens: int, at: Any, token: Any) -> Tile:
+def load_apart(groups: int, tokens: int, at: Any, token: Any) -> FloatTile:
     """Return the tile at an address, its tokens `token` bytes from each other."""
     return np.stack([load(groups, 1, at + token * t)[0] for t in range(tokens)])
 
 
-def store_apart(at: Any, token: Any, tile: Tile) -> None:
+def store_apart(at: Any, token: Any, tile: FloatTile) -> None:
     """Write a tile to an address, its tokens `token` bytes from each other."""
     for t, vectors in enumerate(tile):
         write(at + token * t, vectors)
 
 
-def beside(a: Tile, b: Tile) -> Tile:
+def beside(a: FloatTile, b: FloatTile) -> FloatTile:
     """Return one tile of the groups of two."""
     return np.concatenate([a, b], 1)
 
 
-def scale(tile: Tile, at: Any, token: Any) -> Tile:
+def scale(tile: FloatTile, at: Any, token: Any) -> FloatTile:
     """Return a tile with each token multiplied by its own float32."""
     factors: Vector = np.stack([read(at + token * t, np.float32, 1) for t in range(len(tile))])
-    result: Tile = tile * factors[:, :, None]
+    result: FloatTile = tile * factors[:, :, None]
     return result
 
 
-def add(a: Tile, b: Tile) -> Tile:
+def add(a: FloatTile, b: FloatTile) -> FloatTile:
     """Return the sum of two tiles."""
     return a + b
 
 
-def step(tile: Tile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> Tile:
+def step(tile: FloatTile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> FloatTile:
     """Add the products of one unit."""
     tokens, groups, _ = tile.shape
     pairs = like.dtype == np.int32
@@ -82,7 +82,7 @@ def step(tile: Tile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> Ti
     return new
 
 
-def step_chains(tile: Tile, like: Vector, w: Any, x: Any, token: Any) -> Tile:
+def step_chains(tile: FloatTile, like: Vector, w: Any, x: Any, token: Any) -> FloatTile:
     """Add one unit to each group: unit i of one weight group to group i."""
     size = LANES * like.dtype.itemsize
     chains = [
@@ -92,12 +92,14 @@ def step_chains(tile: Tile, like: Vector, w: Any, x: Any, token: Any) -> Tile:
     return np.concatenate(chains, 1)
 
 
-def step_lanes(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> Tile:
+def step_lanes(tile: FloatTile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> FloatTile:
     """Add 16 columns, lane by lane; a group is a row."""
     return step_first(tile, like, w, row, x, token, LANES)
 
 
-def step_first(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any, n: Any) -> Tile:
+def step_first(
+    tile: FloatTile, like: Vector, w: Any, row: Any, x: Any, token: Any, n: Any
+) -> FloatTile:
     """Add the first `n` of 16 columns, lane by lane; a group is a row."""
     tokens, rows, _ = tile.shape
     n = max(0, min(int(n), LANES))
@@ -112,7 +114,7 @@ def step_first(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any, n
     return np.stack(new).reshape(tile.shape)
 
 
-def lane_sums(tile: Tile) -> Vector:
+def lane_sums(tile: FloatTile) -> Vector:
     """Return the vector of the sums of 16 vectors."""
     return np.array([simd.sum(v) for v in tile.reshape(LANES, LANES)], np.float32)
 

@@ -11,42 +11,42 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu.interpreter import simd, simd_int8
 from nbflow_kernels.cpu.interpreter.memory import LANES, read_at_steps, write
 
-Tile = NDArray[Any]
+Int8Tile = NDArray[Any]
 
 
-def _each(tile: Tile, new: Callable[[int, int], Any], dtype: Any = np.float32) -> Tile:
+def _each(tile: Int8Tile, new: Callable[[int, int], Any], dtype: Any = np.float32) -> Int8Tile:
     """Return the tile of ``new(r, t)``."""
     rows, tokens = tile.shape[:2]
     lines = [np.stack([new(r, t) for t in range(tokens)]) for r in range(rows)]
     return np.stack(lines).astype(dtype, copy=False)
 
 
-def _weights(tile: Tile, w: Any, w_step: Any, dtype: Any) -> Tile:
+def _weights(tile: Int8Tile, w: Any, w_step: Any, dtype: Any) -> Int8Tile:
     """Return the vectors of all row groups: `w` is an address, or the vector of the only one."""
     if isinstance(w, np.ndarray):
         return w[None]
     return read_at_steps(w, w_step, tile.shape[0], dtype, 64 // np.dtype(dtype).itemsize)
 
 
-def zeros(rows: int, tokens: int) -> Tile:
+def zeros(rows: int, tokens: int) -> Int8Tile:
     """Return sums that are 0."""
     return np.zeros((rows, tokens, LANES), np.float32)
 
 
-def outer(sums: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Tile:
+def outer(sums: Int8Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Int8Tile:
     """Return sums[r, t] + w[r] * x[t]."""
     weights = _weights(sums, w, w_step, np.float32)
     xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1)
     return _each(sums, lambda r, t: simd.fma(weights[r], xs[t].repeat(LANES), sums[r, t]))
 
 
-def starts(rows: int, tokens: int, n: Any, n_step: Any, factor: Any) -> Tile:
+def starts(rows: int, tokens: int, n: Any, n_step: Any, factor: Any) -> Int8Tile:
     """Return int32 sums: factor * n[t] in all lanes."""
     first = read_at_steps(n, n_step, tokens, np.int32, 1) * np.int32(factor)
     return np.broadcast_to(first, (rows, tokens, LANES)).copy()
 
 
-def dots(ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any, bits: int) -> Tile:
+def dots(ints: Int8Tile, w: Any, w_step: Any, x: Any, x_step: Any, bits: int) -> Int8Tile:
     """Return ints[r, t] + w[r] . x[t]."""
     dot = simd_int8.dot_u7_i8 if bits < 8 else simd_int8.dot_u8_i8
     weights = _weights(ints, w, w_step, np.uint8)
@@ -54,7 +54,7 @@ def dots(ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any, bits: int) -> Til
     return _each(ints, lambda r, t: dot(ints[r, t], weights[r], np.tile(xs[t], LANES)), np.int32)
 
 
-def scaled(sums: Tile, ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Tile:
+def scaled(sums: Int8Tile, ints: Int8Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Int8Tile:
     """Return sums[r, t] + ints[r, t] * (w[r] * x[t])."""
     scales = _weights(sums, w, w_step, np.float32)
     xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1)
@@ -62,7 +62,9 @@ def scaled(sums: Tile, ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> 
     return _each(sums, lambda r, t: simd.fma(whole[r, t], scales[r] * xs[t], sums[r, t]))
 
 
-def based(sums: Tile, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any) -> Tile:
+def based(
+    sums: Int8Tile, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any
+) -> Int8Tile:
     """Return sums[r, t] + w[r] * (x[t] * n[t])."""
     bases = _weights(sums, w, w_step, np.float32)
     counts = read_at_steps(n, n_step, sums.shape[1], np.int32, 1).astype(np.float32)
@@ -70,11 +72,11 @@ def based(sums: Tile, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: 
     return _each(sums, lambda r, t: simd.fma(bases[r], xs[t].repeat(LANES), sums[r, t]))
 
 
-def add(a: Tile, b: Tile) -> Tile:
+def add(a: Int8Tile, b: Int8Tile) -> Int8Tile:
     """Return a + b."""
     return a + b
 
 
-def store(addr: Any, sums: Tile) -> None:
+def store(addr: Any, sums: Int8Tile) -> None:
     """Write the vectors to an address."""
     write(addr, sums)
