@@ -129,7 +129,7 @@ def ours(
 ) -> tuple[str, list[str], int]:
     """Return name, command and port of a server of ours; one that sleeps if `times` are given."""
     port = free_port()
-    program = ["-m", "nbflow.cli"]
+    program = ["-m", "nbflow"]
     if times:
         program = [str(Path(__file__).with_name("scheduling_overhead.py")), json.dumps(times)]
     command = [sys.executable, *program, "serve", str(model), "--port", str(port)]
