@@ -45,12 +45,12 @@ _WHERE = {
 }
 
 __all__ = [
-    "LLMEngine",
+    "LLM",
     "EngineOptions",
-    "RequestOutput",
+    "LLMEngine",
     "LoadOptions",
     "MissingExtraError",
-    "LLM",
+    "RequestOutput",
     "SamplingParams",
     "UsageError",
     "__version__",

@@ -1,10 +1,18 @@
-"""The order of the tests, and what Python's garbage collector goes through meanwhile."""
+"""Test order, garbage collection, and the HTTP server that several folders of tests share."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import openai
+    from server_process import Server
+
+    import nbflow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +35,28 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Start one server per session on the bundled model."""
+    from server_process import CONFIG, Server
+
+    with Server(CONFIG, tmp_path_factory.mktemp("server")) as running:
+        yield running
+        assert running.stop() == 0, "".join(running.log)
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> openai.OpenAI:
+    """Return the official client, connected to `server`."""
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def offline() -> Iterator[nbflow.LLM]:
+    """Load the server's model without a server, to compare with."""
+    import nbflow
+
+    with nbflow.load("tiny_python", threads=1) as model:
+        yield model

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nbflow.engine.llm import WHOLE_BURST_S, LLM
+from nbflow.engine.llm import LLM, WHOLE_BURST_S
 from nbflow.engine.request import Request
 
 

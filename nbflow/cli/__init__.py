@@ -110,7 +110,3 @@ def _refused(name: str, error: Exception) -> int:
     if isinstance(comm, Mpi) and not comm.all_end():
         failure.stop_all(f"{message}\n" if comm.rank else "")
     return 2
-
-
-if __name__ == "__main__":
-    main()

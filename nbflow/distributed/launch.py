@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbflow_kernels.errors import MissingExtraError, install_command
 
-PROGRAM = (sys.executable, "-P", "-m", "nbflow.cli")
+PROGRAM = (sys.executable, "-P", "-m", "nbflow")
 """Words that run the command line; -P keeps the current folder's modules out of it."""
 LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),

@@ -9,4 +9,4 @@ from nbflow.engine.llm import LLM
 from nbflow.engine.load import load
 from nbflow.engine.outputs import RequestOutput
 
-__all__ = ["RequestOutput", "LLM", "load"]
+__all__ = ["LLM", "RequestOutput", "load"]

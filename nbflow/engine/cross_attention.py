@@ -16,7 +16,7 @@ from nbflow.engine.evaluator import pieces
 from nbflow.engine.interfaces import StepRunner
 from nbflow.engine.request import Request
 from nbflow.executor import Device, WeightLoader, make_executor, make_step
-from nbflow.kv_cache import KVStorage, BlockTable
+from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.options import OffloadConfig
 from nbflow.program import build_memory, fuse, partition
 from nbflow.quantization.encoding import QuantizerOptions

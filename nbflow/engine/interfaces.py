@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from nbflow.distributed.plan import Plan, RankPlan
-from nbflow.engine.outputs import RequestOutput, StepOutput, RequestDelta, TokenOutput
+from nbflow.engine.outputs import RequestDelta, RequestOutput, StepOutput, TokenOutput
 from nbflow.engine.request import DraftProposer, Proposals, Request
-from nbflow.engine.scheduler import Scheduler, ScheduledRequest
+from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.executor.executor import Executor
-from nbflow.kv_cache import KVStorage, BlockTable
+from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer
 

@@ -17,7 +17,7 @@ from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.model_lock import Turns
 from nbflow.engine.outputs import RequestOutput, TokenOutput, text_of
 from nbflow.engine.request import Proposals, Request
-from nbflow.engine.request_builder import validate_request, sampling_params
+from nbflow.engine.request_builder import sampling_params, validate_request
 from nbflow.engine.request_validation import (
     check_encoder_ids,
     check_ids,

@@ -24,9 +24,9 @@ from nbflow.engine.core import Command, EngineCore
 from nbflow.engine.embedding import vector_of
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.limits import Limits, choose_limits, fit
-from nbflow.engine.llm import STREAM_BURST_S, LLM
+from nbflow.engine.llm import LLM, STREAM_BURST_S
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.request_handle import RequestHandle, OnEvents
+from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
 from nbflow.engine.worker import Worker
 from nbflow.option_fields import documents

@@ -1,9 +1,9 @@
 """Outputs of the engine: arrays of a step, tokens of a request as they come, and its result.
 
-The rank that holds the head computes an `StepOutput`, a few small arrays whose shapes follow from the
-works, which every rank knows; the others receive them.  `apply` then brings every rank's requests
-to the same state and returns a `RequestDelta` for each, whose tokens are `TokenOutput` from here to
-the HTTP server.  A request that has ended comes to a `RequestOutput`.
+The rank that holds the head computes an `StepOutput`, a few small arrays whose shapes follow from
+the works, which every rank knows; the others receive them.  `apply` then brings every rank's
+requests to the same state and returns a `RequestDelta` for each, whose tokens are `TokenOutput`
+from here to the HTTP server.  A request that has ended comes to a `RequestOutput`.
 """
 
 from __future__ import annotations

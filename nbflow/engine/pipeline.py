@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from nbflow.engine.interfaces import StepRunner
-from nbflow.engine.outputs import StepOutput, RequestDelta
+from nbflow.engine.outputs import RequestDelta, StepOutput
 from nbflow.engine.scheduler import ScheduledRequest
 
 

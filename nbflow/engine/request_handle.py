@@ -11,7 +11,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from nbflow.engine.interfaces import ModelInfo
-from nbflow.engine.outputs import RequestOutput, RequestDelta, TokenOutput
+from nbflow.engine.outputs import RequestDelta, RequestOutput, TokenOutput
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow_kernels.errors import UsageError
 

@@ -25,13 +25,13 @@ from nbflow.engine.cross_attention import CrossAttentionCache
 from nbflow.engine.embedding import token_types
 from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
 from nbflow.engine.multi_step import MAX_STEPS, MultiStepDecode
-from nbflow.engine.outputs import ERROR_BYTES, StepOutput, RequestDelta
+from nbflow.engine.outputs import ERROR_BYTES, RequestDelta, StepOutput
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.replicas.address import own_addresses
 from nbflow.engine.request import FinishReason, Proposals, Request
-from nbflow.engine.scheduler import Scheduler, ScheduledRequest
+from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
-from nbflow.executor import HOST, CpuExecutor, Device, WeightLoader, Step, make_executor, make_step
+from nbflow.executor import HOST, CpuExecutor, Device, Step, WeightLoader, make_executor, make_step
 from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.options import OffloadConfig
 from nbflow.planner.memory import PAGE_SIZE

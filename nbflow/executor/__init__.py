@@ -14,11 +14,11 @@ from nbflow.executor.weight_loader import WeightLoader
 __all__ = [
     "HOST",
     "CpuExecutor",
-    "Executor",
     "Device",
-    "WeightLoader",
+    "Executor",
     "ReferenceExecutor",
     "Step",
+    "WeightLoader",
     "find_place",
     "make_executor",
     "make_step",

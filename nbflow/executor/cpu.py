@@ -22,7 +22,7 @@ from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.block_table import PageView
-from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_list
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 

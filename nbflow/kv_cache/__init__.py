@@ -3,4 +3,4 @@
 from nbflow.kv_cache.block_table import BlockTable
 from nbflow.kv_cache.storage import KVStorage, make_storage
 
-__all__ = ["KVStorage", "BlockTable", "make_storage"]
+__all__ = ["BlockTable", "KVStorage", "make_storage"]

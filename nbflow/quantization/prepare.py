@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
-from nbflow.quantization.encoding import GPTQ_NEEDS, QuantizerOptions, Importance
+from nbflow.quantization.encoding import GPTQ_NEEDS, Importance, QuantizerOptions
 from nbflow.quantization.policy import is_matrix
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
 from nbflow.quantization.transforms.hadamard import rotate, rotated_spec

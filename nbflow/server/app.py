@@ -12,9 +12,9 @@ import nbflow
 from nbflow.compat.inferflow import native_protocol
 from nbflow.server.errors import ErrorBody, add_handlers
 from nbflow.server.middleware import (
+    AuthAndLimitMiddleware,
     BodyLimitMiddleware,
     RequestLogMiddleware,
-    AuthAndLimitMiddleware,
 )
 from nbflow.server.routes import (
     chat,

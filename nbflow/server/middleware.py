@@ -1,7 +1,7 @@
 """ASGI middleware of every request: id and log line, keys, limits, timeouts, body.
 
-From the outside in: `RequestLogMiddleware` (id, log, errors, slow readers), CORS, `AuthAndLimitMiddleware` (draining, keys,
-requests at once), `BodyLimitMiddleware` (size and time).
+From the outside in: `RequestLogMiddleware` (id, log, errors, slow readers), CORS,
+`AuthAndLimitMiddleware` (draining, keys, concurrent requests), `BodyLimitMiddleware` (size, time).
 """
 
 from __future__ import annotations

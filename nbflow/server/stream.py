@@ -1,7 +1,8 @@
 """Generations of one HTTP request: from the engine's tokens to chunks of text and events.
 
-`LoopBridge` brings tokens from the engine's thread to the event loop, `GenerationStream` makes chunks of them, one
-stream for each choice, and `Stream` sends them until they end or the client is gone.
+`LoopBridge` brings tokens from the engine's thread to the event loop, `GenerationStream` makes
+chunks of them, one stream for each choice, and `Stream` sends them until they end or the client
+is gone.
 """
 
 from __future__ import annotations

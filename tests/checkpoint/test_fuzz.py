@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = [*SOURCES, ROOT / "tools", os.environ.get("PYTHONPATH", "")]
+    paths = [*SOURCES, ROOT / "tools" / "checkpoints", os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -26,7 +26,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_mutated_files_are_refused_or_read(tmp_path: Path) -> None:
-    tool = ROOT / "tools" / "fuzz_weights.py"
+    tool = ROOT / "tools" / "checkpoints" / "fuzz_readers.py"
     result = run(tool, "--keep", tmp_path, "--mutations", 6000, "--seed", 7)
     assert result.returncode == 0, result.stdout + result.stderr
     for line in result.stdout.splitlines()[:-1]:

@@ -20,7 +20,7 @@ FAMILIES = (
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = [*SOURCES, ROOT / "tools", os.environ.get("PYTHONPATH", "")]
+    paths = [*SOURCES, ROOT / "tools" / "checkpoints", os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -30,7 +30,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_mutated_metadata_is_refused_or_used(tmp_path: Path) -> None:
-    tool = ROOT / "tools" / "fuzz_metadata.py"
+    tool = ROOT / "tools" / "checkpoints" / "fuzz_metadata.py"
     result = run(tool, "--keep", tmp_path, "--mutations", 420, "--seed", 7, "--families", *FAMILIES)
     assert result.returncode == 0, result.stdout + result.stderr
     for line in result.stdout.splitlines()[:-1]:

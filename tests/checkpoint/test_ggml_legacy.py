@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError

@@ -17,7 +17,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers.gguf import read_metadata
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError

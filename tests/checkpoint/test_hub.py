@@ -128,7 +128,7 @@ def cache(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def nbflow_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "nbflow.cli", *words],
+        [sys.executable, "-m", "nbflow", *words],
         env=os.environ | {"PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from small_models import write_llama
 from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, write_legacy, write_zip
 
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError

@@ -302,8 +302,9 @@ def open_all_watched(folder: Path) -> list[str]:
 
 def test_nothing_is_imported_executed_or_written(tmp_path: Path) -> None:
     here = Path(__file__).resolve()
-    paths = [here.parent, here.parents[1], *SOURCES]
-    code = "import pathlib, sys, test_pickle_hostile as t; print(t.open_all_watched(pathlib.Path("
+    paths = [here.parent, here.parents[1], here.parents[1] / "helpers", *SOURCES]
+    imports = "import pathlib, sys, test_torch_pickle_hostile as t"
+    code = f"{imports}; print(t.open_all_watched(pathlib.Path("
     result = subprocess.run(
         [sys.executable, "-c", f"{code}sys.argv[1])))", tmp_path],
         capture_output=True,

@@ -8,7 +8,7 @@ import pytest
 
 
 def client(server, *words, text=None, url=None):
-    command = [sys.executable, "-m", "nbflow.cli", "client", "--url", url or f"{server.url}/v1"]
+    command = [sys.executable, "-m", "nbflow", "client", "--url", url or f"{server.url}/v1"]
     return subprocess.run(
         [*command, *words], input=text, capture_output=True, text=True, timeout=120, check=False
     )

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from nbflow_kernels import cuda, op_registry
-from nbflow_kernels.benchmarks import gpu, gpu_worker, ops
+from nbflow_kernels.benchmarks import gpu, gpu_worker
+from nbflow_kernels.benchmarks.__main__ import main
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.op_case import OpCase
 
@@ -159,6 +160,6 @@ def test_without_a_device_the_command_says_what_is_missing(
 ) -> None:
     if cuda.detect().usable:
         pytest.skip("there is a device here")
-    assert ops.main(["rmsnorm", "--suite", "gpu", "--out", str(tmp_path / "rows.json")]) == 2
+    assert main(["rmsnorm", "--suite", "gpu", "--out", str(tmp_path / "rows.json")]) == 2
     assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "rows.json").exists()

@@ -12,7 +12,7 @@ from mpirun import MPIRUN, PYTHONPATH
 
 from nbflow import cli
 
-NBFLOW = (sys.executable, "-m", "nbflow.cli")
+NBFLOW = (sys.executable, "-m", "nbflow")
 
 
 def launch(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def test_the_command_becomes_the_launcher():
     script = f"{sys.executable} -S -c 'import sys; print(sys.argv[1:]); sys.exit(7)'"
     done = launch("-n", "3", "--mpirun", script, "run", "M", "-n", "5")
     assert done.returncode == 7
-    wanted = ["-n", "3", sys.executable, "-P", "-m", "nbflow.cli", "run", "M", "-n", "5"]
+    wanted = ["-n", "3", sys.executable, "-P", "-m", "nbflow", "run", "M", "-n", "5"]
     assert done.stdout.strip() == str(wanted)
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nbflow.kv_cache import KVStorage, BlockTable
+from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.kv_cache.block_table import NoFreePageError
 
 PAGE = 4

@@ -9,7 +9,7 @@ import pytest
 
 from nbflow.engine.request import Request
 from nbflow.executor.step import make_step
-from nbflow.kv_cache import KVStorage, BlockTable
+from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.sampling import Greedy
 
 

@@ -12,7 +12,7 @@ from small_models import write_llama
 import nbflow
 from nbflow.distributed import Alone
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import Scheduler, ScheduledRequest
+from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.worker import Worker
 from nbflow.kv_cache import BlockTable
 from nbflow.sampling import Greedy

@@ -9,7 +9,7 @@ import pytest
 
 from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import Scheduler, ScheduledRequest
+from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search import BeamSearch, ContrastiveSearch
 from nbflow.engine.search.runtime import advance, empty_rows, fork_sequences
 from nbflow.kv_cache import BlockTable

@@ -12,7 +12,7 @@ from small_models import write_llama
 import nbflow
 from nbflow.checkpoint import open_weights
 from nbflow.engine.request import Request
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build, fuse
 from nbflow.sampling import Greedy, TopK, TopP
 from nbflow.spec import resolve

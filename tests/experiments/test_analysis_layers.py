@@ -12,7 +12,7 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow_experiments.analysis import (
     Change,

@@ -28,11 +28,11 @@ NAMES = (
 @pytest.fixture
 def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     path = ROOT / "tools" / f"{request.param}.py"
-    spec = importlib.util.spec_from_file_location(request.param, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, request.param, module)
+    monkeypatch.setitem(sys.modules, path.stem, module)
     spec.loader.exec_module(module)
     return module
 
@@ -53,7 +53,7 @@ def test_every_setting_and_measure_is_documented() -> None:
     assert set(MEASURES) <= named
 
 
-@pytest.mark.parametrize("tool", ["publish_sweep"], indirect=True)
+@pytest.mark.parametrize("tool", ["measure/publish_sweep"], indirect=True)
 def test_what_is_published(fake: FakeEngine, sweep_file: Path, tool: ModuleType) -> None:
     assert run_sweep(SweepOptions(sweep_file, sweep_file.parent / "out")) == 0
     run, results = sweep_file.parent / "out" / "unit", sweep_file.parent / "results"
@@ -73,7 +73,7 @@ def test_what_is_published(fake: FakeEngine, sweep_file: Path, tool: ModuleType)
     assert str(ROOT) not in (folder / "report.html").read_text()
 
 
-@pytest.mark.parametrize("tool", ["experiment_tables"], indirect=True)
+@pytest.mark.parametrize("tool", ["docs/experiment_tables"], indirect=True)
 def test_tables_are_made_of_the_points(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = PYTHONPATH
     sweep.write_text(SWEEP.replace('formats = ["formats/mine.py"]', ""))
-    command = [mpirun, "-n", "2", sys.executable, "-m", "nbflow.cli", "sweep", str(sweep)]
+    command = [mpirun, "-n", "2", sys.executable, "-m", "nbflow", "sweep", str(sweep)]
     command += ["--out", str(tmp_path / "out"), "--formats", "formats/mine.py"]
     command += ["--set", 'axes.partition=["0&1"]', "--set", 'axes.weights=["noform_b32"]']
     done = subprocess.run(

@@ -102,7 +102,7 @@ def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path, machine: Mach
     aims = ["latency", "throughput"]
     axes = f'[axes]\npartition = ["auto"]\nmachine = {machines}\noptimize = {aims}\n'
     sweep.write_text("\n".join([*lines, axes]))
-    done = mpirun(2, "-m", "nbflow.cli", *arguments)
+    done = mpirun(2, "-m", "nbflow", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     table = rows(sweep.parent)
     chosen = {(Path(r.machine).stem, r.optimize): r.partition_chosen for r in table.itertuples()}

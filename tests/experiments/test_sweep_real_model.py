@@ -80,7 +80,7 @@ def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: P
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)
     environment["PYTHONPATH"] = PYTHONPATH
-    command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow.cli", "sweep"]
+    command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow", "sweep"]
     command += [str(ROOT / "experiments" / "sweeps" / "demo.toml"), "--out", str(tmp_path)]
     for override in [*SIZES, "axes.batch=[1]"]:
         command += ["--set", override]

@@ -38,7 +38,7 @@ class Server:
     def __init__(self, config: str, folder: Path, program: tuple[str, ...] = ()) -> None:
         path = folder / "server.toml"
         path.write_text(config)
-        command = program or (sys.executable, "-m", "nbflow.cli", "serve")
+        command = program or (sys.executable, "-m", "nbflow", "serve")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes where it hangs
         self.process = subprocess.Popen(

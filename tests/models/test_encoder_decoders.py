@@ -11,7 +11,7 @@ import pytest
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build, build_memory
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError

@@ -15,7 +15,7 @@ import pytest
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import check, families, resolve
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
 

@@ -16,7 +16,7 @@ import nbflow_kernels as nk
 from nbflow.calibration.collect import collect
 from nbflow.checkpoint import open_weights
 from nbflow.distributed.plan import make_plan
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.planner import planned_model
 from nbflow.program import build, partition

@@ -10,7 +10,7 @@ from small_models import make_spec, write_checkpoint
 
 import nbflow
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.kv_cache import make_storage
 from nbflow.program import build, fuse
 from nbflow.program.cost import StepShape, kv_token_bytes, op_cost

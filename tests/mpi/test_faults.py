@@ -73,7 +73,7 @@ def test_a_rank_that_a_signal_ends(fault, tmp_path):
 
 
 def test_a_limit_that_is_no_number():
-    done = mpirun(2, "-m", "nbflow.cli", "env", environment={"NBFLOW_HANG_S": "soon"})
+    done = mpirun(2, "-m", "nbflow", "env", environment={"NBFLOW_HANG_S": "soon"})
     assert done.returncode == 2
     assert "NBFLOW_HANG_S must be a positive number of seconds, got 'soon'" in done.stderr
 
@@ -91,7 +91,7 @@ def test_a_sweep_keeps_its_rows_and_goes_on(tmp_path):
     assert "signal 9" in killed.stdout + killed.stderr
     (kept,) = (tmp_path / "two" / "points").glob("*/result.json")
     written = kept.stat().st_mtime_ns
-    again = mpirun(2, "-m", "nbflow.cli", *arguments, "--resume")
+    again = mpirun(2, "-m", "nbflow", *arguments, "--resume")
     assert again.returncode == 0, again.stderr
     assert kept.stat().st_mtime_ns == written
     assert (tmp_path / "two" / "points.csv").read_text().count("done") == 2

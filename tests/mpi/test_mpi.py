@@ -81,7 +81,7 @@ def test_run_prints_once(checkpoint):
     text = mpirun(
         2,
         "-m",
-        "nbflow.cli",
+        "nbflow",
         "run",
         "tiny_python",
         "-p",
@@ -95,7 +95,7 @@ def test_run_prints_once(checkpoint):
     assert text.returncode == 0, text.stderr
     assert text.stdout.count("def ") == 1
     alone = subprocess.run(
-        [sys.executable, "-m", "nbflow.cli", "run", "tiny_python", "-p", "def ", "-n", "8", "-q"],
+        [sys.executable, "-m", "nbflow", "run", "tiny_python", "-p", "def ", "-n", "8", "-q"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
@@ -104,7 +104,7 @@ def test_run_prints_once(checkpoint):
 
 
 def test_a_partition_that_needs_more_ranks(checkpoint):
-    done = mpirun(2, "-m", "nbflow.cli", "run", str(checkpoint), "--partition", "0;1;2")
+    done = mpirun(2, "-m", "nbflow", "run", str(checkpoint), "--partition", "0;1;2")
     assert done.returncode == 2
     assert done.stderr.count("names rank 2, but mpirun started 2 ranks") == 1
     assert "Traceback" not in done.stderr

@@ -15,7 +15,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow import cli
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build, fuse
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError

@@ -22,7 +22,7 @@ from nbflow.program import build, fuse
 from nbflow.program import partition as cut
 from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.transforms import FoldedFile, check_encoder, prepare, rotate, scale_columns
-from nbflow.quantization.transforms.transform import ChannelScale, Rotation
+from nbflow.quantization.transforms.transform import ChannelScale, HadamardRotation
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -108,7 +108,7 @@ def test_maps_by_hand() -> None:
     divided = x / [2.0, 0.5, np.inf]
     assert np.allclose(factors.moments(x.T @ x), divided.T @ divided)
     assert np.allclose(factors.moments(np.square(x).sum(0)), np.square(divided).sum(0))
-    turn = Rotation(Rotation(4, 1))
+    turn = HadamardRotation(Rotation(4, 1))
     assert np.array_equal(turn.moments(np.array([1.0, 2, 3, 6, 0, 0, 0, 4])), [3] * 4 + [1] * 4)
 
 

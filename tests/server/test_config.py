@@ -226,7 +226,7 @@ def test_ini_syntax(tmp_path):
 
 
 def serve(*words):
-    command = [sys.executable, "-m", "nbflow.cli", "serve", *words]
+    command = [sys.executable, "-m", "nbflow", "serve", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

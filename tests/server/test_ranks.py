@@ -88,7 +88,7 @@ def test_mpi(offline, tmp_path, partition, n):
     device = Device("d", 1e9, 1e9, {"f32": 1e12})
     slow = Machine("slow", (device,) * 2, 2, {"host": Link(1.0, 1e6)})
     (tmp_path / "slow.toml").write_text(written_machine(slow))
-    program = (sys.executable, "-m", "nbflow.cli", "launch", "-n", "2", "serve")
+    program = (sys.executable, "-m", "nbflow", "launch", "-n", "2", "serve")
     config = drafted(partition)
     if partition == "auto":
         more = 'threads = 1\noptimize = "throughput"\nmachine = "slow.toml"'
@@ -118,7 +118,7 @@ def check_sigterm(server):
     assert statuses == [200] * 3
 
 
-SERVE = (sys.executable, "-m", "nbflow.cli", "serve")
+SERVE = (sys.executable, "-m", "nbflow", "serve")
 
 
 @pytest.mark.mpi
@@ -174,7 +174,7 @@ def ranks_of(server: Server) -> list[int]:
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
 def test_a_rank_that_is_killed_ends_the_server_with_a_report(tmp_path):
-    program = (sys.executable, "-m", "nbflow.cli", "launch", "-n", "2", "serve")
+    program = (sys.executable, "-m", "nbflow", "launch", "-n", "2", "serve")
     with Server(partitioned("0&1"), tmp_path, program) as server:
         body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 64}
         ranks = ranks_of(server)

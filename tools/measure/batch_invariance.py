@@ -47,7 +47,7 @@ from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.benchmarks.read_probe import ReadProbe
 from nbflow_kernels.benchmarks.roofline import compute_peak
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
-from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_list, set_num_threads
 from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked

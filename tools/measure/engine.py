@@ -78,7 +78,7 @@ def _measure(
     command = ["nbflow", "bench", str(file), *options.split(), *peer]
     command += ["-r", arguments.repeats, "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "nbflow.cli", *command[1:]], stdout=subprocess.PIPE, check=True
+        [sys.executable, "-m", "nbflow", *command[1:]], stdout=subprocess.PIPE, check=True
     )
     made: list[dict[str, Any]] = json.loads(done.stdout)
     print(table(made), file=sys.stderr, flush=True)

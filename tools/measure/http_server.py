@@ -12,10 +12,10 @@ the folder does not have yet.  A row is one number with its samples:
   alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
   second of the whole, time to the first token (median and 95th percentile), and processor seconds
   of the server per thousand tokens.  Both servers are there all the time and are asked in turn.
-- ``overhead cN``: what N clients cost besides the model.  Their requests go to an `nbflow.LLMEngine`
-  in this process, and to a server, whose steps sleep as long as those of the model take
-  (`tools/measure/scheduling_overhead.py`): microseconds of processor time per token, and its share
-  of the steps'.
+- ``overhead cN``: what N clients cost besides the model.  Their requests go to an
+  `nbflow.LLMEngine` in this process, and to a server, whose steps sleep as long as those of the
+  model take (`tools/measure/scheduling_overhead.py`): microseconds of processor time per token, and
+  its share of the steps'.
 - ``prefix``: time to the first token of a long prompt, new and seen before.
 - ``shared N``: the same where prompts have N tokens in common (``--shared``) and then 8 of their
   own, for the first of them and for later ones.
@@ -129,7 +129,7 @@ def ours(
 ) -> tuple[str, list[str], int]:
     """Return name, command and port of a server of ours; one that sleeps if `times` are given."""
     port = free_port()
-    program = ["-m", "nbflow.cli"]
+    program = ["-m", "nbflow"]
     if times:
         program = [str(Path(__file__).with_name("scheduling_overhead.py")), json.dumps(times)]
     command = [sys.executable, *program, "serve", str(model), "--port", str(port)]

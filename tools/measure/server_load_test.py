@@ -250,7 +250,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "server.toml"
         config.write_text(CONFIG.replace("{threads}", str(arguments.threads)))
-        command = [sys.executable, "-m", "nbflow.cli", "serve", str(config)]
+        command = [sys.executable, "-m", "nbflow", "serve", str(config)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             return run(arguments, process, expected)

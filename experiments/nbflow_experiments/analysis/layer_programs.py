@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.executor import HOST, CpuExecutor, WeightLoader, Step, make_step
+from nbflow.executor import HOST, CpuExecutor, Step, WeightLoader, make_step
 from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse

@@ -1,8 +1,8 @@
 """Speculative decoding against decoding token by token.
 
 The first `prompt` tokens of the evaluated windows are continued greedily by `decode` tokens,
-`batch` of them at the same time, through an `nbflow.LLMEngine` without prefix cache.  A round runs a
-new choice of windows plainly and then with proposals: of the text itself (`draft` = ngram), or of
+`batch` of them at the same time, through an `nbflow.LLMEngine` without prefix cache.  A round runs
+a new choice of windows plainly and then with proposals: of the text itself (`draft` = ngram), or of
 another model (`draft` = MODEL or MODEL:FORMAT, its weights in that format), `n_draft` tokens at a
 time.  Proposed tokens are verified so that the result stays the same, which
 `speculation_same_share` checks: the share of requests with the same tokens in both runs.

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow_kernels.cpu.fork import in_child
-from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.thread_pool import ThreadPool, available_cores
 from nbflow_kernels.errors import UsageError
 

@@ -12,8 +12,8 @@ from nbflow_kernels.kv_cache.cpu_codec import (
     F32,
     FIRST_BLOCK_KIND,
     decode_row,
-    write_floats,
     encode_row,
+    write_floats,
 )
 
 BLOCK_COST = 4.0  # encoding a number into a block costs about as much as so many float copies

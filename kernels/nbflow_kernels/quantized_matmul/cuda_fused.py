@@ -392,8 +392,8 @@ def fused_gemv(
 
 @cache
 def _kernel(
-    form: MmaLayout, tokens: int, whole: bool, arithmetic: ActivationPrecision, norm: int, then: int,
-    then_parameters: str, more: tuple[tuple[str, str | int], ...],
+    form: MmaLayout, tokens: int, whole: bool, arithmetic: ActivationPrecision, norm: int,
+    then: int, then_parameters: str, more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""
     parts = [FEW_PARAMETERS]

@@ -25,7 +25,7 @@ from nbflow.cli.sampling_options import (
     search_name,
     search_values,
 )
-from nbflow.engine import RequestOutput, LLM
+from nbflow.engine import LLM, RequestOutput
 from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.engine.request import Request
 from nbflow.engine.search.api import search

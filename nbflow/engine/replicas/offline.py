@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nbflow.distributed import Comm, Plan
-from nbflow.engine.llm import STREAM_BURST_S, LLM
+from nbflow.engine.llm import LLM, STREAM_BURST_S
 from nbflow.engine.outputs import RequestOutput, TokenOutput
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.request import Request

@@ -17,11 +17,11 @@ import numpy as np
 
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.limits import choose_limits, fit
-from nbflow.engine.llm import STREAM_BURST_S, LLM
+from nbflow.engine.llm import LLM, STREAM_BURST_S
 from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, obey
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.request_handle import RequestHandle, OnEvents
+from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
 from nbflow.options import EngineOptions
 from nbflow.utils.rank_status import status

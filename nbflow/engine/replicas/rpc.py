@@ -38,7 +38,7 @@ from nbflow.engine.replicas.address import (
     welcome,
 )
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.request_handle import RequestHandle, OnEvents
+from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
 from nbflow.sampling.structured_output import StructureError
 from nbflow_kernels.errors import UsageError

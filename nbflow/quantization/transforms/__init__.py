@@ -17,8 +17,8 @@ from nbflow.quantization.transforms.transformed_file import FoldedFile
 
 __all__ = [
     "FoldedFile",
-    "WeightTransform",
     "Prepared",
+    "WeightTransform",
     "check_encoder",
     "folded_spec",
     "no_format",

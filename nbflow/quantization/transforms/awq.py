@@ -30,7 +30,7 @@ from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
-from nbflow.quantization.transforms.transform import ChannelScale, WeightTransform, Map
+from nbflow.quantization.transforms.transform import ChannelScale, Map, WeightTransform
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.awq import search_scales

@@ -28,7 +28,12 @@ from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
-from nbflow.quantization.transforms.transform import ChannelScale, WeightTransform, Map, Rotation
+from nbflow.quantization.transforms.transform import (
+    ChannelScale,
+    HadamardRotation,
+    Map,
+    WeightTransform,
+)
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.hadamard import Rotation
@@ -86,7 +91,7 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
         If the model is not one whose results stay the same, or a width has no Hadamard matrix.
     """
     after = rotated_spec(spec)
-    stream = Rotation(Rotation(spec.hidden_size, seed))
+    stream = HadamardRotation(Rotation(spec.hidden_size, seed))
     columns: dict[str, tuple[Map, ...]] = {}
     rows: dict[str, tuple[Map, ...]] = {}
     vectors: dict[str, NDArray[np.float32]] = {}
@@ -103,7 +108,7 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
         if name.endswith(("attn.o.weight", "attn.o.bias", "down.weight", "down.bias")):
             rows[name] = (stream,)
     if spec.latent is None:
-        head = Rotation(Rotation(spec.head_dim, seed + 1))
+        head = HadamardRotation(Rotation(spec.head_dim, seed + 1))
         for i in range(spec.n_layers):
             columns[f"layers.{i}.attn.o.weight"] = (head,)
             for kind in ("weight", "bias"):

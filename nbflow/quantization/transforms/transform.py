@@ -42,7 +42,7 @@ class ChannelScale:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation:
+class HadamardRotation:
     """Rotates vectors, or each piece of them alike."""
 
     rotation: Rotation
@@ -63,7 +63,7 @@ class Rotation:
         return np.repeat(pieces.mean(axis=1), self.rotation.size)
 
 
-Map = ChannelScale | Rotation
+Map = ChannelScale | HadamardRotation
 """A linear map of row vectors."""
 
 

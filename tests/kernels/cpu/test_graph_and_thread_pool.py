@@ -11,7 +11,7 @@ import pytest
 import nbflow_kernels as nk
 from nbflow_kernels.cpu import graph as calls_module
 from nbflow_kernels.cpu import jit, parallel_for, simd
-from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.thread_pool import ThreadPool
 
 

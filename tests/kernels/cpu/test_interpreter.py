@@ -20,7 +20,7 @@ from synthetic_formats import FORMATS as SYNTHETIC
 
 import nbflow_kernels
 from nbflow.checkpoint import open_weights
-from nbflow.executor import WeightLoader, ReferenceExecutor
+from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels import op_registry
@@ -156,14 +156,15 @@ def _without_compiling(program: str, *arguments: str) -> str:
 
 _CASES = """
 import json
-from nbflow_kernels import checking, families
+from nbflow_kernels import op_registry
+from nbflow_kernels.testing import checks
 # minutes of encoding: these formats search for scales, one trial after the other
 slow = ("iq", "tq", "mxfp", "nvfp", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "two_threads", "long")
 chosen = {}
-for case in families.all_cases():
+for case in op_registry.all_cases():
     if not case.timed and not case.name.startswith(slow):
         chosen.setdefault(case.op, []).append(case)
-print(json.dumps({case.id: checking.check(case) for some in chosen.values() for case in some[:4]}))
+print(json.dumps({case.id: checks.check(case) for some in chosen.values() for case in some[:4]}))
 """
 
 

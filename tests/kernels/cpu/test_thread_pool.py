@@ -15,7 +15,7 @@ import pytest
 
 from nbflow_kernels.cpu import atomics, jit, parallel_for, thread_pool
 from nbflow_kernels.cpu import graph as calls_module
-from nbflow_kernels.cpu.graph import GraphNode, CpuGraph
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.thread_pool import ThreadPool
 
 WAIT_S = 60.0

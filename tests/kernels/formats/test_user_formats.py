@@ -304,12 +304,12 @@ def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
     script = textwrap.dedent(f"""
         import numpy as np
         import nbflow_kernels as nk
-        from nbflow_kernels.qmatmul import user_rows
+        from nbflow_kernels.quantized_matmul import cpu_user_formats
         from nbflow_kernels.formats import user_jit as user_code
         (f,) = nk.load_formats({str(file)!r})
         w = nk.quantize(np.ones((3, 24), np.float32), f)
         nk.qmatmul(np.ones((1, 24), np.float32), w)
-        kernels = user_code.encoder(f.code), user_rows._rows(f.code)
+        kernels = user_code.encoder(f.code), cpu_user_formats._rows(f.code)
         print(*(k.stats.cache_hits.total() > 0 for k in kernels))
     """)
     for wanted in ("False False", "True True"):

@@ -177,7 +177,7 @@ def test_unknown_activations_are_named(rng: np.random.Generator) -> None:
 
 _PROGRAM = """
 import hashlib, numpy as np, nbflow_kernels as nk
-from nbflow_kernels import registers
+from nbflow_kernels.cpu import register_tiles
 rng = np.random.default_rng(1)
 x = rng.standard_normal((9, 203), dtype=np.float32)
 w = rng.standard_normal((18, 203), dtype=np.float32)
@@ -187,7 +187,7 @@ results = [
     nk.qmatmul(x, q4), nk.matmul(x, w),
 ]
 digest = hashlib.sha256(b"".join(r.tobytes() for r in results)).hexdigest()
-print(registers.has_wide_registers(), digest)
+print(register_tiles.has_wide_registers(), digest)
 """
 
 

@@ -143,7 +143,8 @@ def latent_attention(
     )  # fmt: skip
     reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
     split_rows(
-        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader, reader,
+        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader,
+        reader,
         address_of(q), q.strides[0], address_of(ckv_cache), address_of(kpe_cache), strides,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip

@@ -516,8 +516,8 @@ def flash_attention(
                     write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
                 qk_scores(k_like, M, q_tile + tile * qk_bytes, qk_bytes, now, records, s, room,
                             fetch_1, n_1)  # fmt: skip
-                softmax_weights(header, cap, M, group, head, request, row, position, base, s, records,
-                            ramp)  # fmt: skip
+                softmax_weights(header, cap, M, group, head, request, row, position, base, s,
+                                records, ramp)  # fmt: skip
                 accumulate_pv(v_like, M, sums, vo_bytes, records, s, now + TABLE, fetch_2, n_2)
                 if several and (stop_key % split == 0 or (stop_key == end and not together)):
                     fold_split(M, running + tile * vo_bytes, sums, vo_bytes, records)

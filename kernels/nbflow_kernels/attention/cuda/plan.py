@@ -265,7 +265,7 @@ class CudaPlan:
         return known[1]
 
     def _forget_headers(self) -> None:
-        """Make room for headers and tables of layers; a graph may read those of `StaticPlanBuffers`."""
+        """Make room for headers and tables; a graph may read those of `StaticPlanBuffers`."""
         if max(len(self._headers), len(self._copies)) < MOST_HEADERS:
             return
         if self._fixed is not None:
