@@ -170,7 +170,7 @@ class LoadOptions(OffloadConfig):
 
 @dataclass(frozen=True)
 class EngineOptions(OptionSet):
-    """Options of `nbflow.Engine`."""
+    """Options of `nbflow.LLMEngine`."""
 
     max_step_tokens: int | None = option(
         None, "most tokens in one step; longer prompts run in chunks", shown="512", low=1,

@@ -1,7 +1,7 @@
 """Core of the engine: requests of a model, run step by step.
 
-`Model.generate`, searches, embeddings and drafted requests reach it through `Turns`, requests of a
-running engine through `Engine`; both only decide when a step runs and who gets what it gives.
+`LLM.generate`, searches, embeddings and drafted requests reach it through `Turns`, requests of a
+running engine through `LLMEngine`; both only decide when a step runs and who gets what it gives.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Rows:
 class SequenceEvaluator:
     """Sequences of a model that grow, are copied and cut as the caller wants.
 
-    Made by `Model.session`; usable in a ``with`` statement, which drops what is left.  Sequences
+    Made by `LLM.session`; usable in a ``with`` statement, which drops what is left.  Sequences
     that have a beginning in common share its pages.  Under mpirun every rank makes the same calls.
     A session is used by one thread; others may use the model, and sessions of their own.
 

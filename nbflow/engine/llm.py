@@ -55,7 +55,7 @@ class LLM:
     """
 
     engine_class: ClassVar[type[Any] | None] = None
-    """The engine that runs this model, if `nbflow.Engine` itself does not."""
+    """The engine that runs this model, if `nbflow.LLMEngine` itself does not."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LLM:
         self.engines = engines
         """The ranks of this process: none, one, or all of them when they are threads."""
         self.engine: object | None = None
-        """The `nbflow.Engine` that runs this model at present; the steps are then its own."""
+        """The `nbflow.LLMEngine` that runs this model at present; the steps are then its own."""
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
         self._team = team
@@ -463,7 +463,7 @@ class LLM:
 
         Each item is a list of (index of the request, token) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
-        `share_prompts` requests that begin alike share pages, as in `nbflow.Engine`, unless others
+        `share_prompts` requests that begin alike share pages, as in `nbflow.LLMEngine`, unless others
         run already without.
         """
         return self.turns.run(requests, burst_s, share_prompts)

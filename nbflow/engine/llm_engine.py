@@ -64,7 +64,7 @@ class LLMEngine:
     Examples
     --------
     >>> import nbflow
-    >>> with nbflow.load("tiny_python") as model, nbflow.Engine(model) as engine:
+    >>> with nbflow.load("tiny_python") as model, nbflow.LLMEngine(model) as engine:
     ...     request = model.make_request("def __init__(self", 1, "greedy", 0, ignore_eos=False)
     ...     engine.submit(request).result().text
     ','
@@ -83,7 +83,7 @@ class LLMEngine:
         self._set_up(model, limits, burst_s, given.on_failure)
 
     def __new__(cls, model: LLM, *_: Any, **__: Any) -> LLMEngine:
-        """Return the engine that suits the model: one with replicas has a `ReplicaEngine`."""
+        """Return the engine that suits the model: one with replicas has a `ReplicaRouter`."""
         special = model.engine_class
         return super().__new__(special if cls is LLMEngine and special is not None else cls)
 

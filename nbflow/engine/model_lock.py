@@ -76,7 +76,7 @@ class Turns:
     def run(
         self, requests: Sequence[Request], burst_s: float, share_prompts: bool
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """Run requests to their end; see `Model.run_requests`."""
+        """Run requests to their end; see `LLM.run_requests`."""
         mine: dict[Request, int] = {}
         try:
             self._begin(requests, share_prompts, mine)

@@ -26,7 +26,7 @@ def sampling_params(
     ignore_eos: bool,
     parameters: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the parameters of `Model.generate` as one object."""
+    """Return the parameters of `LLM.generate` as one object."""
     named = decoding if isinstance(decoding, str) and decoding != "auto" else None
     params = SamplingParams.parse(
         {

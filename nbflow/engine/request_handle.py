@@ -49,7 +49,7 @@ OnEvents = Callable[["RequestHandle", list[TokenOutput]], None]
 
 
 class RequestHandle:
-    """A submitted request.  Made by `Engine.submit`.
+    """A submitted request.  Made by `LLMEngine.submit`.
 
     Iterate over it for the events as they come, or wait for `result`.  Where `on_events` was given,
     the events go there instead, on the engine's thread: it must be quick and must not raise.

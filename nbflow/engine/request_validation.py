@@ -109,7 +109,7 @@ def embedding_requests(
     pooling: str,
     normalize: bool,
 ) -> list[Request]:
-    """Return a checked request for each of several texts; parameters as of `Model.embed_batch`."""
+    """Return a checked request for each of several texts; parameters as of `LLM.embed_batch`."""
     if spec.encoder is not None:
         raise UsageError(f"{spec.name} has an encoder and a decoder; use hidden()")
     if pooling not in POOLINGS:

@@ -137,7 +137,7 @@ def plan_memory(
     measure
         As for `nbflow.planner.choose_partition`.
     max_sequences, kv_bytes
-        As for `nbflow.Engine`; without `kv_bytes`, room for `max_sequences` full contexts.  For
+        As for `nbflow.LLMEngine`; without `kv_bytes`, room for `max_sequences` full contexts.  For
         an encoder: texts as long as its context, as many in a step as there is room for.
 
     Examples

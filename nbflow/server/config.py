@@ -150,7 +150,7 @@ class EngineSection(_EngineFields):
     """``[models.NAME.engine]``: the fields of `nbflow.options.EngineOptions`."""
 
     def options(self) -> EngineOptions:
-        """Return the options of `nbflow.Engine`."""
+        """Return the options of `nbflow.LLMEngine`."""
         return EngineOptions(**self.model_dump())
 
 

@@ -29,11 +29,11 @@ class ServedModel:
         What clients call it.
     options : ModelOptions
         Its part of the configuration.
-    model : nbflow.Model
+    model : nbflow.LLM
         The model.
-    engine : nbflow.Engine
+    engine : nbflow.LLMEngine
         What runs it; started.
-    draft : nbflow.Model or str, optional
+    draft : nbflow.LLM or str, optional
         Who proposes tokens to its requests.
     """
 

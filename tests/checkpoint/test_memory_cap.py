@@ -36,7 +36,7 @@ def run(folder, weights):
     plan = plan_memory(folder, weights=weights, kv=kv, max_sequences=sequences)
     limits = {"max_sequences": sequences, "kv_bytes": plan.ranks[0].kv_bytes}
     with nbflow.load(folder, weights=weights, kv=kv, threads=1) as model:
-        with nbflow.Engine(model, **limits) as engine:
+        with nbflow.LLMEngine(model, **limits) as engine:
             request = model.make_request([1, 2, 3], 2, "greedy", 0, True)
             return engine.submit(request).result(300).ids
 

@@ -32,13 +32,13 @@ LOADING = """\
 Keywords of `nbflow.load` (or one `LoadOptions`), options of all commands that load a model, keys of
 `[models.NAME]` of a [server's file](server.md#configuration)."""
 ENGINE = """\
-Keywords of `nbflow.Engine` (or one `EngineOptions`), options of `nbflow serve`, keys of
+Keywords of `nbflow.LLMEngine` (or one `EngineOptions`), options of `nbflow serve`, keys of
 `[models.NAME.engine]`."""
 SPECULATION = """\
-Keywords of `Model.generate`, options of `nbflow run` and `nbflow serve`, keys of `[models.NAME]`.
+Keywords of `LLM.generate`, options of `nbflow run` and `nbflow serve`, keys of `[models.NAME]`.
 [Decoding](decoding.md#proposals-speculative-decoding) explains them."""
 SAMPLING = """\
-Keywords of `Model.generate` (fields of `SamplingParams`), options of `nbflow run`, fields of HTTP
+Keywords of `LLM.generate` (fields of `SamplingParams`), options of `nbflow run`, fields of HTTP
 requests, `defaults` of `[models.NAME]`. [Decoding](decoding.md) explains them. Without a value, the
 model's default or else the strategy's is taken."""
 SEARCHES = """\

@@ -1,6 +1,6 @@
 """Requests of different lengths together, against the same requests one after the other.
 
-`batch` requests arrive at the same moment at an `nbflow.Engine` without prefix cache.  Their
+`batch` requests arrive at the same moment at an `nbflow.LLMEngine` without prefix cache.  Their
 prompts have 1/2, 3/2, 3/4 and 5/4 of `prompt` random tokens in turn, and they generate 3/2, 1/2,
 5/4 and 3/4 of `decode` tokens greedily, so that they join and leave the batch at different times.
 A round runs them together (dynamic batching) and then one after the other through the same engine.

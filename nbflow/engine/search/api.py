@@ -40,7 +40,7 @@ def beam_search(
     model : Model
         A decoder, or an encoder and a decoder.
     prompt, max_tokens, ignore_eos, stop_token_ids, decoder_ids
-        As of `Model.generate`.
+        As of `LLM.generate`.
     num_beams : int
         How many continuations are followed.
     length_penalty : float
@@ -101,7 +101,7 @@ def contrastive_search(
     model : Model
         A decoder, or an encoder and a decoder.
     prompt, max_tokens, ignore_eos, stop_token_ids, decoder_ids
-        As of `Model.generate`.
+        As of `LLM.generate`.
     top_k : int
         How many tokens are compared.
     penalty_alpha : float

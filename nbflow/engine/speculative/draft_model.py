@@ -36,7 +36,7 @@ class DraftModelProposer:
     draft : Model
         A model with the same vocabulary.
     session : callable
-        Opens a session of it (`Model.session`).
+        Opens a session of it (`LLM.session`).
     """
 
     def __init__(self, draft: ModelRunner, session: Callable[[], SequenceEvaluator]) -> None:
