@@ -19,7 +19,7 @@ def modules():
     for package in (nbflow, nbflow_experiments):
         yield package.__name__
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.name not in NEED_AN_EXTRA:
+            if found.name not in NEED_AN_EXTRA and not found.name.endswith("__main__"):
                 yield found.name
 
 

@@ -127,8 +127,13 @@ def test_names_for_type_checkers_are_the_public_names() -> None:
     tree = ast.parse(Path(nk.__path__[0], "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    written = {alias.asname: node.module for node in imports for alias in node.names}
-    assert written == op_registry.module_of()
+    written = set()
+    for node in imports:
+        for alias in node.names:
+            every = importlib.import_module(str(node.module)).__all__ if alias.name == "*" else []
+            written |= set(every or [alias.asname])
+    types = {"AttentionPlan", "Breakers", "CascadeTiming"}  # in signatures; imported from the op
+    assert written - types == set(op_registry.module_of())
 
 
 @pytest.mark.parametrize("name", sorted(op_registry.module_of()))

@@ -202,7 +202,7 @@ class MmaLayout:
         return -(-n_chunks // 2) * self.float_bytes + n_chunks * self.chunk_bytes
 
     def defines(self) -> dict[str, str | int]:
-        """Return the macros that `units.cuh` is compiled with."""
+        """Return the macros that `decode_mma.cuh` is compiled with."""
         positions = POSITIONS[self.bits] if self.kind in (BITS, PAIRS) else (0,) * 8
         found: dict[str, str | int] = {
             "KIND": self.kind,

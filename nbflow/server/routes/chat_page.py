@@ -34,7 +34,7 @@ async def part(name: str) -> Response:
 
 
 def _file(name: str) -> Response:
-    data = (files("nbflow.server") / "page" / name).read_bytes()
+    data = (files("nbflow.server") / "chat_page" / name).read_bytes()
     kind = _KINDS[name.rsplit(".", 1)[1]]
     headers = {
         "content-security-policy": _POLICY,

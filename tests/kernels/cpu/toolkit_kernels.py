@@ -30,27 +30,14 @@ from nbflow_kernels.formats import decode_cpu as unpack
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.quantizers import simd_panel as lockstep
 
-MODULES = {
-    "simd": simd,
-    "lanes": simd_memory,
-    "atomics": atomics,
-    "simd_bytes": simd_int8,
-    "simd_tiles": register_tiles_int8,
-    "registers": register_tiles,
-    "shuffles": simd_shuffle,
-    "lockstep": lockstep,
-    "unpack": unpack,
-    "cache_vectors": cache_vectors,
-    "sampling_vectors": sampling_vectors,
-}
-
 
 def stepped(kernel: Any) -> Any:
     """Return a compiled kernel as Python, its vector functions replaced by their twins."""
     function = kernel.py_func
     names = dict(function.__globals__)
-    for name, module in MODULES.items():
-        names[name] = importlib.import_module(FALLBACKS[module.__name__])
+    for name, value in function.__globals__.items():
+        if isinstance(value, types.ModuleType) and value.__name__ in FALLBACKS:
+            names[name] = importlib.import_module(FALLBACKS[value.__name__])
     code, closure = function.__code__, function.__closure__
     return python_kernel(types.FunctionType(code, names, closure=closure))
 
