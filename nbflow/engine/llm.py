@@ -463,8 +463,8 @@ class LLM:
 
         Each item is a list of (index of the request, token) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
-        `share_prompts` requests that begin alike share pages, as in `nbflow.LLMEngine`, unless others
-        run already without.
+        `share_prompts` requests that begin alike share pages, as in `nbflow.LLMEngine`, unless
+        others run already without.
         """
         return self.turns.run(requests, burst_s, share_prompts)
 

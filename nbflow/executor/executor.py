@@ -40,7 +40,7 @@ class Executor:
     ----------
     program : Program
         The rank's program.
-    weights : RankWeights
+    weights : WeightLoader
         Its weights.
     storage : KVStorage
         Its pages.

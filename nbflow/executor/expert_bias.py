@@ -31,7 +31,7 @@ def expert_biases(op: Op, spec: ModelSpec, bias: Any) -> ExpertBiases:
     spec : ModelSpec
         The model.
     bias : array of float32, or None
-        Its biases one behind the other, as `nbflow.executor.weight_loader.RankWeights.bias` has
+        Its biases one behind the other, as `nbflow.executor.weight_loader.WeightLoader.bias` has
         them.
     """
     moe = spec.moe

@@ -35,7 +35,7 @@ class ReferenceExecutor:
     ----------
     program : Program
         Program of one rank, fused or not.
-    weights : RankWeights
+    weights : WeightLoader
         Its weights.
     trace : callable, optional
         Called as ``trace(op, array)`` after every op.

@@ -18,7 +18,7 @@ OUTLIER_BYTES = 8
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """What `RankWeights` will hold."""
+    """What `WeightLoader` will hold."""
 
     n_bytes: int
     """All of it."""
@@ -29,7 +29,7 @@ class WeightBytes:
 def weight_bytes(
     program: Program, model: PlannedModel, on_device: bool, outliers: float = 0.0
 ) -> WeightBytes:
-    """Return the bytes of `RankWeights` for a program, in the layout it computes from.
+    """Return the bytes of `WeightLoader` for a program, in the layout it computes from.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def weight_bytes(
 
 
 def _matrices(op: Op, model: PlannedModel) -> list[tuple[Operand, ...]]:
-    """Return the parts of each operand of an op, as `RankWeights` joins them."""
+    """Return the parts of each operand of an op, as `WeightLoader` joins them."""
     if op.kind in ("linear", "embedding"):
         runs = groupby(op.weights, key=lambda w: (_chosen(model, w), model.kept_format(w.name)))
         return [tuple(run) for _, run in runs]

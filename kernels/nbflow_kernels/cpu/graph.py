@@ -83,7 +83,7 @@ class GraphNode:
 
 
 class CpuGraph:
-    """Calls as a table for a team of `n_threads`; see `Team.run_list` in cpu/thread_pool.py."""
+    """Calls as a table for `n_threads` threads (`ThreadPool.run_list`)."""
 
     def __init__(self, calls: Sequence[GraphNode], n_threads: int) -> None:
         self.calls = tuple(calls)

@@ -236,7 +236,7 @@ def run_list(calls: CpuGraph, **options: Any) -> None:
 
     Parameters
     ----------
-    calls : CallList
+    calls : CpuGraph
         The calls.
     **options : object
         As of `nbflow_kernels.cpu.thread_pool.ThreadPool.run_list`.

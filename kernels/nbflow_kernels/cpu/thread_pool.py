@@ -329,7 +329,7 @@ class ThreadPool:
 
         Parameters
         ----------
-        calls : CallList
+        calls : CpuGraph
             Made for as many threads as this team has.
         repeat : int
             How many times to go through the list.
