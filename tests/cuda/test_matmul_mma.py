@@ -68,7 +68,7 @@ def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
 
 def test_kernels_stay_in_registers() -> None:
     (kind, name, _), parts = cuda_mma.KINDS["uint16"], 1
-    for entry, shape in (("few", None), ("many", cuda_mma.LARGE)):
+    for entry, shape in (("gemv", None), ("gemm", cuda_mma.LARGE)):
         kernel = cuda_mma._kernel(entry, kind, name, parts, shape)
         code, symbol = kernel.compile("sm_90", "ptx")
         facts = nbflow_ptx.lint(code.decode(), "sm_90")[symbol]

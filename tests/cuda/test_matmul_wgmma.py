@@ -12,6 +12,7 @@ import nbflow_kernels as nk
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.matmul import cuda_wgmma
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma, reference
 
@@ -52,7 +53,7 @@ def test_many_tokens_have_the_bits_of_few(
     x, w = make(format, K)
     there, x_there = w.to_device(hopper.zeros(1)), hopper.asarray(x)
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
-    monkeypatch.setattr(cuda_wgmma, "MORE_THAN", TOKENS - 1)
+    monkeypatch.setattr(float_cuda, "MIN_WGMMA_TOKENS", TOKENS)
     results = []
     for chosen in (("0", ""), ("1", "0"), ("1", "1")):  # the last: half of a cluster has no rows
         for name, value in zip(("NBFLOW_WGMMA", "NBFLOW_CLUSTERS"), chosen, strict=True):
@@ -75,10 +76,10 @@ def test_tiles_of_any_size_have_the_same_bits(hopper: Any) -> None:
     results = []
     # two tiles; more than the tokens; the same for a thread block and one without rows, the second
     # time with fewer stages (3) than steps, of which one is between a copy and what it overwrites
-    for tile, together in ((64, 1), (192, 1), (64, 2), (192, 2)):
+    for tile, cluster in ((64, 1), (192, 1), (64, 2), (192, 2)):
         out = hopper.empty((2 * TOKENS, ROWS), np.float32)
-        lines = cuda_wgmma.stage(tokens, "float16", 2, tile, in_pieces=True)
-        cuda_wgmma.multiply_lines(lines, weights, None, False, out, together)
+        staged = cuda_wgmma.stage(tokens, "float16", 2, tile, row_major=True)
+        cuda_wgmma.multiply_staged(staged, weights, None, False, out, cluster)
         results.append(out.get())
     assert len({r.tobytes() for r in results}) == 1
     assert results[0][:TOKENS].tobytes() == results[0][TOKENS:].tobytes()
@@ -91,9 +92,9 @@ def test_both_instructions_add_alike(xp: Any) -> None:
     device = device_of(xp.zeros(1))
     if device.arch != "sm_90":
         pytest.skip(f"{device.arch} has no wgmma")
-    assert cuda_wgmma.agrees(device)
-    assert cuda_wgmma.takes(device, 65)
-    assert not cuda_wgmma.takes(device, 64)
+    assert all(float_cuda.same_bits(device, dtype) for dtype in ("float16", "uint16"))
+    assert float_cuda.use_wgmma(device, 65)
+    assert not float_cuda.use_wgmma(device, 64)
 
 
 def test_the_environment_and_the_devices_bits_decide(
@@ -101,18 +102,18 @@ def test_the_environment_and_the_devices_bits_decide(
 ) -> None:
     device = device_of(hopper.zeros(1))
     device.constants["matmul", "wgmma agrees"] = False  # as if it had been found
-    assert not cuda_wgmma.takes(device, 512)
+    assert not float_cuda.use_wgmma(device, 512)
     monkeypatch.setenv("NBFLOW_WGMMA", "1")
-    assert cuda_wgmma.takes(device, 512)
+    assert float_cuda.use_wgmma(device, 512)
     device.constants["matmul", "wgmma agrees"] = True
     monkeypatch.setenv("NBFLOW_WGMMA", "0")
-    assert not cuda_wgmma.takes(device, 512)
+    assert not float_cuda.use_wgmma(device, 512)
     monkeypatch.setenv("NBFLOW_WGMMA", "yes")
     with pytest.raises(UsageError, match="NBFLOW_WGMMA must be 0, 1 or empty, got 'yes'"):
-        cuda_wgmma.takes(device, 512)
+        float_cuda.use_wgmma(device, 512)
     monkeypatch.delenv("NBFLOW_WGMMA")
     hopper.reset(arch="sm_80")
-    assert not cuda_wgmma.takes(device_of(hopper.zeros(1)), 512)
+    assert not float_cuda.use_wgmma(device_of(hopper.zeros(1)), 512)
 
 
 SPLIT = {"fixed_split_size": 4}  # pages: of 64 keys
@@ -154,13 +155,13 @@ def test_attention_has_the_bits_of_few_vectors(
 def test_tiles_fill_the_processors() -> None:
     def chosen(*args: Any) -> tuple[int, int]:
         tiling = cuda_wgmma.tiling(*args)
-        return tiling.tokens, tiling.together
+        return tiling.tokens, tiling.cluster
 
     # 4096 rows are 32 row tiles, for 132 processors
     assert chosen(512, 4096, 132) == (128, 2)  # one wave
     assert chosen(128, 4096, 132) == (64, 1)  # 64 thread blocks instead of 32: few
     assert chosen(1536, 28672, 132) == (192, 2)  # 14 waves, fewest bytes
-    assert chosen(1536, 28672, 132, 128, cuda_gemm_wgmma.WEIGHTS) == (128, 2)
+    assert chosen(1536, 28672, 132, 128, cuda_gemm_wgmma.WEIGHT_COST) == (128, 2)
     assert chosen(1536, 28672, 132, 192, 128, (1,)) == (192, 1)
     assert chosen(1536, 28672, 131) == (192, 2)  # the last processor has no partner
     assert chosen(4096, 128, 22) == (192, 1)  # one row tile

@@ -66,7 +66,7 @@ def test_bands_have_the_bits_of_products_one_by_one(n_columns: int, cupy: Any) -
     x = cupy.asarray(rng.standard_normal((2, 3, n_columns + 7), dtype=np.float32))[..., :n_columns]
     stack = nk.quantize(w, "q8_0", encoder="plain").to_device(x)
     out = cupy.empty((2, 3, 48), np.float32)[..., :40]
-    assert products.bands(x, stack, "f32", out)
+    assert products.batched(x, stack, "f32", out)
     stack.drop_storage()
     for h, matrix in enumerate(stack.matrices()):
         assert out[:, h].get().tobytes() == nk.qmatmul(x[:, h], matrix).get().tobytes()

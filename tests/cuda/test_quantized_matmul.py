@@ -48,7 +48,7 @@ def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
 
 def test_bytes_are_divided_by_two_instructions_as_a_division_rounds() -> None:
     """The numbers that `scale_of` gives `divided`."""
-    source = (Path(units.__file__).parent / "units.cuh").read_text()
+    source = (Path(units.__file__).parent / "decode_mma.cuh").read_text()
     found = re.findall(r"divided\(byte_at\(.*\), (\S+)f, (\S+)f\)", source)
     u = np.arange(256, dtype=np.float32)
     for (inverse, rest), n in zip(found, (1000, 100), strict=True):
@@ -156,11 +156,11 @@ def test_many_thread_blocks_do_not_change_a_bit(cupy: Any, monkeypatch: pytest.M
     assert one.tobytes() == some[:1].tobytes()
 
 
-@pytest.mark.parametrize("rows_together", [16, 0])
+@pytest.mark.parametrize("min_rows", [16, 0])
 def test_experts_give_the_bits_of_the_product_alone(
-    rows_together: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+    min_rows: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "ROWS_TOGETHER", rows_together)  # 0: matrix after matrix
+    monkeypatch.setattr(experts, "MIN_ROWS_TO_SYNC", min_rows)  # 0: matrix after matrix
     x, w = make("q4_0", 9, 3 * 21, 300)
     stack = nk.QuantTensor("q4_0", (3, 21, 300), w.data).to_device(cupy.zeros(1))
     indptr = np.array([0, 4, 4, 9], np.int32)
@@ -278,18 +278,18 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 )
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
-    few = _facts(products.few_kernel(form, 1, True), arch)
-    many = _facts(products.many_kernel(form, products.GemmShape.of(form, 4), True), arch)
+    gemv = _facts(products.gemv_kernel(form, 1, True), arch)
+    gemm = _facts(products.gemm_kernel(form, products.GemmShape.of(form, 4), True), arch)
     # two thread blocks of `gemv` on a processor leave 128 registers: up to 8 of the numbers
     # that change once for a row tile may lie in local memory; of `gemm` none
-    assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32
-    assert (many.spill_stores, many.spill_loads) == (0, 0)
+    assert max(gemv.spill_stores or 0, gemv.spill_loads or 0) <= 32
+    assert (gemm.spill_stores, gemm.spill_loads) == (0, 0)
     # of a unit 16 steps of both halves of the activations, and of two chunks the same for sums
-    assert few.tensor_core == 2 * 16 + 2 * 2
-    for facts in (few, many):
+    assert gemv.tensor_core == 2 * 16 + 2 * 2
+    for facts in (gemv, gemm):
         assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.wide_loads > 0
-    assert many.async_copies
+    assert gemm.async_copies
 
 
 @pytest.mark.parametrize(
@@ -299,12 +299,12 @@ def test_one_product_is_enough_in_8_bits_and_in_bfloat16(
     arithmetic: products.ActivationPrecision,
 ) -> None:
     form = unit_form(FORMATS["q4_k"].integer_form)
-    few = _facts(products.few_kernel(form, 8, True, arithmetic), "sm_90")
+    gemv = _facts(products.gemv_kernel(form, 8, True, arithmetic), "sm_90")
     shape = products.GemmShape.of(form, 4, arithmetic)
-    many = _facts(products.many_kernel(form, shape, True, arithmetic), "sm_90")
+    gemm = _facts(products.gemm_kernel(form, shape, True, arithmetic), "sm_90")
     sums = 2 * 2 if arithmetic == products.ActivationPrecision.INT8_SUMS else 0
-    assert few.tensor_core == 16 + sums
-    assert many.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
-    for facts in (few, many):
+    assert gemv.tensor_core == 16 + sums
+    assert gemm.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
+    for facts in (gemv, gemm):
         assert (facts.spill_stores, facts.spill_loads) == (0, 0)
         assert facts.wide_loads > 0

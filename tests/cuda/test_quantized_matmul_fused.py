@@ -72,7 +72,7 @@ def test_a_gate_behind(n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch) -
     wanted = nk.silu_and_mul(both)
     out, product = cupy.empty((3, width), np.float32), cupy.empty(both.shape, np.float32)
     for _ in range(2):  # the counters are zero again
-        cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.GateEpilogue("silu", out))
+        cuda_fused.fused_gemv(x, w, None, product, epilogue=cuda_fused.GateEpilogue("silu", out))
         assert same(product, both)
         assert same(out, wanted)
 
@@ -81,7 +81,7 @@ def test_an_activation_behind_and_a_scaled_sum(cupy: Any) -> None:
     x, w, bias = cupy.asarray(numbers(2, K)), weights("q4_0", 37, cupy), cupy.asarray(numbers(37))
     plain = nk.qmatmul(x, w, bias=bias)
     out = cupy.empty((2, 37), np.float32)
-    cuda_fused.fused_gemv(x, w, bias, out, then=cuda_fused.Activation("gelu_tanh"))
+    cuda_fused.fused_gemv(x, w, bias, out, epilogue=cuda_fused.Activation("gelu_tanh"))
     assert same(out, nk.gelu_tanh(plain))
     old = cupy.asarray(numbers(2, 37))
     out[...] = old
@@ -108,10 +108,10 @@ def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
         normal = nk.layernorm(o, weight, bias, eps=1e-6)
     out, product = old.copy(), cupy.empty((3, 150), np.float32)
     norm = cuda_fused.Norm(kind, weight, bias, 1e-6, 0.0, out)
-    cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.NormEpilogue(norm, 1.0))
+    cuda_fused.fused_gemv(x, w, None, product, epilogue=cuda_fused.NormEpilogue(norm, 1.0))
     assert same(product, o)
     assert np.array_equal(out.get(), old.get() + normal.get())
-    cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.NormEpilogue(norm))
+    cuda_fused.fused_gemv(x, w, None, product, epilogue=cuda_fused.NormEpilogue(norm))
     assert same(out, normal)
 
 
@@ -145,14 +145,14 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
         k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
-    places = cuda_fused.Places(
+    placement = cuda_fused.KvPlacement(
         positions, requests, indices, indptr, "HND", positions, table, style == "half"
     )
     then = cuda_fused.RopeKvAppendEpilogue(
-        places, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
+        placement, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
         of_all,
     )  # fmt: skip
-    cuda_fused.fused_gemv(x, w, None, out, then=then)
+    cuda_fused.fused_gemv(x, w, None, out, epilogue=then)
     assert np.array_equal(out.get(), plain.get(), equal_nan=True)
     for wanted, got in zip(pages[:2], pages[2:], strict=True):
         assert wanted.get().any()

@@ -1,4 +1,4 @@
-"""Cases of routing, grouped products and the whole layer."""
+"""Test and benchmark cases of routing, grouped GEMM and the MoE layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCT = "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers: 3 * sqrt
 
 
 def _product_error(K: int) -> float:
-    """Return what a product may be off: K / 2 roundings of partial sums below 5, at random."""
+    """Return the tolerance of a product: K / 2 random roundings of partial sums below 5."""
     return float(3 * (K / 2 + 2) ** 0.5 * 2.4e-7)
 
 
@@ -35,7 +35,7 @@ def _routing(
 
 
 def _ids(rng: np.random.Generator, T: int, E: int, k: int) -> np.ndarray:
-    """Return k different experts for each token; a few are -1."""
+    """Return k different experts per token; a few are -1."""
     ids = np.argsort(rng.random((T, E)), axis=1)[:, :k].astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
     return ids

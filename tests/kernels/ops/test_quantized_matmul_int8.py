@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nbflow_kernels.cpu.parallel_for import capture
-from nbflow_kernels.quantized_matmul import cpu, cpu_gemv_int8, qmatmul, reference
+from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8, qmatmul, reference
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 from nbflow_kernels.quantizers import quantize
 
@@ -101,10 +101,10 @@ def test_bits_of_a_row_do_not_depend_on_how_many_there_are():
     for n in (1, 2, 4, 5, 8, 9, 12, 13, 32, 33):
         assert np.array_equal(qmatmul(x[:n], w, activations="int8"), whole[:n]), n
     form = w.packed().form
-    few = {n: cpu_gemv_int8.gemv(form, n) for n in (1, 4, 8)}
+    gemv = {n: cpu_gemv_int8.gemv(form, n) for n in (1, 4, 8)}
     chosen = [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 4), (12, 4), (13, 8), (32, 8)]
-    assert all(cpu_gemv_int8.kernel_for(form, n) is few[tile] for n, tile in chosen)
-    assert cpu_gemv_int8.kernel_for(form, 33) is cpu_gemv_int8.gemm(form)
+    assert all(cpu.int8_kernel(form, n) is gemv[tile] for n, tile in chosen)
+    assert cpu.int8_kernel(form, 33) is cpu_gemm_int8.gemm(form)
 
 
 FORMATS = ("q8_0", "q3h")  # all 8 bits of a code, and pairs: what differs most
