@@ -29,15 +29,10 @@ MIN_WGMMA_TOKENS = 65
 KINDS = {"float32": (0, "f32"), "float16": (1, "f16"), "uint16": (2, "bf16")}
 
 
-def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
-    """See `nbflow_kernels.matmul`."""
-    multiply(x, w, bias, accumulate, out)
-
-
-def multiply(
+def matmul(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, indptr: Any = None, rows: Any = None
 ) -> None:
-    """Multiply rows by a matrix (N, K), or each segment of `indptr` by its own of (E, N, K)."""
+    """See `nbflow_kernels.matmul`; with `indptr` grouped GEMM, `w` (E, N, K) and `rows` of `x`."""
     if indptr is None and len(out) and cuda_mma.fits(w):
         multiply_16bit(x, w, bias, accumulate, out)
         return

@@ -104,7 +104,7 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
             quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
     else:
         stack = matrices.array if isinstance(matrices, QuantTensor) else matrices
-        float_cuda.multiply(x, stack, bias, False, out, indptr=indptr, rows=rows)
+        float_cuda.matmul(x, stack, bias, False, out, indptr=indptr, rows=rows)
     if n_rows and out.shape[1]:
         grid = cuda.ceil_div(out.shape[1], 256), min(n_rows, 1024)
         args = (out, indptr, out.strides[0] // 4, E, n_rows, out.shape[1])

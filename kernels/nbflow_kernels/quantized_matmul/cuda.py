@@ -96,7 +96,7 @@ def qmatmul(
     if activations == "bf16" and not (has_units and len(x) <= BF16_MAX_ROWS):
         cuda_dequant_gemm.qmatmul(x, w, bias, accumulate, out)
     elif w.is_float:
-        float_cuda.multiply(x, w.array, bias, accumulate, out)
+        float_cuda.matmul(x, w.array, bias, accumulate, out)
     elif not has_units:
         cuda_dequant_gemm.decoded(x, w, bias, accumulate, activations == "int8", out)
     else:

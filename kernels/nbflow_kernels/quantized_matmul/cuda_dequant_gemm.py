@@ -102,7 +102,7 @@ def _multiply_panel(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any,
     """Multiply by a panel and write its columns of `out`."""
     columns = slice(row, row + len(weights))
     part = None if bias is None else bias[columns]
-    float_cuda.multiply(x, weights, part, accumulate, out[:, columns])
+    float_cuda.matmul(x, weights, part, accumulate, out[:, columns])
 
 
 def _multiply_bf16_panel(

@@ -349,7 +349,7 @@ def fused_gemv(
     Parameters
     ----------
     x : array of float32, shape (T, K)
-        The rows, or where `rows` (int32, as many as `out` has) chooses them from.
+        Activations, or the array that `rows` indexes.
     w : QuantTensor, shape (N, K)
         One that `can_fuse` accepts.
     bias : array of float32, shape (N,), or None
@@ -357,7 +357,7 @@ def fused_gemv(
     out : array of float32, shape (T, N)
         The result before the epilogue, except that an `Activation` is applied to it.
     rows : array of int32, optional
-        Which rows of `x`.
+        Row of `x` for each row of `out`, int32.
     norm : Norm, optional
         Norm of the rows; its `out` must not be `x`, which all thread blocks read.
     epilogue : Epilogue

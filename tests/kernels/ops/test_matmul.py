@@ -1,4 +1,4 @@
-"""Matrix product: invariance of a row, ways through the kernel, errors."""
+"""Matrix product: batch invariance, the same bits from every kernel, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbflow_kernels.matmul import cpu
 from nbflow_kernels.matmul.cpu_gemm import PANEL
 from nbflow_kernels.matmul.cpu_packed_tiles import BLOCK_TOKENS
 
-# K: one panel, panels and a ragged end, below one vector
+# K: one panel, panels and a partial one, less than a vector
 COLUMNS = [64, PANEL + 35, 7]
 
 
@@ -44,7 +44,7 @@ def test_a_row_does_not_depend_on_batch_or_threads(
 
 
 @pytest.mark.parametrize("K", [512, 1600, PANEL + 37, 2 * PANEL + 7])
-def test_the_three_ways_add_in_the_same_order(
+def test_the_three_kernels_add_in_the_same_order(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, K: int
 ) -> None:
     x = rng.standard_normal((7, K), dtype=np.float32)
@@ -61,7 +61,7 @@ def test_the_three_ways_add_in_the_same_order(
 
 @pytest.mark.parametrize("T", [cpu.MIN_TRANSPOSED_TOKENS - 1, BLOCK_TOKENS + 3])
 def test_blocks_of_rows_and_tokens(rng: np.random.Generator, T: int) -> None:
-    """More than one block each way, ragged ends everywhere."""
+    """More than one block of rows and of tokens, partial ones at the end."""
     x = rng.integers(-4, 5, (T, PANEL + 18)).astype(np.float32)
     w = rng.integers(-4, 5, (37, PANEL + 18)).astype(np.float32)
     y = nk.matmul(x, w)
