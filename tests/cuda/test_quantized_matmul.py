@@ -200,8 +200,9 @@ def test_outliers_are_added(cupy: Any) -> None:
 
 
 def test_units_take_the_bits_of_the_storage_layout() -> None:
-    # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16
-    wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625}
+    # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16;
+    # pairs of 11 bits (q5h) are two codes of 6 bits
+    wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625, "q5h_b64t1": 0.5}
     for name in BLOCK_FORMATS:
         if not name.startswith(("iq1", "iq2", "iq3", "tq1")):
             got = unit_form(FORMATS[name].integer_form).bits_per_weight

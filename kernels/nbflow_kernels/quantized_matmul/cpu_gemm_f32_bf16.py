@@ -1,4 +1,4 @@
-"""CPU GEMM with packed block-format weights and float32 or bfloat16 activations.
+"""CPU GEMM of block formats (q4_0, q4_k, ...) with float32 or bfloat16 activations.
 
 Weights are dequantized panel by panel and multiplied in register tiles
 (`nbflow_kernels.matmul.cpu_packed_tiles`, which states the order of additions).  With float32

@@ -1,4 +1,4 @@
-"""CPU GEMM with packed block-format weights and int8 activations: codes unpacked to bytes once.
+"""CPU GEMM of block formats (q4_0, q4_k, ...) with int8 activations, codes unpacked once.
 
 The order of additions is that of `cpu_gemv_int8`; as plain loops: `loops.int8`.
 """

@@ -1,4 +1,4 @@
-"""CPU GEMV with packed block-format weights and float32 activations.
+"""CPU GEMV of block formats (q4_0, q4_k, ...) with float32 activations.
 
 Weights are dequantized in registers to ``scale * value + base``, the float32 that `dequantize`
 gives.  Order of additions of one output, as in `nbflow_kernels.matmul.cpu_packed_tiles`: chain j of

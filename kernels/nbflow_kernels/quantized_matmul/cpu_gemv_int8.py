@@ -1,4 +1,4 @@
-"""CPU GEMV with packed block-format weights and int8 activations: 1, 4 or 8 rows at a time.
+"""CPU GEMV of block formats (q4_0, q4_k, ...) with int8 activations, 1, 4 or 8 rows at a time.
 
 A *piece* is the columns that share one weight scale and one activation scale: 32, or 16 where
 sub-blocks have no more.  Its products are added as integers, exactly; then, in float32,
