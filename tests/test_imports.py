@@ -14,7 +14,6 @@ PACKAGES = {"nbflow": ".", "nbflow_kernels": "kernels", "nbflow_experiments": "e
 KNOWN = (
     r"nbflow_kernels|nbflow_kernels\.testing\.(checks|format_checks)",
     r"nbflow_kernels\.formats(\.\w+)?|nbflow_kernels\.embedding\.cuda",
-    r"nbflow_kernels\.matmul\.(cuda_mma|cuda_wgmma|tensor_cores|wgmma)",
 )
 """Cycles that are left: all modules of one match one of these patterns."""
 

@@ -164,7 +164,7 @@ class CudaBinder(CudaExchanges):
         activations = self._executor.activations
 
         def launch() -> None:
-            if stack is None or not self._kernels("quantized_matmul").bands(
+            if stack is None or not self._kernels("quantized_matmul").batched(
                 x, stack, activations, out
             ):
                 for h, weight in enumerate(matrices):

@@ -65,7 +65,7 @@ class _FusedBinder:
         def launch() -> None:
             for weight, some_bias, part, norm, then in launches:
                 cuda_fused.fused_gemv(
-                    x, weight, some_bias, part, rows=rows, norm=norm, then=then, added=added,
+                    x, weight, some_bias, part, rows=rows, norm=norm, epilogue=then, added=added,
                     activations=activations,
                 )  # fmt: skip
 
@@ -189,11 +189,11 @@ class _FusedBinder:
         assert self._fusion.append is not None
         return self._ops[self._fusion.append].layer or 0
 
-    def _places(self) -> cuda_fused.Places:
+    def _places(self) -> cuda_fused.KvPlacement:
         """Return where the step's tokens are."""
         fusion, arrays = self._fusion, self._binder.arrays
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
-        return cuda_fused.Places(
+        return cuda_fused.KvPlacement(
             arrays.positions, arrays.batch_indices, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
             arrays.rope_rows, None if rope is None else self._executor.rope_table(rope),
             rope is None or rope.style == "half",

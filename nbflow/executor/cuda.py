@@ -32,7 +32,7 @@ from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import pieces, release
-from nbflow_kernels.quantized_matmul.cuda import FEW
+from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 MAX_BOUND = 32
 """Bound shapes kept."""
@@ -246,7 +246,7 @@ class CudaExecutor(Executor):
         n_pages = page_bucket(len(step.pages.kv_indices))
         n_memory = 0 if step.memory is None else page_bucket(len(step.memory.kv_indices))
         one_each, causal = n == n_logits == n_sequences, self.program.spec.causal
-        few = (one_each or n <= FEW) and bool(self.program.layers)
+        few = (one_each or n <= GEMV_MAX_ROWS) and bool(self.program.layers)
         if not few or self.memory_is_missing(step) or not causal:
             return 0, n, n_states, n_logits, n_sequences, n_pages, n_memory
         if not any(op.kind in ROWS_OF_THEIR_OWN for op in self.program.ops):

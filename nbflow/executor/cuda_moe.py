@@ -47,7 +47,7 @@ class Mixture:
         self._gates, self._ups, self._downs = parts
         self._activation = op.attrs["activation"]
         n_pairs, width = len(x) * top_k, (self._gates if stacked else self._gates[0]).shape[-2]
-        self.waits = not stacked or n_pairs >= experts.ROWS_TOGETHER * n
+        self.waits = not stacked or n_pairs >= experts.MIN_ROWS_TO_SYNC * n
         """Whether the host waits for which experts have tokens."""
         device = device_of(x)
         self._rows = device.empty((n_pairs,), np.int32)

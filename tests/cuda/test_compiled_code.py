@@ -79,16 +79,16 @@ def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit(arch: str)
     assert facts.registers <= 64  # two thread blocks of 512 on a multiprocessor
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("name", ["rows of bfloat16", "q8_0"])
-def test_products_by_wgmma_keep_both_sums_in_registers(name: str, together: int) -> None:
+def test_products_by_wgmma_keep_both_sums_in_registers(name: str, cluster: int) -> None:
     """Of 255: sums twice, 96 or 64 each, and the weights of two steps."""
     if name.startswith("rows"):
-        kernel = cuda_wgmma._kernel(2, "bf16", 1, 192, together)
+        kernel = cuda_wgmma._kernel(2, "bf16", 1, 192, cluster)
     else:
         form = unit_form(nk.FORMATS[name].integer_form)
         kernel = cuda_gemm_wgmma.kernel(
-            form, cuda_wgmma.Tiling(cuda_gemm_wgmma.MOST_TOKENS, together)
+            form, cuda_wgmma.Tiling(cuda_gemm_wgmma.MAX_TOKENS, cluster)
         )
     facts = _facts(kernel, "sm_90a")
     assert (facts.fp64, facts.local_accesses, facts.stack_bytes) == (0, 0, 0)

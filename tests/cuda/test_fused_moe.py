@@ -1,4 +1,4 @@
-"""A layer of experts in two kernels: the bits of the ops one by one."""
+"""Fused MoE in two kernels: the bits of the separate ops."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def layer(
 
 
 def one_by_one(cupy: Any, h: Any, layer: cuda_fused_moe.Experts) -> tuple[Any, Any]:
-    """Return the logits and the sums that the ops give one after the other."""
+    """Return the logits and the output of the separate ops."""
     logits = nk.matmul(h, layer.router)
     scores, ids = nk.moe_routing(
         logits, layer.top_k, scoring=layer.scoring, correction_bias=layer.bias,
@@ -90,11 +90,11 @@ def check(cupy: Any, x: np.ndarray, layer: cuda_fused_moe.Experts, normed: bool 
     residual = cupy.asarray(numbers(n, x.shape[1], 1)[..., 0])
     result = residual.copy()
     add(cupy, residual, 0.5, wanted)
-    layer.run(tokens, logits, out, norm=norm, residual=result, scale=0.5)  # counters are 0 again
+    layer.run(tokens, logits, out, norm=norm, residual=result, scale=0.5)  # resets counters
     assert same(result, residual)
 
 
-def test_choice_by_groups_and_an_expert_of_all_whose_up_begins_within_a_row_tile(
+def test_group_routing_and_shared_expert_with_up_within_a_row_tile(
     cupy: Any,
 ) -> None:
     bias = cupy.asarray(numbers(6, 1)[:, 0])
@@ -103,14 +103,14 @@ def test_choice_by_groups_and_an_expert_of_all_whose_up_begins_within_a_row_tile
     check(cupy, numbers(3, 300), layer(cupy, 300, 40, 24, gated=False, **options))
 
 
-def test_some_experts_and_tokens_that_go_nowhere(cupy: Any) -> None:
+def test_experts_of_a_rank_and_tokens_without_experts(cupy: Any) -> None:
     some, x = layer(cupy, 40, 24, 0, here=(2, 5)), numbers(3, 40)
     for nowhere in ([1], [0, 2]):
         x[nowhere] = np.nan
         check(cupy, x, some)
 
 
-def test_columns_in_parts_and_several_items_of_a_thread_block(
+def test_split_columns_and_several_items_per_thread_block(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = type(cupy.ndarray.__kernel_device__)
@@ -134,23 +134,23 @@ def test_more_tokens_than_fit_without_a_norm_and_a_router_in_bfloat16(
     check(cupy, numbers(3, 1160), wide, normed=False)
 
 
-def test_what_does_not_fit_is_left_to_the_ops(cupy: Any) -> None:
+def test_unsupported_layers_do_not_fit(cupy: Any) -> None:
     device = cupy.ndarray.__kernel_device__
     some = layer(cupy, 40, 24, 0)
     assert some.fits(device, 8)
     assert not some.fits(device, 9)
-    assert not layer(cupy, 36, 24, 0, router="uint16").fits(device, 1)  # rows of no whole pieces
+    assert not layer(cupy, 36, 24, 0, router="uint16").fits(device, 1)  # partial loads
 
 
-def test_kernels_keep_two_thread_blocks_on_a_multiprocessor() -> None:
+def test_kernels_keep_two_thread_blocks_per_sm() -> None:
     form = unit_form(nk.FORMATS["q4_k"].integer_form)
     up = cuda_fused_moe._up_kernel(form, 1, True, 1, "ROUTER_BF16", "bf16", "Silu")
     for kernel in (up, cuda_fused_moe._down_kernel(form, 1, True)):
         code, entry = kernel.compile("sm_90", "ptx")
         found = nbflow_ptx.lint(code.decode(), "sm_90")[entry]
         assert found.registers is not None, found.registers_from
-        assert found.registers <= 128  # two thread blocks of 256 on a multiprocessor
-        # as of `few_rows`: what changes once for a row tile lies in memory
+        assert found.registers <= 128  # two thread blocks of 256 threads per SM
+        # as in `gemv`: values that change once per row tile spill
         assert max(found.spill_stores or 0, found.spill_loads or 0) <= 64
         assert found.local_accesses == 0
         assert found.static_shared_bytes is None or found.static_shared_bytes <= 2048

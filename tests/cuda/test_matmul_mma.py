@@ -1,4 +1,4 @@
-"""Products with float16 and bfloat16 weights on tensor cores."""
+"""GEMV and GEMM by `mma.sync` with float16 and bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbflow_kernels.quantized_matmul import reference
 
 pytestmark = pytest.mark.compiler
 TOKENS, ROWS, COLUMNS = 66, 75, 584
-"""More than `MOST_OF_SMALL`; rows and columns that end within a tile and a step."""
+"""More than `SMALL_MAX_TOKENS`; rows and columns that end within a tile and a step."""
 
 
 def make(format: str) -> tuple[np.ndarray, nk.QuantTensor]:
@@ -24,7 +24,7 @@ def make(format: str) -> tuple[np.ndarray, nk.QuantTensor]:
 
 
 def allowed() -> float:
-    """Return what a sum may be off: see `qmatmul.cases`; activations are exact to 2**-22."""
+    """Return the tolerance of a sum (`quantized_matmul.cases`); activations are exact to 2**-22."""
     return 3 * (COLUMNS + 8) ** 0.5 * 1.4e-7
 
 
@@ -41,7 +41,7 @@ def test_a_row_is_right_and_has_the_same_bits_in_any_batch(
     many = nk.qmatmul(x_there, there, **options).get()
     wanted = reference.qmatmul(x, w, bias=bias, activations=activations)
     assert np.abs(many - wanted).max() <= allowed()
-    for n in (1, 11, 20):  # few, two times few, small tiles
+    for n in (1, 11, 20):  # `gemv`, twice `gemv`, small tiles of `gemm`
         out = cupy.asarray(np.ones((n, ROWS), np.float32))
         nk.qmatmul(x_there[5 : 5 + n], there, **options, accumulate=True, out=out)
         assert np.array_equal(out.get(), many[5 : 5 + n] + np.float32(1))
@@ -57,7 +57,7 @@ def test_activations_of_any_size_keep_their_bits(cupy: Any) -> None:
         assert (np.abs(got - reference.qmatmul(x, w)) <= allowed() * scale).all()
 
 
-def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
+def test_nan_and_infinity_stay_in_their_row(cupy: Any) -> None:
     x, w = make("bf16")
     x = x[:3]
     x[0, 7], x[2, 9] = np.nan, np.inf
@@ -68,7 +68,7 @@ def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
 
 def test_kernels_stay_in_registers() -> None:
     (kind, name, _), parts = cuda_mma.KINDS["uint16"], 1
-    for entry, shape in (("few", None), ("many", cuda_mma.LARGE)):
+    for entry, shape in (("gemv", None), ("gemm", cuda_mma.LARGE)):
         kernel = cuda_mma._kernel(entry, kind, name, parts, shape)
         code, symbol = kernel.compile("sm_90", "ptx")
         facts = nbflow_ptx.lint(code.decode(), "sm_90")[symbol]

@@ -1,4 +1,4 @@
-"""Products of many tokens by `wgmma`: the bits of `mma.sync`, and who takes which."""
+"""GEMM by `wgmma`: the bits of `mma.sync`, choice of the instruction, clusters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import nbflow_kernels as nk
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.matmul import cuda_wgmma
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma, reference
 
 pytestmark = pytest.mark.compiler
 TOKENS, ROWS = 50, 75
-"""Less than a tile; rows that end within a warp's."""
+"""Less than a tile; rows that end within a warp."""
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
     return x, nk.quantize(w, format, encoder=encoder)
 
 
-# columns: a piece of a step behind 8 steps and one; fewer steps than slots; half a unit at the end,
-# and slots that begin in the middle of a chunk
+# columns: 9 steps and a part; fewer steps than splits; half a unit at the end, splits that start
+# in the middle of a chunk
 @pytest.mark.parametrize(
     ("format", "activations", "K"),
     [
@@ -46,15 +47,15 @@ def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
         ("q3h_b64t1", "bf16", 192),
     ],
 )
-def test_many_tokens_have_the_bits_of_few(
+def test_wgmma_has_the_bits_of_mma(
     format: str, activations: str, K: int, hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = make(format, K)
     there, x_there = w.to_device(hopper.zeros(1)), hopper.asarray(x)
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
-    monkeypatch.setattr(cuda_wgmma, "MORE_THAN", TOKENS - 1)
+    monkeypatch.setattr(float_cuda, "MIN_WGMMA_TOKENS", TOKENS)
     results = []
-    for chosen in (("0", ""), ("1", "0"), ("1", "1")):  # the last: half of a cluster has no rows
+    for chosen in (("0", ""), ("1", "0"), ("1", "1")):  # last: a thread block without rows
         for name, value in zip(("NBFLOW_WGMMA", "NBFLOW_CLUSTERS"), chosen, strict=True):
             monkeypatch.setenv(name, value)
         out = hopper.asarray(np.ones((TOKENS, ROWS), np.float32))
@@ -65,7 +66,7 @@ def test_many_tokens_have_the_bits_of_few(
         results.append(out.get())
     assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
     wanted = reference.qmatmul(x, w, bias=bias, activations=activations) + 1
-    # float32 sums of K terms (`qmatmul.cases`), and one more of numbers up to 8: 2**-21
+    # float32 sums of K terms (`quantized_matmul.cases`), and one more of numbers up to 8: 2**-21
     assert np.abs(results[1] - wanted).max() <= 3 * (K + 8) ** 0.5 * 1.4e-7 + 2.0**-21
 
 
@@ -73,46 +74,46 @@ def test_tiles_of_any_size_have_the_same_bits(hopper: Any) -> None:
     x, w = make("f16", 264)
     tokens, weights = hopper.asarray(np.tile(x, (2, 1))), w.to_device(hopper.zeros(1)).array
     results = []
-    # two tiles; more than the tokens; the same for a thread block and one without rows, the second
-    # time with fewer stages (3) than steps, of which one is between a copy and what it overwrites
-    for tile, together in ((64, 1), (192, 1), (64, 2), (192, 2)):
+    # two tiles; a tile larger than the tokens; both with a cluster, one thread block without rows,
+    # the second with fewer stages (3) than steps
+    for tile, cluster in ((64, 1), (192, 1), (64, 2), (192, 2)):
         out = hopper.empty((2 * TOKENS, ROWS), np.float32)
-        lines = cuda_wgmma.stage(tokens, "float16", 2, tile, in_pieces=True)
-        cuda_wgmma.multiply_lines(lines, weights, None, False, out, together)
+        staged = cuda_wgmma.stage(tokens, "float16", 2, tile, row_major=True)
+        cuda_wgmma.multiply_staged(staged, weights, None, False, out, cluster)
         results.append(out.get())
     assert len({r.tobytes() for r in results}) == 1
     assert results[0][:TOKENS].tobytes() == results[0][TOKENS:].tobytes()
 
 
 def test_both_instructions_add_alike(xp: Any) -> None:
-    """On a device: what invariance rests on there, or it stays with `mma.sync`."""
+    """Batch invariance needs this on a device; else `mma.sync` is used."""
     if hasattr(xp, "reset"):
         xp.reset(arch="sm_90")
     device = device_of(xp.zeros(1))
     if device.arch != "sm_90":
         pytest.skip(f"{device.arch} has no wgmma")
-    assert cuda_wgmma.agrees(device)
-    assert cuda_wgmma.takes(device, 65)
-    assert not cuda_wgmma.takes(device, 64)
+    assert all(float_cuda.same_bits(device, dtype) for dtype in ("float16", "uint16"))
+    assert float_cuda.use_wgmma(device, 65)
+    assert not float_cuda.use_wgmma(device, 64)
 
 
-def test_the_environment_and_the_devices_bits_decide(
+def test_environment_and_self_test_choose_the_instruction(
     hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = device_of(hopper.zeros(1))
-    device.constants["matmul", "wgmma agrees"] = False  # as if it had been found
-    assert not cuda_wgmma.takes(device, 512)
+    device.constants["matmul", "wgmma agrees"] = False  # as if the test had failed
+    assert not float_cuda.use_wgmma(device, 512)
     monkeypatch.setenv("NBFLOW_WGMMA", "1")
-    assert cuda_wgmma.takes(device, 512)
+    assert float_cuda.use_wgmma(device, 512)
     device.constants["matmul", "wgmma agrees"] = True
     monkeypatch.setenv("NBFLOW_WGMMA", "0")
-    assert not cuda_wgmma.takes(device, 512)
+    assert not float_cuda.use_wgmma(device, 512)
     monkeypatch.setenv("NBFLOW_WGMMA", "yes")
     with pytest.raises(UsageError, match="NBFLOW_WGMMA must be 0, 1 or empty, got 'yes'"):
-        cuda_wgmma.takes(device, 512)
+        float_cuda.use_wgmma(device, 512)
     monkeypatch.delenv("NBFLOW_WGMMA")
     hopper.reset(arch="sm_80")
-    assert not cuda_wgmma.takes(device_of(hopper.zeros(1)), 512)
+    assert not float_cuda.use_wgmma(device_of(hopper.zeros(1)), 512)
 
 
 SPLIT = {"fixed_split_size": 4}  # pages: of 64 keys
@@ -127,10 +128,10 @@ MANY: dict[str, tuple[Any, ...]] = {  # format, columns, queries, rows, options
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_attention_has_the_bits_of_few_vectors(
+def test_attention_prefill_has_the_bits_of_decode(
     name: str, hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of one warpgroup and of two, split along their keys and not."""
+    """Tiles of one and two warpgroups, with and without split KV."""
     format, (D_qk, D_vo), dtype, n, options = MANY[name]
     rng = np.random.default_rng(len(name))
     rows = ints(0, n, n + 6)  # of three query vectors each
@@ -154,24 +155,24 @@ def test_attention_has_the_bits_of_few_vectors(
 def test_tiles_fill_the_processors() -> None:
     def chosen(*args: Any) -> tuple[int, int]:
         tiling = cuda_wgmma.tiling(*args)
-        return tiling.tokens, tiling.together
+        return tiling.tokens, tiling.cluster
 
     # 4096 rows are 32 row tiles, for 132 processors
     assert chosen(512, 4096, 132) == (128, 2)  # one wave
-    assert chosen(128, 4096, 132) == (64, 1)  # 64 thread blocks instead of 32: few
+    assert chosen(128, 4096, 132) == (64, 1)  # 64 thread blocks instead of 32
     assert chosen(1536, 28672, 132) == (192, 2)  # 14 waves, fewest bytes
-    assert chosen(1536, 28672, 132, 128, cuda_gemm_wgmma.WEIGHTS) == (128, 2)
+    assert chosen(1536, 28672, 132, 128, cuda_gemm_wgmma.WEIGHT_COST) == (128, 2)
     assert chosen(1536, 28672, 132, 192, 128, (1,)) == (192, 1)
-    assert chosen(1536, 28672, 131) == (192, 2)  # the last processor has no partner
+    assert chosen(1536, 28672, 131) == (192, 2)  # the last SM cannot be part of a cluster
     assert chosen(4096, 128, 22) == (192, 1)  # one row tile
-    assert chosen(65, 75, 4, 192, 128, (2,)) == (64, 2)  # clusters in any case
-    assert chosen(384, 4100, 132) == (128, 2)  # 33 row tiles: a thread block in 34 has none
+    assert chosen(65, 75, 4, 192, 128, (2,)) == (64, 2)  # only clusters
+    assert chosen(384, 4100, 132) == (128, 2)  # 33 row tiles, one thread block without rows
 
 
 def test_clusters_have_the_bits_of_single_thread_blocks(
     xp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An odd number of row tiles: the last thread block has no rows, and brings its tokens."""
+    """An odd number of row tiles: the last thread block has no rows but copies its tokens."""
     n_tokens, n_rows, n_columns = 1500, 4200, 4096
     if hasattr(xp, "reset"):
         xp.reset(arch="sm_90")
@@ -190,7 +191,7 @@ def test_clusters_have_the_bits_of_single_thread_blocks(
     assert results[0].tobytes() == results[1].tobytes()
 
 
-def test_what_the_environment_may_say_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_restricts_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, sizes in (("0", (1,)), ("1", (2,)), ("", (1, 2))):
         monkeypatch.setenv("NBFLOW_CLUSTERS", value)
         assert cuda_wgmma.cluster_sizes() == sizes

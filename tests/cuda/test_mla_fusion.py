@@ -60,13 +60,13 @@ def test_kernels_of_a_step_and_its_bits(
 
 
 @pytest.mark.parametrize("n_columns", [32, 320, 600])  # 1, 2 and 3 units
-def test_bands_have_the_bits_of_products_one_by_one(n_columns: int, cupy: Any) -> None:
+def test_batched_product_has_the_bits_of_single_products(n_columns: int, cupy: Any) -> None:
     rng = np.random.default_rng(n_columns)
     w = rng.standard_normal((3, 40, n_columns), dtype=np.float32)
     x = cupy.asarray(rng.standard_normal((2, 3, n_columns + 7), dtype=np.float32))[..., :n_columns]
     stack = nk.quantize(w, "q8_0", encoder="plain").to_device(x)
     out = cupy.empty((2, 3, 48), np.float32)[..., :40]
-    assert products.bands(x, stack, "f32", out)
+    assert products.batched(x, stack, "f32", out)
     stack.drop_storage()
     for h, matrix in enumerate(stack.matrices()):
         assert out[:, h].get().tobytes() == nk.qmatmul(x[:, h], matrix).get().tobytes()

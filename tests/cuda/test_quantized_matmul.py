@@ -1,4 +1,4 @@
-"""Products on CUDA devices: every format, few and many rows the same bits, the layout they read."""
+"""Quantized GEMV and GEMM on CUDA devices: formats, batch invariance, the MMA layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nbflow_kernels.quantized_matmul import cuda_dequant_gemm, reference
 
 pytestmark = pytest.mark.compiler
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_bytes / f.block_size < 2]
-# a format for each kind of codes and of scales, of those that share no kernel
+# a format for each kind of codes and scales, hence for each kernel
 KINDS = ("q4_0", "q2_k", "q3h", "q5h", "iq2_s", "q4_b16")
 
 
@@ -33,7 +33,7 @@ def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTenso
 
 
 def allowed(K: int) -> float:
-    """Return what a sum may be off: see `qmatmul.cases`; activations are exact to 2**-22."""
+    """Return the tolerance of a sum (`quantized_matmul.cases`); activations are exact to 2**-22."""
     return 3 * (K + 8) ** 0.5 * 1.4e-7
 
 
@@ -47,12 +47,12 @@ def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
 
 
 def test_bytes_are_divided_by_two_instructions_as_a_division_rounds() -> None:
-    """The numbers that `scale_of` gives `divided`."""
+    """Check the constants that `scale_of` passes to `divided`."""
     source = (Path(units.__file__).parent / "decode_mma.cuh").read_text()
     found = re.findall(r"divided\(byte_at\(.*\), (\S+)f, (\S+)f\)", source)
     u = np.arange(256, dtype=np.float32)
     for (inverse, rest), n in zip(found, (1000, 100), strict=True):
-        # an fma: the product has 32 bits, and what is added lies 24 below it
+        # an fma: a product of 32 bits, and a summand 24 bits below
         whole = u.astype(np.float64) * np.float32(inverse) + u * np.float32(rest)
         assert (whole.astype(np.float32) == u / np.float32(n)).all()
 
@@ -63,14 +63,14 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     many = nk.qmatmul(x_there, there).get()
     assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(2100)
-    for n in (1, 8, 12):  # 12: small thread blocks; the cases have the other numbers of rows
+    for n in (1, 8, 12):  # 12: small tiles; `cases.py` has other numbers of rows
         few = nk.qmatmul(x_there[3 : 3 + n], there).get()
         assert few.tobytes() == many[3 : 3 + n].tobytes()
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q5_0", "q2_k", "q3h", "iq4_xs", "mxfp4"])
 def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> None:
-    # 300 columns: 5 steps for 8 slots, which end within units; formats of each way to decode
+    # 300 columns: 5 steps for 8 splits, which end within units; a format per decoder
     x, w = make(format, 12, 21, 300)
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     panels = cupy.empty((12, 21), np.float32)
@@ -81,11 +81,11 @@ def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> Non
 
 
 @pytest.mark.parametrize(("n_tokens", "n_sms"), [(33, 4), (9, 100)])
-def test_thread_blocks_in_bfloat16_share_slots(
+def test_thread_blocks_in_bfloat16_share_splits(
     n_tokens: int, n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", n_sms)
-    x, w = make("q4_0", n_tokens, 40, 1100)  # 18 steps: slots of 2 and 3
+    x, w = make("q4_0", n_tokens, 40, 1100)  # 18 steps: splits of 2 and 3
     there, x_there, bias = w.to_device(cupy.zeros(1)), cupy.asarray(x), cupy.asarray(x[0, :40])
     panels, old = cupy.empty((n_tokens, 40), np.float32), cupy.asarray(x[:, :40].copy())
     panels[...] = old
@@ -95,7 +95,7 @@ def test_thread_blocks_in_bfloat16_share_slots(
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q2_k", "q4_b16"])
-def test_activations_of_8_bits_have_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
+def test_int8_activations_have_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
     x, w = make(format, 12, 37, 600)
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     many = nk.qmatmul(x_there, there, activations="int8").get()
@@ -105,9 +105,8 @@ def test_activations_of_8_bits_have_the_same_bits_in_any_batch(format: str, cupy
     assert few.tobytes() == many[5:6].tobytes()
 
 
-def test_sums_of_8_bit_activations_are_exact(cupy: Any) -> None:
-    # weights are integers, times a scale of 1, and so are activations, up to 127 in 32 columns:
-    # a sum has at most 600 * 127 * 128 < 2**24 units
+def test_sums_of_int8_activations_are_exact(cupy: Any) -> None:
+    # integer weights and activations with scales of 1: a sum is at most 600 * 127 * 128 < 2**24
     rng = np.random.default_rng(8)
     dense, x = (rng.integers(-127, 128, (n, 600)).astype(np.float32) for n in (21, 3))
     dense[:, ::32] = x[:, ::32] = 127
@@ -133,7 +132,7 @@ def test_thread_blocks_have_equal_shares(n_tiles: int, tokens: int, grid: tuple[
 
 
 @pytest.mark.parametrize("max_shared_bytes", [48 << 10, 24 << 10])
-def test_the_division_of_columns_does_not_change_a_bit(
+def test_splits_per_thread_block_do_not_change_a_bit(
     max_shared_bytes: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = make("q4_0", 4, 40, 4200)
@@ -141,7 +140,7 @@ def test_the_division_of_columns_does_not_change_a_bit(
     whole = nk.qmatmul(x_there, there).get()
     device = type(cupy.ndarray.__kernel_device__)
     monkeypatch.setattr(device, "max_shared_bytes", max_shared_bytes)
-    for _ in range(2):  # the counters of who has arrived are zero again
+    for _ in range(2):  # arrival counters are reset
         assert nk.qmatmul(x_there, there).get().tobytes() == whole.tobytes()
 
 
@@ -156,11 +155,11 @@ def test_many_thread_blocks_do_not_change_a_bit(cupy: Any, monkeypatch: pytest.M
     assert one.tobytes() == some[:1].tobytes()
 
 
-@pytest.mark.parametrize("rows_together", [16, 0])
-def test_experts_give_the_bits_of_the_product_alone(
-    rows_together: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("min_rows", [16, 0])
+def test_grouped_gemm_has_the_bits_of_single_products(
+    min_rows: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "ROWS_TOGETHER", rows_together)  # 0: matrix after matrix
+    monkeypatch.setattr(experts, "MIN_ROWS_TO_SYNC", min_rows)  # 0: one after the other
     x, w = make("q4_0", 9, 3 * 21, 300)
     stack = nk.QuantTensor("q4_0", (3, 21, 300), w.data).to_device(cupy.zeros(1))
     indptr = np.array([0, 4, 4, 9], np.int32)
@@ -175,7 +174,7 @@ def test_experts_give_the_bits_of_the_product_alone(
 def test_large_and_small_activations_keep_22_bits(cupy: Any) -> None:
     x, w = make("q4_0", 4, 21, 300)
     x *= np.float32([[1e-30], [1e30], [1], [0]])
-    x[2, 5] = 1e4  # what is near it is off by 2**-30 of it
+    x[2, 5] = 1e4  # its neighbours have errors of 2**-30 of it
     got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
     wanted = reference.qmatmul(x, w)
     scale = np.abs(x).max(axis=1, keepdims=True)
@@ -183,7 +182,7 @@ def test_large_and_small_activations_keep_22_bits(cupy: Any) -> None:
     assert (got[3] == 0).all()
 
 
-def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
+def test_nan_and_infinity_stay_in_their_row(cupy: Any) -> None:
     x, w = make("q3h", 3, 21, 300)
     x[0, 7], x[2, 9] = np.nan, np.inf
     got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
@@ -197,12 +196,12 @@ def test_outliers_are_added(cupy: Any) -> None:
     w = nk.quantize(dense, "q3", encoder="plain", outliers=0.01)
     x = rng.standard_normal((3, 300)).astype(np.float32)
     got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
-    assert np.abs(got - reference.qmatmul(x, w)).max() <= 20 * allowed(300)  # weights are 17 times
+    assert np.abs(got - reference.qmatmul(x, w)).max() <= 20 * allowed(300)  # weights times 17
 
 
 def test_units_take_the_bits_of_the_storage_layout() -> None:
-    # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16
-    # two weights of q5h_b64t1 have 11 bits and take 12
+    # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16;
+    # pairs of 11 bits (q5h) are two codes of 6 bits
     wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625, "q5h_b64t1": 0.5}
     for name in BLOCK_FORMATS:
         if not name.startswith(("iq1", "iq2", "iq3", "tq1")):
@@ -257,7 +256,7 @@ def test_storage_can_be_dropped_on_a_device(cupy: Any) -> None:
         there.to_host()
 
 
-def test_arrays_of_two_places_are_refused(cupy: Any) -> None:
+def test_host_and_device_arrays_are_not_mixed(cupy: Any) -> None:
     x, w = make("q4_0", 2, 21, 300)
     with pytest.raises(UsageError, match="x is on a CUDA device and w in host memory"):
         nk.qmatmul(cupy.asarray(x), w)
@@ -279,33 +278,33 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 )
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
-    few = _facts(products.few_kernel(form, 1, True), arch)
-    many = _facts(products.many_kernel(form, products.GemmShape.of(form, 4), True), arch)
-    # two thread blocks of `gemv` on a processor leave 128 registers: up to 8 of the numbers
-    # that change once for a row tile may lie in local memory; of `gemm` none
-    assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32
-    assert (many.spill_stores, many.spill_loads) == (0, 0)
-    # of a unit 16 steps of both halves of the activations, and of two chunks the same for sums
-    assert few.tensor_core == 2 * 16 + 2 * 2
-    for facts in (few, many):
+    gemv = _facts(products.gemv_kernel(form, 1, True), arch)
+    gemm = _facts(products.gemm_kernel(form, products.GemmShape.of(form, 4), True), arch)
+    # two thread blocks of `gemv` per SM leave 128 registers: up to 8 values that change once a row
+    # tile may spill, with `gemm` none
+    assert max(gemv.spill_stores or 0, gemv.spill_loads or 0) <= 32
+    assert (gemm.spill_stores, gemm.spill_loads) == (0, 0)
+    # MMAs of a unit: 16 steps x high and low, and 2 chunks x high and low for the sums
+    assert gemv.tensor_core == 2 * 16 + 2 * 2
+    for facts in (gemv, gemm):
         assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.wide_loads > 0
-    assert many.async_copies
+    assert gemm.async_copies
 
 
 @pytest.mark.parametrize(
     "arithmetic", [products.ActivationPrecision.INT8_SUMS, products.ActivationPrecision.BF16]
 )
-def test_one_product_is_enough_in_8_bits_and_in_bfloat16(
+def test_int8_and_bfloat16_take_one_mma_per_step(
     arithmetic: products.ActivationPrecision,
 ) -> None:
     form = unit_form(FORMATS["q4_k"].integer_form)
-    few = _facts(products.few_kernel(form, 8, True, arithmetic), "sm_90")
+    gemv = _facts(products.gemv_kernel(form, 8, True, arithmetic), "sm_90")
     shape = products.GemmShape.of(form, 4, arithmetic)
-    many = _facts(products.many_kernel(form, shape, True, arithmetic), "sm_90")
+    gemm = _facts(products.gemm_kernel(form, shape, True, arithmetic), "sm_90")
     sums = 2 * 2 if arithmetic == products.ActivationPrecision.INT8_SUMS else 0
-    assert few.tensor_core == 16 + sums
-    assert many.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
-    for facts in (few, many):
+    assert gemv.tensor_core == 16 + sums
+    assert gemm.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
+    for facts in (gemv, gemm):
         assert (facts.spill_stores, facts.spill_loads) == (0, 0)
         assert facts.wide_loads > 0

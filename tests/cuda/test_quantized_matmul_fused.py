@@ -1,4 +1,4 @@
-"""Products with what comes in front and behind in one kernel: the bits of the ops one by one."""
+"""GEMV with fused prologue and epilogues: the bits of the separate ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbflow_kernels.quantized_matmul import cuda_fused
 from nbflow_kernels.quantized_matmul.cuda import ActivationPrecision
 
 pytestmark = pytest.mark.compiler
-K = 300  # three chunks of a norm, the last one cut off
+K = 300  # three chunks of a norm, the last one partial
 
 
 def weights(format: str, n_rows: int, cupy: Any) -> nk.QuantTensor:
@@ -40,7 +40,7 @@ def same(a: Any, b: Any) -> bool:
     ("kind", "activations"),
     [("rms", "f32"), ("layer", "f32"), ("rms", "int8"), ("layer", "int8"), ("rms", "bf16")],
 )
-def test_a_norm_in_front(kind: str, activations: str, cupy: Any) -> None:
+def test_norm_prologue(kind: str, activations: str, cupy: Any) -> None:
     source, w = cupy.asarray(numbers(5, K)), weights("q4_0", 37, cupy)
     weight, bias = cupy.asarray(numbers(K)), cupy.asarray(numbers(1, K)[0])
     rows = cupy.asarray(np.array([4, 0, 2], np.int32))
@@ -63,25 +63,25 @@ def test_a_norm_in_front(kind: str, activations: str, cupy: Any) -> None:
     assert same(out, wanted)
 
 
-@pytest.mark.parametrize("n_sms", [4, 132])  # each thread block has several row tiles; parts of one
-def test_a_gate_behind(n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_sms", [4, 132])  # several row tiles per thread block; a part of one
+def test_gate_epilogue(n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", n_sms)
-    width = 2 * 64 + 21  # no whole row tiles, three regions
+    width = 2 * 64 + 21  # partial row tiles, three regions
     x, w = cupy.asarray(numbers(3, K)), weights("q3h", 2 * width, cupy)
     both = nk.qmatmul(x, w)
     wanted = nk.silu_and_mul(both)
     out, product = cupy.empty((3, width), np.float32), cupy.empty(both.shape, np.float32)
-    for _ in range(2):  # the counters are zero again
-        cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.GateEpilogue("silu", out))
+    for _ in range(2):  # arrival counters are reset
+        cuda_fused.fused_gemv(x, w, None, product, epilogue=cuda_fused.GateEpilogue("silu", out))
         assert same(product, both)
         assert same(out, wanted)
 
 
-def test_an_activation_behind_and_a_scaled_sum(cupy: Any) -> None:
+def test_activation_epilogue_and_scaled_accumulation(cupy: Any) -> None:
     x, w, bias = cupy.asarray(numbers(2, K)), weights("q4_0", 37, cupy), cupy.asarray(numbers(37))
     plain = nk.qmatmul(x, w, bias=bias)
     out = cupy.empty((2, 37), np.float32)
-    cuda_fused.fused_gemv(x, w, bias, out, then=cuda_fused.Activation("gelu_tanh"))
+    cuda_fused.fused_gemv(x, w, bias, out, epilogue=cuda_fused.Activation("gelu_tanh"))
     assert same(out, nk.gelu_tanh(plain))
     old = cupy.asarray(numbers(2, 37))
     out[...] = old
@@ -97,7 +97,7 @@ def test_an_activation_behind_and_a_scaled_sum(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
+def test_norm_epilogue(kind: str, cupy: Any) -> None:
     x, w = cupy.asarray(numbers(3, K)), weights("q4_0", 150, cupy)
     weight, bias, old = (cupy.asarray(numbers(*s)) for s in ((150,), (151,), (3, 150)))
     bias = bias[:150]
@@ -108,10 +108,10 @@ def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
         normal = nk.layernorm(o, weight, bias, eps=1e-6)
     out, product = old.copy(), cupy.empty((3, 150), np.float32)
     norm = cuda_fused.Norm(kind, weight, bias, 1e-6, 0.0, out)
-    cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.NormEpilogue(norm, 1.0))
+    cuda_fused.fused_gemv(x, w, None, product, epilogue=cuda_fused.NormEpilogue(norm, 1.0))
     assert same(product, o)
     assert np.array_equal(out.get(), old.get() + normal.get())
-    cuda_fused.fused_gemv(x, w, None, product, then=cuda_fused.NormEpilogue(norm))
+    cuda_fused.fused_gemv(x, w, None, product, epilogue=cuda_fused.NormEpilogue(norm))
     assert same(out, normal)
 
 
@@ -119,8 +119,10 @@ def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
     ("format", "head_dim", "style", "of_all"),
     [("f16", 12, "half", False), ("q8_0", 160, "pairs", False), ("f16", 93, "half", True)],
 )
-def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy: Any) -> None:
-    """Two query heads and one of keys and values: norms, rotation, pages; a row without a page."""
+def test_rope_kv_append_epilogue(
+    format: str, head_dim: int, style: str, of_all: bool, cupy: Any
+) -> None:
+    """Two query heads, one key and value head: norms, RoPE, KV append; a row without a page."""
     D, n_tokens, page_size = head_dim, 3, 4
     x, w = cupy.asarray(numbers(n_tokens, K)), weights("q4_0", 4 * D, cupy)
     q_weight = cupy.asarray(numbers(2 * D if of_all else D))
@@ -145,14 +147,14 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
         k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
-    places = cuda_fused.Places(
+    placement = cuda_fused.KvPlacement(
         positions, requests, indices, indptr, "HND", positions, table, style == "half"
     )
     then = cuda_fused.RopeKvAppendEpilogue(
-        places, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
+        placement, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
         of_all,
     )  # fmt: skip
-    cuda_fused.fused_gemv(x, w, None, out, then=then)
+    cuda_fused.fused_gemv(x, w, None, out, epilogue=then)
     assert np.array_equal(out.get(), plain.get(), equal_nan=True)
     for wanted, got in zip(pages[:2], pages[2:], strict=True):
         assert wanted.get().any()
@@ -161,9 +163,7 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("then", [cuda_fused.RopeKvAppendEpilogue, cuda_fused.GateEpilogue])
-def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor(
-    then: Any, arch: str
-) -> None:
+def test_fused_kernels_keep_two_thread_blocks_per_sm(then: Any, arch: str) -> None:
     f16 = format_type(F16).replace(" ", "")
     macros: dict[Any, tuple[tuple[str, str], ...]] = {
         cuda_fused.RopeKvAppendEpilogue: (
@@ -180,9 +180,9 @@ def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor
     code, entry = kernel.compile(arch, "ptx")
     found = nbflow_ptx.lint(code.decode(), arch)[entry]
     assert found.registers is not None, found.registers_from
-    assert found.registers <= 128  # two thread blocks of 256 on a multiprocessor
-    # the product alone spills 28 bytes on sm_80 and 4 on sm_90, with a norm it is 60 and 12: the
-    # first unit is on its way while tokens are normalized
+    assert found.registers <= 128  # two thread blocks of 256 threads per SM
+    # the plain GEMV spills 28 bytes on sm_80 and 4 on sm_90, with a norm 60 and 12: the first unit
+    # is in flight while tokens are normalized
     assert max(found.spill_stores or 0, found.spill_loads or 0) <= 64
     assert (found.fp64, found.local_accesses) == (0, 0)
     assert found.wide_loads > 0

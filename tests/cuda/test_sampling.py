@@ -1,4 +1,4 @@
-"""Sampling on a device: tokens of many draws, rows that are no distribution, long rows."""
+"""Sampling on a CUDA device: many draws, invalid rows, long rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_bad_rows_are_marked_and_the_others_are_drawn(xp: Any) -> None:
     on_device = xp.asarray(probs)
     tokens = nk.sampling_from_probs(on_device, seed=1).get()
     assert (tokens < 0).tolist() == [False, True, True, True, True, False]
-    outside = xp.asarray(np.array([0, 6, -1], np.int32))  # rows that there are not
+    outside = xp.asarray(np.array([0, 6, -1], np.int32))  # out of range
     assert (nk.sampling_from_probs(on_device, seed=1, indices=outside).get() < 0).tolist() == [
         False, True, True
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_bad_rows_are_marked_and_the_others_are_drawn(xp: Any) -> None:
 
 
 def test_ties_go_to_the_lowest_index_in_long_rows(xp: Any) -> None:
-    """9000 columns: 1024 threads, and thousands of equals where the cut falls."""
+    """9000 columns: 1024 threads, and thousands of equal elements at the cut."""
     x = np.zeros((1, 9000), np.float32)
     x[0, 8000:8010] = 1
     values, indices = nk.top_k(xp.asarray(x), 500)
@@ -81,7 +81,7 @@ def test_ties_go_to_the_lowest_index_in_long_rows(xp: Any) -> None:
     np.testing.assert_array_equal(values.get()[0], [1] * 10 + [0] * 490)
     kept = np.isfinite(nk.top_k_mask_logits(xp.asarray(x), 12).get()[0])
     np.testing.assert_array_equal(np.flatnonzero(kept), [0, 1, *range(8000, 8010)])
-    # each of 4500 equals weighs the same: a share of 1 / 3 is the first 1500 of them
+    # 4500 equal elements: a share of 1 / 3 is the first 1500 of them
     probs = np.zeros((1, 9000), np.float32)
     probs[0, ::2] = 2.0**-13
     renormed = nk.top_p_renorm_probs(xp.asarray(probs), 1 / 3).get()[0]

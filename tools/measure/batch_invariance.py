@@ -51,7 +51,7 @@ from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_list, set_num_threads
 from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
-from nbflow_kernels.quantized_matmul import cpu_gemv_int8
+from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY, _ = SHAPES["1.1b"]
@@ -165,7 +165,7 @@ def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
 
 @functools.cache
 def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
-    """Return `int8.few_rows` for blocks like q4_0's, with one or two sums for each output."""
+    """Return `cpu_gemv_int8.gemv` for blocks like q4_0's, with one or two sums for each output."""
     block_bytes, zero, one = form.block_bytes, np.int32(-form.zero), n == 1
 
     @jit.kernel
@@ -187,7 +187,7 @@ def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
                 for _ in range(n_blocks // 2):
                     for chain in range(2):
                         for line in range(5 if tokens > 1 and first == 0 else 0):
-                            cpu_gemv_int8.prefetch(at + cpu_gemv_int8.AHEAD_BYTES + 64 * line)
+                            cpu_gemv_int8.prefetch(at + cpu_gemv_int8.PREFETCH_BYTES + 64 * line)
                         ints = register_tiles_int8.starts(1, tokens, n_at, n_step, zero)
                         for v in range(8):
                             u = codes(form, unit_of(form, at, 0), v)
@@ -239,10 +239,10 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
 
     form, tile = packed.form, 1 if T == 1 else 4 if T <= 4 else 8
     ours = {
-        "few_rows": cpu_gemv_int8.gemv(form, tile),
-        "many_rows": cpu_gemv_int8.gemm(form),
+        "gemv": cpu_gemv_int8.gemv(form, tile),
+        "gemm": cpu_gemm_int8.gemm(form),
     }
-    chosen = next(k for k, kernel in ours.items() if kernel is cpu_gemv_int8.kernel_for(form, T))
+    chosen = next(k for k, kernel in ours.items() if kernel is cpu.int8_kernel(form, T))
     chains = {n: in_chains(form, tile, n) for n in (1, 2)}
     runs: dict[Any, Any] = {key: run(kernel) for key, kernel in (ours | chains).items()}
     peaks = [compute_peak("int8")]

@@ -1,4 +1,4 @@
-"""Product of activations and a weight matrix."""
+"""Matrix product with float weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def matmul(
     x : array of float32, shape (T, K)
         Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
     w : array of float32, float16 or uint16, shape (N, K)
-        Weights, a row for each output; uint16 holds the bits of bfloat16.
+        Weights, a row per output; uint16 holds the bits of bfloat16.
     bias : array of float32, shape (N,), optional
         Added to every row of the result.
     accumulate : bool
@@ -55,11 +55,11 @@ def matmul(
     See Also
     --------
     nbflow_kernels.qmatmul : The same with quantized weights.
-    nbflow_kernels.matmul.reference.matmul : The NumPy form the variants are tested against.
+    nbflow_kernels.matmul.reference.matmul : The NumPy reference.
 
     Notes
     -----
-    Products are added in float32, in an order that depends on K alone: a row of the result is
+    Products are added in float32, in an order that depends only on K: a row of the result is
     bitwise the same whatever other rows are in the call, for any number of threads.
 
     Examples

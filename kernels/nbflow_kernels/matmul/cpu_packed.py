@@ -1,8 +1,9 @@
-"""Matrix product with float weights that lie 16 rows side by side (`formats.floats.pack`).
+"""CPU GEMV and GEMM with float weights packed 16 rows interleaved (`formats.floats.pack`).
 
 Weights are an array (groups, columns, 16) of float32, int16 (the bits of float16) or uint16 (the
 bits of bfloat16), columns padded with zeros to a multiple of 8, rows to a multiple of 16.
-The order of additions is that of `nbflow_kernels.matmul.cpu_packed_tiles`.
+The order of additions is that of `nbflow_kernels.matmul.cpu_packed_tiles`; as plain loops:
+`loops.interleaved`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def matmul(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Write ``x @ w.T``, plus `bias` if that is not empty, to `out`, or add it."""
-    kernel = _one if x.shape[0] == 1 else _many
+    """Write ``x @ w.T`` to `out`, plus `bias` unless that is empty, or add it to `out`."""
+    kernel = _gemv if x.shape[0] == 1 else _gemm
     split_rows(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
 
 
@@ -36,8 +37,8 @@ def matmul_bf16(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Do as `matmul`, with activations and weights rounded to bfloat16."""
-    split_rows(_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
+    """Do as `matmul` with activations and weights rounded to bfloat16."""
+    split_rows(_gemm_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
 
 
 def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
@@ -46,24 +47,24 @@ def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
 
 
 @jit.kernel
-def _one(x, w, bias, accumulate, out, start, stop):
-    """One token; groups [start, stop), read as one stream."""
-    sums, n_units = simd_memory.allocate(cpu_packed_tiles.TOKEN_BYTES), x.shape[1]
+def _gemv(x, w, bias, accumulate, out, start, stop):
+    """Multiply row groups [start, stop) by one token, reading weights as one stream."""
+    sums, n_steps = simd_memory.allocate(cpu_packed_tiles.TOKEN_BYTES), x.shape[1]
     for group in range(start, stop):
-        cpu_packed_tiles.clear(sums, 1)
+        cpu_packed_tiles.zero_sums(sums, 1)
         w_at = simd.address(w) + group * w.strides[0]
         ahead = w_at + cpu_packed_tiles.PREFETCH
         cpu_packed_tiles.add_to_tile(
-            w, 1, w_at, simd.address(x), 0, n_units, sums, ahead, 64 * w.itemsize
+            w, 1, w_at, simd.address(x), 0, n_steps, sums, ahead, 64 * w.itemsize
         )
-        cpu_packed_tiles.finish(sums, bias, accumulate, out, 0, 1, group)
+        cpu_packed_tiles.write_outputs(sums, bias, accumulate, out, 0, 1, group)
     simd_memory.release(sums)
 
 
 @jit.kernel
-def _many(x, w, bias, accumulate, out, start, stop):
-    """Two tokens and more; groups [start, stop), multiplied as they lie."""
-    n_tokens, n_units = x.shape
+def _gemm(x, w, bias, accumulate, out, start, stop):
+    """Multiply row groups [start, stop) by two tokens or more, without decoding."""
+    n_tokens, n_steps = x.shape
     sums = simd_memory.allocate(
         cpu_packed_tiles.TOKEN_BYTES * min(n_tokens, cpu_packed_tiles.BLOCK_TOKENS)
     )
@@ -71,19 +72,19 @@ def _many(x, w, bias, accumulate, out, start, stop):
         tokens = min(cpu_packed_tiles.BLOCK_TOKENS, n_tokens - token)
         x_at = simd.address(x) + token * x.strides[0]
         for group in range(start, stop):
-            cpu_packed_tiles.clear(sums, tokens)
+            cpu_packed_tiles.zero_sums(sums, tokens)
             w_at = simd.address(w) + group * w.strides[0]
             ahead = w_at + w.strides[0]
-            cpu_packed_tiles.add_units(
-                w, w_at, x_at, x.strides[0], tokens, n_units, sums, ahead, w.strides[0]
+            cpu_packed_tiles.add_steps(
+                w, w_at, x_at, x.strides[0], tokens, n_steps, sums, ahead, w.strides[0]
             )
-            cpu_packed_tiles.finish(sums, bias, accumulate, out, token, tokens, group)
+            cpu_packed_tiles.write_outputs(sums, bias, accumulate, out, token, tokens, group)
     simd_memory.release(sums)
 
 
 @jit.device_function(inline="always")
-def _rounded(w, at, k, n, to):
-    """Write pairs of columns k to k + n of the group at address `at` as bfloat16."""
+def _to_bf16_pairs(w, at, k, n, to):
+    """Write pairs of columns k to k + n of the group at address `at` as bfloat16 to `to`."""
     size = 16 * w.itemsize
     at += 2 * k * size
     for i in range(n):
@@ -93,10 +94,10 @@ def _rounded(w, at, k, n, to):
 
 
 @jit.kernel
-def _bf16(x, w, bias, accumulate, out, start, stop):
-    """Activations and weights rounded to bfloat16; groups [start, stop)."""
+def _gemm_bf16(x, w, bias, accumulate, out, start, stop):
+    """Multiply row groups [start, stop), activations and weights rounded to bfloat16."""
     like = np.empty(0, np.int32)
-    cpu_packed_tiles.multiply_decoded(
-        _rounded, True, w, simd.address(w), w.strides[0], w.shape[1] // 2,
+    cpu_packed_tiles.gemm_decoded(
+        _to_bf16_pairs, True, w, simd.address(w), w.strides[0], w.shape[1] // 2,
         cpu_packed_tiles.PANEL, like, x, bias, accumulate, out, start, stop,
     )  # fmt: skip

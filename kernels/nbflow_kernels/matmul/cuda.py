@@ -1,8 +1,16 @@
-"""Matrix product on CUDA devices with weights stored row by row.
+"""Matrix product on CUDA devices with row-major float weights: choice of the kernel.
 
-Float16 and bfloat16 go to tensor cores (`tensor_cores`).  Here are float32, rows that are not whole
-pieces of 16 bytes, and groups of tokens with a matrix each: `cuda_simt.cu` reads a weight once for
-8 tokens and computes in float32.
+=====================================================  =============================================
+weights, tokens                                        kernel
+=====================================================  =============================================
+float16 or bfloat16, rows of whole 16 bytes            `cuda_mma`: `gemv` up to 16 tokens, `gemm`
+the same, above 64 tokens, compute capability 9.0      `cuda_wgmma`
+float32, other rows, or a matrix per segment           `cuda_simt.cu`: float32 arithmetic, a weight
+                                                       is read once for 8 tokens
+=====================================================  =============================================
+
+`cuda_wgmma` is chosen where it gives the same bits as `cuda_mma` (`same_bits`), since a row of the
+result must not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -10,40 +18,100 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from nbflow_kernels.cuda import Kernel, address, ceil_div, cpp_kernel
-from nbflow_kernels.matmul import cuda_mma
+import numpy as np
+
+from nbflow_kernels.cuda import Kernel, KernelDevice, address, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.matmul import cuda_mma, cuda_wgmma
 
 ROWS = 32  # of a thread block: 8 warps with 4 each
+MIN_WGMMA_TOKENS = 65
+"""Below, `cuda_mma.gemm` with its smaller thread blocks is as fast."""
 KINDS = {"float32": (0, "f32"), "float16": (1, "f16"), "uint16": (2, "bf16")}
 
 
-def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
-    """See `nbflow_kernels.matmul`."""
-    multiply(x, w, bias, accumulate, out)
-
-
-def multiply(
+def matmul(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, indptr: Any = None, rows: Any = None
 ) -> None:
-    """Multiply rows by a matrix (N, K), or each segment of `indptr` by its own of (E, N, K)."""
+    """See `nbflow_kernels.matmul`; with `indptr` grouped GEMM, `w` (E, N, K) and `rows` of `x`."""
     if indptr is None and len(out) and cuda_mma.fits(w):
-        cuda_mma.multiply(x, w, bias, accumulate, out)
+        multiply_16bit(x, w, bias, accumulate, out)
         return
     _multiply(x, w, bias, accumulate, out, 1 if indptr is None else len(w), indptr, rows, (0, 0))
 
 
-def bands(x: Any, w: Any, out: Any) -> None:
-    """Multiply bands of columns by a matrix each: ``out[:, h] = x[:, h] @ w[h].T``.
+def multiply_16bit(
+    x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, rounded: bool = False,
+    fragment_order: bool = False,
+) -> None:  # fmt: skip
+    """Multiply by weights (N, K) that `cuda_mma.fits`; for the options see `cuda_mma.stage`."""
+    if use_wgmma(device_of(x), len(x)):
+        row_major = not fragment_order
+        cuda_wgmma.multiply(x, w, bias, accumulate, out, rounded=rounded, row_major=row_major)
+    else:
+        cuda_mma.multiply(
+            x, w, bias, accumulate, out, rounded=rounded, fragment_order=fragment_order
+        )
 
-    `x` is (T, H, K), `w` (H, N, K), `out` (T, H, N); the bits are those of band by band.
+
+def use_wgmma(device: KernelDevice, n_tokens: int) -> bool:
+    """Return whether to multiply this many tokens by `wgmma`."""
+    return n_tokens >= MIN_WGMMA_TOKENS and wgmma_enabled(device)
+
+
+def wgmma_enabled(device: KernelDevice) -> bool:
+    """Return whether a device has `wgmma` and it gives the bits of `mma.sync`.
+
+    The environment variable NBFLOW_WGMMA overrides the test of the bits: 0, never; 1, always.
+    """
+    if device.arch != "sm_90":
+        return False
+    switch = cuda_wgmma.environment_switch("NBFLOW_WGMMA")
+    return switch == "1" or (not switch and _agrees(device))
+
+
+def _agrees(device: KernelDevice) -> bool:
+    """Return the result of `same_bits`, which runs at the first call, hence outside of graphs."""
+    key = ("matmul", "wgmma agrees")
+    if key not in device.constants:
+        device.constants[key] = all(same_bits(device, dtype) for dtype in ("float16", "uint16"))
+    return bool(device.constants[key])
+
+
+def same_bits(device: KernelDevice, dtype: str) -> bool:
+    """Return whether `wgmma` and `mma.sync` give the same bits for weights of a dtype.
+
+    Terms range from 2**-16 to 2**16 with any sign, so the bits reveal how many terms an instruction
+    adds at once and which of their bits it drops.
+    """
+    rng = np.random.default_rng(0)
+    n_rows, n_tokens, n_columns = cuda_wgmma.ROWS, 8, 8 * cuda_wgmma.STEP
+    sizes = rng.integers(-8, 9, (2, n_columns))
+    w = np.ldexp(rng.standard_normal((n_rows, n_columns)), sizes[0]).astype(np.float32)
+    w = w.view(np.uint32) >> 16 if dtype == "uint16" else w.astype(np.float16).view(np.uint16)
+    weights = device.asarray(w.astype(np.uint16).view(dtype))
+    x = np.ldexp(rng.standard_normal((n_tokens, n_columns)), sizes[1]).astype(np.float32)
+    tokens = device.asarray(x)
+    outs = [device.empty((n_tokens, n_rows), "f4") for _ in range(2)]
+    staged = cuda_mma.stage(tokens, dtype, rounded=True)
+    cuda_mma.multiply_staged(staged, weights, None, False, outs[0])
+    swizzled = cuda_wgmma.stage(tokens, dtype, 1, 64, row_major=True)
+    cuda_wgmma.multiply_staged(swizzled, weights, None, False, outs[1])
+    mma, wgmma = (out.get().tobytes() for out in outs)
+    return bool(mma == wgmma)
+
+
+def batched(x: Any, w: Any, out: Any) -> None:
+    """Batched product: ``out[:, h] = x[:, h] @ w[h].T``.
+
+    `x` is (T, H, K), `w` (H, N, K), `out` (T, H, N); the bits are those of H single products.
     """
     if not out.size:
         return
     if not cuda_mma.fits(w):
-        apart = x.strides[1] // 4, out.strides[1] // 4
-        _multiply(x, w, None, False, out, len(w), None, None, apart)
+        strides = x.strides[1] // 4, out.strides[1] // 4
+        _multiply(x, w, None, False, out, len(w), None, None, strides)
         return
-    step = max(1, cuda_mma.BANDS_AT_ONCE // len(w))
+    step = max(1, cuda_mma.MAX_STAGED_ROWS // len(w))
     for row in range(0, len(x), step):
         part = slice(row, row + step)
         staged = cuda_mma.stage(x[part], w.dtype.name)
@@ -52,14 +120,14 @@ def bands(x: Any, w: Any, out: Any) -> None:
 
 def _multiply(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, n_matrices: int, indptr: Any, rows: Any,
-    bands: tuple[int, int],
+    batch_strides: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Launch `cuda_simt.cu`; `bands` are their strides in `x` and `out`, in numbers."""
+    """Launch `cuda_simt.cu`; `batch_strides` are those of `x` and `out`, in numbers."""
     (n_rows, n_columns), n_tokens = w.shape[-2:], len(out)
     if not n_tokens or not n_rows or not n_matrices:
         return
     x_stride, out_stride = x.strides[0] // 4, out.strides[0] // 4
-    wide = n_columns % 8 == 0 and x_stride % 4 == 0 and bands[0] % 4 == 0
+    wide = n_columns % 8 == 0 and x_stride % 4 == 0 and batch_strides[0] % 4 == 0
     wide = wide and not (w.size and address(w) % 16) and not (x.size and address(x) % 16)
     tokens = next((n for n in (1, 2, 4, 8) if n >= n_tokens), 8)
     kind, name = KINDS[w.dtype.name]
@@ -67,7 +135,7 @@ def _multiply(
         (ceil_div(n_rows, ROWS), min(ceil_div(n_tokens, tokens), 4096), n_matrices), 256,
         (
             x, w, bias, out, indptr, rows, x_stride, out_stride, n_tokens, n_rows, n_columns,
-            int(accumulate), *bands,
+            int(accumulate), *batch_strides,
         ),
     )  # fmt: skip
 
@@ -77,8 +145,8 @@ def _kernel(kind: int, name: str, tokens: int, wide: bool) -> Kernel:
     """Return the kernel for a type of weights."""
     parameters = (
         f"f32* x, {name}* w, f32*? bias, f32* out, i32*? indptr, i32*? rows, i64 x_stride, "
-        "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate, i64 x_band, "
-        "i64 out_band"
+        "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate, "
+        "i64 x_batch_stride, i64 out_batch_stride"
     )
     entry = f"matmul<{kind}, {tokens}, {str(wide).lower()}>"
     return cpp_kernel(__file__, "cuda_simt.cu", entry, parameters)

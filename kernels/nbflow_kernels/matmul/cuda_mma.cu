@@ -1,17 +1,17 @@
-// The product with weights in float16 or bfloat16, stored row by row, on tensor cores.
+// GEMV and GEMM on tensor cores (`mma.sync`) with row-major weights in float16 or bfloat16.
 //
-// An activation is PARTS numbers of the weights' type that add up to it (`stage`).  Of 32 columns lane
-// t of four holds columns 8 t to 8 t + 7 of rows g and g + 8 and of token g: sixteen bytes as they lie
-// in memory are its part of two steps, whatever column a step then calls which.
+// An activation is decomposed into PARTS numbers of the weights' type that add up to it (`stage`).  Of 32
+// columns lane t of four loads columns 8 t to 8 t + 7 of rows g and g + 8 and of token g: one 16-byte load
+// gives its operands of two MMA steps.  Weights and tokens are permuted alike, so sums do not change.
 //
-// K is cut into SLOTS pieces of steps of 64 columns; a slot's steps are added one after the other, and
-// the slots in order.  Both kernels do the same: a result does not depend on how many tokens there are.
+// Split-K: K is cut into SPLITS runs of steps of 64 columns; the steps of a run are added one after the
+// other, and the runs in order.  Both kernels do so: a result does not depend on the number of tokens.
 //
-// blockIdx.z is a matrix, of bands of columns that have one each: attention's heads.
+// blockIdx.z is the matrix of a batched product (attention heads).
 #include "matmul/cuda_mma_common.cuh"
 
-// Two steps' weights: words of rows g and g + 8.  `zero`, which is 0, makes them new numbers: else they
-// are moved to neighbouring registers again for every product.
+// Weights of two steps: words of rows g and g + 8.  XOR with `zero` (0 at run time) makes them new values;
+// else the compiler moves them to adjacent registers again for every MMA.
 struct Operands {
   u32 first[4], second[4];
 
@@ -31,70 +31,71 @@ struct Operands {
   }
 };
 
-// Activations as [part][token][stride] numbers, zeros behind the last column, in memory's order or (of
-// weights from units) as `column_at` says; a thread block for each token (and band, blockIdx.z).
-template <int KIND, int PARTS, bool OF_UNITS>
+// Write activations as [part][token][stride] numbers, padded with zeros, in column order or, for weights in
+// fragment order, permuted by `column_at`.  Thread block (token, 1, matrix).
+template <int KIND, int PARTS, bool FRAGMENT_ORDER>
 __global__ void __launch_bounds__(256) stage(
     const float* x, u16* parts, float* factors, long long x_stride, int n_tokens, int n_columns,
-    int stride, long long x_band) {
-  x += blockIdx.z * x_band;
+    int stride, long long x_batch_stride) {
+  x += blockIdx.z * x_batch_stride;
   parts += (long long)blockIdx.z * PARTS * n_tokens * stride;
   factors += blockIdx.z * n_tokens;
   const float* row = x + blockIdx.x * x_stride;
   const float up = scale_token<KIND>(row, n_columns, factors);
   for (int k = threadIdx.x; k < stride; k += 256) {
-    const int column = OF_UNITS ? column_at(k) : k;
+    const int column = FRAGMENT_ORDER ? column_at(k) : k;
     u16 numbers[PARTS];
-    split<KIND>(column < n_columns ? row[column] * up : 0.0f, numbers);
+    decompose<KIND>(column < n_columns ? row[column] * up : 0.0f, numbers);
 #pragma unroll
     for (int p = 0; p < PARTS; p++)
       parts[((long long)p * n_tokens + blockIdx.x) * stride + k] = numbers[p];
   }
 }
 
-constexpr int FEW_TILES = 2;  // row tiles of 16 that a warp of `few` computes
+constexpr int GEMV_TILES = 2;  // row tiles of 16 per warp of `gemv`
 
-// Tokens `first` to `n_tokens`, up to 8: a warp has a slot of FEW_TILES row tiles, and the next step's weights on their way.
+// Up to 8 tokens from `first` on: a warp computes one split of GEMV_TILES row tiles and prefetches the weights
+// of the next step to registers.
 template <int KIND, int PARTS>
-__global__ void __launch_bounds__(32 * SLOTS, 2) few(
+__global__ void __launch_bounds__(32 * SPLITS, 2) gemv(
     const u16* weights, const u16* parts, const float* factors, const float* bias, float* out,
     long long out_stride, int n_staged, int first, int n_tokens, int n_rows, int n_columns, int stride,
-    int accumulate, long long out_band) {
+    int accumulate, long long out_batch_stride) {
   weights += (long long)blockIdx.z * n_rows * n_columns;
   parts += (long long)blockIdx.z * PARTS * n_staged * stride;
   factors += factors ? blockIdx.z * n_staged : 0;
-  out += blockIdx.z * out_band;
-  __shared__ float sums[SLOTS][FEW_TILES][128];
-  const int lane = threadIdx.x & 31, slot = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int n_steps = stride / STEP, step_1 = slot_start(slot + 1, n_steps);
+  out += blockIdx.z * out_batch_stride;
+  __shared__ float sums[SPLITS][GEMV_TILES][128];
+  const int lane = threadIdx.x & 31, split = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int n_steps = stride / STEP, step_1 = split_start(split + 1, n_steps);
   const u16* x = parts + (long long)min(first + g, n_tokens - 1) * stride + 8 * t;
-  const u16* rows[FEW_TILES][2];  // rows behind the last: the last once more
+  const u16* rows[GEMV_TILES][2];  // row numbers are clamped to the last row
 #pragma unroll
-  for (int r = 0; r < FEW_TILES; r++) {
+  for (int r = 0; r < GEMV_TILES; r++) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = (blockIdx.x * FEW_TILES + r) * 16 + g + 8 * h;
+      const int row = (blockIdx.x * GEMV_TILES + r) * 16 + g + 8 * h;
       rows[r][h] = weights + (long long)min(row, n_rows - 1) * n_columns + 8 * t;
     }
   }
-  uint4 w[FEW_TILES][2][2];
+  uint4 w[GEMV_TILES][2][2];
   auto load = [&](int step) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int k = step * STEP + 32 * i;
-      const bool there = k + 8 * t < n_columns;  // rows are whole pieces of 8
+      const bool valid = k + 8 * t < n_columns;  // rows are multiples of 8
 #pragma unroll
-      for (int r = 0; r < FEW_TILES; r++)
+      for (int r = 0; r < GEMV_TILES; r++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) w[r][h][i] = there ? stream_16(rows[r][h] + k) : uint4{0, 0, 0, 0};
+        for (int h = 0; h < 2; h++) w[r][h][i] = valid ? stream_16(rows[r][h] + k) : uint4{0, 0, 0, 0};
     }
   };
   const u32 zero = n_rows >> 31;
-  float acc[FEW_TILES][4] = {};
-  int step = slot_start(slot, n_steps);
+  float acc[GEMV_TILES][4] = {};
+  int step = split_start(split, n_steps);
   if (step < step_1) load(step);
   for (; step < step_1; step++) {
-    const Operands now[2][FEW_TILES] = {
+    const Operands now[2][GEMV_TILES] = {
         {{w[0][0][0], w[0][1][0], zero}, {w[1][0][0], w[1][1][0], zero}},
         {{w[0][0][1], w[0][1][1], zero}, {w[1][0][1], w[1][1][1], zero}}};
     if (step + 1 < step_1) load(step + 1);
@@ -104,29 +105,29 @@ __global__ void __launch_bounds__(32 * SLOTS, 2) few(
       for (int p = 0; p < PARTS; p++) {
         const uint4 v = *(const uint4*)(x + (long long)p * n_staged * stride + step * STEP + 32 * i);
 #pragma unroll
-        for (int r = 0; r < FEW_TILES; r++) now[i][r].template multiply<KIND>(acc[r], v);
+        for (int r = 0; r < GEMV_TILES; r++) now[i][r].template multiply<KIND>(acc[r], v);
       }
     }
   }
 #pragma unroll
-  for (int r = 0; r < FEW_TILES; r++) {
-    float* to = sums[slot][r] + g * 8 + 2 * t;
+  for (int r = 0; r < GEMV_TILES; r++) {
+    float* to = sums[split][r] + g * 8 + 2 * t;
     *(float2*)to = make_float2(acc[r][0], acc[r][1]);
     *(float2*)(to + 64) = make_float2(acc[r][2], acc[r][3]);
   }
   __syncthreads();
   const Output output = {out, bias, factors, out_stride, n_rows, n_tokens, accumulate};
-  for (int i = threadIdx.x; i < FEW_TILES * 128; i += 32 * SLOTS) {
+  for (int i = threadIdx.x; i < GEMV_TILES * 128; i += 32 * SPLITS) {
     const int row = i % 16, token = i / 16 % 8, r = i / 128;
     float v = 0.0f;
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) v += sums[s][r][row * 8 + token];
-    output.put(v, (blockIdx.x * FEW_TILES + r) * 16 + row, first + token);
+    for (int s = 0; s < SPLITS; s++) v += sums[s][r][row * 8 + token];
+    output.put(v, (blockIdx.x * GEMV_TILES + r) * 16 + row, first + token);
   }
 }
 
-// Many tokens: 4 x TOKEN_WARPS warps, each with ROW_TILES row tiles and TOKEN_TILES groups of 8 tokens,
-// from a ring of steps in shared memory.
+// Tile of `gemm`: 4 x TOKEN_WARPS warps, each with ROW_TILES row tiles and TOKEN_TILES groups of 8 tokens,
+// read from a ring of steps in shared memory.
 template <int KIND, int PARTS, int ROW_TILES, int TOKEN_WARPS, int TOKEN_TILES>
 struct Tiles {
   static constexpr int WARPS = 4 * TOKEN_WARPS, ROWS = 64 * ROW_TILES;
@@ -136,14 +137,14 @@ struct Tiles {
 };
 
 template <int KIND, int PARTS, int ROW_TILES, int TOKEN_WARPS, int TOKEN_TILES>
-__global__ void __launch_bounds__(128 * TOKEN_WARPS) many(
+__global__ void __launch_bounds__(128 * TOKEN_WARPS) gemm(
     const u16* weights, const u16* parts, const float* factors, const float* bias, float* out,
     long long out_stride, int n_staged, int first, int n_tokens, int n_rows, int n_columns, int stride,
-    int accumulate, long long out_band) {
+    int accumulate, long long out_batch_stride) {
   weights += (long long)blockIdx.z * n_rows * n_columns;
   parts += (long long)blockIdx.z * PARTS * n_staged * stride;
   factors += factors ? blockIdx.z * n_staged : 0;
-  out += blockIdx.z * out_band;
+  out += blockIdx.z * out_batch_stride;
   using Of = Tiles<KIND, PARTS, ROW_TILES, TOKEN_WARPS, TOKEN_TILES>;
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(128 * TOKEN_WARPS) many(
   u32 ring;
   asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(ring) : "l"(shared));
 
-  // Piece c of 16 bytes of a line lies at c, or at c ^ 4 in odd lines: 8 lanes then read all banks.
+  // Swizzle: 16-byte chunk c of odd lines is stored at c ^ 4, so 8 lanes read without bank conflicts.
   auto fetch = [&](int step) {
     if (step < n_steps) {
       const u32 to = ring + step % Of::RING * Of::BYTES;
@@ -161,10 +162,10 @@ __global__ void __launch_bounds__(128 * TOKEN_WARPS) many(
 #pragma unroll 2
       for (int line = threadIdx.x >> 3; line < Of::ROWS + PARTS * Of::TOKENS; line += 4 * Of::WARPS) {
         const u32 at = to + line * Of::LINE + 16 * (piece ^ 4 * (line & 1));
-        if (line < Of::ROWS) {  // rows behind the last: the last once more; zeros behind the columns
+        if (line < Of::ROWS) {  // clamp rows; fill columns past the end with zeros
           const int row = min(row_0 + line, n_rows - 1);
-          const bool there = k < n_columns;
-          copy_16_or_zeros(at, weights + (long long)row * n_columns + (there ? k : 0), there);
+          const bool valid = k < n_columns;
+          copy_16_or_zeros(at, weights + (long long)row * n_columns + (valid ? k : 0), valid);
         } else {
           const int p = (line - Of::ROWS) / Of::TOKENS, n = (line - Of::ROWS) % Of::TOKENS;
           const int token = min(token_0 + n, n_tokens - 1);
@@ -183,9 +184,9 @@ __global__ void __launch_bounds__(128 * TOKEN_WARPS) many(
 #pragma unroll
   for (int i = 0; i < Of::RING - 1; i++) fetch(i);
   int step = 0;
-  for (int slot = 0; slot < SLOTS; slot++) {
+  for (int split = 0; split < SPLITS; split++) {
 #pragma unroll 1
-    for (const int end = slot_start(slot + 1, n_steps); step < end; step++) {
+    for (const int end = split_start(split + 1, n_steps); step < end; step++) {
       wait_for_copies<Of::RING - 2>();
       __syncthreads();
       fetch(step + Of::RING - 1);

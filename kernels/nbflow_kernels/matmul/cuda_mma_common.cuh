@@ -1,11 +1,10 @@
-// What all kernels with weights in 16 bits have in common: the order of sums, the numbers that stand for
-// an activation, and the end of a product.
+// Shared by the tensor-core kernels with 16-bit weights: split-K order, decomposition of activations, output.
 #pragma once
 #include "cuda/ptx.cuh"
 
-constexpr int SLOTS = 8, STEP = 64;
+constexpr int SPLITS = 8, STEP = 64;
 
-DEV int slot_start(int slot, int n_steps) { return n_steps * slot / SLOTS; }
+DEV int split_start(int split, int n_steps) { return n_steps * split / SPLITS; }
 
 struct Output {
   float* out;
@@ -22,24 +21,24 @@ struct Output {
   }
 };
 
-// Two orders of 32 columns, each other's inverse.  Lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and
-// 2 t + 9 of a step of 16: `column_at` puts what it has of two steps together, 8 numbers.  `place_of` says
-// which of 8 neighbours that a lane has stand where in two steps.
+// Fragment order of 32 columns, and its inverse.  Lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and
+// 2 t + 9 of an MMA step of 16.  `column_at` maps positions to columns so that its 8 numbers of two steps
+// are contiguous; `position_of_column` maps columns to positions.
 DEV int column_at(int position) {
   return (position & ~31) | (position & 4) << 2 | (position & 2) << 2 | (position >> 2 & 6) | (position & 1);
 }
 
-DEV int place_of(int k) {
+DEV int position_of_column(int k) {
   return (k & ~31) | (k & 6) << 2 | (k >> 2 & 4) | (k >> 2 & 2) | (k & 1);
 }
 
-// Of float16, a token is multiplied by the power of two that brings its largest magnitude to
-// 2**14..2**15, and factors[token] takes it back: the power, found by a thread block of 256.
+// Return the power of two that scales a token's largest magnitude to 2**14..2**15 (float16 only), and write
+// its inverse to factors[blockIdx.x].  By a thread block of 256.
 template <int NUMBER>
 DEV float scale_token(const float* row, int n_columns, float* factors) {
   if constexpr (NUMBER == F16_KIND) {
     __shared__ float largest_of[8];
-    float largest = 0.0f;  // fmaxf ignores NaN, which need no scaling
+    float largest = 0.0f;  // fmaxf ignores NaN
     for (int k = threadIdx.x; k < n_columns; k += 256) largest = fmaxf(largest, fabsf(row[k]));
 #pragma unroll
     for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
@@ -56,14 +55,14 @@ DEV float scale_token(const float* row, int n_columns, float* factors) {
   }
 }
 
-// A number as PARTS numbers of 16 bits that add up to it, or nearly.
+// Decompose a number into PARTS 16-bit numbers that add up to it, up to rounding.
 template <int NUMBER, int PARTS>
-DEV void split(float rest, u16 (&numbers)[PARTS]) {
+DEV void decompose(float rest, u16 (&numbers)[PARTS]) {
 #pragma unroll
   for (int p = 0; p < PARTS; p++) {
     const u16 bits = NUMBER == F16_KIND ? (u16)to_f16x2(rest, 0.0f) : (u16)to_bf16x2(rest, 0.0f);
     numbers[p] = bits;
     rest -= NUMBER == F16_KIND ? low_f16(bits) : __uint_as_float((u32)bits << 16);
-    rest = rest == rest ? rest : 0.0f;  // what is not finite stays in the first part
+    rest = rest == rest ? rest : 0.0f;  // infinities and NaN stay in the first part
   }
 }

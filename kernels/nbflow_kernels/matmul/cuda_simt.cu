@@ -1,14 +1,14 @@
-// The product with weights in float32, float16 or bfloat16, stored row by row, in float32.
+// Float32 arithmetic on CUDA cores, with row-major weights in float32, float16 or bfloat16.
 //
 // A warp computes ROWS rows for TOKENS tokens: lane l adds the products of columns 256 i + 8 l + 0..7,
-// i after i, and the lanes are added as a tree.  Neither order depends on how many tokens there are.
-// blockIdx.z is the matrix of a group of tokens, or of a band of columns of all.
+// i after i, and the lanes are added as a tree.  Neither order depends on the number of tokens.
+// blockIdx.z is the matrix of a segment of tokens (`indptr`), or of a batched product.
 #include "cuda/float16.cuh"
 #include "cuda/block_reduce.cuh"
 
 constexpr int ROWS = 4, WARPS = 8;
 
-// Columns k to k + 8 of a row of n; zeros behind its end.
+// Load columns k to k + 8 of a row of n, with zeros past its end.
 template <int KIND, bool WIDE>
 __device__ inline void load_8(float to[8], const typename Element<KIND>::Stored* row, int k, int n) {
   using E = Element<KIND>;
@@ -35,18 +35,18 @@ template <int KIND, int TOKENS, bool WIDE>
 __global__ void __launch_bounds__(32 * WARPS) matmul(
     const float* x, const typename Element<KIND>::Stored* w, const float* bias, float* out,
     const int* indptr, const int* rows, long long x_stride, long long out_stride, int n_tokens,
-    int n_rows, int n_columns, int accumulate, long long x_band, long long out_band) {
+    int n_rows, int n_columns, int accumulate, long long x_batch_stride, long long out_batch_stride) {
   const int lane = threadIdx.x & 31, row_0 = (blockIdx.x * WARPS + (threadIdx.x >> 5)) * ROWS;
   if (row_0 >= n_rows) return;
   int token = 0, end = n_tokens;
   if (indptr) token = indptr[blockIdx.z], end = indptr[blockIdx.z + 1];
   w += (long long)blockIdx.z * n_rows * n_columns;
   if (bias) bias += (long long)blockIdx.z * n_rows;
-  x += blockIdx.z * x_band, out += blockIdx.z * out_band;
+  x += blockIdx.z * x_batch_stride, out += blockIdx.z * out_batch_stride;
   for (token += blockIdx.y * TOKENS; token < end; token += gridDim.y * TOKENS) {
     const float* tokens[TOKENS];
 #pragma unroll
-    for (int n = 0; n < TOKENS; n++) {  // tokens behind the last one: the last once more
+    for (int n = 0; n < TOKENS; n++) {  // clamped to the last token
       int t = min(token + n, end - 1);
       tokens[n] = x + (rows ? rows[t] : t) * x_stride;
     }

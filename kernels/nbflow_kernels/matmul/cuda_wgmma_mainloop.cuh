@@ -1,11 +1,11 @@
-// The product of many tokens by Hopper's tensor cores (`wgmma`), for weights that come as operands in
-// registers: `matmul/cuda_wgmma.cu` reads them row by row, `quantized_matmul/cuda_gemm_wgmma.cu` decodes them.
+// GEMM main loop by `wgmma` (sm_90), weights in registers: `matmul/cuda_wgmma.cu` reads row-major weights,
+// `quantized_matmul/cuda_gemm_wgmma.cu` dequantizes block formats.
 //
 // A thread block computes 128 rows x TOKENS tokens; each of its two warpgroups has 64 of the rows.  While
-// one waits for its products and fetches the weights of its next step, the tensor cores work for the other.
-// Tokens come in steps of 64 columns by bulk copies to a ring in shared memory; thread blocks of a cluster,
-// with rows beside each other, each bring their part of the tokens for all.  The order of sums is that
-// of `few` and `many` (`cuda_mma.cu`), and at each place of a step of 16 columns is the same column.
+// one waits for its MMAs and fetches the weights of its next step, the tensor cores work for the other.
+// Tokens are copied in steps of 64 columns by TMA bulk copies to a ring in shared memory; with clusters, each
+// thread block multicasts its share of the tokens.  The order of sums and the column at each position of a
+// step are those of `cuda_mma.cu`.
 #pragma once
 #include "cuda/sm90.cuh"
 #include "matmul/cuda_mma_common.cuh"
@@ -21,27 +21,26 @@
 
 constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS, LINE = 2 * STEP;
 
-// Tokens of a thread block in shared memory: of each step PARTS times TOKENS lines.  A stage is filled again
-// LAG steps behind its own: one, or two (and a stage more) where thread blocks of a cluster wait for each
-// other and there is room.
+// Ring of token tiles in shared memory: PARTS * TOKENS lines per step.  A stage is refilled LAG steps after
+// its use: one, or two (with one more stage) for clusters, whose thread blocks wait for each other.
 template <int PARTS, int TOKENS>
 struct TokenRing {
   static constexpr int LAG = CLUSTER > 1 && PARTS * TOKENS <= 256 ? 2 : 1;
   static constexpr int N = (PARTS * TOKENS > 192 ? 3 : 4) + LAG - 1, STAGE = PARTS * TOKENS * LINE;
-  static constexpr int SHARE = TOKENS * LINE / CLUSTER;  // bytes of a part that this thread block brings
+  static constexpr int SHARE = TOKENS * LINE / CLUSTER;  // bytes of a part that this thread block copies
 
   u32 stages, arrived, used;  // `arrived` and `used`: a barrier for each stage
-  u32 release;                // `used` of the thread block of the cluster to which this lane says so
+  u32 release;                // `used` barriers of the cluster's thread block that this lane signals
   const u8* from;             // lines of the first step and part
   i64 part_bytes;
   int n_steps;
 
-  // Take the tokens from `images` ([step][part][token] lines, as `stage_lines` writes them).
-  DEV TokenRing(u8* shared, const u8* images, int token_0, int n_staged, int n_steps) : n_steps(n_steps) {
+  // `staged`: [step][part][token] lines, written by `stage_swizzled`.
+  DEV TokenRing(u8* shared, const u8* staged, int token_0, int n_staged, int n_steps) : n_steps(n_steps) {
     __shared__ u64 barriers[2 * N];
     stages = (shared_place(shared) + 1023) & ~1023u;
     arrived = shared_place(barriers), used = arrived + 8 * N;
-    from = images + (i64)token_0 * LINE + share(), part_bytes = (i64)n_staged * LINE;
+    from = staged + (i64)token_0 * LINE + share(), part_bytes = (i64)n_staged * LINE;
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -61,10 +60,10 @@ struct TokenRing {
       for (int step = 0; step < min(N, n_steps); step++) fetch(step, step);
   }
 
-  // Where the part of the tokens begins that this thread block brings.
+  // Offset of this thread block's share of the tokens.
   DEV static u32 share() { return CLUSTER > 1 ? rank_in_cluster() * SHARE : 0; }
 
-  // By one thread: start the copies of a step to a stage that is free, with CLUSTER > 1 in all of its blocks.
+  // Start the copies of a step to a free stage (of all thread blocks of the cluster); by one thread.
   DEV_METHOD void fetch(int step, int stage) const {
     const u32 barrier = arrived + 8 * stage, to = stages + stage * STAGE;
     arrive_expecting(barrier, STAGE);
@@ -78,7 +77,7 @@ struct TokenRing {
     }
   }
 
-  // By whole warps: the products of this stage are done.
+  // Signal that the MMAs of this stage are done; by whole warps.
   DEV_METHOD void release_stage(int stage) const {
     if constexpr (CLUSTER > 1) {
       if ((threadIdx.x & 31) < CLUSTER) arrive_in_cluster(release + 8 * stage);
@@ -88,11 +87,11 @@ struct TokenRing {
   }
 };
 
-// The sums of a warpgroup's rows, slot after slot.  Weights offers
-//   fetch(step)            begin to bring a step of 64 columns, at the latest
-//   take(step, operands)   what was brought, as the operands of four steps of 16 columns
+// Accumulate a warpgroup's rows, split after split.  Weights provides
+//   fetch(step)            start loading a step of 64 columns
+//   take(step, operands)   the loaded weights as the operands of four steps of 16 columns
 template <int NUMBER, int PARTS, int TOKENS, class Weights>
-DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, float (&total)[TOKENS / 2]) {
+DEV void mainloop(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, float (&total)[TOKENS / 2]) {
   float acc[TOKENS / 2];
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) acc[i] = total[i] = 0.0f;
@@ -102,8 +101,8 @@ DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, floa
   u32 operands[4][4] = {};
   weights.fetch(0);
 #pragma unroll 1
-  for (int slot = 0; slot < SLOTS; slot++) {
-    const int start = step, end = slot_start(slot + 1, ring.n_steps);
+  for (int split = 0; split < SPLITS; split++) {
+    const int start = step, end = split_start(split + 1, ring.n_steps);
     if (start == end) continue;
 #pragma unroll 1
     for (; step < end; step++) {
@@ -140,14 +139,13 @@ DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, floa
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) total[i] += acc[i];
   }
-  if constexpr (CLUSTER > 1) {  // nothing more to send; who still has to hear of it is waited for at the end
+  if constexpr (CLUSTER > 1) {  // the matching wait is at the end of `write_sums`
     __syncwarp();
     leave_cluster();
   }
 }
 
-// What `Output::put` does with every sum, but with the loads of 32 tokens under way together; the end of a
-// kernel.
+// `Output::put` for every sum, with the loads of 32 tokens in flight at once; at the end of a kernel.
 template <int TOKENS>
 DEV void write_sums(const Output& output, const float (&total)[TOKENS / 2], int row_0, int token_0) {
   const int lane = threadIdx.x & 31, row = row_0 + (threadIdx.x >> 5) * 16 + (lane >> 2);
@@ -163,11 +161,11 @@ DEV void write_sums(const Output& output, const float (&total)[TOKENS / 2], int 
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int n = first + 8 * (i >> 1) + (i & 1);
-      const bool there = token + n < output.n_tokens;
-      factors[i] = there && output.factors ? output.factors[token + n] : 1.0f;
+      const bool valid = token + n < output.n_tokens;
+      factors[i] = valid && output.factors ? output.factors[token + n] : 1.0f;
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        old[i][h] = there && output.accumulate && row + 8 * h < output.n_rows
+        old[i][h] = valid && output.accumulate && row + 8 * h < output.n_rows
             ? at[n * output.stride + 8 * h] : 0.0f;
     }
 #pragma unroll
@@ -187,30 +185,29 @@ DEV void write_sums(const Output& output, const float (&total)[TOKENS / 2], int 
   }
 }
 
-// Tokens as [step][part][token] lines of 128 bytes, as `describe_lines` says: zeros behind the last column
-// and token; a thread block for each token.  IN_PIECES: for weights whose lanes take pieces of 8 columns,
-// which are their part of two steps, the numbers lie where `few` has them.
-template <int NUMBER, int PARTS, bool IN_PIECES>
-__global__ void __launch_bounds__(256) stage_lines(
-    const float* x, u8* images, float* factors, i64 x_stride, int n_tokens, int n_columns, int n_steps) {
+// Write tokens as [step][part][token] lines of 128 bytes, swizzled for `describe_lines` and padded with
+// zeros; a thread block per token.  ROW_MAJOR: permute columns as row-major weights need (`position_of_column`).
+template <int NUMBER, int PARTS, bool ROW_MAJOR>
+__global__ void __launch_bounds__(256) stage_swizzled(
+    const float* x, u8* staged, float* factors, i64 x_stride, int n_tokens, int n_columns, int n_steps) {
   const int token = blockIdx.x;
   const float* row = x + token * x_stride;
-  const bool there = token < n_tokens;
-  const float up = there ? scale_token<NUMBER>(row, n_columns, factors) : 0.0f;
-  for (int piece = threadIdx.x; piece < 8 * n_steps; piece += 256) {
+  const bool valid = token < n_tokens;
+  const float up = valid ? scale_token<NUMBER>(row, n_columns, factors) : 0.0f;
+  for (int chunk = threadIdx.x; chunk < 8 * n_steps; chunk += 256) {
     union { u16 numbers[8]; uint4 all; } out[PARTS];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int k = 8 * piece + i, column = IN_PIECES ? place_of(k) : k;
+      const int k = 8 * chunk + i, column = ROW_MAJOR ? position_of_column(k) : k;
       u16 numbers[PARTS];
-      split<NUMBER>(there && column < n_columns ? row[column] * up : 0.0f, numbers);
+      decompose<NUMBER>(valid && column < n_columns ? row[column] * up : 0.0f, numbers);
 #pragma unroll
       for (int p = 0; p < PARTS; p++) out[p].numbers[i] = numbers[p];
     }
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
-      const i64 line = ((i64)(piece >> 3) * PARTS + p) * gridDim.x + token;
-      *(uint4*)(images + line * LINE + 16 * ((piece ^ token) & 7)) = out[p].all;
+      const i64 line = ((i64)(chunk >> 3) * PARTS + p) * gridDim.x + token;
+      *(uint4*)(staged + line * LINE + 16 * ((chunk ^ token) & 7)) = out[p].all;
     }
   }
 }

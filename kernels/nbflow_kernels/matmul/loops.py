@@ -1,7 +1,8 @@
-"""The two orders of additions of the matrix products, as plain loops, for reading.
+"""Float matrix products as plain loops, with the kernels' order of additions.
 
-The kernels keep many of these sums in registers at once, which changes when a product is added but
-not to what: each output has sums of its own.
+`row_major` is the loop of `cpu_gemv` and `cpu_gemm`, `interleaved` that of `cpu_packed` and of the
+kernels with quantized weights and float32 activations.  Register tiles interleave the sums of many
+outputs, which leaves the order within each sum as it is here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nbflow_kernels.matmul.cpu_gemm import PANEL
 
 @jit.kernel(strict=True)
 def row_major(x, w, bias, accumulate, out):
-    """Multiply `x` (T, K) by rows of `w` (N, K): 16 sums along K, a panel after the other."""
+    """Multiply `x` (T, K) by rows of `w` (N, K): 16 sums along K in each panel."""
     for t in range(x.shape[0]):
         for n in range(w.shape[0]):
             y = bias[n] if len(bias) else np.float32(0.0)
@@ -30,7 +31,7 @@ def row_major(x, w, bias, accumulate, out):
 
 @jit.kernel(strict=True)
 def interleaved(x, w, bias, accumulate, out):
-    """Multiply `x` (T, K) by `w` (groups, K, 16), 16 rows side by side: four chains along K."""
+    """Multiply `x` (T, K) by `w` (groups, K, 16), 16 rows interleaved: four chains along K."""
     for t in range(x.shape[0]):
         for n in range(out.shape[1]):
             chains = np.zeros(4, np.float32)

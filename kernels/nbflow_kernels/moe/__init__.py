@@ -1,9 +1,10 @@
-"""Mixture of experts: routing, grouped products, and the whole layer.
+"""Mixture of experts: routing, grouped GEMM, and the whole layer.
 
 ===================  ==============================================================================
-`routing`            which experts a token goes to, with which weights; rows in order of experts
-`grouped`            products of consecutive rows with one weight matrix each; multi-LoRA
-`layer`              gate, up, activation, down and the weighted sum; shared experts
+`routing`            top-k routing, and permutation of tokens by expert
+`grouped_matmul`     grouped GEMM: a weight matrix per segment of rows; multi-LoRA
+`fused_moe`          gate, up, activation, down and weighted sum; shared experts
+`cuda_fused_moe`     the whole layer for up to 8 tokens in two CUDA kernels
 ===================  ==============================================================================
 
 A token's result does not depend on the other tokens of the call, bit for bit.

@@ -1,4 +1,4 @@
-"""Cases of routing, grouped products and the whole layer."""
+"""Test and benchmark cases of routing, grouped GEMM and the MoE layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCT = "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers: 3 * sqrt
 
 
 def _product_error(K: int) -> float:
-    """Return what a product may be off: K / 2 roundings of partial sums below 5, at random."""
+    """Return the tolerance of a product: K / 2 random roundings of partial sums below 5."""
     return float(3 * (K / 2 + 2) ** 0.5 * 2.4e-7)
 
 
@@ -35,7 +35,7 @@ def _routing(
 
 
 def _ids(rng: np.random.Generator, T: int, E: int, k: int) -> np.ndarray:
-    """Return k different experts for each token; a few are -1."""
+    """Return k different experts per token; a few are -1."""
     ids = np.argsort(rng.random((T, E)), axis=1)[:, :k].astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
     return ids
@@ -140,7 +140,7 @@ def _layer(
     F: int,
     kind: str,
     *,
-    apart: bool = False,
+    separate: bool = False,
     shared: str = "",
     activation: str = "silu",
     bias: bool = False,
@@ -150,19 +150,19 @@ def _layer(
         weights = rng.random((T, k), dtype=np.float32)
         made: dict[str, Any] = {
             "x": rng.standard_normal((T, H), dtype=np.float32),
-            "gate_up": _weights(rng, E, F if apart else 2 * F, H, kind),
+            "gate_up": _weights(rng, E, F if separate else 2 * F, H, kind),
             "down": _weights(rng, E, H, F, kind),
             "topk_weights": weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-6),
             "topk_ids": _ids(rng, T, E, k),
             "activation": activation,
         }
-        if apart:
+        if separate:
             made["up"] = _weights(rng, E, F, H, kind)
         if shared:
-            made["shared"] = _shared(rng, H, F, apart, shared == "gated")
+            made["shared"] = _shared(rng, H, F, separate, shared == "gated")
         if bias:
-            for part, width in (("gate_up", F if apart else 2 * F), ("up", F), ("down", H)):
-                if part != "up" or apart:
+            for part, width in (("gate_up", F if separate else 2 * F), ("up", F), ("down", H)):
+                if part != "up" or separate:
                     made[f"{part}_bias"] = rng.standard_normal((E, width), dtype=np.float32)
         return made
 
@@ -185,10 +185,10 @@ def _layer(
     )
 
 
-def _shared(rng: np.random.Generator, H: int, F: int, apart: bool, gated: bool) -> SharedExpert:
-    stack = [_weights(rng, 1, F if apart else 2 * F, H, "float16_array")[0]]
+def _shared(rng: np.random.Generator, H: int, F: int, separate: bool, gated: bool) -> SharedExpert:
+    stack = [_weights(rng, 1, F if separate else 2 * F, H, "float16_array")[0]]
     stack.append(_weights(rng, 1, H, F, "float32_array")[0])
-    up = _weights(rng, 1, F, H, "float32_array")[0] if apart else None
+    up = _weights(rng, 1, F, H, "float32_array")[0] if separate else None
     gate = rng.standard_normal(H, dtype=np.float32) / np.float32(H**0.5) if gated else None
     return SharedExpert(stack[0], stack[1], up, gate)
 
@@ -243,12 +243,12 @@ CASES = [
     _combine("short_rows", 4, 2, 5),
     _combine("accumulate", 3, 2, 33, accumulate=True),
     _layer("f32", 6, 5, 2, 32, 24, "float32_array"),
-    _layer("apart", 6, 5, 2, 32, 24, "float32_array", apart=True, activation="gelu"),
+    _layer("apart", 6, 5, 2, 32, 24, "float32_array", separate=True, activation="gelu"),
     _layer("q4", 5, 4, 2, 64, 32, "q4", shared="plain"),
-    _layer("q8_apart_shared_gate", 5, 4, 2, 64, 32, "q8", apart=True, shared="gated"),
+    _layer("q8_apart_shared_gate", 5, 4, 2, 64, 32, "q8", separate=True, shared="gated"),
     _layer("one_token", 1, 8, 3, 64, 48, "q4"),
     _layer("no_tokens", 0, 4, 2, 32, 32, "float32_array"),
-    _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", apart=True, activation="swigluoai", bias=True),
+    _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", separate=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]

@@ -1,8 +1,7 @@
 """Mixture of experts on the CPU.
 
-The products are those of `matmul` and `qmatmul`: the launchers of all experts that have rows are
-collected and shared among the threads together, so that an expert without rows costs nothing and
-the threads get equal parts of the work however the rows are spread.
+The grouped GEMM collects the calls of `matmul` and `qmatmul` for all experts that have rows and
+runs them in one parallel region, so the load is balanced however the rows are distributed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def routing(
     weights: NDArray[np.float32],
     ids: NDArray[np.int32],
 ) -> None:
-    """See `nbflow_kernels.moe_routing`; the weights of a row that has no scores are NaN."""
+    """See `nbflow_kernels.moe_routing`; the weights of an invalid row are NaN."""
     T, E = logits.shape
     split_rows(
         _routing, T, 10.0 * T * E * (1 + weights.shape[1] / 10),
@@ -64,7 +63,7 @@ def grouped(
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.grouped_matmul`; `matrices` has one for each segment of `indptr`."""
-    not_capturable()  # which products there are depends on the values of `indptr`
+    not_capturable()  # the calls depend on the values of `indptr`
     edges = indptr.tolist()
     with together():
         for i, w in enumerate(matrices):
@@ -77,7 +76,7 @@ def grouped(
 def matmul(
     x: NDArray[np.float32], w: Matrix, bias: NDArray[np.float32] | None, out: NDArray[np.float32]
 ) -> None:
-    """Multiply by a matrix of any kind."""
+    """Multiply by a float or quantized matrix."""
     if isinstance(w, QuantTensor):
         quant_cpu.matmul(x, w, bias, False, out)
     else:
@@ -97,23 +96,23 @@ def combine(
 
 
 def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.float32]) -> None:
-    """Multiply row t of `y` by the logistic function of the product of row t of `x` and `gate`."""
+    """Multiply row t of `y` by ``sigmoid(x[t] @ gate)``."""
     split_rows(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
 
 
 @jit.device_function
-def _best(values, first, stop):
-    """Return the place of the largest value above -inf, the lowest of equals, or -1."""
-    place, most = -1, -np.inf
+def _argmax(values, first, stop):
+    """Return the index of the largest value above -inf, the first among equals, or -1."""
+    index, largest = -1, -np.inf
     for i in range(first, stop):
-        if values[i] > most:
-            place, most = i, values[i]
-    return place
+        if values[i] > largest:
+            index, largest = i, values[i]
+    return index
 
 
 @jit.device_function
 def _score(logits, sigmoid, scores):
-    """Write the scores of a row; return whether it has any."""
+    """Write the scores of a row; return False if it has a NaN, +inf, or only -inf."""
     top, total = -np.inf, 0.0
     for e in range(len(logits)):
         if logits[e] != logits[e] or logits[e] == np.inf:
@@ -134,33 +133,30 @@ def _score(logits, sigmoid, scores):
 
 
 @jit.device_function
-def _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups):
-    """Set the choice values of the experts outside the best groups to -inf."""
+def _mask_groups(choice, n_groups, top_k_groups, top2_sum, groups):
+    """Set the choice scores of experts outside the best groups to -inf."""
     size = len(choice) // n_groups
     for g in range(n_groups):
-        best = _best(choice, g * size, (g + 1) * size)
+        best = _argmax(choice, g * size, (g + 1) * size)
         groups[g] = choice[best] if best >= 0 else -np.inf
         if top2_sum and best >= 0:
-            second = max(
-                _largest(choice, g * size, best), _largest(choice, best + 1, (g + 1) * size)
-            )
-            groups[g] += second
+            groups[g] += max(_max(choice, g * size, best), _max(choice, best + 1, (g + 1) * size))
     for _ in range(top_k_groups):
-        g = _best(groups, 0, n_groups)
+        g = _argmax(groups, 0, n_groups)
         if g >= 0:
-            groups[g] = np.nan  # chosen: no comparison finds it again
+            groups[g] = np.nan  # chosen: NaN compares false
     for e in range(len(choice)):
         if groups[e // size] == groups[e // size]:
             choice[e] = -np.inf
 
 
 @jit.device_function
-def _largest(values, first, stop):
-    """Return the largest of some values, -inf of none."""
-    most = -np.inf
+def _max(values, first, stop):
+    """Return the largest of some values, -inf if there are none."""
+    largest = -np.inf
     for i in range(first, stop):
-        most = max(most, values[i])
-    return most
+        largest = max(largest, values[i])
+    return largest
 
 
 @jit.kernel
@@ -175,15 +171,15 @@ def _routing(
             weights[t, 0] = np.nan
             continue
         for e in range(E):
-            # scores rise with the logits: without a bias an excluded expert is one of -inf
+            # an expert with logit -inf is excluded, also with a bias
             choice[e] = scores[e] + bias[e] if len(bias) else scores[e]
             if logits[t, e] == -np.inf:
                 choice[e] = -np.inf
         if n_groups > 1:
-            _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups)
+            _mask_groups(choice, n_groups, top_k_groups, top2_sum, groups)
         total = 0.0
         for j in range(k):
-            e = _best(choice, 0, E)
+            e = _argmax(choice, 0, E)
             ids[t, j], weights[t, j] = -1, 0.0
             if e >= 0:
                 choice[e] = -np.inf
@@ -208,19 +204,19 @@ def _permute(ids, rows, indptr, inverse, start, stop):
                 indptr[ids[t, j] + 1] += 1
     for e in range(E):
         indptr[e + 1] += indptr[e]
-    nobody = indptr[E]
+    unrouted = indptr[E]
     for t in range(T):
         for j in range(k):
             e = ids[t, j]
             if e >= 0:
-                # until the end, indptr[e] is the next free place of expert e
+                # here indptr[e] is the next free row of expert e; shifted back below
                 inverse[t, j] = indptr[e]
                 rows[indptr[e]] = t
                 indptr[e] += 1
             else:
                 inverse[t, j] = -1
-                rows[nobody] = t
-                nobody += 1
+                rows[unrouted] = t
+                unrouted += 1
     for e in range(E, 0, -1):
         indptr[e] = indptr[e - 1]
     indptr[0] = 0
@@ -230,21 +226,21 @@ def _permute(ids, rows, indptr, inverse, start, stop):
 def _combine(y, weights, inverse, accumulate, out, start, stop):
     H = y.shape[1]
     for t in range(start, stop):
-        to = simd.address(out) + 4 * H * t
+        dst = simd.address(out) + 4 * H * t
         for d in range(0, H - 15, 16):
-            total = simd.load_f32(to + 4 * d) if accumulate else simd.splat(0.0)
+            total = simd.load_f32(dst + 4 * d) if accumulate else simd.splat(0.0)
             for j in range(inverse.shape[1]):
-                place = np.int64(inverse[t, j])
-                if place >= 0:
-                    row = simd.load_f32(simd.address(y) + 4 * (H * place + d))
-                    total = simd.fma(simd.splat(weights[t, j]), row, total)
-            simd.store_f32(to + 4 * d, total)
+                row = np.int64(inverse[t, j])
+                if row >= 0:
+                    values = simd.load_f32(simd.address(y) + 4 * (H * row + d))
+                    total = simd.fma(simd.splat(weights[t, j]), values, total)
+            simd.store_f32(dst + 4 * d, total)
         for d in range(H // 16 * 16, H):
-            sum_here = out[t, d] if accumulate else np.float32(0.0)
+            total_d = out[t, d] if accumulate else np.float32(0.0)
             for j in range(inverse.shape[1]):
                 if inverse[t, j] >= 0:
-                    sum_here += weights[t, j] * y[inverse[t, j], d]
-            out[t, d] = sum_here
+                    total_d += weights[t, j] * y[inverse[t, j], d]
+            out[t, d] = total_d
 
 
 @jit.kernel

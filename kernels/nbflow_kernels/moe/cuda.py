@@ -1,10 +1,9 @@
-"""Mixture of experts on CUDA devices: routing, permutation, combination; products elsewhere.
+"""Mixture of experts on CUDA devices: routing, permutation, grouped GEMM, combination.
 
-Where the segments of a product end stays on the device, so that the whole layer can be captured
-into a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A
-matrix is read once for 8 rows of its segment.  Many rows, and matrices that are no stack of one
-kind, are multiplied matrix after matrix instead, for which the host must wait for `indptr`.  The
-results are the same bits.
+A grouped GEMM reads `indptr` on the device, so the whole layer can be captured into a graph: each
+matrix has its thread blocks, which look up its segment.  A matrix is read once for 8 rows.  With
+many rows, or matrices that are not a stack in one format, matrices are multiplied one after the
+other instead, for which the host waits for `indptr`.  The bits are the same.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda as quant_cuda
 
-ROWS_TOGETHER = 16
-"""Rows of a matrix, on average, from which on it is worth waiting for `indptr`."""
+MIN_ROWS_TO_SYNC = 16
+"""Average rows per matrix from which waiting for `indptr` pays."""
 
 ROUTING = (
     "f32*? bias, i32 E, i32 k, i32 sigmoid, i32 renormalize, i32 n_groups, i32 top_k_groups, "
     "i32 top2_sum, f32 scale, f32 min_score, i32 padding"
 )
-"""The struct in `cuda_topk_routing.cuh`."""
+"""Parameters of the struct `Routing` in `cuda_topk_routing.cuh`."""
 _routing = cuda.cpp_kernel(
     __file__, "cuda_route_permute_combine.cu", "routing",
     f"f32* logits, f32* weights, i32* ids, {ROUTING}",
@@ -95,45 +94,45 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
     `matrices` is an array or `QuantTensor` (E, N, K), or a sequence of matrices.
     """
     E, n_rows = len(indptr) - 1, len(out)
-    apart = isinstance(matrices, list | tuple)
+    one_launch = not isinstance(matrices, list | tuple)
     if isinstance(matrices, QuantTensor) and not matrices.is_float:
-        apart = not _is_stack(matrices)
-    if apart or n_rows >= ROWS_TOGETHER * E:
-        _one_by_one(x, matrices, indptr, bias, out, rows)
+        one_launch = _has_mma_layout(matrices)
+    if not one_launch or n_rows >= MIN_ROWS_TO_SYNC * E:
+        _multiply_in_turn(x, matrices, indptr, bias, out, rows)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
         if n_rows and matrices.shape[1]:
             quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
     else:
         stack = matrices.array if isinstance(matrices, QuantTensor) else matrices
-        float_cuda.multiply(x, stack, bias, False, out, indptr=indptr, rows=rows)
+        float_cuda.matmul(x, stack, bias, False, out, indptr=indptr, rows=rows)
     if n_rows and out.shape[1]:
         grid = cuda.ceil_div(out.shape[1], 256), min(n_rows, 1024)
         args = (out, indptr, out.strides[0] // 4, E, n_rows, out.shape[1])
         _clear_unused(grid, 256, args)
 
 
-def _one_by_one(x, matrices, indptr, bias, out, rows):
-    """Multiply matrix after matrix, those that have rows."""
+def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
+    """Multiply by the matrices that have rows, one after the other."""
     if rows is not None:
         x = x[rows]
     for i, (start, stop) in enumerate(pairwise(cuda.to_host(indptr).tolist())):
         if start < stop:
             part, own_bias = slice(start, stop), None if bias is None else bias[i]
-            if isinstance(matrices, QuantTensor) and _is_stack(matrices):
-                own = matrices.units().matrix(i, matrices.shape[1])
-                quant_cuda.multiply(x[part], own, own_bias, False, "f32", out[part])
+            if isinstance(matrices, QuantTensor) and _has_mma_layout(matrices):
+                units = matrices.units().matrix(i, matrices.shape[1])
+                quant_cuda.multiply(x[part], units, own_bias, False, "f32", out[part])
             else:
-                all_of = matrices.matrices() if isinstance(matrices, QuantTensor) else matrices
-                matmul(x[part], all_of[i], own_bias, out[part])
+                listed = matrices.matrices() if isinstance(matrices, QuantTensor) else matrices
+                matmul(x[part], listed[i], own_bias, out[part])
 
 
-def _is_stack(w: QuantTensor) -> bool:
-    """Return whether products read the layouts of the matrices, one after the other, alone."""
+def _has_mma_layout(w: QuantTensor) -> bool:
+    """Return whether the MMA layout holds all of a weight."""
     return w.outliers is None and not w.is_float and not w.format.decodes_from_storage
 
 
 def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:
-    """Multiply by a matrix of any kind."""
+    """Multiply by a float or quantized matrix."""
     if isinstance(w, QuantTensor):
         quant_cuda.qmatmul(x, w, bias, False, "f32", out)
     else:
@@ -143,7 +142,7 @@ def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:
 def combine(y: Any, weights: Any, inverse: Any, accumulate: bool, out: Any) -> None:
     """See `nbflow_kernels.moe_combine`."""
     T, H = out.shape
-    for t in range(0, T, 65535):  # as many as a grid has
+    for t in range(0, T, 65535):  # limit of the grid
         part = slice(t, t + 65535)
         if H:
             _combine(
@@ -154,6 +153,6 @@ def combine(y: Any, weights: Any, inverse: Any, accumulate: bool, out: Any) -> N
 
 
 def scale_rows(x: Any, gate: Any, y: Any) -> None:
-    """Multiply row t of `y` by the logistic function of the product of row t of `x` and `gate`."""
+    """Multiply row t of `y` by ``sigmoid(x[t] @ gate)``."""
     if len(x):
         _scale_rows(len(x), 256, (x, gate, y, x.shape[1], y.shape[1]))

@@ -1,20 +1,20 @@
-// The experts that any token goes to, in order, as the kernels of a layer hand them on.
+// Active experts of a batch in order, written by the first kernel of a fused MoE layer, read by both.
 #pragma once
 #include "cuda/types.cuh"
 
-constexpr int MOST_TOKENS = 8;
+constexpr int MAX_TOKENS = 8;
 
-struct Chosen {
+struct ActiveExpert {
   int expert;
-  int pairs[MOST_TOKENS];  // number of the token's pair with this expert, token * k + j; -1: none
+  int pairs[MAX_TOKENS];  // index token * k + j of the pair of token and expert; -1: none
 };
 
 struct Plan {
   int n;
-  Chosen chosen[1];  // n of them
+  ActiveExpert active[1];  // n entries
 };
 
-// Fill the plan: all of 256 threads, of whom every one sees `ids`.  Experts [first, first + n) count.
+// Fill the plan with the active ones of experts [first, first + n); by 256 threads, after `ids` is visible.
 DEV void make_plan(Plan* plan, const int* ids, int n_tokens, int k, int first, int n) {
   __shared__ int in_warp[8];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -32,9 +32,9 @@ DEV void make_plan(Plan* plan, const int* ids, int n_tokens, int k, int first, i
       before += in_warp[w];
     }
     if (wanted) {
-      Chosen& c = plan->chosen[place];
+      ActiveExpert& c = plan->active[place];
       c.expert = e;
-      for (int t = 0; t < MOST_TOKENS; t++) {
+      for (int t = 0; t < MAX_TOKENS; t++) {
         int pair = -1;
         for (int j = 0; t < n_tokens && j < k; j++)
           if (ids[t * k + j] == first + e) pair = t * k + j;

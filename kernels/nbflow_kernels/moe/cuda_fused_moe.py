@@ -1,11 +1,10 @@
-"""A layer of experts for a few tokens on a CUDA device, in two kernels.
+"""Fused MoE layer for up to 8 tokens on CUDA devices, in two kernels.
 
-``cuda_fused_moe_up.cu``    norm, router, the choice of experts, their gates and ups, the activation
-``cuda_fused_moe_down.cu``  their downs, the weighted sums, and the sum with the residual
+``cuda_fused_moe_up.cu``    norm, router GEMM, top-k routing, gate and up projections, activation
+``cuda_fused_moe_down.cu``  down projections, weighted sum, residual
 
-The expert of all tokens is computed by the same kernels.  The host knows nothing of the choice, so
-that grids are the same for all steps of a number of tokens.  The bits are those of the ops one by
-one.
+Both kernels include the shared expert.  Routing stays on the device, so the grid depends only on
+the number of tokens.  The bits are those of the separate ops.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda_mma
 from nbflow_kernels.moe.cuda import ROUTING
 from nbflow_kernels.quantized_matmul.cuda import (
-    FEW,
-    SLOTS,
+    GEMV_MAX_ROWS,
+    SPLITS,
     STATIC_BYTES,
     WARPS,
     half_of_shared,
@@ -37,7 +36,8 @@ from nbflow_kernels.quantized_matmul.cuda_fused import NORM_NUMBERS, NORM_PARAME
 ROUTER_ROWS, _ROUTER_BYTES = 16, 4 * (8 * 128 + 16)  # as in `cuda_router_gemm.cuh`
 _ROUTERS = {"float32": ("ROUTER_F32", "f32"), "float16": ("ROUTER_F16", "f16")}
 _ROUTERS["uint16"] = ("ROUTER_BF16", "bf16")
-_CHOSEN_INTS, _STATE_INTS = 1 + FEW, 4  # as in `cuda_active_experts.cuh` and `cuda_fused_moe_up.cu`
+_ACTIVE_INTS = 1 + GEMV_MAX_ROWS  # of `ActiveExpert` in `cuda_active_experts.cuh`
+_STATE_INTS = 4  # of `State` in `cuda_fused_moe_up.cu`
 _MATRICES = (
     "u8*? {0}_gate, u8*? {0}_up, f32*? {0}_hidden, i64 {0}_bytes, i32 {0}_width, i32 {0}_shift"
 )
@@ -60,24 +60,23 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class Shared:
-    """The expert of all tokens."""
+    """The shared expert, which all tokens use."""
 
     gate_up: tuple[QuantTensor, ...]
-    """Its gate and up: one matrix (2S, H), or two (S, H)."""
+    """Gate and up projection: one matrix (2S, H), or two (S, H)."""
     down: QuantTensor
     """(H, S)."""
     gate: Any = None
-    """float32 (H,): the result is multiplied by the logistic function of its product with the
-    token."""
+    """float32 (H,): the result is multiplied by ``sigmoid(gate @ token)``."""
 
     @property
     def width(self) -> int:
-        """Hidden units."""
+        """Number of hidden units."""
         return int(self.down.shape[1])
 
     @cached_property
     def halves(self) -> tuple[Any, Any, int]:
-        """Units of the gate and of the up from their first row tile on, and its first row there."""
+        """Data of the gate, data of up from its first row tile on, and its first row in there."""
         first = self.gate_up[0].units()
         if len(self.gate_up) == 2:
             return first.data, self.gate_up[1].units().data, 0
@@ -87,10 +86,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Experts:
-    """A layer of experts, or those of them that are here.
-
-    Its parts lie on one device.
-    """
+    """Weights of an MoE layer, or of the experts of this rank, on one device."""
 
     gates: QuantTensor
     """(n, F, H)."""
@@ -102,7 +98,7 @@ class Experts:
     """float32, float16 or bfloat16 bits (E, H)."""
     top_k: int
     bias: Any = None
-    """float32 (E,): of the choice (`nbflow_kernels.moe_routing`, as all of the following)."""
+    """float32 (E,), correction bias; this and the following as in `nbflow_kernels.moe_routing`."""
     scoring: str = "softmax"
     renormalize: bool = True
     n_groups: int = 1
@@ -111,52 +107,52 @@ class Experts:
     routed_scaling_factor: float = 1.0
     min_score: float = 0.0
     first: int = 0
-    """Number of the first expert that is here."""
+    """Index of the first expert of this rank."""
     shared: Shared | None = None
     _shapes: dict[tuple[Any, int], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def fits(self, device: KernelDevice, n_tokens: int) -> bool:
-        """Return whether `run` takes the weights and so many tokens."""
+        """Return whether `run` supports the weights and a number of tokens."""
         matrices = [self.gates, self.ups, self.downs]
         if self.shared is not None:
             matrices += [*self.shared.gate_up, self.shared.down]
-        if n_tokens > FEW or not all(map(_is_in_units, matrices)):
+        if n_tokens > GEMV_MAX_ROWS or not all(map(_has_mma_layout, matrices)):
             return False
         forms = [w.units().form for w in matrices]
-        alike = len({*forms[:2], *forms[3:-1]}) == 1 and len({forms[2], *forms[3:][-1:]}) == 1
-        routers = self.router.dtype == np.float32 or cuda_mma.fits(self.router)
-        return alike and routers and self._shape(device, n_tokens) is not None
+        same_forms = len({*forms[:2], *forms[3:-1]}) == 1 and len({forms[2], *forms[3:][-1:]}) == 1
+        router_fits = self.router.dtype == np.float32 or cuda_mma.fits(self.router)
+        return same_forms and router_fits and self._shape(device, n_tokens) is not None
 
     def run(
         self, x: Any, logits: Any, out: Any, *, norm: Norm | None = None, residual: Any = None,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Compute the experts' sums for up to 8 tokens, or add them to the residual.
+        """Compute the layer for up to 8 tokens, or add it to the residual.
 
         Parameters
         ----------
         x : array of float32, shape (T, H)
             Tokens, normalized by `norm` first.
         logits : array of float32, shape (T, E)
-            Where the router's results go.
+            Output of the router.
         out : array of float32, shape (T, H)
-            The sums, unless there is a `residual`.
+            Output of the layer, unless there is a `residual`.
         norm : Norm, optional
-            Of the tokens.
+            Norm of the tokens.
         residual : array of float32, shape (T, H), optional
-            What the sums are added to, times `scale`.
+            The output times `scale` is added to it.
         scale : float
-            Factor of the sums.
+            Factor of the output.
         """
         device = device_of(x)
         shape = self._shape(device, len(x))
         assert shape is not None
-        room = _Room(device, self, len(x), shape)
-        self._run_up(x, logits, norm, shape, room)
-        self._run_down(out, residual, scale, shape, room)
+        buffers = _Buffers(device, self, len(x), shape)
+        self._run_up(x, logits, norm, shape, buffers)
+        self._run_down(out, residual, scale, shape, buffers)
 
     def _run_up(
-        self, x: Any, logits: Any, norm: Norm | None, shape: _Shape, room: _Room
+        self, x: Any, logits: Any, norm: Norm | None, shape: _LaunchShape, buffers: _Buffers
     ) -> None:  # fmt: skip
         gates, ups, shared = self.gates.units(), self.ups.units(), self.shared
         n_routed = self.router.shape[0]
@@ -168,14 +164,15 @@ class Experts:
         of_shared: tuple[Any, ...] = (None, None, None, 0, 0, 0)
         if shared is not None:
             gate, up, shift = shared.halves
-            of_shared = gate, up, room.shared_hidden, 0, shared.width, shift
+            of_shared = gate, up, buffers.shared_hidden, 0, shared.width, shift
         arguments += (
-            self.router, None if shared is None else shared.gate, logits, room.weights,
-            room.factors, room.ids, self.bias, n_routed, self.top_k, int(self.scoring == "sigmoid"),
+            self.router, None if shared is None else shared.gate, logits, buffers.weights,
+            buffers.factors, buffers.ids, self.bias, n_routed, self.top_k,
+            int(self.scoring == "sigmoid"),
             int(self.renormalize), self.n_groups, self.top_k_groups,
             int(self.group_score == "top2_sum"), self.routed_scaling_factor, self.min_score, 0,
-            gates.data, ups.data, room.hidden, ceil_div(width, ROWS) * tile_bytes, width, 0,
-            *of_shared, room.plan, room.state, tile_bytes, len(x), gates.n_columns,
+            gates.data, ups.data, buffers.hidden, ceil_div(width, ROWS) * tile_bytes, width, 0,
+            *of_shared, buffers.plan, buffers.state, tile_bytes, len(x), gates.n_columns,
             ceil_div(n_routed, ROUTER_ROWS), self.first, self.gates.shape[0], 0,
         )  # fmt: skip
         normed = 0 if norm is None else NORM_NUMBERS[norm.kind]
@@ -185,7 +182,9 @@ class Experts:
             shape.up_grid, 32 * WARPS, arguments, shape.up_bytes
         )
 
-    def _run_down(self, out: Any, residual: Any, scale: float, shape: _Shape, room: _Room) -> None:
+    def _run_down(
+        self, out: Any, residual: Any, scale: float, shape: _LaunchShape, buffers: _Buffers
+    ) -> None:
         downs, shared = self.downs.units(), self.shared
         n_rows, n_columns = self.downs.shape[1:]
         tile_bytes = downs.form.tile_bytes(n_columns)
@@ -194,76 +193,77 @@ class Experts:
         if shared is not None:
             whole = whole and _n_chunks(shared.width) % 2 == 0
             of_shared = (
-                shared.down.units().data, room.shared_hidden, room.shared_results, 0,
+                shared.down.units().data, buffers.shared_hidden, buffers.shared_results, 0,
                 downs.form.tile_bytes(shared.width), shared.width, shape.shared_parts,
             )  # fmt: skip
         _down_kernel(downs.form, shape.down_tokens, whole)(
             shape.down_grid, 32 * WARPS,
             (
-                downs.data, room.hidden, room.results, ceil_div(n_rows, ROWS) * tile_bytes,
-                tile_bytes, n_columns, shape.parts, *of_shared, room.weights, room.factors,
-                room.ids, out, residual, out.strides[0] // 4,
+                downs.data, buffers.hidden, buffers.results, ceil_div(n_rows, ROWS) * tile_bytes,
+                tile_bytes, n_columns, shape.parts, *of_shared, buffers.weights, buffers.factors,
+                buffers.ids, out, residual, out.strides[0] // 4,
                 0 if residual is None else residual.strides[0] // 4, scale, self.top_k,
-                self.first, self.gates.shape[0], room.plan, room.arrived, len(out), n_rows,
+                self.first, self.gates.shape[0], buffers.plan, buffers.arrived, len(out), n_rows,
                 shape.record_bytes, 0,
             ),
             shape.down_bytes,
         )  # fmt: skip
 
-    def _shape(self, device: KernelDevice, n_tokens: int) -> _Shape | None:
-        """Return how the kernels are launched, or None where tokens do not fit the memory."""
+    def _shape(self, device: KernelDevice, n_tokens: int) -> _LaunchShape | None:
+        """Return the launch parameters, or None if the tokens do not fit the shared memory."""
         key = device.key, n_tokens
         if key not in self._shapes:
-            self._shapes[key] = _Shape.of(device, self, n_tokens)
-        found: _Shape | None = self._shapes[key]
+            self._shapes[key] = _LaunchShape.of(device, self, n_tokens)
+        found: _LaunchShape | None = self._shapes[key]
         return found
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """How the kernels are launched for a number of tokens."""
+class _LaunchShape:
+    """Launch parameters of both kernels for a number of tokens."""
 
     up_tokens: int
-    """That the kernel stages together."""
+    """Tokens staged at a time."""
     up_grid: int
     up_bytes: int
-    """Of dynamic shared memory."""
+    """Bytes of dynamic shared memory."""
     down_tokens: int
     down_grid: int
     down_bytes: int
     record_bytes: int
-    """Of them, for staged tokens."""
+    """Bytes of the staged tokens among them."""
     parts: int
-    """Thread blocks that divide the slots of a row tile."""
+    """Thread blocks that share the splits of a row tile."""
     shared_parts: int
 
     @classmethod
-    def of(cls, device: KernelDevice, experts: Experts, n_tokens: int) -> _Shape | None:
+    def of(cls, device: KernelDevice, experts: Experts, n_tokens: int) -> _LaunchShape | None:
         bucket = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
-        most, half = device.max_shared_bytes - STATIC_BYTES, half_of_shared(device)
+        max_bytes, half = device.max_shared_bytes - STATIC_BYTES, half_of_shared(device)
         H, F = experts.gates.shape[2], experts.gates.shape[1]
         S = 0 if experts.shared is None else experts.shared.width
-        n_chosen = min(experts.gates.shape[0], n_tokens * experts.top_k)
+        n_active = min(experts.gates.shape[0], n_tokens * experts.top_k)
         E = experts.router.shape[0]
 
         tokens = bucket
-        while (n_bytes := _up_bytes(experts, n_tokens, tokens)) > most:
+        while (n_bytes := _up_bytes(experts, n_tokens, tokens)) > max_bytes:
             tokens //= 2
             if not tokens:
                 return None
         n_routers = ceil_div(E, ROUTER_ROWS)
-        n_items = n_chosen * _n_groups(F, H, 1) + _n_groups(S, H, 1)
+        n_items = n_active * _n_groups(F, H, 1) + _n_groups(S, H, 1)
         n_workers = (1 + (n_bytes <= half)) * device.n_sms - n_routers
         grid = n_routers + max(1, min(n_items, n_workers))
 
         form = experts.downs.units().form
         columns = [F, S] if S else [F]
-        found = _divided(form, bucket, columns, half) or _divided(form, bucket, columns, most)
-        if found is None:
+        split = _split_columns(form, bucket, columns, half)
+        split = split or _split_columns(form, bucket, columns, max_bytes)
+        if split is None:
             return None
-        parts, records = found
+        parts, records = split
         down_bytes = records + _SUM_BYTES * bucket
-        n_items = n_chosen * parts[0] * _n_groups(H, F, parts[0])
+        n_items = n_active * parts[0] * _n_groups(H, F, parts[0])
         if S:
             n_items += parts[1] * _n_groups(H, S, parts[1])
         down_grid = min(n_items, (1 + (down_bytes <= half)) * device.n_sms)
@@ -273,11 +273,11 @@ class _Shape:
 
 
 _SUM_BYTES = 2 * 4 * ROWS * WARPS
-"""For each token: what warps have found, twice in turn."""
+"""Per token: sums of the warps, double buffered."""
 
 
 def _up_bytes(experts: Experts, n_tokens: int, tokens: int) -> int:
-    """Return the shared memory of `experts_up` if `tokens` are staged together."""
+    """Return the shared memory of `experts_up` with `tokens` staged at a time."""
     E, H = experts.router.shape
     n_chunks = _n_chunks(H)
     routing = n_tokens * (8 * (2 * E + experts.n_groups) + 4 * E)
@@ -290,30 +290,30 @@ def _up_bytes(experts: Experts, n_tokens: int, tokens: int) -> int:
     return found
 
 
-def _divided(
-    form: MmaLayout, tokens: int, columns: list[int], room: int
+def _split_columns(
+    form: MmaLayout, tokens: int, columns: list[int], max_bytes: int
 ) -> tuple[list[int], int] | None:
-    """Return into how many parts columns are cut so that tokens fit, and the bytes for these."""
-    room -= _SUM_BYTES * tokens
-    chosen, most = [], 0
+    """Return the parts of each matrix's columns with which tokens fit, and their bytes."""
+    max_bytes -= _SUM_BYTES * tokens
+    all_parts, largest = [], 0
     for n in columns:
         n_units = ceil_div(_n_chunks(n), 2)
-        for parts in (1, 2, 4, 8) if n_units >= SLOTS else (1,):
+        for parts in (1, 2, 4, 8) if n_units >= SPLITS else (1,):
             starts = [n_units * p // parts for p in range(parts + 1)]
             units = max(b - a for a, b in pairwise(starts))
             n_bytes = 2 * units * record_bytes(form, tokens)
-            if n_bytes <= room:
+            if n_bytes <= max_bytes:
                 break
         else:
             return None
-        chosen.append(parts)
-        most = max(most, n_bytes)
-    return chosen, most
+        all_parts.append(parts)
+        largest = max(largest, n_bytes)
+    return all_parts, largest
 
 
 def _n_groups(n_rows: int, n_columns: int, parts: int) -> int:
-    """Return a matrix's items, or those of some columns: `Columns` in `cuda_tile_scheduler.cuh`."""
-    at_once = WARPS // (min(SLOTS, ceil_div(_n_chunks(n_columns), 2)) // parts)
+    """Return the work items of a part of a matrix: `Columns` in `cuda_tile_scheduler.cuh`."""
+    at_once = WARPS // (min(SPLITS, ceil_div(_n_chunks(n_columns), 2)) // parts)
     return ceil_div(ceil_div(n_rows, ROWS), at_once)
 
 
@@ -321,45 +321,47 @@ def _n_chunks(n_columns: int) -> int:
     return ceil_div(n_columns, CHUNK)
 
 
-def _is_in_units(w: Any) -> bool:
-    """Return whether products read units of a matrix alone."""
+def _has_mma_layout(w: Any) -> bool:
+    """Return whether the MMA layout holds all of a weight."""
     if not isinstance(w, QuantTensor) or w.is_float or w.outliers is not None:
         return False
     return not w.format.decodes_from_storage
 
 
-class _Room:
-    """Where the kernels leave what they hand on; the same at every call."""
+class _Buffers:
+    """Intermediate results of the kernels, in workspaces that all calls share."""
 
     def __init__(
-        self, device: KernelDevice, experts: Experts, n_tokens: int, shape: _Shape
+        self, device: KernelDevice, experts: Experts, n_tokens: int, shape: _LaunchShape
     ) -> None:
         F, H = experts.gates.shape[1:]
         S, gated, n_pairs = 0, False, n_tokens * experts.top_k
         if experts.shared is not None:
             S, gated = experts.shared.width, experts.shared.gate is not None
-        sums = [SLOTS if parts > 1 else 1 for parts in (shape.parts, shape.shared_parts)]
-        self.weights, self.hidden, self.results, self.factors, self.shared_hidden, found = _pieces(
-            device, "experts",
-            (n_pairs, n_pairs * F, n_pairs * sums[0] * H, n_tokens * gated, n_tokens * S,
-             n_tokens * sums[1] * H * bool(S)),
-        )  # fmt: skip
-        self.shared_results = found
-        n_chosen = min(experts.gates.shape[0], n_pairs)
-        sizes = n_pairs, 1 + _CHOSEN_INTS * n_chosen
-        self.ids, self.plan = _pieces(device, "experts chosen", sizes, "i4")
+        sums = [SPLITS if parts > 1 else 1 for parts in (shape.parts, shape.shared_parts)]
+        self.weights, self.hidden, self.results, self.factors = _carve_workspace(
+            device, "experts", (n_pairs, n_pairs * F, n_pairs * sums[0] * H, n_tokens * gated)
+        )
+        self.shared_hidden, self.shared_results = _carve_workspace(
+            device, "shared expert", (n_tokens * S, n_tokens * sums[1] * H * bool(S))
+        )
+        n_active = min(experts.gates.shape[0], n_pairs)
+        sizes = n_pairs, 1 + _ACTIVE_INTS * n_active
+        self.ids, self.plan = _carve_workspace(device, "active experts", sizes, "i4")
         sizes = _STATE_INTS, ceil_div(H, ROWS)
-        self.state, self.arrived = _pieces(device, "experts arrived", sizes, "i4", zero=True)
+        self.state, self.arrived = _carve_workspace(
+            device, "experts arrived", sizes, "i4", zero=True
+        )
 
 
-def _pieces(
+def _carve_workspace(
     device: KernelDevice, name: str, sizes: tuple[int, ...], dtype: str = "f4", zero: bool = False
 ) -> list[Any]:
-    """Return pieces of a workspace that begin at multiples of 16 bytes; None of size 0."""
+    """Return arrays in one workspace, aligned to 16 bytes; None for those of size 0."""
     starts = [0, *accumulate(ceil_div(size, 4) * 4 for size in sizes)]
     whole = workspace(device, name, starts[-1], dtype, zero=zero)
-    found = zip(starts, sizes, strict=False)
-    return [whole[start : start + size] if size else None for start, size in found]
+    ranges = zip(starts, sizes, strict=False)
+    return [whole[start : start + size] if size else None for start, size in ranges]
 
 
 @cache

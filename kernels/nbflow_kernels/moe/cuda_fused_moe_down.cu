@@ -1,10 +1,9 @@
-// The down projections of the chosen experts and of the expert of all tokens, the weighted sums of
-// their results, and the residual, for up to 8 tokens.
+// Fused MoE, second kernel: down projections of the active experts and the shared expert, weighted sum of
+// their results, and residual, for up to 8 tokens.
 //
-// A thread block has neighbouring items, each some row tiles of an expert (of a part of its columns,
-// where staged tokens would not fit), so that it stages few experts' tokens.  Results lie in global
-// memory until all experts have been at a row tile: the thread block that finds so adds them, in the
-// order of each token's choice.
+// A thread block has contiguous work items, each some row tiles of an expert (and a part of its columns,
+// where the staged tokens would not fit), so it stages the tokens of few experts.  Results are kept in global
+// memory; the last thread block to finish a row tile (arrival counter) adds them, in the order of `ids`.
 #include "moe/cuda_active_experts.cuh"
 #include "moe/cuda_tile_scheduler.cuh"
 
@@ -16,9 +15,9 @@ struct Matrices {
   int n_columns, parts;
 
   DEV_METHOD Columns columns() const { return {n_columns, parts}; }
-  DEV_METHOD int n_sums() const { return parts > 1 ? SLOTS : 1; }
+  DEV_METHOD int n_sums() const { return parts > 1 ? SPLITS : 1; }
 
-  // What row `row` of a pair or a token has come to.
+  // Result of row `row` for a pair or a token, splits added in order.
   DEV_METHOD float result(int of, int row, int n_rows) const {
     const float* from = results + (i64)of * n_sums() * n_rows + row;
     float v = 0.0f;
@@ -28,7 +27,7 @@ struct Matrices {
 };
 
 struct Sums {
-  const float *weights, *shared_factors;  // of pairs, and of tokens or null
+  const float *weights, *shared_factors;  // per pair; per token or null
   const int* ids;
   float *out, *x;  // (tokens, rows): the sums, or if x is not null `scale` times them added to it
   i64 out_stride, x_stride;
@@ -39,7 +38,7 @@ struct Sums {
     return (u32)(ids[pair] - first_expert) < (u32)n_experts;
   }
 
-  // Rows of a tile for all tokens: a warp.
+  // Combine the rows of a tile for all tokens; by a warp.
   DEV_METHOD void finish(
       const Matrices& experts, const Matrices& shared_expert, int tile, int n_tokens,
       int n_rows) const {
@@ -67,14 +66,14 @@ struct Sums {
 };
 
 struct Item {
-  int of_all, chosen, part, group;
+  int is_shared, active, part, group;
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_down(
     Matrices experts, Matrices shared_expert, Sums sums, const Plan* plan, int* arrived, int n_tokens,
     int n_rows, int record_bytes, int padding) {
   extern __shared__ __align__(16) u8 shared[];
-  __shared__ int pairs[MOST_TOKENS], n_pairs, ready[32 * WARPS], n_ready;
+  __shared__ int pairs[MAX_TOKENS], n_pairs, ready[32 * WARPS], n_ready;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int n_tiles = (n_rows + 15) / 16;
   const bool has_shared = shared_expert.data != nullptr;
@@ -84,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
   const int of_shared = has_shared ? all_groups * all_columns.parts : 0;
   const int of_expert = own_groups * own_columns.parts;
 
-  // Items cost what they read; thread block b has those that begin in its share of all costs.
+  // The cost of an item is the units it reads; thread block b has the items that start in its share.
   const int own_cost = own_columns.item_units(), all_cost = has_shared ? all_columns.item_units() : 1;
   const i64 costs_of_shared = (i64)of_shared * all_cost;
   const i64 costs = costs_of_shared + (i64)plan->n * of_expert * own_cost;
@@ -100,17 +99,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
     return {0, i / of_expert, i % of_expert / own_groups, i % own_groups};
   };
   auto columns_of = [&](const Item& item) -> Columns {
-    if (item.of_all) return {all_columns.n, all_columns.parts};
+    if (item.is_shared) return {all_columns.n, all_columns.parts};
     return {own_columns.n, own_columns.parts};
   };
   auto own_of = [&](const Item& item) {
     return columns_of(item).own(item.part, warp);
   };
-  auto units_at = [&](const Item& item, const Own& own) {
+  auto units_at = [&](const Item& item, const WarpWork& own) {
     const u8* base = shared_expert.data;
-    if (!item.of_all) base = experts.data + plan->chosen[item.chosen].expert * experts.bytes;
+    if (!item.is_shared) base = experts.data + plan->active[item.active].expert * experts.bytes;
     const int tile = min(item.group * columns_of(item).at_once() + own.tile, n_tiles - 1);
-    return base + tile * (item.of_all ? shared_expert.tile_bytes : experts.tile_bytes) +
+    return base + tile * (item.is_shared ? shared_expert.tile_bytes : experts.tile_bytes) +
            own.unit_0 * (i64)UNIT_BYTES;
   };
 
@@ -120,22 +119,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
   table.load(n_rows >> 31, lane);
   Unit now;
   Item item = item_at(start), staged = {0, -1, 0, 0};
-  Own own = own_of(item);
+  WarpWork own = own_of(item);
   const u8* at = nullptr;
   if (start < end && own.busy) {
     at = units_at(item, own);
     load_unit(now, at, columns_of(item).n_chunks() - 2 * own.unit_0, lane);
   }
   for (int i = start, turn = 0; i < end; i++) {
-    const float* hidden = item.of_all ? shared_expert.hidden : experts.hidden;
+    const float* hidden = item.is_shared ? shared_expert.hidden : experts.hidden;
     const Columns columns = columns_of(item);
     const int chunk_0 = 2 * columns.first_unit(item.part * columns.per_item());
-    if (item.of_all != staged.of_all || item.chosen != staged.chosen || item.part != staged.part) {
+    if (item.is_shared != staged.is_shared || item.active != staged.active || item.part != staged.part) {
       staged = item;
       __syncthreads();
       if (warp == 0) {
         int pair = lane < n_tokens ? lane : -1;
-        if (pair >= 0 && !item.of_all) pair = plan->chosen[item.chosen].pairs[lane];
+        if (pair >= 0 && !item.is_shared) pair = plan->active[item.active].pairs[lane];
         const u32 mask = __ballot_sync(0xffffffffu, pair >= 0);
         if (pair >= 0) pairs[__popc(mask & ((1u << lane) - 1u))] = pair;
         if (lane == 0) n_pairs = __popc(mask);
@@ -153,39 +152,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
       __syncthreads();
     }
     const Item next = i + 1 < end ? item_at(i + 1) : item;
-    const Own next_own = own_of(next);
+    const WarpWork next_own = own_of(next);
     const bool more = i + 1 < end && next_own.busy;
     const u8* then = more ? units_at(next, next_own) : at;
     const int n_then = more ? columns_of(next).n_chunks() - 2 * next_own.unit_0
                             : columns.n_chunks() - 2 * own.unit_0;
-    float* to = (float*)(shared + record_bytes) + (turn ^= 1) * WARPS * 16 * NB;  // others still add
+    float* to = (float*)(shared + record_bytes) + (turn ^= 1) * WARPS * 16 * NB;  // double buffer
     if (own.busy) {
       float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       multiply_units(table, now, at, own, columns.n_chunks(), then, n_then,
                      shared - chunk_0 * Record<NB>::BYTES, lane, acc);
-      put_sums(to + warp * 16 * NB, acc, lane);
+      store_sums(to + warp * 16 * NB, acc, lane);
     } else if (more) {
       load_unit(now, then, n_then, lane);
     }
     at = then;
     __syncthreads();
-    // whole results, or those of the slots of a part
+    // complete results, or partial ones of the splits of a part
     const int n = n_pairs, added = columns.parts > 1 ? 1 : own.per_item, apart = own.per_item / added;
     for (int r = threadIdx.x; r < columns.at_once() * apart * 16 * n; r += 32 * WARPS) {
       const int row = r % 16, token = r / 16 % n, from = r / (16 * n);  // the tile's or the warp's
       const int matrix_row = (item.group * columns.at_once() + from / apart) * 16 + row;
       if (matrix_row >= n_rows) continue;
       const float v = sum_of_warps(to + from * added * 16 * NB + row * NB + token, added);
-      const int slot = columns.parts > 1 ? item.part * apart + from % apart : 0;
-      const i64 at = (i64)pairs[token] * (columns.parts > 1 ? SLOTS : 1) + slot;
-      (item.of_all ? shared_expert.results : experts.results)[at * n_rows + matrix_row] =
+      const int split = columns.parts > 1 ? item.part * apart + from % apart : 0;
+      const i64 at = (i64)pairs[token] * (columns.parts > 1 ? SPLITS : 1) + split;
+      (item.is_shared ? shared_expert.results : experts.results)[at * n_rows + matrix_row] =
           columns.parts > 1 ? v : __fmul_rn(v, OUT);
     }
     item = next, own = next_own;
   }
 
-  const int all_of_tile = plan->n * own_columns.parts + (has_shared ? all_columns.parts : 0);
-  if (all_of_tile == 0) {  // nothing was chosen that is here
+  const int n_contributions = plan->n * own_columns.parts + (has_shared ? all_columns.parts : 0);
+  if (n_contributions == 0) {  // no active expert on this device
     for (int tile = blockIdx.x * WARPS + warp; tile < n_tiles; tile += gridDim.x * WARPS)
       sums.finish(experts, shared_expert, tile, n_tokens, n_rows);
     return;
@@ -200,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
       const Item mine = item_at(i);
       const int at_once = columns_of(mine).at_once();
       const int tile = mine.group * at_once + j;
-      if (j < at_once && tile < n_tiles && atomicAdd(arrived + tile, 1) == all_of_tile - 1) {
+      if (j < at_once && tile < n_tiles && atomicAdd(arrived + tile, 1) == n_contributions - 1) {
         arrived[tile] = 0;
         ready[atomicAdd(&n_ready, 1)] = tile;
       }

@@ -1,12 +1,13 @@
-// Norm, router, the choice of experts, and what their gates let through, for up to 8 tokens.
+// Fused MoE, first kernel: norm, router, top-k routing, and the gated up projections of the active experts,
+// for up to 8 tokens.
 //
-// The thread blocks that come first are routers: each computes 16 logits of every token, and the one
-// that finishes the last of them chooses the experts, writes the plan and is done.  All others stage
-// the tokens meanwhile, wait for the plan, and share row tiles of the chosen experts' gates and ups,
-// and of the expert of all tokens.  Numbers are drawn in the order in which thread blocks begin, and
-// only higher ones wait for lower ones: however few of them run at once, those waited for do.
+// The first thread blocks are routers: each computes 16 logits of every token, and the last one to finish
+// routes the tokens, writes the plan and exits.  The others stage the tokens, wait for the plan, and share
+// the row tiles of the gate and up projections of the active experts and of the shared expert.  Tickets are
+// drawn in the order in which thread blocks start, and only higher tickets wait for lower ones, so there is
+// progress however few thread blocks are resident.
 //
-// All tokens are an operand's columns whatever expert they go to, so they are staged but once.
+// All tokens are columns of one MMA operand whatever their experts, so they are staged once.
 #include "activation/functions.cuh"
 #include "moe/cuda_active_experts.cuh"
 #include "moe/cuda_router_gemm.cuh"
@@ -22,15 +23,15 @@
 
 struct Router {
   const void* weights;       // (E, K)
-  const float* shared_gate;  // (K), of the expert of all tokens, or null
+  const float* shared_gate;  // (K), gate of the shared expert, or null
   float *logits, *weights_of_pairs, *shared_factors;
   int* ids;
 };
 
-// Counters between thread blocks, zeros at first and in the end.
+// Counters between thread blocks, zero before and after the kernel.
 struct State {
-  int begun, arrived, left;
-  u32 planned;
+  int started, arrived, finished;
+  u32 plan_ready;
 };
 
 struct Matrices {
@@ -38,14 +39,14 @@ struct Matrices {
   float* hidden;  // (pairs or tokens, width)
   i64 bytes;      // of a matrix
   int width;      // rows
-  int shift;      // the first row of `up` in its row tile
+  int shift;      // first row of `up` in its row tile
 };
 
-DEV void announce(u32* at) {
+DEV void store_release(u32* at) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(1) : "memory");
 }
 
-DEV bool is_announced(const u32* at) {
+DEV bool load_acquire(const u32* at) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value != 0;
@@ -60,7 +61,7 @@ struct Rows {
   DEV_METHOD const float* row(int token) const { return x + token * stride; }
 
   // Columns k to k + 3 of a token, normalized.
-  DEV_METHOD float4 four(int token, int k, const Norm& norm) const {
+  DEV_METHOD float4 normalized_four(int token, int k, const Norm& norm) const {
     const float4 v = load_four(row(token), k, n_columns, is_wide(row(token)));
 #if NORM
     return normalized<NORM>(v, k, n_columns, norm.scaling, norm.offset, means[token], factors[token]);
@@ -70,8 +71,8 @@ struct Rows {
   }
 };
 
-// Tokens from `first` on, normalized, to shared memory.
-DEV Tokens put_rows(const Rows& x, const Norm& norm, int first, float* rows) {
+// Write tokens from `first` on, normalized, to shared memory.
+DEV Tokens load_normalized(const Rows& x, const Norm& norm, int first, float* rows) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int n_chunks = (x.n_columns + CHUNK - 1) / CHUNK, stride = n_chunks * CHUNK;
   const int n = min(NB, x.n - first), width = x.n_columns;
@@ -79,7 +80,7 @@ DEV Tokens put_rows(const Rows& x, const Norm& norm, int first, float* rows) {
   for (int i = warp; i < n * n_chunks; i += WARPS) {
     const int token = i % n, k = i / n * CHUNK + 4 * lane;
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (k < width) v = x.four(first + token, k, norm);
+    if (k < width) v = x.normalized_four(first + token, k, norm);
     v.y = k + 1 < width ? v.y : 0.0f, v.z = k + 2 < width ? v.z : 0.0f, v.w = k + 3 < width ? v.w : 0.0f;
     *(float4*)(rows + token * stride + k) = v;
   }
@@ -87,40 +88,40 @@ DEV Tokens put_rows(const Rows& x, const Norm& norm, int first, float* rows) {
   return {rows, stride, n, width};
 }
 
-// Logits 16 * `part` and on of all tokens, in the last thread block everything that follows from them.
+// Logits 16 * `part` to + 15 of all tokens; the last thread block routes all tokens and writes the plan.
 DEV void run_router(
     int part, int n_parts, const Rows& x, const Norm& norm, const Router& router,
     const Routing& routing, Plan* plan, State* state, int first_expert, int n_experts, u8* shared) {
-  __shared__ float room[8];
+  __shared__ float scratch[8];
   const int warp = threadIdx.x >> 5;
   for (int first = 0; first < x.n; first += NB) {
-    const Tokens tokens = put_rows(x, norm, first, (float*)shared);
-    float* behind = (float*)shared + tokens.n * tokens.stride;
+    const Tokens tokens = load_normalized(x, norm, first, (float*)shared);
+    float* logits_scratch = (float*)shared + tokens.n * tokens.stride;
     multiply_router<ROUTER>(router.weights, tokens, 16 * part, routing.E,
-                            router.logits + first * routing.E, behind);
+                            router.logits + first * routing.E, logits_scratch);
     for (int n = 0; part == 0 && n < tokens.n; n++) {
-      float* out = norm.scaling.out;  // others read it
+      float* out = norm.scaling.out;  // later kernels read it
       for (int k = threadIdx.x; out != nullptr && k < x.n_columns; k += 32 * WARPS)
         out[(first + n) * norm.scaling.out_stride + k] = tokens.row(n)[k];
       if (router.shared_gate == nullptr) continue;
-      const float factor = gate_factor(tokens.row(n), router.shared_gate, x.n_columns, room);
+      const float factor = gate_factor(tokens.row(n), router.shared_gate, x.n_columns, scratch);
       if (threadIdx.x == 0) router.shared_factors[first + n] = factor;
     }
   }
   if (!last_to_arrive(&state->arrived, n_parts)) return;
   double* scores = (double*)shared;
-  float* logits = (float*)(scores + x.n * routing.room());
-  for (int i = threadIdx.x; i < x.n * routing.E; i += 32 * WARPS)  // others' are past the first cache
+  float* logits = (float*)(scores + x.n * routing.scratch_size());
+  for (int i = threadIdx.x; i < x.n * routing.E; i += 32 * WARPS)  // __ldcg bypasses L1, which is not coherent
     logits[i] = __ldcg(router.logits + i);
   __syncthreads();
   if (warp < x.n)
     route(routing, logits + warp * routing.E, router.weights_of_pairs + warp * routing.k,
-          router.ids + warp * routing.k, scores + warp * routing.room());
+          router.ids + warp * routing.k, scores + warp * routing.scratch_size());
   __syncthreads();
   make_plan(plan, router.ids, x.n, routing.k, first_expert, n_experts);
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) announce(&state->planned);
+  if (threadIdx.x == 0) store_release(&state->plan_ready);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
@@ -128,18 +129,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
     Matrices shared_expert, Plan* plan, State* state, i64 tile_bytes, int n_tokens, int n_columns,
     int n_routers, int first_expert, int n_experts, int padding) {
   extern __shared__ __align__(16) u8 shared[];
-  __shared__ float means[MOST_TOKENS], factors[MOST_TOKENS];
-  __shared__ int drawn;
+  __shared__ float means[MAX_TOKENS], factors[MAX_TOKENS];
+  __shared__ int ticket;
 #if !NORM
   const Norm norm = {};
 #endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (threadIdx.x == 0) drawn = atomicAdd(&state->begun, 1);
+  if (threadIdx.x == 0) ticket = atomicAdd(&state->started, 1);
   __syncthreads();
-  const int number = drawn;
+  const int number = ticket;
   const Rows rows = {x, x_stride, n_tokens, n_columns, means, factors};
 #if NORM
-  find_factors<NORM>([&](int n) { return rows.row(n); }, n_tokens, n_columns, norm.eps, (float*)shared,
+  norm_statistics<NORM>([&](int n) { return rows.row(n); }, n_tokens, n_columns, norm.eps, (float*)shared,
                      means, factors);
 #endif
   if (number < n_routers) {
@@ -159,36 +160,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
     for (int i = warp; i < n_chunks * NB; i += WARPS) {
       const int n = token_0 + i % NB, chunk = i / NB;
       float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (n < n_tokens) v = rows.four(n, chunk * CHUNK + 4 * lane, norm);
+      if (n < n_tokens) v = rows.normalized_four(n, chunk * CHUNK + 4 * lane, norm);
       stage<NB>(v, shared + chunk * Record<NB>::BYTES, i % NB, lane);
     }
     if (token_0 == 0 && threadIdx.x == 0)
-      while (!is_announced(&state->planned)) __nanosleep(32);
+      while (!load_acquire(&state->plan_ready)) __nanosleep(32);
     __syncthreads();
 
-    // Items: groups of row tiles of the expert of all tokens, then of the chosen experts.
+    // Work items: groups of row tiles of the shared expert, then of the active experts.
     const int of_shared = columns.n_groups(shared_expert.width);
     const int of_expert = columns.n_groups(experts.width);
     const int n_items = of_shared + plan->n * of_expert;
     const int end = (int)((i64)(worker + 1) * n_items / n_workers);
-    const Own own = columns.own(0, warp);
+    const WarpWork own = columns.own(0, warp);
     auto is_shared = [&](int item) { return item < of_shared; };
-    auto chosen_at = [&](int item) { return plan->chosen + (item - of_shared) / of_expert; };
+    auto active_at = [&](int item) { return plan->active + (item - of_shared) / of_expert; };
     auto group_at = [&](int item) { return is_shared(item) ? item : (item - of_shared) % of_expert; };
-    // this warp's first unit of an item; part 0 is the gate, 1 and 2 the row tiles of `up`
+    // this warp's first unit of an item; part 0 is the gate, 1 and 2 are row tiles of `up`
     auto units_at = [&](int item, int part) {
-      const bool of_all = is_shared(item);
-      const u8* base = of_all ? part ? shared_expert.up : shared_expert.gate
+      const bool shared_item = is_shared(item);
+      const u8* base = shared_item ? part ? shared_expert.up : shared_expert.gate
                               : part ? experts.up : experts.gate;
-      if (!of_all) base += chosen_at(item)->expert * experts.bytes;
-      const int width = of_all ? shared_expert.width : experts.width;
-      const int last = ((of_all && part ? shared_expert.shift : 0) + width - 1) / 16;  // not behind it
+      if (!shared_item) base += active_at(item)->expert * experts.bytes;
+      const int width = shared_item ? shared_expert.width : experts.width;
+      const int last = ((shared_item && part ? shared_expert.shift : 0) + width - 1) / 16;  // last row tile
       const int tile = min(group_at(item) * columns.at_once() + own.tile + part / 2, last);
       return base + tile * tile_bytes + own.unit_0 * (i64)UNIT_BYTES;
     };
-    auto next_item = [&](int item) {  // with a token of these
+    auto next_item = [&](int item) {  // that has a token of this batch
       for (; item < end && !is_shared(item); item++) {
-        const Chosen* c = chosen_at(item);
+        const ActiveExpert* c = active_at(item);
         for (int n = token_0; n < min(token_0 + NB, n_tokens); n++)
           if (c->pairs[n] >= 0) return item;
       }
@@ -204,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
     while (item < end) {
       const int next = next_item(item + 1);
       const int n_parts = is_shared(item) && shared_expert.shift ? 3 : 2;
-      float* sums = (float*)(shared + sums_at) + (turn ^= 1) * 3 * WARPS * 16 * NB;  // others still add
+      float* sums = (float*)(shared + sums_at) + (turn ^= 1) * 3 * WARPS * 16 * NB;  // double buffer
       for (int part = 0; own.busy && part < n_parts; part++) {
         const u8* then = part + 1 < n_parts ? units_at(item, part + 1)
                          : next < end       ? units_at(next, 0) : at;
         float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         multiply_units(table, now, at, own, n_chunks, then, n_chunks - 2 * own.unit_0, shared, lane,
                        acc);
-        put_sums(sums + (part * WARPS + warp) * 16 * NB, acc, lane);
+        store_sums(sums + (part * WARPS + warp) * 16 * NB, acc, lane);
         at = then;
       }
       __syncthreads();
@@ -222,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
       for (int i = threadIdx.x; i < columns.at_once() * 16 * n; i += 32 * WARPS) {
         const int row = i % 16, token = i / 16 % n, tile = i / (16 * n);
         const int column = row_0 + 16 * tile + row;
-        const int pair = is_shared(item) ? token_0 + token : chosen_at(item)->pairs[token_0 + token];
+        const int pair = is_shared(item) ? token_0 + token : active_at(item)->pairs[token_0 + token];
         if (pair < 0 || column >= width) continue;
         auto result = [&](int part, int row) {
           const float* from = sums + (part * WARPS + tile * own.per_item) * 16 * NB + row * NB + token;
@@ -235,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
       item = next;
     }
   }
-  if (threadIdx.x == 0 && atomicAdd(&state->left, 1) == n_workers - 1) {
-    state->begun = 0, state->left = 0, state->planned = 0;
+  if (threadIdx.x == 0 && atomicAdd(&state->finished, 1) == n_workers - 1) {
+    state->started = 0, state->finished = 0, state->plan_ready = 0;
   }
 }

@@ -1,34 +1,34 @@
-// Mixture of experts: routing, the order of experts, the weighted sum; products are `matmul`'s.
+// Mixture of experts: routing, permutation by expert, weighted sum.
 #include "moe/cuda_topk_routing.cuh"
 
 // ---- routing ----------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(32) routing(
     const float* logits, float* weights, int* ids, Routing r) {
-  extern __shared__ double room[];
+  extern __shared__ double scratch[];
   const long long token = blockIdx.x;
-  route(r, logits + token * r.E, weights + token * r.k, ids + token * r.k, room);
+  route(r, logits + token * r.E, weights + token * r.k, ids + token * r.k, scratch);
 }
 
-// ---- order of experts ------------------------------------------------------------------------------
+// ---- permutation -----------------------------------------------------------------------------------
 
-// Thread block e counts the pairs of expert e; ids that are no expert's belong to none.
+// Thread block e counts the pairs of expert e; ids out of range are ignored.
 extern "C" __global__ void __launch_bounds__(256) count_pairs(const int* ids, int* counts, int n) {
-  __shared__ int room[8];
+  __shared__ int scratch[8];
   int count = 0;
   for (int i = threadIdx.x; i < n; i += 256) count += ids[i] == blockIdx.x;
-  count = reduce_block<256>(count, Sum(), room);
+  count = reduce_block<256>(count, Sum(), scratch);
   if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
-// Thread block e writes the pairs of expert e in order; the last one those of none, behind all.
+// Thread block e writes the pairs of expert e in order; thread block E the pairs without an expert, last.
 extern "C" __global__ void __launch_bounds__(256) place_pairs(
     const int* ids, const int* counts, int* rows, int* indptr, int* inverse, int n, int E, int k) {
-  __shared__ int room[8], before[8];
+  __shared__ int scratch[8], before[8];
   const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int at = 0;
   for (int i = threadIdx.x; i < e; i += 256) at += counts[i];
-  at = reduce_block<256>(at, Sum(), room);
+  at = reduce_block<256>(at, Sum(), scratch);
   if (threadIdx.x == 0) indptr[e] = at;
   for (int first = 0; first < n; first += 256) {
     const int i = first + threadIdx.x, id = i < n ? ids[i] : -2;
@@ -36,13 +36,13 @@ extern "C" __global__ void __launch_bounds__(256) place_pairs(
     const unsigned mask = __ballot_sync(0xffffffffu, own);
     if (lane == 0) before[warp] = __popc(mask);
     __syncthreads();
-    int place = at, found = 0;
+    int position = at, found = 0;
     for (int w = 0; w < 8; w++) {
-      place += w < warp ? before[w] : 0;
+      position += w < warp ? before[w] : 0;
       found += before[w];
     }
-    place += __popc(mask & ((1u << lane) - 1u));
-    if (own) rows[place] = i / k, inverse[i] = e < E ? place : -1;
+    position += __popc(mask & ((1u << lane) - 1u));
+    if (own) rows[position] = i / k, inverse[i] = e < E ? position : -1;
     at += found;
     __syncthreads();
   }
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(256) place_pairs(
 
 // ---- sums ------------------------------------------------------------------------------------------
 
-// A column of a token; its results are added in order.  Thread block (columns, token).
+// Weighted sum of a token's results, in order.  Thread block (columns, token).
 extern "C" __global__ void __launch_bounds__(256) combine(
     const float* y, const float* weights, const int* inverse, float* out, int H, int k, int P,
     int accumulate) {
@@ -59,22 +59,22 @@ extern "C" __global__ void __launch_bounds__(256) combine(
   float* to = out + (long long)t * H + d;
   float total = accumulate ? *to : 0.0f;
   for (int j = 0; j < k; j++) {
-    const int place = inverse[t * k + j];
-    if (place >= 0 && place < P) total = fmaf(weights[t * k + j], y[(long long)place * H + d], total);
+    const int position = inverse[t * k + j];
+    if (position >= 0 && position < P) total = fmaf(weights[t * k + j], y[(long long)position * H + d], total);
   }
   *to = total;
 }
 
-// Row t of `y` times the logistic function of the product of row t of `x` and `gate`.
+// y[t] *= sigmoid(x[t] . gate)
 extern "C" __global__ void __launch_bounds__(256) scale_rows(
     const float* x, const float* gate, float* y, int width, int H) {
-  __shared__ float room[8];
+  __shared__ float scratch[8];
   x += (long long)blockIdx.x * width, y += (long long)blockIdx.x * H;
-  const float factor = gate_factor(x, gate, width, room);
+  const float factor = gate_factor(x, gate, width, scratch);
   for (int d = threadIdx.x; d < H; d += 256) y[d] *= factor;
 }
 
-// Zeros in the rows from indptr[E] on.  Thread block (columns, rows).
+// Zero the rows from indptr[E] on.  Thread block (columns, rows).
 extern "C" __global__ void __launch_bounds__(256) clear_unused(
     float* out, const int* indptr, long long out_stride, int E, int n_rows, int width) {
   const int d = blockIdx.x * 256 + threadIdx.x;

@@ -1,37 +1,36 @@
-// Which experts a token goes to and with which weights: a warp for each token, in float64 as on the
-// CPU; and how much of the expert of all tokens it takes.
+// Top-k routing, a warp per token, in float64 as on the CPU; sigmoid gate of the shared expert.
 #pragma once
 #include "cuda/block_reduce.cuh"
 #include "cuda/types.cuh"
 
 struct Routing {
-  const float* bias;  // of the choice, or null
+  const float* bias;  // added to the scores for the choice, or null
   int E, k, sigmoid, renormalize, n_groups, top_k_groups, top2_sum;
   float scale, min_score;
   int padding;
 
-  DEV_METHOD int room() const { return 2 * E + n_groups; }  // numbers that `route` needs
+  DEV_METHOD int scratch_size() const { return 2 * E + n_groups; }  // doubles that `route` needs
 };
 
-// The best of a number of values, on all lanes: the largest, of equals the first.
+// Largest value and its index on all lanes; the first among equals.
 struct Best {
   double value;
-  int place;
+  int index;
 };
 
-DEV Best best_of(const double* values, int first, int stop) {
+DEV Best argmax(const double* values, int first, int stop) {
   Best b = {-infinity64(), 0x7fffffff};
   for (int i = first + (threadIdx.x & 31); i < stop; i += 32)
     if (values[i] > b.value) b = {values[i], i};
   for (int mask = 16; mask; mask /= 2) {
     const double value = __shfl_xor_sync(0xffffffffu, b.value, mask);
-    const int place = __shfl_xor_sync(0xffffffffu, b.place, mask);
-    if (value > b.value || (value == b.value && place < b.place)) b = {value, place};
+    const int index = __shfl_xor_sync(0xffffffffu, b.index, mask);
+    if (value > b.value || (value == b.value && index < b.index)) b = {value, index};
   }
   return b;
 }
 
-// Scores of a token's experts; false if it has a NaN or +inf, or nothing but -inf.
+// Compute the scores of a token; returns false if it has a NaN or +inf, or only -inf.
 DEV bool score(const float* logits, int E, bool sigmoid, double* scores) {
   float top = -infinity();
   bool bad = false;
@@ -53,23 +52,23 @@ DEV bool score(const float* logits, int E, bool sigmoid, double* scores) {
   return true;
 }
 
-// Set the values of experts outside the best groups to -inf.
+// Set the choice scores of experts outside the best groups to -inf.
 DEV void drop_groups(
     double* choice, int E, int n_groups, int top_k_groups, bool top2_sum, double* groups) {
   const int size = E / n_groups;
   for (int g = 0; g < n_groups; g++) {
-    const Best first = best_of(choice, g * size, (g + 1) * size);
+    const Best first = argmax(choice, g * size, (g + 1) * size);
     double value = first.value;
     if (top2_sum && value > -infinity64())
-      value += fmax(best_of(choice, g * size, first.place).value,
-                    best_of(choice, first.place + 1, (g + 1) * size).value);
+      value += fmax(argmax(choice, g * size, first.index).value,
+                    argmax(choice, first.index + 1, (g + 1) * size).value);
     if ((threadIdx.x & 31) == 0) groups[g] = value;
   }
   __syncwarp();
   for (int i = 0; i < top_k_groups; i++) {
-    const Best b = best_of(groups, 0, n_groups);
+    const Best b = argmax(groups, 0, n_groups);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0 && b.value > -infinity64()) groups[b.place] = nan64();  // chosen
+    if ((threadIdx.x & 31) == 0 && b.value > -infinity64()) groups[b.index] = nan64();  // chosen
     __syncwarp();
   }
   for (int e = threadIdx.x & 31; e < E; e += 32)
@@ -77,10 +76,10 @@ DEV void drop_groups(
   __syncwarp();
 }
 
-// The weights and numbers of the k experts of a token.
-DEV void route(const Routing& r, const float* logits, float* weights, int* ids, double* room) {
+// Write the weights and ids of the k experts of a token.
+DEV void route(const Routing& r, const float* logits, float* weights, int* ids, double* scratch) {
   const int lane = threadIdx.x & 31;
-  double *scores = room, *choice = room + r.E, *groups = room + 2 * r.E;
+  double *scores = scratch, *choice = scratch + r.E, *groups = scratch + 2 * r.E;
   if (!score(logits, r.E, r.sigmoid, scores)) {
     for (int j = lane; j < r.k; j += 32) weights[j] = nan32(), ids[j] = -1;
     return;
@@ -91,13 +90,13 @@ DEV void route(const Routing& r, const float* logits, float* weights, int* ids, 
   if (r.n_groups > 1) drop_groups(choice, r.E, r.n_groups, r.top_k_groups, r.top2_sum, groups);
   double total = 0.0;
   for (int j = 0; j < r.k; j++) {
-    const Best b = best_of(choice, 0, r.E);
-    const bool used = b.value > -infinity64() && scores[b.place] >= (double)r.min_score;
-    if (used) total += scores[b.place];
+    const Best b = argmax(choice, 0, r.E);
+    const bool used = b.value > -infinity64() && scores[b.index] >= (double)r.min_score;
+    if (used) total += scores[b.index];
     __syncwarp();
     if (lane == 0) {
-      ids[j] = used ? b.place : -1;
-      if (b.value > -infinity64()) choice[b.place] = -infinity64();
+      ids[j] = used ? b.index : -1;
+      if (b.value > -infinity64()) choice[b.index] = -infinity64();
     }
     __syncwarp();
   }
@@ -106,11 +105,10 @@ DEV void route(const Routing& r, const float* logits, float* weights, int* ids, 
     weights[j] = ids[j] >= 0 ? (float)(scores[ids[j]] * factor) : 0.0f;
 }
 
-// The logistic function of the product of a token and the gate of the expert of all tokens, for all
-// of 256 threads.
-DEV float gate_factor(const float* x, const float* gate, int width, float* room) {
+// Sigmoid gate of the shared expert: sigmoid(x . gate); by 256 threads.
+DEV float gate_factor(const float* x, const float* gate, int width, float* scratch) {
   float total = 0.0f;
   for (int d = threadIdx.x; d < width; d += 256) total = fmaf(x[d], gate[d], total);
-  total = reduce_block<256>(total, Sum(), room);
+  total = reduce_block<256>(total, Sum(), scratch);
   return 1.0f / (1.0f + expf(-total));
 }

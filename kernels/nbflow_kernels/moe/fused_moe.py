@@ -1,4 +1,4 @@
-"""The whole layer: gate, up, activation, down and the weighted sum over experts."""
+"""The MoE layer: gate, up, activation, down, weighted sum over experts, shared expert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbflow_kernels.moe.routing import moe_permute
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """An expert that all tokens go to.
+    """An expert that all tokens use.
 
     Examples
     --------
@@ -39,8 +39,7 @@ class SharedExpert:
     up: Any = None
     """Array or QuantTensor (F, H), if it is not part of `gate_up`."""
     gate: Any = None
-    """Array of float32 (H,): the result is multiplied by the logistic function of its product with
-    the token (Qwen2-MoE)."""
+    """Array of float32 (H,): the result is multiplied by ``sigmoid(gate @ token)`` (Qwen2-MoE)."""
 
     def to_device(self, like: Any = None) -> SharedExpert:
         """Return the expert on the device of an array, by default CuPy's current device."""
@@ -74,7 +73,7 @@ def moe_combine(
     accumulate: bool = False,
     out: NDArray[np.float32] | None = None,
 ) -> Any:
-    r"""Add the experts' results of each token with its weights.
+    r"""Weighted sum of the experts' results of each token.
 
     .. math:: o_t = \sum_j w_{tj} \, y_{\mathrm{inverse}_{tj}}
 
@@ -85,7 +84,7 @@ def moe_combine(
     weights : array of float32, shape (T, k)
         Weights of each token's experts.
     inverse : array of int32, shape (T, k)
-        Where the results are, as from `moe_permute`; -1 is left out.
+        Rows of `y`, as from `moe_permute`; -1 is skipped.
     accumulate : bool
         Add to what `out` holds instead of replacing it.
     out : array of float32, shape (T, H), optional
@@ -99,8 +98,8 @@ def moe_combine(
     Raises
     ------
     UsageError
-        If a shape or a place does not fit, or `accumulate` is given without `out`.  On a CUDA
-        device a place that does not fit is left out.
+        If a shape or an index does not fit, or `accumulate` is given without `out`.  On a CUDA
+        device an index out of range is skipped.
     TypeError
         If an array has another dtype.
 
@@ -167,7 +166,7 @@ def fused_moe(
     topk_weights : array of float32, shape (T, k)
         Weights of each token's experts, as from `moe_routing`.
     topk_ids : array of int32, shape (T, k)
-        Experts of each token; -1 is none.
+        Experts of each token; -1 is skipped.
     up : array, QuantTensor or sequence of them, optional
         Up projection of each expert, (E, F, H), if it is stored by itself.
     activation : str
@@ -198,8 +197,8 @@ def fused_moe(
 
     See Also
     --------
-    nbflow_kernels.moe_routing : Makes weights and ids.
-    nbflow_kernels.grouped_matmul : The products.
+    nbflow_kernels.moe_routing : Computes weights and ids.
+    nbflow_kernels.grouped_matmul : The grouped GEMM.
 
     Notes
     -----
@@ -260,14 +259,14 @@ def fused_moe(
 
 
 def _device(x):
-    """Return the variant for an array."""
+    """Return the module for the device of an array."""
     return cuda if is_cuda(x) else cpu
 
 
 def _projections(
     x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
 ) -> Any:
-    """Return gate and up projections side by side, (P, 2F)."""
+    """Return gate and up projections concatenated, (P, 2F)."""
     of_gate, of_up = biases
     if ups is None:
         return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
@@ -287,7 +286,7 @@ def _projections(
 
 
 def _run_shared(x: Any, shared: SharedExpert, act: Any, out: Any) -> None:
-    """Write the shared expert's result."""
+    """Write the result of the shared expert to `out`."""
     T, H = x.shape
     check_matrix("shared.gate_up", shared.gate_up, None, H)
     F = shared.gate_up.shape[0]
@@ -304,15 +303,15 @@ def _run_shared(x: Any, shared: SharedExpert, act: Any, out: Any) -> None:
 
 
 def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
-    """Return gate and up projections of the shared expert side by side, (T, 2F)."""
+    """Return gate and up projections of the shared expert concatenated, (T, 2F)."""
     both = empty(x, (len(x), 2 * F))
     if shared.up is None:
         _device(x).matmul(x, shared.gate_up, None, both)
         return both
     halves = [empty(x, (len(x), F)) for _ in range(2)]
-    for w, half, to in zip((shared.gate_up, shared.up), halves, (0, F), strict=True):
+    for w, half, column in zip((shared.gate_up, shared.up), halves, (0, F), strict=True):
         _device(x).matmul(x, w, None, half)
-        both[:, to : to + F] = half
+        both[:, column : column + F] = half
     return both
 
 
@@ -325,7 +324,7 @@ def _activation(name: str, x: Any) -> Any:
 
 
 def _half(name: str, n: int) -> int:
-    """Return half of the number of rows of gate and up together."""
+    """Return half of the rows of a matrix of gate and up."""
     if n % 2:
         raise UsageError(f"{name} must have an even number of rows, gate and up, got {n}")
     return n // 2

@@ -1,4 +1,4 @@
-"""Products of consecutive rows with one weight matrix each."""
+"""Grouped GEMM: a weight matrix per segment of rows."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def grouped_matmul(
         The matrices: an array (E, N, K) of float32, float16 or uint16 (bits of bfloat16), a
         `QuantTensor` (E, N, K), or E matrices (N, K) of any of these kinds.
     indptr : array of int32, shape (E + 1,)
-        Where each segment starts and ends.
+        Start and end of each segment.
     rows : array of int32, shape (P,), optional
-        The row of `x` that each row of the result is made of, e.g. the first result of
-        `moe_permute`; row r for row r unless given.
+        The row of `x` for each row of the result, e.g. the first result of `moe_permute`; by
+        default row r for row r.
     bias : array of float32, shape (E, N), optional
         Added to the rows of each segment.
     out : array of float32, shape (P, N), optional
@@ -55,19 +55,19 @@ def grouped_matmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, or `indptr` or `rows` leave their range, which is not checked
+        If the shapes do not fit, or `indptr` or `rows` are out of range, which is not checked
         on a CUDA device.
     TypeError
-        If an array has another dtype or the weights are none of the above.
+        If an array has another dtype or `weights` another type.
 
     See Also
     --------
-    nbflow_kernels.matmul : The product of one matrix.
+    nbflow_kernels.matmul : Product with one matrix.
 
     Notes
     -----
     A row of the result is bitwise that of `matmul` or `qmatmul` with its matrix.  An empty segment
-    costs nothing; the threads share all others equally, whatever their lengths.
+    costs nothing, and the load is balanced over the threads whatever the lengths of the others.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def grouped_matmul(
 
 
 def list_matrices(name: str, weights: Any, K: int) -> tuple[Sequence[Any], int]:
-    """Return the matrices of a stack or sequence, and their number of rows; check their shapes."""
+    """Check the shapes of a stack or sequence of matrices; return them and their number of rows."""
     if isinstance(weights, QuantTensor):
         if len(weights.shape) != 3:
             raise UsageError(f"{name} must have shape (E, N, K), got {weights.shape}")
@@ -128,7 +128,7 @@ def list_matrices(name: str, weights: Any, K: int) -> tuple[Sequence[Any], int]:
 
 
 def check_matrix(name: str, w: Any, N: int | None, K: int) -> None:
-    """Raise unless `w` is a matrix (N, K) that can be multiplied by."""
+    """Raise unless `w` is a float or quantized matrix (N, K)."""
     if not isinstance(w, QuantTensor):
         check_array(name, w, (N, K), DTYPES)
     elif len(w.shape) != 2 or w.shape[1] != K or N not in (None, w.shape[0]):
@@ -138,25 +138,23 @@ def check_matrix(name: str, w: Any, N: int | None, K: int) -> None:
 
 
 class SegmentGEMMWrapper:
-    """Products of consecutive rows with a weight matrix each, as FlashInfer's class calls them.
-
-    One batch of requests with different LoRA adapters is its usual use.
+    """Grouped GEMM with the interface of FlashInfer's class, e.g. for batches of LoRA adapters.
 
     Parameters
     ----------
     float_workspace_buffer : None
-        Must be None: the products need no memory of the caller.
+        Must be None; it is not needed.
     backend : {"auto"}
         Only "auto".
 
     Raises
     ------
     UsageError
-        If `backend` is another one, or there is a workspace.
+        If `backend` is another one, or a workspace is given.
 
     See Also
     --------
-    nbflow_kernels.grouped_matmul : The function it calls.
+    nbflow_kernels.grouped_matmul : The same as a function.
 
     Examples
     --------
@@ -175,7 +173,7 @@ class SegmentGEMMWrapper:
     def __init__(self, float_workspace_buffer: Any = None, backend: str = "auto") -> None:
         if float_workspace_buffer is not None:
             raise UsageError(
-                "float_workspace_buffer must be None: the products need no memory of the caller"
+                "float_workspace_buffer must be None; SegmentGEMMWrapper does not need a workspace"
             )
         if backend != "auto":
             raise UsageError(f"backend must be 'auto', got {backend!r}")
@@ -209,9 +207,9 @@ class SegmentGEMMWrapper:
         seg_lens : array of int, shape (B,), optional
             Rows of each segment; needed unless `seg_indptr` is given.
         seg_indptr : array of int, shape (B + 1,), optional
-            Where each segment starts and ends.
+            Start and end of each segment.
         weight_indices : array of int, shape (B,), optional
-            The matrix of each segment; matrix i for segment i unless given.
+            The matrix of each segment; by default matrix i for segment i.
 
         Returns
         -------
@@ -221,7 +219,7 @@ class SegmentGEMMWrapper:
         Raises
         ------
         UsageError, TypeError
-            As `grouped_matmul`; UsageError if both or none of `seg_lens` and `seg_indptr` is given.
+            As `grouped_matmul`; UsageError unless one of `seg_lens` and `seg_indptr` is given.
         """
         if (seg_lens is None) == (seg_indptr is None):
             raise UsageError("give one of seg_lens and seg_indptr")
@@ -230,7 +228,7 @@ class SegmentGEMMWrapper:
         indptr = np.ascontiguousarray(seg_indptr, np.int32)
         if indptr.shape != (batch_size + 1,):
             raise UsageError(
-                f"the segments must be batch_size = {batch_size} many, got {len(indptr) - 1}"
+                f"batch_size is {batch_size}, but there are {len(indptr) - 1} segments"
             )
         if not weight_column_major:
             if is_cuda(x):

@@ -100,10 +100,10 @@ def moe_combine(
 ) -> np.ndarray:
     """See `nbflow_kernels.moe_combine`."""
     sums = np.zeros((len(weights), y.shape[1]))
-    for t, places in enumerate(inverse):
-        for j, place in enumerate(places):
-            if place >= 0:
-                sums[t] += weights[t, j] * y[place]
+    for t, rows in enumerate(inverse):
+        for j, row in enumerate(rows):
+            if row >= 0:
+                sums[t] += weights[t, j] * y[row]
     if out is None:
         return sums
     out[...] = sums + out if accumulate else sums

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the rows in order of experts."""
+"""Top-k routing of tokens to experts, and permutation of tokens by expert."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ def moe_routing(
     scoring : {"softmax", "sigmoid"}
         Scores of all experts of a token.
     renormalize : bool
-        Whether a token's weights are divided by their sum.
+        Divide a token's weights by their sum.
     correction_bias : array of float32, shape (E,), optional
         Added to the scores for the choice only.
     n_groups : int
-        Number of groups of E / n_groups experts each; 1 is no groups.
+        Number of groups of E / n_groups experts each.
     top_k_groups : int
-        How many groups a token may use.
+        Groups a token may use.
     group_score : {"max", "top2_sum"}
-        A group is as good as its best expert, or as its two best experts together.
+        Score of a group: that of its best expert, or the sum of its two best.
     routed_scaling_factor : float
         Factor of all weights.
     min_score : float
-        An expert of a smaller score is not used: its id becomes -1 and its weight 0.
+        Experts with a smaller score get id -1 and weight 0.
 
     Returns
     -------
     weights : array of float32, shape (T, top_k)
         Weights, the best choice first.
     ids : array of int32, shape (T, top_k)
-        Experts; -1 where there is none.  Among equals the lowest expert comes first.
+        Experts, or -1.  The lowest index wins among equals.
 
     Raises
     ------
     UsageError
-        If a number does not fit the others, a name is unknown, or a row of `logits` has a NaN or
-        +inf, or only -inf.  On a CUDA device, which nobody waits for, the weights of such a row
-        are NaN and its ids -1.
+        If a number is out of range, a name is unknown, or a row of `logits` has a NaN or +inf, or
+        only -inf.  On a CUDA device the call does not wait for the result: the weights of such a
+        row are NaN and its ids -1.
     TypeError
         If an array is not of float32.
 
@@ -88,7 +88,7 @@ def moe_routing(
     Inferflow                   ``min_score=1e-5``
     ==========================  ==============================================================
 
-    Scores are computed in float64.  Experts outside the chosen groups are never used, also if all
+    Scores are computed in float64.  Experts outside the chosen groups are never used, even if all
     others have a negative biased score.
 
     References
@@ -115,9 +115,9 @@ def moe_routing(
         raise UsageError(f"n_groups must divide the number of experts, {E}, got {n_groups}")
     if not 1 <= top_k_groups <= n_groups:
         raise UsageError(f"top_k_groups must be 1..n_groups = 1..{n_groups}, got {top_k_groups}")
-    most = top_k_groups * (E // n_groups)
-    if not 1 <= top_k <= most:
-        raise UsageError(f"top_k must be 1..{most}, the experts a token may use, got {top_k}")
+    max_top_k = top_k_groups * (E // n_groups)
+    if not 1 <= top_k <= max_top_k:
+        raise UsageError(f"top_k must be 1..{max_top_k}, the experts a token may use, got {top_k}")
     if group_score == "top2_sum" and E // n_groups < 2:
         raise UsageError('group_score="top2_sum" needs groups of at least two experts')
     if correction_bias is not None:
@@ -143,29 +143,28 @@ def moe_routing(
 
 
 def moe_permute(ids: NDArray[np.int32], n_experts: int) -> tuple[Any, Any, Any]:
-    """Bring pairs of token and expert into the order of experts.
+    """Sort pairs of token and expert by expert.
 
     Parameters
     ----------
     ids : array of int32, shape (T, k)
-        Experts of each token, 0..n_experts - 1; -1 is none, e.g. one that lives elsewhere.
+        Experts of each token, 0..n_experts - 1; -1 is skipped, e.g. an expert of another rank.
     n_experts : int
         Number of experts E.
 
     Returns
     -------
     rows : array of int32, shape (T * k,)
-        The token of each pair, in order of experts; pairs of one expert in order of tokens.  Pairs
-        without an expert come last.
+        The token of each pair, sorted by expert, then by token.  Pairs without an expert come last.
     indptr : array of int32, shape (E + 1,)
-        Where each expert's pairs start and end.
+        Start and end of each expert's pairs.
     inverse : array of int32, shape (T, k)
-        The place of each pair in `rows`; -1 for a pair without an expert.
+        The index of each pair in `rows`; -1 for a pair without an expert.
 
     Raises
     ------
     UsageError
-        If an id is out of range; on a CUDA device such an id is none.
+        If an id is out of range; on a CUDA device such an id is skipped.
     TypeError
         If `ids` is not an array of int32.
 

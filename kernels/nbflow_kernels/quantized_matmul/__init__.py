@@ -1,4 +1,4 @@
-"""Product of activations and a quantized weight matrix."""
+"""Matrix product with quantized weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbflow_kernels.quantized_matmul import cpu, cuda
 __all__ = ["ACTIVATIONS", "qmatmul"]
 
 ACTIVATIONS = ("f32", "bf16", "int8")
-"""How a product holds its activations."""
+"""Types of activations in a product."""
 
 
 def qmatmul(
@@ -36,18 +36,18 @@ def qmatmul(
     x : array of float32, shape (T, K)
         Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
     w : QuantTensor, shape (N, K)
-        Weights, a row for each output, in any format of `nbflow_kernels.FORMATS`.
+        Weights, a row per output, in any format of `nbflow_kernels.FORMATS`.
     bias : array of float32, shape (N,), optional
         Added to every row of the result.
     accumulate : bool
         Add to what `out` holds instead of replacing it.
     activations : {"f32", "bf16", "int8"}
-        "bf16" rounds `x` and the decoded weights to bfloat16, to nearest: many rows take half the
-        time where the processor multiplies pairs of bfloat16, with an error of 0.23 % of the
-        result's root mean square.
-        "int8" quantizes each 32 columns of a row of `x` to 8 bits and multiplies integers: faster,
-        by a factor of 2 to 4 for many rows, with an error of 0.5 % of the result's root mean
-        square.  It needs weights in a block format.
+        "bf16" rounds `x` and the dequantized weights to bfloat16: half the time for many rows on
+        processors that multiply pairs of bfloat16, with an error of 0.23 % of the result's root
+        mean square.
+        "int8" quantizes `x` to 8 bits with a scale per 32 columns and multiplies integers: 2 to 4
+        times as fast for many rows, with an error of 0.5 % of the result's root mean square.  It
+        needs weights in a block format.
     out : array of float32, shape (T, N), optional
         Where to write the result; it must not overlap `x`.
 
@@ -68,23 +68,22 @@ def qmatmul(
     See Also
     --------
     nbflow_kernels.matmul : The same with weights in float32, float16 or bfloat16.
-    nbflow_kernels.quantized_matmul.reference.qmatmul : The NumPy form the variants are tested
-    against.
+    nbflow_kernels.quantized_matmul.reference.qmatmul : The NumPy reference.
 
     Notes
     -----
-    The first product of a tensor makes its layout for computing, as large as the stored one (up to
-    4 % larger where integer scales are widened to bytes).  Weights are decoded panel by panel,
-    never as a whole matrix.  Products are added in an order that depends on K alone: a row of the
+    The first product of a tensor creates its compute layout, as large as the stored one (up to 4 %
+    larger where integer scales are widened to bytes).  Weights are dequantized panel by panel,
+    never as a whole matrix.  Products are added in an order that depends only on K: a row of the
     result is bitwise the same whatever other rows are in the call, for any number of threads.  The
-    product with the outliers of `w`, if it has any, is added after all else.
+    product with the outliers of `w`, if it has any, is added last.
 
-    Products of two bfloat16 are exact in float32; processors with an instruction for them take
-    denormal numbers for zero, others do not.
+    Products of two bfloat16 are exact in float32; processors with an instruction for them flush
+    denormal numbers to zero, others do not.
 
     With "int8", the activations of 32 columns become ``q = rint(x * (127 / max|x|))`` and a scale
-    ``d = max|x| / 127``, in float32; where the largest magnitude is below 2 ** -100 all are 0, and
-    where one is not finite so is the result.  Weights are ``scale * (code - zero) + base``.  Sums
+    ``d = max|x| / 127``, in float32; where the largest magnitude is below 2 ** -100 all q are 0;
+    infinities and NaN propagate to the result.  Weights are ``scale * (code - zero) + base``.  Sums
     of ``(code - zero) * q`` over the columns that share both scales (32, or 16) are exact integers;
     they are multiplied by ``scale * d`` and added in float32, and so are the bases, times d and the
     sum of the q.  The result has the same bits on every processor; on a CUDA device the integers

@@ -31,7 +31,7 @@ _REASON = {
 def weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
     """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows."""
     w = rng.standard_normal((min(N, 512), K), dtype=np.float32) / np.float32(K**0.5)
-    # the plain encoder: what is tested here is the product
+    # the plain encoder is fast, and this tests the product
     some = quantize(w, format, encoder="plain")
     return QuantTensor(format, (N, K), some.data[np.arange(N) % max(1, len(some.data))])
 
@@ -91,7 +91,7 @@ def _case(
     )
 
 
-# a format for each packed form; the others differ in storage only
+# a format per packed layout; the others differ in storage only
 FORMS = (
     *("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q5_0", "q4", "q4_b64t1", "q4_b16", "q4_0"),
     *("q3h", "q3", "q2"),
@@ -103,10 +103,10 @@ GGML_FORMS = (
 _TIMED = ("q8_0", "q4_0", "q4_k", "q8", "q4", "q3h")
 _BOTH = ("f32", "int8")
 _FLOATS = ("f32", "f16", "bf16")
-# one format for each kind of codes and of parameters
+# a format per kind of codes and parameters
 _BF16_FORMATS = (*_FLOATS, "q8", "q6", "q4_b16", "q3h", "q2")
 
-# weights of Llama 3 8B: gate and up, output, down; what a few and what many rows cost
+# weights of Llama 3 8B: gate and up, output, down; GEMV and GEMM
 _ON_DEVICES = (
     ("q4_0", 28672, 4096, (1, 8, 16, 32, 64, 512)),
     *((f, 28672, 4096, (1, 16, 32, 64)) for f in ("q4_k", "q3h", "q8_0", "q2_k")),
@@ -171,7 +171,7 @@ CASES = [
 
 
 def user_cases() -> list[OpCase]:
-    """Return cases of the formats that users registered, those of the built-in ones."""
+    """Return the cases of registered user formats."""
     cases = []
     for format in FORMATS.values():
         if isinstance(format, UserFormat):

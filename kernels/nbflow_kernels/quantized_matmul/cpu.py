@@ -1,22 +1,36 @@
-"""Quantized matrix product on the CPU: a lane of a vector is a weight row.
+"""Quantized matrix product on the CPU: choice of the kernel.
 
-Weights are read in the packed layout (`formats.layout_cpu`), by kernels made for its form when they
-are first needed: `floats` for one row of float32 activations, `dense` for several and for bfloat16
-ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
+==============  =============================  =====================================================
+activations     rows                           kernel
+==============  =============================  =====================================================
+float32         1                              `cpu_gemv_f32.gemv`
+float32         2 and more                     `cpu_gemm_f32_bf16.gemm_f32`
+bfloat16        any                            `cpu_gemm_f32_bf16.gemm_bf16`
+int8            up to 8 (32 or 64 for codes    `cpu_gemv_int8.gemv`, 1, 4 or 8 rows at a time
+                of 4 or 8 bits)
+int8            more                           `cpu_gemm_int8.gemm`
+==============  =============================  =====================================================
+
+Weights of every block format are read in one packed layout (`formats.layout_cpu`; a lane is a
+weight row), by kernels compiled for its `CpuLayout` at first use.  Float weights go to
+`matmul.cpu_packed`, user formats without integer codes to `cpu_user_formats`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.floats import PackedFloats
-from nbflow_kernels.formats.layout_cpu import ROWS, CpuPacked
+from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout, CpuPacked
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu_packed
 from nbflow_kernels.quantized_matmul import (
     cpu_gemm_f32_bf16,
+    cpu_gemm_int8,
     cpu_gemv_f32,
     cpu_gemv_int8,
     cpu_outliers,
@@ -34,6 +48,7 @@ __all__ = [
 ]
 
 _NO_BIAS = np.zeros(0, np.float32)
+_MAX_GEMV_ROWS = {4: 32, 8: 64}  # by bits of a code; 8 where codes take more to unpack
 
 
 def qmatmul(
@@ -129,7 +144,7 @@ def matmul_int8(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Do `nbflow_kernels.qmatmul` with activations that are quantized already."""
+    """Do `nbflow_kernels.qmatmul` with quantized activations."""
     with cpu_outliers.in_order(w):
         if w.format.decodes_from_storage:
             cpu_user_formats.matmul_int8(rows, w, bias, accumulate, out)
@@ -147,16 +162,25 @@ def _matmul_int8(
 ) -> None:
     """Multiply quantized rows by packed weights."""
     assert isinstance(packed, CpuPacked), "int8 activations go with integer codes"
-    if rows.n_rows == 0:  # the kernels read a first row
+    if rows.n_rows == 0:  # the kernels read the first row
         return
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if cpu_gemv_int8.piece_vectors(packed.form) == 8 else rows.half_sums
     split_rows(
-        cpu_gemv_int8.kernel_for(packed.form, rows.n_rows), packed.n_groups,
+        int8_kernel(packed.form, rows.n_rows), packed.n_groups,
         _work(packed, rows.n_rows),
         rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,
         out,
     )  # fmt: skip
+
+
+def int8_kernel(form: CpuLayout, n_rows: int) -> Any:
+    """Return the kernel for a number of rows of int8 activations."""
+    if n_rows > (8 if form.values is not None else _MAX_GEMV_ROWS.get(form.bits, 8)):
+        return cpu_gemm_int8.gemm(form)
+    if n_rows == 1:
+        return cpu_gemv_int8.gemv(form, 1)
+    return cpu_gemv_int8.gemv(form, 4 if n_rows <= 4 or 8 < n_rows <= 12 else 8)
 
 
 def _work(packed: CpuPacked, n_rows: int) -> float:

@@ -1,9 +1,10 @@
-"""Products of packed weights and several rows of float32 or bfloat16 activations.
+"""CPU GEMM of block formats (q4_0, q4_k, ...) with float32 or bfloat16 activations.
 
-A panel of a row group is decoded at a time and multiplied in register tiles
-(`nbflow_kernels.matmul.cpu_packed_tiles`, which states the order of additions): with float32
-activations as float32, in the order of `floats.one_row`; with bfloat16 ones rounded to bfloat16, in
-pairs of columns, and one row goes the same way.
+Weights are dequantized panel by panel and multiplied in register tiles
+(`nbflow_kernels.matmul.cpu_packed_tiles`, which states the order of additions).  With float32
+activations the order is that of `cpu_gemv_f32.gemv`; as plain loops,
+`nbflow_kernels.matmul.loops.interleaved`.  With bfloat16 activations weights are rounded to
+bfloat16, too, and multiplied in pairs of columns; one row takes the same kernel.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from nbflow_kernels.matmul import cpu_packed_tiles
 
 @functools.cache
 def gemm_f32(form: CpuLayout) -> Any:
-    """Return the kernel for rows of float32 activations and row groups [start, stop)."""
+    """Return the kernel for row groups [start, stop) and rows of float32 activations."""
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, cpu_packed_tiles.PANEL // block) * block
 
     @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.float32)
-        cpu_packed_tiles.multiply_decoded(
+        cpu_packed_tiles.gemm_decoded(
             decode_f32, False, form, simd.address(packed), n_blocks * block_bytes,
             n_blocks * block, panel, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
@@ -40,14 +41,14 @@ def gemm_f32(form: CpuLayout) -> Any:
 
 @functools.cache
 def gemm_bf16(form: CpuLayout) -> Any:
-    """Return the kernel for rows of activations rounded to bfloat16."""
+    """Return the kernel for row groups [start, stop) and rows of bfloat16 activations."""
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, cpu_packed_tiles.PANEL // block) * block
 
     @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.int32)
-        cpu_packed_tiles.multiply_decoded(
+        cpu_packed_tiles.gemm_decoded(
             decode_pairs, True, form, simd.address(packed), n_blocks * block_bytes,
             n_blocks * block // 2, panel, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
@@ -56,7 +57,7 @@ def gemm_bf16(form: CpuLayout) -> Any:
 
 
 def decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
-    """Write columns k to k + n, whole blocks, of the row group at `at` to address `to`."""
+    """Dequantize columns k to k + n (whole blocks) of the row group at `at` to address `to`."""
     _decoder(form, form.block, _write_f32, 256)(form, at, k, n, to)
 
 
@@ -65,13 +66,13 @@ def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
     _decoder(form, form.block // 2, _write_pairs, 128)(form, at, k, n, to)
 
 
-# Chosen by the type of the form, not held by the kernels: a kernel that holds a compiled function
-# is never found in the disk cache again.
+# Overloaded on the type of the form: a kernel that closes over a compiled function never hits the
+# disk cache.
 _OPTIONS: Any = {
     "forceinline": True,
     "error_model": "numpy",
     "fastmath": jit.FAST_MATH,
-}  # as `helper`
+}  # as `jit.device_function(inline="always")`
 
 
 @extending.overload(decode_f32, jit_options=_OPTIONS)
@@ -85,7 +86,7 @@ def _decode_pairs(form, at, k, n, to):
 
 
 def _decoder(known: CpuLayout, block: int, write: Any, written: int) -> Callable[..., None]:
-    """Return the decoder of a form, of which a block has `block` units."""
+    """Return the decoder of a form; a block has `block` steps, `written` bytes each 4 columns."""
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
     block_bytes = known.block_bytes
     piece = min(vectors, per_scale)  # vectors that have one scale

@@ -1,9 +1,10 @@
-"""Products of packed weights and one row of float32 activations.
+"""CPU GEMV of block formats (q4_0, q4_k, ...) with float32 activations.
 
-Weights are decoded in registers to ``scale * value + base``, the float32 that `dequantize` gives.
-The order of additions of one output, as in `nbflow_kernels.matmul.cpu_packed_tiles`: chain j of 4
-adds columns j, j + 4, ... one after the other (fused multiply-add), the result is (chain 0 + chain
-1) + (chain 2 + chain 3), plus the bias, plus the old output.
+Weights are dequantized in registers to ``scale * value + base``, the float32 that `dequantize`
+gives.  Order of additions of one output, as in `nbflow_kernels.matmul.cpu_packed_tiles`: chain j of
+4 adds columns j, j + 4, ... one after the other (fused multiply-add), the result is (chain 0 +
+chain 1) + (chain 2 + chain 3), plus the bias, plus the old output.  As plain loops:
+`nbflow_kernels.matmul.loops.interleaved`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_int8 import broadcast_f32
 from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
 from nbflow_kernels.formats.layout_cpu import CpuLayout
-from nbflow_kernels.matmul.cpu_packed_outputs import epilogue
+from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 
 
 @functools.cache
 def gemv(form: CpuLayout) -> Any:
-    """Return the kernel for one row of activations and row groups [start, stop)."""
+    """Return the kernel for row groups [start, stop) and one row of activations."""
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     block, block_bytes = form.block, form.block_bytes
 
     @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         n_whole = x.shape[1] // block
-        # the columns of the last blocks where x has fewer: storage may be padded by several of them
+        # x padded with zeros to whole blocks; storage may have several blocks of padding
         tail = np.zeros((n_blocks - n_whole) * block, np.float32)
         for i in range(x.shape[1] - n_whole * block):
             tail[i] = x[0, n_whole * block + i]

@@ -1,4 +1,4 @@
-"""The outliers of a quantized tensor: what they add to a product, after all else."""
+"""Outliers of a quantized weight: a sparse product, added to the dense one."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.quantized_matmul.int8_activations import COLUMNS, Int8Rows
 from nbflow_kernels.sparse.cpu import sparse_matmul
 
-COST = 4  # multiply-adds that an outlier costs, for the choice of thread count
+COST = 4  # multiply-adds per outlier, for the choice of thread count
 
 
 def in_order(w: Any) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a product with `w` and its outliers are added in this order."""
+    """Return a context that keeps the product of the outliers behind the dense one."""
     return parallel_for.in_order() if w.outliers is not None else contextlib.nullcontext()
 
 
 def add(x: Any, w: Any, out: Any) -> None:
-    """Add the product of float32 activations with the outliers of `w`; a launcher."""
+    """Add the product of float32 activations and the outliers of `w`."""
     if w.outliers is not None:
         sparse_matmul(x, w.outliers, True, out)
 
 
 def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
-    """Add the product of quantized activations with the outliers of `w`; a launcher."""
+    """Add the product of quantized activations and the outliers of `w`."""
     sparse = w.outliers
     if sparse is not None:
         work = float(COST * rows.n_rows * (sparse.nnz + sparse.shape[0]))
@@ -39,7 +39,7 @@ def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
 
 @jit.kernel
 def _add_int8(codes, scales, indptr, indices, values, out, start, stop):
-    """Add to columns [start, stop) of the result, a row's values one after the other."""
+    """Add to columns [start, stop) of `out`, the values of a sparse row one after the other."""
     for n in range(start, stop):
         for t in range(out.shape[0]):
             total = np.float32(0.0)

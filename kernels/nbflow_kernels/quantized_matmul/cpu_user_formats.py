@@ -1,9 +1,8 @@
-"""Products of weights in a user's format that has no integer form: decoded from storage.
+"""CPU GEMM with weights in a user's format without integer codes, dequantized from storage.
 
-A panel of 16 rows is decoded by the user's function and multiplied in register tiles
-(`nbflow_kernels.matmul.cpu_packed_tiles`, which states the order of additions), one row of
-activations or many.  Activations in int8 are rounded to their grid first and multiplied as the
-float32 numbers they stand for.
+The user's function decodes a panel of 16 rows, which is multiplied in register tiles
+(`nbflow_kernels.matmul.cpu_packed_tiles`, which states the order of additions; as plain loops:
+`nbflow_kernels.matmul.loops.interleaved`).  Activations in int8 are dequantized first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from nbflow_kernels.matmul import cpu_packed_tiles
 from nbflow_kernels.quantized_matmul.int8_activations import COLUMNS, Int8Rows
 
 _NO_BIAS = np.zeros(0, np.float32)
-DECODE_COST = 8.0  # multiply-adds that decoding a weight costs, for the choice of thread count
+DECODE_COST = 8.0  # multiply-adds per decoded weight, for the choice of thread count
 
 
 def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, bf16: bool = False) -> None:
@@ -33,7 +32,7 @@ def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, bf16: bool 
     n_groups = -(-len(data) // DECODED_ROWS)
     work = (len(x) + DECODE_COST) * n_groups * DECODED_ROWS * w.shape[1]
     split_rows(
-        _rows_bf16(format.code) if bf16 else _rows(format.code), n_groups, work,
+        _gemm_bf16(format.code) if bf16 else _gemm(format.code), n_groups, work,
         x, data, _NO_BIAS if bias is None else bias, accumulate, out,
     )  # fmt: skip
 
@@ -42,17 +41,17 @@ def matmul_int8(rows: Int8Rows, w: Any, bias: Any, accumulate: bool, out: Any) -
     """Multiply quantized rows by the transpose of `w`."""
     x = np.empty((rows.n_rows, w.shape[1]), np.float32)
     with in_order():
-        widen(rows, x)
+        dequantize_activations(rows, x)
         matmul(x, w, bias, accumulate, out)
 
 
-def widen(rows: Int8Rows, out: Any) -> None:
-    """Write the float32 numbers that quantized activations stand for; a launcher."""
-    split_rows(_widen, len(out), 2.0 * out.size, rows.codes, rows.scales, out)
+def dequantize_activations(rows: Int8Rows, out: Any) -> None:
+    """Dequantize int8 activations to float32."""
+    split_rows(_dequantize, len(out), 2.0 * out.size, rows.codes, rows.scales, out)
 
 
 @jit.kernel
-def _widen(codes, scales, out, start, stop):
+def _dequantize(codes, scales, out, start, stop):
     """Write scale * code of rows [start, stop)."""
     for row in range(start, stop):
         for k in range(out.shape[1]):
@@ -60,53 +59,50 @@ def _widen(codes, scales, out, start, stop):
 
 
 @functools.cache
-def _rows(code: UserCode) -> Any:
-    """Return the kernel for rows of float32 activations and row groups [start, stop)."""
+def _gemm(code: UserCode) -> Any:
+    """Return the kernel for row groups [start, stop) and rows of float32 activations."""
     size, n_bytes = code.block_size, code.block_bytes
     panel = max(1, cpu_packed_tiles.PANEL // size) * size
 
     @code.njit
-    def user_rows(x, data, bias, accumulate, out, start, stop):
+    def user_gemm(x, data, bias, accumulate, out, start, stop):
         source = (code, data, np.empty(size, np.float32), n_bytes)
         like = np.empty(0, np.float32)
-        cpu_packed_tiles.multiply_decoded(
+        cpu_packed_tiles.gemm_decoded(
             decode_panel, False, source, simd.address(data), DECODED_ROWS * data.shape[1],
             data.shape[1] // n_bytes * size, panel, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
-    return user_rows
+    return user_gemm
 
 
 @functools.cache
-def _rows_bf16(code: UserCode) -> Any:
-    """Return the kernel for rows of activations that are rounded to bfloat16."""
+def _gemm_bf16(code: UserCode) -> Any:
+    """Return the kernel for row groups [start, stop) and rows of bfloat16 activations."""
     size, n_bytes = code.block_size, code.block_bytes
-    panel = (
-        max(1, cpu_packed_tiles.PANEL // size) * size
-    )  # pairs of columns: 2 * panel columns at a time
-    wide = 2 * panel
+    panel = max(1, cpu_packed_tiles.PANEL // size) * size  # pairs of columns
 
     @code.njit
-    def user_rows_bf16(x, data, bias, accumulate, out, start, stop):
-        columns = np.empty((wide, DECODED_ROWS), np.float32)
+    def user_gemm_bf16(x, data, bias, accumulate, out, start, stop):
+        columns = np.empty((2 * panel, DECODED_ROWS), np.float32)
         source = (code, data, np.empty(size, np.float32), n_bytes, columns)
         like = np.empty(0, np.int32)
         n_pairs = (data.shape[1] // n_bytes * size + 1) // 2
-        cpu_packed_tiles.multiply_decoded(
+        cpu_packed_tiles.gemm_decoded(
             _decode_pairs, True, source, simd.address(data), DECODED_ROWS * data.shape[1],
             n_pairs, panel, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
-    return user_rows_bf16
+    return user_gemm_bf16
 
 
 @jit.device_function(inline="llvm")
 def _decode_pairs(source, at, k, n, to):
-    """Write pairs of columns k to k + n of the 16 rows at address `at` as bfloat16."""
-    code, data, room, n_bytes, columns = source
-    n_columns = min(2 * n, data.shape[1] // n_bytes * len(room) - 2 * k)
+    """Decode pairs of columns k to k + n of the 16 rows at address `at`, rounded to bfloat16."""
+    code, data, scratch, n_bytes, columns = source
+    n_columns = min(2 * n, data.shape[1] // n_bytes * len(scratch) - 2 * k)
     wide = simd.address(columns)
-    decode_panel((code, data, room, n_bytes), at, 2 * k, n_columns, wide)
+    decode_panel((code, data, scratch, n_bytes), at, 2 * k, n_columns, wide)
     if n_columns < 2 * n:
         simd.store_f32(wide + 64 * n_columns, simd.splat(0.0))
     for i in range(n):

@@ -1,20 +1,26 @@
-"""Quantized matrix product on CUDA devices, by tensor cores, from `formats.layout_mma`.
+"""Quantized matrix product on CUDA devices: choice of the kernel and launches.
 
-There are three arithmetics (`cuda_stage_activations.cuh`), whose sums are all float32:
+=====================================================  =============================================
+rows, weights                                          kernel
+=====================================================  =============================================
+up to 8, or rows of several matrices                   `gemv` (`cuda_gemv.cu`), bound by memory
+more                                                   `gemm` (`cuda_gemm.cu`), a weight is
+                                                       dequantized once for up to 32 rows (bf16 64)
+more than 64, bfloat16 activations                     `cuda_dequant_gemm`: `wgmma`, or panels
+float weights                                          `matmul.cuda`
+user formats without integer codes                     `cuda_dequant_gemm`: panels
+=====================================================  =============================================
 
-`F32_SUMS`    activations are two float16 numbers each, whose sum is exact to 22 bits, or 2**-30
-              of the largest of 128 columns (2**-25 with 3.5 bits); codes are float16 numbers as
-              they are
-`INT8_SUMS`   activations are integers of 8 bits: of 32 columns the sum of products is exact
-`BF16`        activations and weights rounded to bfloat16
+Both kernels run on tensor cores, read `formats.layout_mma`, and add in float32, with activations as
+(`ActivationPrecision`, `cuda_stage_activations.cuh`):
 
-The order of additions depends on the number of columns alone (`cuda_split_k.cuh`), so that a row of
-the result is bitwise the same in any batch, by either kernel:
+`F32_SUMS`    two float16 numbers, exact to 22 bits or 2**-30 of the largest of 128 columns (2**-25
+              with 3.5 bits); codes are float16 numbers
+`INT8_SUMS`   int8: sums of products over 32 columns are exact
+`BF16`        bfloat16, and weights rounded to bfloat16
 
-``gemv``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
-``gemm``   each weight is decoded once for 16, 32 or (bfloat16) 64 rows
-
-More rows in bfloat16 go with panels of weights, to the same bits: `rounded`.
+Split-K depends only on the number of columns (`cuda_split_k.cuh`), so a row of the result is
+bitwise the same in any batch, by either kernel.
 """
 
 from __future__ import annotations
@@ -28,40 +34,42 @@ from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaPacked
 from nbflow_kernels.formats.tensor import QuantTensor
-from nbflow_kernels.matmul import cuda as dense
+from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda_dequant_gemm
 from nbflow_kernels.sparse import cuda as sparse
 
-SLOTS = 8
-"""Pieces that the columns are cut into (`cuda_split_k.cuh`)."""
-FEW = 8
-"""Rows that one operand of the tensor cores holds."""
+SPLITS = 8
+"""Splits of the columns (`cuda_split_k.cuh`)."""
+GEMV_MAX_ROWS = 8
+"""Rows of activations in one MMA operand."""
 WARPS = 8
 RING = 2
-"""Of `gemm`: units of tokens on their way."""
-BF16_ROWS = 64
-"""Rows in bfloat16 up to which weights are decoded in registers; panels are for more."""
-STEP, UNIT_STEPS = 64, 4
-"""Columns of a step, which slots in bfloat16 are made of; steps of a unit."""
+"""Pipeline depth of `gemm`, in units of activations."""
+BF16_MAX_ROWS = 64
+"""Rows in bfloat16 up to which weights are dequantized in registers; panels are for more."""
+STEP = 64
+"""Columns of a step, the granularity of splits in bfloat16."""
+UNIT_STEPS = 4
+"""Steps of a unit."""
 STATIC_BYTES = 2048
-"""At most what `gemv` declares itself: who is ready, factors of norms, codes of a block."""
-ROWS_AT_ONCE = 1024
-"""Rows that are staged together: bounds the memory for them."""
+"""Upper bound of the static shared memory of `gemv`."""
+MAX_STAGED_ROWS = 1024
+"""Rows staged at a time, which bounds the workspace."""
 
-FEW_PARAMETERS = (
+GEMV_PARAMETERS = (
     "u8* weights, f32* x, f32*? bias, f32* out, f32*? partial, i32*? arrived, i32*? indptr, "
     "i32*? rows, i64 group_bytes, i64 tile_bytes, i64 x_stride, i64 out_stride, i32 n_tokens, "
     "i32 n_rows, i32 n_columns, f32 added, i32 int8"
 )
-_STAGE = "f32* x, u8* records, i64 x_stride, i32 n_tokens, i32 n_columns, i32 int8"
-_MANY = (
+_STAGE_PARAMETERS = "f32* x, u8* records, i64 x_stride, i32 n_tokens, i32 n_columns, i32 int8"
+_GEMM_PARAMETERS = (
     "u8* weights, u8* records, f32*? bias, f32* out, f32*? partial, i32*? arrived, i64 tile_bytes, "
     "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 block_tiles, i32 accumulate"
 )
 
 
 class ActivationPrecision(IntEnum):
-    """What activations are on tensor cores; the numbers of `cuda_stage_activations.cuh`."""
+    """Activations on tensor cores; the values of `ARITHMETIC` in `cuda_stage_activations.cuh`."""
 
     F32_SUMS = 0
     INT8_SUMS = 1
@@ -69,7 +77,7 @@ class ActivationPrecision(IntEnum):
 
     @classmethod
     def of(cls, form: MmaLayout, activations: str) -> ActivationPrecision:
-        """Return that of a kind of activations; of 8 bits it may be float32."""
+        """Return the precision for a kind of activations; "int8" may need `F32_SUMS`."""
         if activations == "bf16":
             return cls.BF16
         return cls.INT8_SUMS if activations == "int8" and form.integer_sums else cls.F32_SUMS
@@ -85,10 +93,10 @@ def qmatmul(
     if not x.shape[0] or not w.shape[0]:
         return
     has_units = not w.is_float and not w.format.decodes_from_storage
-    if activations == "bf16" and not (has_units and len(x) <= BF16_ROWS):
+    if activations == "bf16" and not (has_units and len(x) <= BF16_MAX_ROWS):
         cuda_dequant_gemm.qmatmul(x, w, bias, accumulate, out)
     elif w.is_float:
-        dense.multiply(x, w.array, bias, accumulate, out)
+        float_cuda.matmul(x, w.array, bias, accumulate, out)
     elif not has_units:
         cuda_dequant_gemm.decoded(x, w, bias, accumulate, activations == "int8", out)
     else:
@@ -100,25 +108,25 @@ def qmatmul(
 
 
 def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
-    """Multiply by a matrix in units."""
-    for row in range(0, len(x), ROWS_AT_ONCE):
-        part = slice(row, row + ROWS_AT_ONCE)
-        launch = gemv if len(x[part]) <= FEW else gemm
+    """Multiply by a matrix in the MMA layout."""
+    for row in range(0, len(x), MAX_STAGED_ROWS):
+        part = slice(row, row + MAX_STAGED_ROWS)
+        launch = gemv if len(x[part]) <= GEMV_MAX_ROWS else gemm
         launch(x[part], w, bias, accumulate, activations, out[part])
 
 
 class GemvShape(NamedTuple):
-    """How `gemv` is launched for a number of tokens."""
+    """Launch parameters of `gemv` for a number of tokens."""
 
     tokens: int
-    """Tokens that the kernel is compiled for."""
+    """Tokens the kernel is compiled for."""
     parts: int
-    """Thread blocks that divide the slots of a row tile."""
+    """Thread blocks that share the splits of a row tile."""
     grid: int
     shared: int
-    """Bytes."""
+    """Bytes of dynamic shared memory."""
     n_groups: int
-    """Groups of row tiles that a thread block computes at once."""
+    """Groups of row tiles; a thread block computes one group at a time."""
 
     @classmethod
     def of(
@@ -128,18 +136,18 @@ class GemvShape(NamedTuple):
         n_tokens: int,
         arithmetic: ActivationPrecision = F32,
     ) -> GemvShape | None:
-        """Return the shape, or None where the tokens do not fit the shared memory."""
+        """Return the shape, or None if the tokens do not fit the shared memory."""
         tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
         record, half = record_bytes(w.form, tokens, arithmetic), half_of_shared(device)
         per_sm, parts = 2, 1
-        while parts < SLOTS and _few_bytes(record, w.n_columns, parts, arithmetic) > half:
+        while parts < SPLITS and _gemv_shared_bytes(record, w.n_columns, parts, arithmetic) > half:
             parts *= 2
-        shared = _few_bytes(record, w.n_columns, parts, arithmetic)
+        shared = _gemv_shared_bytes(record, w.n_columns, parts, arithmetic)
         if shared > half:
             per_sm = 1
             if shared + STATIC_BYTES > device.max_shared_bytes:
                 return None
-        n_groups = ceil_div(w.n_tiles * SLOTS, WARPS * parts)
+        n_groups = ceil_div(w.n_tiles * SPLITS, WARPS * parts)
         grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
         return cls(tokens, parts, grid, shared, n_groups)
 
@@ -151,22 +159,24 @@ def gemv(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, ou
     if shape is None:
         half = len(x) // 2
         if not half:
-            raise UsageError(f"{w.n_columns} columns do not fit the shared memory of the device")
+            raise UsageError(
+                f"activations for {w.n_columns} columns do not fit the shared memory of the device"
+            )
         gemv(x[:half], w, bias, accumulate, activations, out[:half])
         gemv(x[half:], w, bias, accumulate, activations, out[half:])
         return
-    few_kernel(w.form, shape.tokens, is_whole(w, arithmetic), arithmetic)(
+    gemv_kernel(w.form, shape.tokens, is_whole(w, arithmetic), arithmetic)(
         (shape.grid, shape.parts), 32 * WARPS,
-        few_arguments(shape, x, w, bias, float(accumulate), activations, out), shape.shared,
+        gemv_arguments(shape, x, w, bias, float(accumulate), activations, out), shape.shared,
     )  # fmt: skip
 
 
-def few_arguments(
+def gemv_arguments(
     shape: GemvShape, x: Any, w: MmaPacked, bias: Any, added: float, activations: str, out: Any,
     rows: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of `gemv` for one matrix."""
-    partial, arrived = _shared_sums(device_of(x), shape.parts, w.n_tiles, shape.n_groups)
+    partial, arrived = _split_workspace(device_of(x), shape.parts, w.n_tiles, shape.n_groups)
     return (
         w.data, x, bias, out, partial, arrived, None, rows, 0, w.form.tile_bytes(w.n_columns),
         *_strides(x, out), len(out), w.n_rows, w.n_columns, added,
@@ -175,16 +185,16 @@ def few_arguments(
 
 
 def _rounds_first(form: MmaLayout, activations: str) -> int:
-    """Return whether activations are rounded to 8 bits and then multiplied as float32."""
+    """Return whether activations are rounded to int8 and multiplied in `F32_SUMS`."""
     return int(activations == "int8" and ActivationPrecision.of(form, activations) == F32)
 
 
 def grouped(
     x: Any, w: MmaPacked, n_matrices: int, indptr: Any, rows: Any, bias: Any, n_rows: int, out: Any
 ) -> None:
-    """Multiply rows ``indptr[e]:indptr[e + 1]`` (of `rows` of `x`) by matrix e of `n_rows` rows.
+    """Multiply rows ``indptr[e]:indptr[e + 1]`` (of `rows` of `x`) by matrix e: grouped GEMV.
 
-    A matrix is read once for 8 rows.
+    A matrix has `n_rows` rows and is read once for 8 rows of activations.
     """
     device, form = device_of(x), w.form
     n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
@@ -192,13 +202,13 @@ def grouped(
         (
             n
             for n in (8, 4, 2, 1)
-            if _few_bytes(record_bytes(form, n), w.n_columns, 1) <= half_of_shared(device)
+            if _gemv_shared_bytes(record_bytes(form, n), w.n_columns, 1) <= half_of_shared(device)
         ),
         1,
     )
-    shared = _few_bytes(record_bytes(form, tokens), w.n_columns, 1)
+    shared = _gemv_shared_bytes(record_bytes(form, tokens), w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    few_kernel(form, tokens, is_whole(w))(
+    gemv_kernel(form, tokens, is_whole(w))(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
@@ -208,46 +218,46 @@ def grouped(
     )  # fmt: skip
 
 
-def bands(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
-    """Multiply bands of columns by a matrix each: ``out[:, h] = x[:, h] @ w[h].T``.
+def batched(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
+    """Batched product: ``out[:, h] = x[:, h] @ w[h].T``.
 
-    Up to 8 rows by blocks are one launch, floats for any number of rows one or two.  Returns False,
-    and does nothing, where there is no such kernel.
+    One launch for up to 8 rows and block formats, one or two for float weights and any number of
+    rows.  Returns False, and does nothing, in other cases.
 
     Parameters
     ----------
     x : array of float32, shape (T, H, K)
-        Rows of bands.
+        Activations.
     w : QuantTensor, shape (H, N, K)
-        A matrix for each, without outliers and not of a format that is decoded from storage.
+        Weights without outliers, not in a user format without integer codes.
     activations : {"f32", "int8", "bf16"}
-        As of `qmatmul`.
+        As in `qmatmul`.
     out : array of float32, shape (T, H, N)
-        The results; the bits are those of band by band.
+        The result, with the bits of H single products.
     """
     if activations == "bf16":
         return False
     if w.is_float:
-        dense.bands(x, w.array, out)
+        float_cuda.batched(x, w.array, out)
         return True
-    return _bands(x, w.units(), activations, out)
+    return _batched(x, w.units(), activations, out)
 
 
-def _bands(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
-    """Do as `bands` with matrices in units, if there are few rows and they fit."""
-    n_tokens, n_bands, n_rows = out.shape
+def _batched(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
+    """Run `gemv` batched if there are up to 8 rows and they fit the shared memory."""
+    n_tokens, n_matrices, n_rows = out.shape
     device, form = device_of(x), w.form
     tokens = next((n for n in (1, 2, 4, 8) if n >= n_tokens), 0)
     arithmetic = ActivationPrecision.of(form, activations)
-    shared = _few_bytes(record_bytes(form, tokens, arithmetic), w.n_columns, 1)
+    shared = _gemv_shared_bytes(record_bytes(form, tokens, arithmetic), w.n_columns, 1)
     if not tokens or shared + STATIC_BYTES > device.max_shared_bytes:
         return False
     n_units = ceil_div(w.n_columns, UNIT)
-    slots = next((n for n in (1, 2, 4) if n >= n_units), SLOTS)
+    splits = next((n for n in (1, 2, 4) if n >= n_units), SPLITS)
     n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
-    grid = min(ceil_div(n_tiles * slots, WARPS), max(1, 2 * device.n_sms // n_bands))
-    few_kernel(form, tokens, is_whole(w, arithmetic), arithmetic, bands=True)(
-        (grid, 1, n_bands), 32 * WARPS,
+    grid = min(ceil_div(n_tiles * splits, WARPS), max(1, 2 * device.n_sms // n_matrices))
+    gemv_kernel(form, tokens, is_whole(w, arithmetic), arithmetic, is_batched=True)(
+        (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, None, out, None, None, None, None, n_tiles * tile_bytes, tile_bytes,
             *_strides(x, out), n_tokens, n_rows, w.n_columns, 0.0,
@@ -259,53 +269,55 @@ def _bands(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
 
 
 class GemmShape(NamedTuple):
-    """How `gemm` divides the work."""
+    """Tile of `gemm`."""
 
     row_tiles: int
-    """Of a warp."""
+    """Row tiles per warp."""
     token_tiles: int
-    """Groups of 8 tokens of a thread block."""
+    """Groups of 8 tokens per thread block."""
 
     @classmethod
     def of(
         cls, form: MmaLayout, n_groups: int, arithmetic: ActivationPrecision = F32,
         max_shared_bytes: int | None = None,
     ) -> GemmShape:  # fmt: skip
-        """Return the shape for a number of groups of 8 tokens: what a warp has registers for."""
-        row_tiles, most = 2, 8 if arithmetic == ActivationPrecision.BF16 else 4
+        """Return the largest shape that fits the registers and the shared memory."""
+        row_tiles, token_tiles = 2, 8 if arithmetic == ActivationPrecision.BF16 else 4
         if arithmetic != ActivationPrecision.BF16 and form.sub_block == 16:
             row_tiles = 1
-        room = max_shared_bytes
-        while room and most > 1 and cls(row_tiles, most).shared_bytes(form, arithmetic) > room:
-            most -= 1
-        return cls(row_tiles, ceil_div(n_groups, ceil_div(n_groups, most)))
+        if max_shared_bytes is not None:
+            while token_tiles > 1 and (
+                cls(row_tiles, token_tiles).shared_bytes(form, arithmetic) > max_shared_bytes
+            ):
+                token_tiles -= 1
+        return cls(row_tiles, ceil_div(n_groups, ceil_div(n_groups, token_tiles)))
 
     def shared_bytes(self, form: MmaLayout, arithmetic: ActivationPrecision) -> int:
-        """Return the bytes of the ring and of the totals."""
+        """Return the bytes of the ring and the totals in shared memory."""
         results = 4 * self.row_tiles * self.token_tiles
         record = record_bytes(form, 8, arithmetic)
         return 2 * RING * self.token_tiles * record + 4 * 32 * WARPS * results
 
     def grid(self, n_sms: int, n_tiles: int, n_groups: int) -> tuple[int, int, int, int]:
-        """Return the grid, and how many row tiles a thread block has: all have about as many."""
-        most, n_pieces = WARPS * self.row_tiles, ceil_div(n_groups, self.token_tiles)
-        n_blocks = ceil_div(n_tiles, most) * n_pieces
+        """Return the grid and the row tiles per thread block, balanced over the SMs."""
+        n_token_tiles = ceil_div(n_groups, self.token_tiles)
+        n_blocks = ceil_div(n_tiles, WARPS * self.row_tiles) * n_token_tiles
         parts = 1
-        while parts < SLOTS and n_blocks * parts * 2 <= n_sms:
+        while parts < SPLITS and n_blocks * parts * 2 <= n_sms:
             parts *= 2
-        places = ceil_div(n_blocks * parts, n_sms) * n_sms // (parts * n_pieces)
-        block_tiles = ceil_div(ceil_div(n_tiles, places), self.row_tiles) * self.row_tiles
-        return ceil_div(n_tiles, block_tiles), parts, n_pieces, block_tiles
+        n_row_blocks = ceil_div(n_blocks * parts, n_sms) * n_sms // (parts * n_token_tiles)
+        block_tiles = ceil_div(ceil_div(n_tiles, n_row_blocks), self.row_tiles) * self.row_tiles
+        return ceil_div(n_tiles, block_tiles), parts, n_token_tiles, block_tiles
 
 
 def gemm(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply any number of rows."""
     device, form, arithmetic = device_of(x), w.form, ActivationPrecision.of(w.form, activations)
     n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
-    room = device.max_shared_bytes - 64  # for what the kernel declares itself
-    shape = GemmShape.of(form, n_groups, arithmetic, room)
+    dynamic_bytes = device.max_shared_bytes - 64  # the rest is static
+    shape = GemmShape.of(form, n_groups, arithmetic, dynamic_bytes)
     *grid, block_tiles = shape.grid(device.n_sms, w.n_tiles, n_groups)
-    n_groups = grid[2] * shape.token_tiles  # with zeros behind the rows
+    n_groups = grid[2] * shape.token_tiles  # padded with zeros
     size = n_chunks * n_groups * record_bytes(form, 8, arithmetic)
     records = workspace(device, "qmatmul records", size, "u1")
     x_stride, out_stride = _strides(x, out)
@@ -313,8 +325,8 @@ def gemm(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, ou
     _stage_kernel(form, arithmetic)(
         (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, rounds)
     )
-    partial, arrived = _shared_sums(device, grid[1], w.n_tiles * n_groups, grid[0] * grid[2])
-    many_kernel(form, shape, is_whole(w, arithmetic), arithmetic)(
+    partial, arrived = _split_workspace(device, grid[1], w.n_tiles * n_groups, grid[0] * grid[2])
+    gemm_kernel(form, shape, is_whole(w, arithmetic), arithmetic)(
         tuple(grid), 32 * WARPS,
         (
             w.data, records, bias, out, partial, arrived, form.tile_bytes(w.n_columns), out_stride,
@@ -333,64 +345,64 @@ def record_bytes(form: MmaLayout, tokens: int, arithmetic: ActivationPrecision =
     return ceil_div(tokens * (numbers + sums_and_factor), 16) * 16
 
 
-def _few_bytes(
+def _gemv_shared_bytes(
     record: int, n_columns: int, parts: int, arithmetic: ActivationPrecision = F32
 ) -> int:
-    """Return the shared memory of `gemv` if `parts` thread blocks divide the slots."""
+    """Return the shared memory of `gemv` if `parts` thread blocks share the splits."""
     size = STEP if arithmetic == ActivationPrecision.BF16 else STEP * UNIT_STEPS
-    n_pieces, per_unit = ceil_div(n_columns, size), STEP * UNIT_STEPS // size
-    starts = [n_pieces * slot // SLOTS for slot in range(SLOTS + 1)]
-    step = SLOTS // parts
-    most = max(
-        ceil_div(starts[slot + step], per_unit) - starts[slot] // per_unit
-        for slot in range(0, SLOTS, step)
+    n_steps, per_unit = ceil_div(n_columns, size), STEP * UNIT_STEPS // size
+    starts = [n_steps * split // SPLITS for split in range(SPLITS + 1)]
+    step = SPLITS // parts
+    max_units = max(
+        ceil_div(starts[split + step], per_unit) - starts[split] // per_unit
+        for split in range(0, SPLITS, step)
     )
-    return 2 * most * record + 2 * 512 * WARPS
+    return 2 * max_units * record + 2 * 512 * WARPS
 
 
 def is_whole(w: MmaPacked, arithmetic: ActivationPrecision = F32) -> bool:
-    """Return whether all units have two chunks and all slots whole units."""
+    """Return whether all units have two chunks and all splits are whole units."""
     if arithmetic == ActivationPrecision.BF16:
-        return ceil_div(w.n_columns, STEP) % (SLOTS * UNIT_STEPS) == 0
+        return ceil_div(w.n_columns, STEP) % (SPLITS * UNIT_STEPS) == 0
     return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
 
 def half_of_shared(device: Any) -> int:
-    """Return the shared memory that lets two thread blocks run on a processor."""
+    """Return the dynamic shared memory with which two thread blocks fit an SM."""
     return int(device.max_shared_bytes) // 2 - 1024 - STATIC_BYTES
 
 
-def _shared_sums(device: Any, parts: int, n_tiles: int, n_counters: int) -> tuple[Any, Any]:
-    """Return the memory for slots' sums and the counters of who has arrived, if needed."""
+def _split_workspace(device: Any, parts: int, n_tiles: int, n_counters: int) -> tuple[Any, Any]:
+    """Return partial sums and arrival counters, or None where one thread block has all splits."""
     if parts == 1:
         return None, None
-    partial = workspace(device, "qmatmul sums", n_tiles * SLOTS * 128, "f4")
+    partial = workspace(device, "qmatmul sums", n_tiles * SPLITS * 128, "f4")
     return partial, workspace(device, "qmatmul arrived", n_counters, "i4", zero=True)
 
 
 def _strides(x: Any, out: Any) -> tuple[int, int]:
-    """Return the distances of rows in numbers."""
+    """Return the row strides in numbers."""
     return x.strides[0] // 4, out.strides[0] // 4
 
 
 @cache
-def few_kernel(
+def gemv_kernel(
     form: MmaLayout,
     tokens: int,
     whole: bool,
     arithmetic: ActivationPrecision = F32,
     *,
-    bands: bool = False,
+    is_batched: bool = False,
 ) -> Kernel:
-    """Return `gemv` compiled for a form; `whole`: as `is_whole` says."""
-    defines, parameters = few_defines(form, tokens, whole, arithmetic), FEW_PARAMETERS
-    if bands:
-        defines["BANDS"] = 1
-        parameters += ", i64 x_band, i64 out_band"
-    return cpp_kernel(__file__, "cuda_gemv.cu", "few_rows", parameters, defines=defines)
+    """Return `gemv` compiled for a layout; see `is_whole` for `whole`."""
+    defines, parameters = gemv_defines(form, tokens, whole, arithmetic), GEMV_PARAMETERS
+    if is_batched:
+        defines["BATCHED"] = 1
+        parameters += ", i64 x_batch_stride, i64 out_batch_stride"
+    return cpp_kernel(__file__, "cuda_gemv.cu", "gemv", parameters, defines=defines)
 
 
-def few_defines(
+def gemv_defines(
     form: MmaLayout, tokens: int, whole: bool, arithmetic: ActivationPrecision
 ) -> dict[str, str | int]:
     """Return the macros of `gemv`."""
@@ -399,22 +411,24 @@ def few_defines(
 
 
 @cache
-def many_kernel(
+def gemm_kernel(
     form: MmaLayout, shape: GemmShape, whole: bool, arithmetic: ActivationPrecision = F32
 ) -> Kernel:
-    """Return `gemm` compiled for a form; `whole`: as `is_whole` says."""
-    defines = _many(form, shape, whole, arithmetic)
-    return cpp_kernel(__file__, "cuda_gemm.cu", "many_rows", _MANY, defines=defines)
+    """Return `gemm` compiled for a layout; see `is_whole` for `whole`."""
+    defines = _gemm_defines(form, shape, whole, arithmetic)
+    return cpp_kernel(__file__, "cuda_gemm.cu", "gemm", _GEMM_PARAMETERS, defines=defines)
 
 
 @cache
 def _stage_kernel(form: MmaLayout, arithmetic: ActivationPrecision) -> Kernel:
-    """Return `stage_rows` compiled for a form."""
-    defines = _many(form, GemmShape(1, 1), False, arithmetic)  # of which it needs nothing
-    return cpp_kernel(__file__, "cuda_gemm.cu", "stage_rows", _STAGE, defines=defines)
+    """Return `stage_activations` compiled for a layout."""
+    defines = _gemm_defines(form, GemmShape(1, 1), False, arithmetic)  # any shape
+    return cpp_kernel(
+        __file__, "cuda_gemm.cu", "stage_activations", _STAGE_PARAMETERS, defines=defines
+    )
 
 
-def _many(
+def _gemm_defines(
     form: MmaLayout, shape: GemmShape, whole: bool, arithmetic: ActivationPrecision
 ) -> dict[str, str | int]:
     tiles = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles}

@@ -1,8 +1,7 @@
-// Weights rounded to bfloat16 in registers, and their products with rounded activations.
+// Dequantization to bfloat16 in registers, and bfloat16 MMAs.
 //
-// A weight is the number that `cuda_dequantize.cu` writes to panels, and its products are added in the order of
-// `matmul/cuda_mma.cu`: a slot is of steps of 64 columns, and a row of the result has the same bits
-// by panels and without them.
+// Weights have the bits that `cuda_dequantize.cu` writes to panels, and products are added in the order of
+// `matmul/cuda_mma.cu` (splits of steps of 64 columns): a result has the same bits with and without panels.
 #pragma once
 #include "quantized_matmul/cuda_stage_activations.cuh"
 
@@ -12,7 +11,7 @@ DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   return d;
 }
 
-// A power of two as two numbers, and minus a small integer times 2**-6.
+// A pair of powers of two, and a pair of -n * 2**-6.
 constexpr u32 power_bf16x2(int exponent) { return (127u + exponent) * 0x00800080u; }
 
 constexpr u32 minus_bf16x2(u32 n) {
@@ -26,24 +25,24 @@ constexpr u32 minus_bf16x2(u32 n) {
 // 8 bits is a subnormal number, code * 2**-133.
 constexpr int WHOLE_ZERO = (int)ZERO;
 constexpr bool IN_PAIRS = KIND == BITS_KIND && SCALES == HALF && BITS <= 6 && ZERO == WHOLE_ZERO;
-// scale * ZERO is a float32 number: one instruction multiplies and takes the zero off.
+// scale * ZERO is exact in float32: one fma scales and subtracts the zero point.
 constexpr bool ZERO_IN_BASE =
     HAS_ZERO && (SCALES == HALF || (SCALES == BYTE && (WHOLE_ZERO & (WHOLE_ZERO - 1)) == 0));
-// Scales of float16 numbers leave room for the power of two of a code's unit.
+// float16 scales leave exponent range for the power of two of a code.
 constexpr bool UNIT_IN_SCALE =
     SCALES != FLOAT && SCALES != FLOAT_MIN && SCALES != E8M0 && (!HAS_ZERO || (ZERO_IN_BASE && !HAS_MIN));
 
-// The position of the codes of a slot, 2 * step + half, of a tile.
-DEV constexpr u32 position_of(int slot) { return ((u32)POSITIONS >> 4 * slot) & 15u; }
+// The bit position of the codes of a column pair (2 * step + half) of a tile.
+DEV constexpr u32 position_of(int pair) { return ((u32)POSITIONS >> 4 * pair) & 15u; }
 
-// The scale and the base of sub-block `g`, for a row with the unit's numbers `of_row`.
+// Scale and base of sub-block `g` of a row; `of_row` holds the unit's float16 numbers of the row.
 DEV void numbers_of(const Table& table, const u32* words, u32 of_row, int g, float& scale, float& base) {
   scale_of(table, words, g, scale, base);
   scale *= (HAS_FLOATS ? low_f16(of_row) : 1.0f) * FACTOR;
   base *= TWO_FLOATS ? -high_f16(of_row) : FACTOR;
 }
 
-// The weights of 64 columns as the operands of four steps.
+// Dequantize 64 columns to the operands of four MMA steps.
 DEV void decode_bf16(
     const Table& table, const Chunk& chunk, const Floats& floats, int tile, u32 weights[4][4]) {
   decode_tile(table, chunk.w, tile, weights);
@@ -67,7 +66,7 @@ DEV void decode_bf16(
                                        power_bf16x2(127 - (fits ? position : 0)), minus_bf16x2(WHOLE_ZERO));
           pair = fma_bf16x2(value, first, fma_bf16x2(value, second, 0));
         } else {
-          // the code's unit is 2**-24 times 2**position of its slot
+          // a code is a float16 subnormal: 2**-24 times 2**position
           const float up = __uint_as_float((127u - position) << 23) / UNIT;
           const float c0 = low_f16(pair), c1 = high_f16(pair);
           if constexpr (UNIT_IN_SCALE) {

@@ -1,10 +1,10 @@
-"""Products whose weights are decoded to rows of numbers first, panel by panel.
+"""GEMM with weights dequantized panel by panel: `cuda_dequantize.cu`, then `matmul.cuda`.
 
-With activations="bf16" both sides are bfloat16, which tensor cores multiply exactly and add in
-float32.  A panel is as large as a second-level cache holds, and its memory is used
-again for the next one.  Many tokens need none on devices that have `wgmma` (`unit_tiles`).
+With activations="bf16" both operands are bfloat16, which tensor cores multiply exactly and add in
+float32.  A panel fits the L2 cache, and its memory is reused for the next one.  With `wgmma` many
+tokens need no panels (`cuda_gemm_wgmma`).
 
-The weights of a user's format without an integer form are decoded in the same way, to float32.
+Weights in a user's format without integer codes are dequantized in the same way, to float32.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats.layout_mma import ROWS, MmaLayout, MmaPacked
 from nbflow_kernels.formats.tensor import QuantTensor
-from nbflow_kernels.matmul import cuda as dense
-from nbflow_kernels.matmul import cuda_mma, cuda_wgmma
+from nbflow_kernels.matmul import cuda as float_cuda
+from nbflow_kernels.matmul import cuda_mma
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 
-PANEL_BYTES = 24 << 20  # half of the second-level cache of large devices
+PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
 
 _round_rows = cpp_kernel(
     __file__,
@@ -31,12 +31,15 @@ _round_rows = cpp_kernel(
 )
 _BITS = {
     "float32": cpp_kernel(
-        __file__, "cuda_round_activations.cu", "to_bits<float, false>", "f32* x, bf16* out, i64 n"
+        __file__,
+        "cuda_round_activations.cu",
+        "to_bf16_bits<float, false>",
+        "f32* x, bf16* out, i64 n",
     ),
     "float16": cpp_kernel(
         __file__,
         "cuda_round_activations.cu",
-        "to_bits<unsigned short, true>",
+        "to_bf16_bits<unsigned short, true>",
         "f16* x, bf16* out, i64 n",
     ),
 }
@@ -45,17 +48,17 @@ _BITS = {
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape
-    of_units = not w.is_float and not w.format.decodes_from_storage
-    if of_units and cuda_wgmma.takes(device_of(x), len(x)):
+    has_units = not w.is_float and not w.format.decodes_from_storage
+    if has_units and float_cuda.use_wgmma(device_of(x), len(x)):
         cuda_gemm_wgmma.multiply(x, w.units(), bias, accumulate, out)
         return
     for row, stop in panels(n_rows, 2 * n_columns):
-        panel = _unit_rows(w, row, stop) if of_units else _bf16_rows(w, row, stop)
-        _rounded_part(x, panel, of_units, bias, accumulate, out, row)
+        panel = _unit_rows(w, row, stop) if has_units else _bf16_rows(w, row, stop)
+        _multiply_bf16_panel(x, panel, has_units, bias, accumulate, out, row)
 
 
 def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
-    """Multiply by weights of a format that is decoded from storage."""
+    """Multiply by weights that are dequantized from storage."""
     from nbflow_kernels.formats import dequantize
 
     if int8:
@@ -66,58 +69,58 @@ def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out
         weights = weights[: (stop - row) * n_columns].reshape(stop - row, n_columns)
         part = QuantTensor(w.format, weights.shape, w.data[row:stop])
         dequantize(part, out=weights)
-        _part(x, weights, bias, accumulate, out, row)
+        _multiply_panel(x, weights, bias, accumulate, out, row)
 
 
 def panels(n_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Return first and last row of each panel."""
+    """Return the range of rows of each panel."""
     step = max(ROWS, PANEL_BYTES // max(row_bytes, 1) // ROWS * ROWS)
     return [(row, min(row + step, n_rows)) for row in range(0, n_rows, step)]
 
 
 def to_int8_grid(x: Any) -> Any:
-    """Return the float32 numbers that 8-bit activations stand for."""
+    """Return activations rounded to int8 and dequantized."""
     return _rounded(x, int8=True)
 
 
 def unpack(w: MmaPacked, row: int, out: Any) -> None:
-    """Write rows from `row`, a multiple of 16, to `out`: float32 (rows, K), or bits of bfloat16.
+    """Dequantize rows from `row`, a multiple of 16, to `out`.
 
-    These are (rows, K rounded up to 32), in the order of `column_at`
-    (`matmul/cuda_mma_common.cuh`).
+    `out` is float32 (rows, K), or bits of bfloat16 (rows, K rounded up to 32) in fragment order
+    (`column_at` in `matmul/cuda_mma_common.cuh`).
     """
     n_rows, n_columns = len(out), w.n_columns
     kernel = _unpack(w.form, "float" if out.dtype.name == "float32" else "unsigned short")
-    for first in range(0, n_rows, ROWS * 65535):  # as many row tiles as a grid has
+    for first in range(0, n_rows, ROWS * 65535):  # limit of the grid
         part = out[first : first + ROWS * 65535]
         grid = (ceil_div(ceil_div(n_columns, 128), 4), ceil_div(len(part), ROWS))
         args = (w.data, part, w.form.tile_bytes(w.n_columns), row + first, len(part), n_columns)
         kernel(grid, 128, args)
 
 
-def _part(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, row: int) -> None:
-    """Multiply by a panel, to its columns of `out`."""
+def _multiply_panel(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, row: int) -> None:
+    """Multiply by a panel and write its columns of `out`."""
     columns = slice(row, row + len(weights))
     part = None if bias is None else bias[columns]
-    dense.multiply(x, weights, part, accumulate, out[:, columns])
+    float_cuda.matmul(x, weights, part, accumulate, out[:, columns])
 
 
-def _rounded_part(
-    x: Any, weights: Any, of_units: bool, bias: Any, accumulate: bool, out: Any, row: int
+def _multiply_bf16_panel(
+    x: Any, weights: Any, fragment_order: bool, bias: Any, accumulate: bool, out: Any, row: int
 ) -> None:
-    """Do as `_part` with activations rounded to bfloat16."""
+    """Do as `_multiply_panel` with activations rounded to bfloat16."""
     if not cuda_mma.fits(weights):
-        _part(_rounded(x, int8=False), weights, bias, accumulate, out, row)
+        _multiply_panel(_rounded(x, int8=False), weights, bias, accumulate, out, row)
         return
     columns = slice(row, row + len(weights))
     part = None if bias is None else bias[columns]
-    cuda_mma.multiply(
-        x, weights, part, accumulate, out[:, columns], rounded=True, of_units=of_units
+    float_cuda.multiply_16bit(
+        x, weights, part, accumulate, out[:, columns], rounded=True, fragment_order=fragment_order
     )
 
 
 def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:
-    """Return rows of weights that have no units as the bits of bfloat16."""
+    """Return rows of weights without an MMA layout as bits of bfloat16."""
     if w.is_float and w.format.name == "bf16":
         return w.array[row:stop]
     panel = _panel(device_of(w.data), stop - row, w.shape[1])
@@ -135,15 +138,15 @@ def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:
 
 
 def _unit_rows(w: QuantTensor, row: int, stop: int) -> Any:
-    """Return rows of weights in units as the bits of bfloat16, ordered as `unpack` says."""
-    found = w.units()
-    panel = _panel(device_of(found.data), stop - row, ceil_div(found.n_columns, 32) * 32)
-    unpack(found, row, panel)
+    """Return rows of weights in the MMA layout as bits of bfloat16 in fragment order."""
+    units = w.units()
+    panel = _panel(device_of(units.data), stop - row, ceil_div(units.n_columns, 32) * 32)
+    unpack(units, row, panel)
     return panel
 
 
 def _panel(device: Any, n_rows: int, n_columns: int) -> Any:
-    """Return memory for a panel, the same for all."""
+    """Return the workspace of a panel, which all panels share."""
     panel = workspace(device, "qmatmul panel", n_rows * n_columns, "u2")
     return panel[: n_rows * n_columns].reshape(n_rows, n_columns)
 
@@ -162,7 +165,7 @@ def _rounded(x: Any, int8: bool) -> Any:
 
 @cache
 def _unpack(form: MmaLayout, number: str) -> Kernel:
-    """Return the kernel that writes rows of a type of numbers."""
+    """Return the kernel `unpack` for an output type."""
     pointer = "f32*" if number == "float" else "bf16*"
     parameters = f"u8* weights, {pointer} out, i64 tile_bytes, i32 row_0, i32 n_rows, i32 n_columns"
     return cpp_kernel(

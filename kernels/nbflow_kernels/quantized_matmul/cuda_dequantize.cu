@@ -1,8 +1,7 @@
-// Weights in units as rows of numbers: float32, the same bits as on the CPU, or rounded to bfloat16.
+// Dequantize units to rows of float32 (with the bits of the CPU) or bfloat16.
 //
-// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows of bfloat16 are whole pieces of
-// 32 columns with zeros at their end, each in the order of `column_at` (`matmul/cuda_mma_common.cuh`): what a
-// lane has of two steps lies together, so that a step of the product takes 16 neighbouring columns.
+// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows of bfloat16 are padded with zeros
+// to multiples of 32 columns, which are in fragment order (`column_at` in `matmul/cuda_mma_common.cuh`).
 #include "quantized_matmul/cuda_bf16.cuh"
 
 template <class T>
@@ -24,7 +23,7 @@ __global__ void __launch_bounds__(128) unpack(
   for (int h = 0; h < 2; h++) {
     const int row = blockIdx.y * 16 + (lane >> 2) + 8 * h;
     if (row >= n_rows) continue;
-    u32 pairs[4];  // of two steps
+    u32 pairs[4];  // of two MMA steps
 #pragma unroll
     for (int s = 0; s < 8; s++) {
       float scale, base;
@@ -32,7 +31,7 @@ __global__ void __launch_bounds__(128) unpack(
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * (lane & 3);
-        // the code's unit is 2**-24 times 2**position of its slot
+        // a code is a float16 subnormal: 2**-24 times 2**position
         const float up = __uint_as_float((127u - position_of(2 * (s & 3) + j)) << 23) / UNIT;
         const u32 codes = operand[s][2 * j + h];
         const float v0 = fmaf(scale, low_f16(codes) * up - ZERO, base);

@@ -1,7 +1,6 @@
-// Heads of queries, keys and values that a product has made: normalized, turned by their positions, and
-// keys and values written into their pages; the same of latent attention.
+// Epilogue of the QKV projection: head norms, RoPE and KV-cache append; and that of MLA.
 #pragma once
-// names of static members there, macros here
+// macros here, static members in the included file
 #pragma push_macro("KIND")
 #pragma push_macro("ZERO")
 #undef KIND
@@ -12,13 +11,13 @@
 #include "position/rope_rotate.cuh"
 #include "quantized_matmul/cuda_prologue_norm.cuh"
 
-// Where tokens are in their sequences, and these in pages.
-struct Places {
+// Positions of tokens, block table and RoPE table.
+struct KvPlacement {
   const float* cos_sin;  // (n_rope_rows, 2 * half), or null
   const int *rope_rows, *positions, *batch_indices, *kv_indices, *kv_indptr;
   int half, is_neox, n_rope_rows, n_requests, n_pages, page_size;
 
-  // Where a token's vector of a head lies, or null if there is no page for it.
+  // Address of a token's vector of a head in the cache, or null if it has no page.
   DEV_METHOD u8* at(const Cache& cache, int token, int head) const {
     const int position = positions[token];
     const int page = page_of(kv_indices, kv_indptr, n_requests, n_pages, batch_indices[token],
@@ -27,7 +26,7 @@ struct Places {
   }
 };
 
-// Normalize a vector in place: a warp.
+// RMS norm of a vector in place; by a warp.
 DEV void normalize_vector(float* x, int n, const float* weight, float eps, float offset) {
   const int lane = threadIdx.x & 31;
   const bool wide = is_wide(x);
@@ -44,8 +43,8 @@ DEV void normalize_vector(float* x, int n, const float* weight, float eps, float
   __syncwarp();
 }
 
-// Turn a vector in place: a warp.  A row that is not in the table gives NaN.
-DEV void turn_vector(float* x, const Places& p, int token) {
+// Rotate a vector in place; by a warp.  A row outside the table gives NaN.
+DEV void rotate_vector(float* x, const KvPlacement& p, int token) {
   const int row = p.rope_rows[token];
   const bool known = 0 <= row && row < p.n_rope_rows;
   const float* table = p.cos_sin + (known ? 2LL * p.half * row : 0);
@@ -58,23 +57,23 @@ DEV void turn_vector(float* x, const Places& p, int token) {
   __syncwarp();
 }
 
-#if EPILOGUE == EPILOGUE_HEADS
-struct Heads : Places {
-  const float *q_weight, *k_weight;  // of the norm of each head or of all together, or null
+#if EPILOGUE == EPILOGUE_ROPE_KV_APPEND
+struct RopeKvAppend : KvPlacement {
+  const float *q_weight, *k_weight;  // of the norm per head or over all heads, or null
   Cache keys, values;
-  int head_dim, first, n_q, n_k;  // first: number of the matrix's first head; then queries, keys, values
+  int head_dim, first, n_q, n_k;  // first: index of the matrix's first head; order: queries, keys, values
   float eps, offset;
 
-  // Normalize head `number`, if heads of its kind are: a warp, as below.
+  // Normalize head `number` if its kind has a norm; by a warp, as below.
   DEV_METHOD void normalize(float* x, int number) const {
     const float* weight = number < n_q ? q_weight : k_weight;
     if (number < n_q + n_k && weight != nullptr) normalize_vector(x, head_dim, weight, eps, offset);
   }
 
-  // Turn a token's head, and write it into its page if it is no query.
+  // Rotate a token's query or key head, and append keys and values to their page.
   DEV_METHOD void place(float* x, int number, int token, u8* codes) const {
     const bool is_query = number < n_q, is_value = number >= n_q + n_k;
-    if (!is_value && cos_sin != nullptr) turn_vector(x, *this, token);
+    if (!is_value && cos_sin != nullptr) rotate_vector(x, *this, token);
     if (is_query) return;
     u8* to = at(is_value ? values : keys, token, number - n_q - (is_value ? n_k : 0));
     if (to == nullptr) return;
@@ -83,32 +82,32 @@ struct Heads : Places {
   }
 };
 #else
-// Queries whose last columns are turned, and what all heads read: a vector whose first columns are
-// normalized and whose others are turned.
-struct Latent : Places {
+// MLA: rotates the last columns of queries; normalizes the first columns of the latent vector, which all
+// heads share, and rotates the others.
+struct MlaAppend : KvPlacement {
   float *queries, *latent;  // (tokens, n_q, width) and (tokens, width)
   i64 query_stride, latent_stride;
   const float* weight;  // of the norm, or null
   Cache pages;
   int head_dim, n_q;    // of the product's queries: its first rows
-  int width, rank;      // columns of a latent vector, and how many of them are compressed
-  int first, n_latent;  // first row of the latent vectors, -1 if they were there before; 1, or 0 of none
+  int width, rank;      // columns of a latent vector; the compressed ones among them
+  int first, n_latent;  // first row of the latent vector, -1 if computed before; 1, or 0 for none
   float eps, offset;
 
-  // Copy the last columns of a query to where attention reads them, and turn them: a warp, as below.
+  // Copy the last columns of a query to the input of attention and rotate them; by a warp, as below.
   DEV_METHOD void place_query(const float* x, int head, int token) const {
     float* to = queries + token * query_stride + (i64)head * width + rank;
     x += head_dim - (width - rank);
     for (int d = threadIdx.x & 31; d < width - rank; d += 32) to[d] = x[d];
     __syncwarp();
-    if (cos_sin != nullptr) turn_vector(to, *this, token);
+    if (cos_sin != nullptr) rotate_vector(to, *this, token);
   }
 
-  // Finish a token's latent vector and write it into its page.
+  // Normalize and rotate a token's latent vector and append it to its page.
   DEV_METHOD void place_latent(int token, u8* codes) const {
     float* x = latent + token * latent_stride;
     normalize_vector(x, rank, weight, eps, offset);
-    if (cos_sin != nullptr) turn_vector(x + rank, *this, token);
+    if (cos_sin != nullptr) rotate_vector(x + rank, *this, token);
     u8* to = at(pages, token, 0);
     if (to != nullptr) write_vector<K_FORMAT>(to, x, width, nullptr, 0, 0, codes);
   }

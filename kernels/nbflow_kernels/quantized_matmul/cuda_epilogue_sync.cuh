@@ -1,17 +1,16 @@
-// What is done to a region of a product once all of it is there, by the thread block that finds so.
+// Synchronization of fused epilogues: the last thread block to finish its share of an output region
+// (atomic arrival counter) runs the epilogue of that region.
 //
-// A region is the rows (of the matrix) of a head, a piece of the gate with that of the up projection,
-// or all.  At its end a thread block says of which groups of row tiles it has done its part; who says
-// the last word about a region goes on with it.
+// A region is the rows of a head, 64 columns of the gate and the up projection, or all rows.
 #pragma once
 #include "quantized_matmul/cuda_split_k.cuh"
 
-// Groups of row tiles [first, last], and more of them; none if last < first.
+// One or two ranges [first, last] of row-tile groups; empty if last < first.
 struct Groups {
   int first, last, more_first, more_last;
 };
 
-// The groups of rows [a, b), and of rows [c, d) behind them.
+// The groups of rows [a, b), and of rows [c, d) after them.
 DEV Groups groups_of(int a, int b, int c, int d, int rows_of_group) {
   Groups g = {a / rows_of_group, (b - 1) / rows_of_group, 0, -1};
   if (c < d) {
@@ -21,7 +20,7 @@ DEV Groups groups_of(int a, int b, int c, int d, int rows_of_group) {
   return g;
 }
 
-// How many groups up to `last` are this thread block's: blockIdx.x, and on in steps of the grid.
+// Number of groups up to `last` that this thread block computes: blockIdx.x, + gridDim.x, ...
 DEV int own_groups(int last) {
   return last < (int)blockIdx.x ? 0 : (last - blockIdx.x) / gridDim.x + 1;
 }
@@ -30,9 +29,8 @@ DEV int own_groups(int first, int last) {
   return last < first ? 0 : own_groups(last) - own_groups(first - 1);
 }
 
-// Calls finish(region, token) for the regions that are complete now, by a warp for each token, or
-// with BY_BLOCK finish(region) by all threads.  `arrived` holds a zero for each region, and does so
-// again afterwards.
+// Run finish(region, token) for the regions that are now complete, by a warp per token, or with
+// BY_BLOCK finish(region) by all threads.  The counters `arrived` start at zero and end at zero.
 template <bool BY_BLOCK, class GroupsOf, class Finish>
 DEV void finish_regions(
     int* arrived, int n_regions, int n_tokens, GroupsOf groups_of_region, Finish finish) {

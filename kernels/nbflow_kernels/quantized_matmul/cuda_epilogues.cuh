@@ -1,24 +1,23 @@
-// What the results of a product go through in the same kernel, chosen by the macro EPILOGUE: an
-// activation, each by itself; or once a region of them is complete (`cuda_epilogue_sync.cuh`) the gate of a
-// feed-forward network, the heads of attention or of latent attention (`cuda_epilogue_rope_kv_append.cuh`), or a norm of whole
-// rows.
+// Fused epilogues of the GEMV, selected by the macro EPILOGUE: an elementwise activation, or on a complete
+// output region (`cuda_epilogue_sync.cuh`) a gated activation, RoPE and KV append of attention or MLA
+// (`cuda_epilogue_rope_kv_append.cuh`), or a norm of whole rows.
 #pragma once
 #include "quantized_matmul/cuda_prologue_norm.cuh"
 #include "quantized_matmul/cuda_epilogue_sync.cuh"
 
 #define EPILOGUE_ACTIVATION 1
 #define EPILOGUE_GATE 2
-#define EPILOGUE_HEADS 3
-#define EPILOGUE_ROW_NORM 4
-#define EPILOGUE_LATENT 5
+#define EPILOGUE_ROPE_KV_APPEND 3
+#define EPILOGUE_NORM 4
+#define EPILOGUE_MLA 5
 
 #if EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_GATE
 #include "activation/functions.cuh"
-#elif EPILOGUE == EPILOGUE_HEADS || EPILOGUE == EPILOGUE_LATENT
+#elif EPILOGUE == EPILOGUE_ROPE_KV_APPEND || EPILOGUE == EPILOGUE_MLA
 #include "quantized_matmul/cuda_epilogue_rope_kv_append.cuh"
 #endif
 
-// A product of at most as many tokens as a thread block stages.
+// Output of the GEMV, up to TOKENS tokens.
 struct Product {
   float* out;
   i64 stride;
@@ -28,32 +27,31 @@ struct Product {
 };
 
 #if EPILOGUE == EPILOGUE_GATE
-// Rows [0, width) and [width, 2 * width) of the matrix are the gate and what it lets through, at the
-// columns `gate` and `up` of the product.
+// out = activation(gate) * up; gate and up start at the columns `gate` and `up` of the output.
 struct Epilogue {
   float* out;
   i64 out_stride;
   int width, gate, up, padding;
 
-  static constexpr int PIECE = 64;  // columns of a region
+  static constexpr int REGION = 64;  // columns of a region
 
   DEV_METHOD void finish(const Product& p, int* arrived, u8*) const {
     finish_regions<false>(
-        arrived, (width + PIECE - 1) / PIECE, p.n_tokens,
+        arrived, (width + REGION - 1) / REGION, p.n_tokens,
         [&](int region) {
-          const int a = region * PIECE, b = min(a + PIECE, width);
+          const int a = region * REGION, b = min(a + REGION, width);
           return groups_of(a, b, width + a, width + b, p.rows_of_group);
         },
         [&](int region, int token) {
           const float* from = p.row(token);
-          const int end = min((region + 1) * PIECE, width);
-          for (int i = region * PIECE + (threadIdx.x & 31); i < end; i += 32)
+          const int end = min((region + 1) * REGION, width);
+          for (int i = region * REGION + (threadIdx.x & 31); i < end; i += 32)
             out[token * out_stride + i] = FUNCTION::of(from[gate + i]) * from[up + i];
         });
   }
 };
-#elif EPILOGUE == EPILOGUE_HEADS && !NORM_OF_ALL_HEADS
-struct Epilogue : Heads {
+#elif EPILOGUE == EPILOGUE_ROPE_KV_APPEND && !NORM_OF_ALL_HEADS
+struct Epilogue : RopeKvAppend {
   DEV_METHOD void finish(const Product& p, int* arrived, u8*) const {
     __shared__ u8 codes[WARPS][64];
     finish_regions<false>(
@@ -68,10 +66,10 @@ struct Epilogue : Heads {
         });
   }
 };
-#elif EPILOGUE == EPILOGUE_HEADS
-// Norms over all heads of queries, or of keys, together: a region is all queries, keys or values.
-struct Epilogue : Heads {
-  // The matrix's first head behind those of `part` kinds: of queries, keys and values.
+#elif EPILOGUE == EPILOGUE_ROPE_KV_APPEND
+// Norms over all query heads, and over all key heads: a region is all queries, keys or values.
+struct Epilogue : RopeKvAppend {
+  // First head of kind `part` (queries, keys, values) in this matrix.
   DEV_METHOD int border(int part, int n_heads) const {
     const int numbers[] = {0, n_q, n_q + n_k, first + n_heads};
     return min(max(numbers[part] - first, 0), n_heads);
@@ -104,9 +102,9 @@ struct Epilogue : Heads {
         });
   }
 };
-#elif EPILOGUE == EPILOGUE_LATENT
-// A region is a head's queries, or the latent vector.
-struct Epilogue : Latent {
+#elif EPILOGUE == EPILOGUE_MLA
+// A region is a query head, or the latent vector.
+struct Epilogue : MlaAppend {
   DEV_METHOD void finish(const Product& p, int* arrived, u8*) const {
     __shared__ u8 codes[WARPS][64];
     finish_regions<false>(
@@ -114,7 +112,7 @@ struct Epilogue : Latent {
         [&](int region) {
           if (region < n_q)
             return groups_of(region * head_dim, (region + 1) * head_dim, 0, 0, p.rows_of_group);
-          const bool before = first < 0;  // then anyone will do: who completes the first row
+          const bool before = first < 0;  // then the first region of rows decides
           return groups_of(before ? 0 : first, before ? 1 : first + width, 0, 0, p.rows_of_group);
         },
         [&](int region, int token) {
@@ -123,8 +121,8 @@ struct Epilogue : Latent {
         });
   }
 };
-#elif EPILOGUE == EPILOGUE_ROW_NORM
-// The rows, normalized, in place of those at `to.out`, or times `added` (not 0) added to them.
+#elif EPILOGUE == EPILOGUE_NORM
+// Norm of the rows, written to `to.out`, or times `added` (not 0) added to it.
 struct Epilogue {
   Scaling to;
   float eps, offset, added;

@@ -1,9 +1,8 @@
-"""Products of a few rows with what comes in front of them and behind them, in one kernel.
+"""GEMV with a fused norm prologue and fused epilogues.
 
-The kernel is `cuda_gemv.cu`: a norm of the rows on their way to where they are staged, and behind
-the product an activation, a gate, what attention's heads go through until they lie in their pages,
-or a norm of the results.  The bits are those of the ops one by one, so that either may be chosen by
-the number of rows.
+The kernel is `cuda_gemv.cu`.  Prologue: norm of the activations.  Epilogues: activation, gated
+activation, RoPE and KV-cache append (of MLA, too), or norm of the results.  The bits are those of
+the separate ops, so the caller may choose either by the number of rows.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from nbflow_kernels.formats.layout_mma import MmaLayout
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.kv_cache.cuda import format_type, strides
 from nbflow_kernels.quantized_matmul.cuda import (
-    FEW,
-    FEW_PARAMETERS,
+    GEMV_MAX_ROWS,
+    GEMV_PARAMETERS,
     WARPS,
     ActivationPrecision,
     GemvShape,
-    few_arguments,
-    few_defines,
+    gemv_arguments,
+    gemv_defines,
     is_whole,
 )
 
 NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 """Names in `cuda_prologue_norm.cuh`."""
 NORM_NUMBERS = {"rms": 1, "layer": 2}
-_GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `cuda_epilogues.cuh` and `normalize.cuh`
+_GATE_REGION, _NORM_CHUNK = 64, 128  # as in `cuda_epilogues.cuh` and `normalize.cuh`
 
 _SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
 NORM_PARAMETERS = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
@@ -41,7 +40,7 @@ _REGIONS = "i32* arrived_regions"
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of each row."""
+    """Norm of each row."""
 
     kind: str
     """``"rms"`` or ``"layer"``."""
@@ -49,31 +48,31 @@ class Norm:
     bias: Any
     eps: float
     offset: float = 0.0
-    """Added to the weight of an rms norm."""
+    """Added to the weight of an RMS norm."""
     out: Any = None
-    """Where the normalized rows are written; None: nowhere."""
+    """Output of the normalized rows; None: not written."""
     second: tuple[Any, Any, Any] | None = None
-    """Weight, bias and output of another norm of the same rows, which is written alone."""
+    """Weight, bias and output of a second norm of the same rows, which is only written."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Return the members of the struct in `cuda_prologue_norm.cuh`."""
+        """Members of the struct `Norm` in `cuda_prologue_norm.cuh`."""
         second = _scaling(*(self.second or (None, None, None)))
         return (*self.scaling, *second, self.eps, self.offset)
 
     @property
     def scaling(self) -> tuple[Any, ...]:
-        """Return the members of its part."""
+        """Members of the struct `Scaling`."""
         return _scaling(self.weight, self.bias, self.out)
 
 
 def _sums_bytes(width: int, n_tokens: int) -> int:
-    """Return the bytes of the sums of all chunks of rows."""
+    """Return the bytes of a float per chunk of each row."""
     return 4 * n_tokens * ceil_div(width, _NORM_CHUNK)
 
 
 def _format(which: str, kind: int) -> tuple[str, str]:
-    """Return the macro that says how keys or values are stored."""
+    """Return the macro with the KV-cache format of keys or values."""
     return f"{which}_FORMAT", format_type(kind).replace(" ", "")
 
 
@@ -82,28 +81,28 @@ def _scaling(weight: Any, bias: Any, out: Any) -> tuple[Any, ...]:
 
 
 class Epilogue:
-    """What the results of a product go through."""
+    """Base of the epilogues, and the empty one."""
 
     number = 0
-    """Its macro in `cuda_epilogues.cuh`."""
+    """Value of the macro EPILOGUE in `cuda_epilogues.cuh`."""
     parameters = ""
 
     @property
     def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """Return further macros."""
+        """Further macros."""
         return ()
 
     def n_regions(self, n_rows: int) -> int:
-        """Return how many regions (`cuda_epilogue_sync.cuh`) a matrix of so many rows has."""
+        """Return the number of regions (`cuda_epilogue_sync.cuh`) of a matrix."""
         return 0
 
     def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
-        """Return the dynamic shared memory that it needs."""
+        """Return the bytes of dynamic shared memory."""
         return 0
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments behind the regions' counters."""
+        """Kernel arguments after the counters of the regions."""
         return ()
 
 
@@ -112,7 +111,7 @@ NOTHING = Epilogue()
 
 @dataclass(frozen=True)
 class Activation(Epilogue):
-    """An activation of each result."""
+    """Elementwise activation."""
 
     activation: str
     number = 1
@@ -125,7 +124,7 @@ class Activation(Epilogue):
 
 @dataclass(frozen=True)
 class GateEpilogue(Epilogue):
-    """``out = activation(gate) * up``, the halves of the results."""
+    """Gated activation: ``out = activation(gate) * up``, the halves of the result."""
 
     activation: str
     out: Any
@@ -140,7 +139,7 @@ class GateEpilogue(Epilogue):
 
     def n_regions(self, n_rows: int) -> int:
         """See `Epilogue.n_regions`."""
-        return ceil_div(n_rows // 2, _GATE_PIECE)
+        return ceil_div(n_rows // 2, _GATE_REGION)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -151,11 +150,11 @@ class GateEpilogue(Epilogue):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where tokens are in their sequences, and these in pages."""
+class KvPlacement:
+    """Positions of tokens, block table and RoPE table."""
 
     positions: Any
-    """int32 (T,): as the following those of `nbflow_kernels.append_paged_kv_cache`."""
+    """int32 (T,): this and the following as in `nbflow_kernels.append_paged_kv_cache`."""
     batch_indices: Any
     kv_indices: Any
     kv_indptr: Any
@@ -163,7 +162,7 @@ class Places:
     rope_rows: Any
     """int32 (T,): rows of `cos_sin`; the positions, unless the table has other rows."""
     cos_sin: Any = None
-    """float32 (rows, 2 * half), or None: nothing is rotated."""
+    """float32 (rows, 2 * half), or None: no RoPE."""
     is_neox: bool = True
     parameters = (
         "f32*? cos_sin, i32* rope_rows, i32* positions, i32* batch_indices, i32* kv_indices, "
@@ -172,7 +171,7 @@ class Places:
     )
 
     def arguments(self, pages: Any) -> tuple[Any, ...]:
-        """Return the struct's members (`cuda_epilogue_rope_kv_append.cuh`) for such pages."""
+        """Return the members of the struct in `cuda_epilogue_rope_kv_append.cuh`."""
         table = self.cos_sin
         half, n_rows = (0, 0) if table is None else (table.shape[1] // 2, len(table))
         page_size = pages.shape[1 if self.kv_layout == "NHD" else 2]
@@ -183,7 +182,7 @@ class Places:
         )  # fmt: skip
 
     def cache(self, pages: Any) -> tuple[Any, ...]:
-        """Return pages with the distances of pages, tokens and heads."""
+        """Return pages with the strides of pages, tokens and heads."""
         return (pages, *strides(pages, self.kv_layout))
 
 
@@ -193,12 +192,12 @@ def _cache_parameters(name: str) -> str:
 
 @dataclass(frozen=True)
 class RopeKvAppendEpilogue(Epilogue):
-    """Heads of queries, keys and values: normalized, rotated, keys and values written to pages."""
+    """Epilogue of the QKV projection: head norms, RoPE, KV-cache append."""
 
-    places: Places
+    placement: KvPlacement
     head_dim: int
     first: int
-    """Number of the matrix's first head; queries come first, then keys, then values."""
+    """Index of the matrix's first head, in the order queries, keys, values."""
     n_q: int
     n_k: int
     keys: Any
@@ -206,16 +205,16 @@ class RopeKvAppendEpilogue(Epilogue):
     kinds: tuple[int, int]
     """Formats of keys and of values (`nbflow_kernels.kv_cache.cpu_codec.KINDS`)."""
     q_weight: Any = None
-    """float32 (head_dim,): of the rms norm of each query head; None: no norm.  With `of_all`
-    float32 (n_q * head_dim,): of a norm over all of them together."""
+    """float32 (head_dim,), RMS norm of each query head; None: no norm.  With `of_all` float32
+    (n_q * head_dim,), one norm over all query heads."""
     k_weight: Any = None
     eps: float = 0.0
     offset: float = 0.0
     of_all: bool = False
-    """Whether norms are over all heads together; no matrix then has a part of queries or keys."""
+    """Norms are over all heads together; then a matrix has all queries or keys, or none."""
     number = 3
     parameters = (
-        f"{Places.parameters}, f32*? q_weight, f32*? k_weight, {_cache_parameters('keys')}, "
+        f"{KvPlacement.parameters}, f32*? q_weight, f32*? k_weight, {_cache_parameters('keys')}, "
         f"{_cache_parameters('values')}, i32 head_dim, i32 first, i32 n_q, i32 n_k, f32 head_eps, "
         "f32 head_offset"
     )
@@ -237,46 +236,46 @@ class RopeKvAppendEpilogue(Epilogue):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """See `Epilogue.arguments`."""
-        places = self.places
+        placement = self.placement
         return (
-            *places.arguments(self.keys), self.q_weight, self.k_weight, *places.cache(self.keys),
-            *places.cache(self.values), self.head_dim, self.first, self.n_q, self.n_k, self.eps,
-            self.offset,
+            *placement.arguments(self.keys), self.q_weight, self.k_weight,
+            *placement.cache(self.keys), *placement.cache(self.values), self.head_dim,
+            self.first, self.n_q, self.n_k, self.eps, self.offset,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MlaEpilogue(Epilogue):
-    """What latent attention reads of a product's queries, and of the vector that all heads read.
+    """Epilogue of the MLA projections.
 
-    The last columns of queries are copied to `queries` and rotated there; the latent vector is
-    normalized in its first columns, rotated in its others, and written to its page.
+    Copies the last columns of queries to `queries` and rotates them; normalizes the first columns
+    of the latent vector, rotates the others, and appends it to its page.
     """
 
-    places: Places
+    placement: KvPlacement
     head_dim: int
-    """Of the product's queries, its first rows."""
+    """Head size of the queries, which are the first rows of the product."""
     n_q: int
-    """Their heads in this matrix."""
+    """Query heads in this matrix."""
     rank: int
-    """Columns of a latent vector that are normalized; as many of `queries` are left alone."""
+    """Normalized columns of a latent vector; as many columns of `queries` are not written."""
     queries: Any
     """float32 (T, heads, width)."""
     latent: Any
-    """float32 (T, width): the vectors, in place."""
+    """float32 (T, width): the latent vectors, changed in place."""
     first: int | None
-    """Row of the matrix at which they begin; -1 if they were there before, None for none of it."""
+    """First row of the latent vectors in the matrix; -1 if computed before, None if not here."""
     pages: Any
     kind: int
     weight: Any
-    """float32 (rank,): of the rms norm."""
+    """float32 (rank,), weight of the RMS norm."""
     eps: float
     offset: float = 0.0
     number = 5
     parameters = (
-        f"{Places.parameters}, f32* queries, f32* latent, i64 query_stride, i64 latent_stride, "
-        f"f32*? latent_weight, {_cache_parameters('vectors')}, i32 head_dim, i32 n_q, i32 width, "
-        "i32 rank, i32 first, i32 n_latent, f32 latent_eps, f32 latent_offset"
+        f"{KvPlacement.parameters}, f32* queries, f32* latent, i64 query_stride, "
+        f"i64 latent_stride, f32*? latent_weight, {_cache_parameters('vectors')}, i32 head_dim, "
+        "i32 n_q, i32 width, i32 rank, i32 first, i32 n_latent, f32 latent_eps, f32 latent_offset"
     )
 
     @property
@@ -293,16 +292,16 @@ class MlaEpilogue(Epilogue):
         """See `Epilogue.arguments`."""
         first, n_latent = (0, 0) if self.first is None else (self.first, 1)
         return (
-            *self.places.arguments(self.pages), self.queries, self.latent,
+            *self.placement.arguments(self.pages), self.queries, self.latent,
             self.queries.strides[0] // 4, self.latent.strides[0] // 4, self.weight,
-            *self.places.cache(self.pages), self.head_dim, self.n_q, self.latent.shape[1],
+            *self.placement.cache(self.pages), self.head_dim, self.n_q, self.latent.shape[1],
             self.rank, first, n_latent, self.eps, self.offset,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class NormEpilogue(Epilogue):
-    """A norm of the results' rows, put to `norm.out`, or times `added` (not 0) added to it."""
+    """Norm of the result, written to `norm.out`, or times `added` (if not 0) added to it."""
 
     norm: Norm
     added: float = 0.0
@@ -331,10 +330,10 @@ class NormEpilogue(Epilogue):
 
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
-    """Return whether `fused_gemv` takes a weight and so many rows."""
+    """Return whether `fused_gemv` supports a weight and a number of rows."""
     if not isinstance(w, QuantTensor) or w.is_float or w.format.decodes_from_storage:
         return False
-    if w.outliers is not None or n_tokens > FEW:
+    if w.outliers is not None or n_tokens > GEMV_MAX_ROWS:
         return False
     units = w.units()
     arithmetic = ActivationPrecision.of(units.form, activations)
@@ -343,28 +342,28 @@ def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> b
 
 def fused_gemv(
     x: Any, w: QuantTensor, bias: Any, out: Any, *, rows: Any = None, norm: Norm | None = None,
-    then: Epilogue = NOTHING, added: float = 0.0, activations: str = "f32",
+    epilogue: Epilogue = NOTHING, added: float = 0.0, activations: str = "f32",
 ) -> None:  # fmt: skip
-    """Multiply up to 8 rows, normalized by `norm`, and go on as `then` says.
+    """Multiply up to 8 rows, with a fused norm and a fused epilogue.
 
     Parameters
     ----------
     x : array of float32, shape (T, K)
-        The rows, or where `rows` (int32, as many as `out` has) chooses them from.
+        Activations, or the array that `rows` indexes.
     w : QuantTensor, shape (N, K)
         One that `can_fuse` accepts.
     bias : array of float32, shape (N,), or None
         Added to the results.
     out : array of float32, shape (T, N)
-        The results before `then`, except that an `Activation` is applied to them.
+        The result before the epilogue, except that an `Activation` is applied to it.
     rows : array of int32, optional
-        Which rows of `x`.
+        Row of `x` for each row of `out`, int32.
     norm : Norm, optional
-        Of the rows; its `out` must not be `x`, which all thread blocks read.
-    then : Epilogue
-        What comes behind.
+        Norm of the rows; its `out` must not be `x`, which all thread blocks read.
+    epilogue : Epilogue
+        Runs after the product.
     added : float
-        Not 0: results times this are added to what `out` holds.
+        If not 0, the result times this is added to `out`.
     activations : {"f32", "bf16", "int8"}
         As in `nbflow_kernels.qmatmul`.
     """
@@ -374,37 +373,37 @@ def fused_gemv(
     arithmetic = ActivationPrecision.of(units.form, activations)
     shape = GemvShape.of(device, units, len(out), arithmetic)
     assert shape is not None
-    arguments = few_arguments(shape, x, units, bias, added, activations, out, rows)
+    arguments = gemv_arguments(shape, x, units, bias, added, activations, out, rows)
     if norm is not None:
         arguments += norm.arguments
-    n_regions = then.n_regions(units.n_rows)
+    n_regions = epilogue.n_regions(units.n_rows)
     if n_regions:
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
-        arguments += (arrived, *then.arguments)
+        arguments += (arrived, *epilogue.arguments)
     kind = 0 if norm is None else NORM_NUMBERS[norm.kind]
-    then_key = then.number, then.parameters, then.defines
+    epilogue_key = epilogue.number, epilogue.parameters, epilogue.defines
     whole = is_whole(units, arithmetic)
-    _kernel(units.form, shape.tokens, whole, arithmetic, kind, *then_key)(
+    _kernel(units.form, shape.tokens, whole, arithmetic, kind, *epilogue_key)(
         (shape.grid, shape.parts), 32 * WARPS, arguments,
-        max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
+        max(shape.shared, epilogue.shared_bytes(units.n_rows, len(out))),
     )  # fmt: skip
 
 
 @cache
 def _kernel(
     form: MmaLayout, tokens: int, whole: bool, arithmetic: ActivationPrecision, norm: int,
-    then: int, then_parameters: str, more: tuple[tuple[str, str | int], ...],
+    epilogue: int, epilogue_parameters: str, more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
-    """Return `few_rows` with a prologue and an epilogue."""
-    parts = [FEW_PARAMETERS]
+    """Return `gemv` with a prologue and an epilogue."""
+    parts = [GEMV_PARAMETERS]
     if norm:
         parts.append(NORM_PARAMETERS)
-    if then_parameters:
-        parts += [_REGIONS, then_parameters]
+    if epilogue_parameters:
+        parts += [_REGIONS, epilogue_parameters]
     defines: dict[str, str | int] = {
-        **few_defines(form, tokens, whole, arithmetic),
+        **gemv_defines(form, tokens, whole, arithmetic),
         "NORM": norm,
-        "EPILOGUE": then,
+        "EPILOGUE": epilogue,
         **dict(more),
     }
-    return cpp_kernel(__file__, "cuda_gemv.cu", "few_rows", ", ".join(parts), defines=defines)
+    return cpp_kernel(__file__, "cuda_gemv.cu", "gemv", ", ".join(parts), defines=defines)

@@ -1,20 +1,20 @@
-// The product for many tokens, from records that `stage_rows` has written to global memory.
+// GEMM with block-format weights, from activations staged in global memory by `stage_activations`.
 //
-// A warp computes ROW_TILES row tiles for TOKEN_TILES groups of 8 tokens: it decodes a chunk of its
-// weights once, has the next AHEAD chunks on their way, and reads the tokens' fragments from a ring in
-// shared memory that `cp.async` fills for all warps.  A slot's sum is added to the total, or put aside where
-// blockIdx.y divides the slots among thread blocks.  The arithmetic is that of `cuda_gemv.cu`: the same bits.
+// A warp computes ROW_TILES row tiles for TOKEN_TILES groups of 8 tokens: it dequantizes a chunk of its
+// weights once, has the next AHEAD chunks in flight, and reads the tokens' fragments from a ring in shared
+// memory that `cp.async` fills for all warps.  The sum of a split is added to the total, or written to
+// global memory if blockIdx.y divides the splits among thread blocks.  The bits are those of `cuda_gemv.cu`.
 #include "quantized_matmul/cuda_split_k.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, RING = 2;
-// Chunks of weights on their way: what registers are left for.
+// Chunks of weights in flight, limited by registers.
 constexpr int AHEAD = CHUNK_WORDS > 12 || (ARITHMETIC != BF16_SUMS && TOKEN_TILES > 2) ? 1 : 2;
 constexpr int RECORD = Record<8>::BYTES, STAGE = TOKEN_TILES * RECORD;
-constexpr int RESULTS = TOKEN_TILES * ROW_TILES * 4;  // of a thread
+constexpr int RESULTS = TOKEN_TILES * ROW_TILES * 4;  // per thread
 
-// Records of all tokens and of zeros behind them: thread block (chunk, group of 8 tokens), a warp for each
+// Write the records of all tokens, padded with zeros: thread block (chunk, group of 8 tokens), a warp per
 // token.
-extern "C" __global__ void __launch_bounds__(256) stage_rows(
+extern "C" __global__ void __launch_bounds__(256) stage_activations(
     const float* x, u8* records, long long x_stride, int n_tokens, int n_columns, int int8) {
   const int lane = threadIdx.x & 31, n = threadIdx.x >> 5;
   const int row = blockIdx.y * 8 + n;
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(256) stage_rows(
   stage<8>(v, records + ((long long)blockIdx.x * gridDim.y + blockIdx.y) * RECORD, n, lane);
 }
 
-// A chunk of a warp's row tiles, on its way or here; the second one's is `second` bytes further.
+// A chunk of a warp's row tiles in registers; the second row tile is `second` bytes after the first.
 struct Tiles {
   Chunk chunks[ROW_TILES];
   Floats floats[ROW_TILES];
@@ -45,8 +45,8 @@ struct Tiles {
   }
 };
 
-// acc += weights . x for what steps `first` to `end` of a chunk are; `between` the two of them, and
-// `decoded` when the words are not needed any more.
+// acc += weights . x for steps `first` to `end` of a chunk.  Calls `between` after the first step, and
+// `decoded` when the weight words are no longer needed.
 template <class Between, class Decoded>
 DEV void multiply(
     const Table& table, const Tiles& now, const u8* stage, int first, int end, int groups, int lane,
@@ -76,7 +76,7 @@ DEV void multiply(
     decoded();
 #pragma unroll
     for (int m = 0; m < TOKEN_TILES; m++) {
-      // always so: with two products it keeps the compiler from holding too much for all groups at once
+      // always true; with two MMAs per group it limits the registers that the compiler uses
       if (ARITHMETIC == INT8_SUMS || m < groups)
         multiply_chunk<ROW_TILES, 8>([](int) {}, table, operand, now.chunks, now.floats, stage + m * RECORD,
                                      lane, acc[m]);
@@ -85,16 +85,16 @@ DEV void multiply(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
+extern "C" __global__ void __launch_bounds__(THREADS) gemm(
     const u8* weights, const u8* records, const float* bias, float* out, float* partial, int* arrived,
     long long tile_bytes, long long out_stride, int n_tokens, int n_rows, int n_columns,
     int block_tiles, int accumulate) {
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int per_block = SLOTS / gridDim.y, n_tiles = (n_rows + 15) / 16;
+  const int per_block = SPLITS / gridDim.y, n_tiles = (n_rows + 15) / 16;
   const int n_chunks = (n_columns + CHUNK - 1) / CHUNK;
-  const int first_slot = blockIdx.y * per_block, end_slot = first_slot + per_block;
-  const int step_0 = slot_step(first_slot, n_columns), step_1 = slot_step(end_slot, n_columns);
+  const int first_split = blockIdx.y * per_block, end_split = first_split + per_block;
+  const int step_0 = split_step(first_split, n_columns), step_1 = split_step(end_split, n_columns);
   const int unit_0 = unit_of(step_0), unit_1 = step_0 < step_1 ? units_to(step_1) : unit_0;
   const int chunk_1 = min(2 * unit_1, n_chunks);
   const int n_groups = gridDim.z * TOKEN_TILES, group_0 = blockIdx.z * TOKEN_TILES;
@@ -125,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
 #pragma unroll
   for (int i = 0; i < RESULTS; i++) totals[i * THREADS] = 0.0f;
 
-  // All slots that end at a step or before: to the totals, or aside.
-  int slot = first_slot, slot_end = slot_step(slot + 1, n_columns);
-  auto end_slots = [&](int step) {
-    while (slot < end_slot && slot_end <= step) {
+  // Add all splits that end at `step` or before to the totals, or write them to `partial`.
+  int split = first_split, split_end = split_step(split + 1, n_columns);
+  auto end_splits = [&](int step) {
+    while (split < end_split && split_end <= step) {
 #pragma unroll
       for (int m = 0; m < TOKEN_TILES; m++) {
 #pragma unroll
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
           float* sums = acc[m][r];
           if (gridDim.y > 1) {
             const long long tile = (long long)(group_0 + m) * n_tiles + tile_0 + r;
-            float* to = partial_at(partial, tile, slot) + (lane >> 2) * 8 + (lane & 3) * 2;
+            float* to = partial_at(partial, tile, split) + (lane >> 2) * 8 + (lane & 3) * 2;
             if (tile_0 + r < tile_1) {
               *(float2*)to = make_float2(sums[0], sums[1]);
               *(float2*)(to + 64) = make_float2(sums[2], sums[3]);
@@ -148,12 +148,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
           sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
         }
       }
-      slot++;
-      slot_end = slot_step(slot + 1, n_columns);
+      split++;
+      split_end = split_step(split + 1, n_columns);
     }
   };
 
-  // row tiles behind the last: that once more
+  // row tiles are clamped to the last one
   const u8* unit_at = weights + min(tile_0, n_tiles - 1) * tile_bytes + (long long)unit_0 * UNIT_BYTES;
   const u32 second = tile_0 + 1 < n_tiles ? tile_bytes : 0;
   Tiles tiles[AHEAD];
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
   }
 #pragma unroll
   for (int i = 0; i < RING - 1; i++) fetch(unit_0 + i);
-  if (tile_0 < tile_1) end_slots(step_0);
+  if (tile_0 < tile_1) end_splits(step_0);
 
 #pragma unroll 1
   for (int unit = unit_0; unit < unit_1; unit++) {
@@ -177,22 +177,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
     fetch(unit + RING - 1);
     if (tile_0 >= tile_1) continue;
     const int first = step_0 - UNIT_STEPS * unit, end = step_1 - UNIT_STEPS * unit;
-    const u8* next_unit = unit_at + (unit + 1 < unit_1 ? UNIT_BYTES : 0);  // the last once more
+    const u8* next_unit = unit_at + (unit + 1 < unit_1 ? UNIT_BYTES : 0);  // clamped to the last unit
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
-      // what comes into the place of this chunk: the other one of the unit, or one of the next unit
+      // chunk to load next: the other one of this unit, or one of the next unit
       const bool of_unit = AHEAD == 1 && odd == 0;
       const int next_odd = of_unit ? 1 : AHEAD == 2 ? odd : 0;
       const u8* from = of_unit ? unit_at : next_unit;
-      const bool there = WHOLE || 2 * unit + (of_unit ? 1 : 2 + next_odd) < chunk_1;
+      const bool valid = WHOLE || 2 * unit + (of_unit ? 1 : 2 + next_odd) < chunk_1;
       Tiles& now = tiles[odd % AHEAD];
-      auto load_words = [&] { if (there) now.load_words(from, second, next_odd, lane); };
-      auto between = [&] { if (!WHOLE) end_slots(UNIT_STEPS * unit + 2 * odd + 1); };
+      auto load_words = [&] { if (valid) now.load_words(from, second, next_odd, lane); };
+      auto between = [&] { if (!WHOLE) end_splits(UNIT_STEPS * unit + 2 * odd + 1); };
       if (WHOLE || 2 * unit + odd < chunk_1)
         multiply(table, now, shared + ((unit % RING) * 2 + odd) * STAGE, first - 2 * odd, end - 2 * odd,
                  TOKEN_TILES + (n_rows >> 31), lane, acc, between, load_words);
-      if (there) now.load_scales(from, second, next_odd, lane);
-      if (odd || (ARITHMETIC == BF16_SUMS && !WHOLE)) end_slots(UNIT_STEPS * unit + 2 * odd + 2);
+      if (valid) now.load_scales(from, second, next_odd, lane);
+      if (odd || (ARITHMETIC == BF16_SUMS && !WHOLE)) end_splits(UNIT_STEPS * unit + 2 * odd + 2);
     }
     unit_at = next_unit;
   }
@@ -203,11 +203,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
     for (int i = 0; i < TOKEN_TILES * ROW_TILES; i++) {
       const int group = group_0 + i / ROW_TILES, tile = tile_0 + i % ROW_TILES;
       if (tile >= tile_1) continue;
-      for (int e = lane; e < 128; e += 32) {  // neighbouring lanes write neighbouring rows
+      for (int e = lane; e < 128; e += 32) {  // coalesced writes
         const int row = e % 16, token = group * 8 + e / 16;
         const float* sums = partial_at(partial, (long long)group * n_tiles + tile, 0);
         if (token < n_tokens)
-          output.put(sum_of_slots(sums + row * 8 + e / 16), tile * 16 + row, token);
+          output.put(sum_of_splits(sums + row * 8 + e / 16), tile * 16 + row, token);
       }
     }
     return;

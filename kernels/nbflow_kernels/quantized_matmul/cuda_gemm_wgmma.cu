@@ -1,8 +1,8 @@
-// The product of many tokens, rounded to bfloat16, with weights that are decoded from units and rounded to
-// bfloat16, by `wgmma`: the weights of a step are decoded in registers while the step before is multiplied.
+// GEMM by `wgmma` with block-format weights, dequantized to bfloat16 in registers, and bfloat16 activations.
+// The weights of a step are dequantized while the MMAs of the step before run.
 //
-// A lane's part of a unit is its part of the operands (`formats/decode_mma.cuh`), a weight is the number that
-// `cuda_dequantize.cu` writes, and sums are those of `matmul/cuda_mma.cu`: the same bits as by panels.
+// Weights have the bits that `cuda_dequantize.cu` writes, and sums the order of `matmul/cuda_mma.cu`: the
+// results have the same bits as `cuda_dequant_gemm.py`.
 #include "matmul/cuda_wgmma_mainloop.cuh"
 #include "quantized_matmul/cuda_bf16.cuh"
 
@@ -15,7 +15,7 @@ struct Decoded {
   Floats floats_now, floats_ahead;
   u32 next[4][4];
 
-  // Row tiles behind the last: the last once more.
+  // Row tiles are clamped to the last one.
   DEV Decoded(const u8* weights, i64 tile_bytes, int row_0, int n_rows, int n_columns) {
     const int tile = row_0 / 16 + (threadIdx.x >> 5);
     lane = threadIdx.x & 31;
@@ -44,8 +44,8 @@ struct Decoded {
     }
   }
 
-  // The old operands have a part in the new ones, which is 0: else the compiler puts what it decodes
-  // into registers that the products still read, and waits for these.
+  // The new operands depend on the old ones (`zero` is 0 at run time): else the compiler writes them to
+  // registers that MMAs in flight still read, and waits.
   DEV_METHOD void take(int step, u32 (&operands)[4][4]) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -54,16 +54,16 @@ struct Decoded {
   }
 };
 
-// Thread block (token tile, row tile): those that run together share weights and all tokens.
+// Thread block (token tile, row tile): neighbours share weights in the L2 cache.
 template <int TOKENS>
-__global__ void IN_CLUSTERS __launch_bounds__(128 * WARPGROUPS, 1) unit_tile(
-    const u8* weights, const u8* images, const float* bias, float* out, i64 tile_bytes, i64 out_stride,
+__global__ void IN_CLUSTERS __launch_bounds__(128 * WARPGROUPS, 1) gemm(
+    const u8* weights, const u8* staged, const float* bias, float* out, i64 tile_bytes, i64 out_stride,
     int n_staged, int n_tokens, int n_rows, int n_columns, int n_steps, int accumulate) {
   extern __shared__ __align__(16) u8 shared[];
   const int row_0 = blockIdx.y * TILE_ROWS, token_0 = blockIdx.x * TOKENS;
   Decoded rows(weights, tile_bytes, row_0, n_rows, n_columns);
-  const TokenRing<1, TOKENS> ring(shared, images, token_0, n_staged, n_steps);
+  const TokenRing<1, TOKENS> ring(shared, staged, token_0, n_staged, n_steps);
   float total[TOKENS / 2];
-  sum_slots<BF16_KIND>(rows, ring, total);
+  mainloop<BF16_KIND>(rows, ring, total);
   write_sums<TOKENS>({out, bias, nullptr, out_stride, n_rows, n_tokens, accumulate}, total, row_0, token_0);
 }

@@ -1,22 +1,22 @@
-// The product for a few tokens: TOKENS of them at a time, whatever number there are.
+// Split-K GEMV with block-format weights, TOKENS tokens at a time.
 //
-// A thread block stages the tokens once and goes through row tiles.  A warp computes one slot of one
-// row tile; it has the next unit's bytes on their way while it decodes.  blockIdx.y divides the slots
-// among thread blocks where the staged tokens do not fit one, or row tiles are few: the last one to
-// arrive then adds the slots' sums.  blockIdx.z is the matrix of a group of tokens.
+// A thread block stages the tokens in shared memory once and loops over row tiles.  A warp computes one
+// split of one row tile, with the next unit's bytes in flight.  If the staged tokens do not fit one thread
+// block, or there are few row tiles, blockIdx.y divides the splits among thread blocks, and the last one to
+// arrive reduces them.  blockIdx.z is the matrix of a segment of tokens (`indptr`).
 //
-// With BANDS, all tokens meet all matrices, each with a band of columns of its own: attention's heads.
-// Such matrices are small, so that a warp takes the slot of a unit, and none the empty ones.
+// BATCHED: batched product, all tokens times all matrices, each with its own columns (attention heads).  Such
+// matrices are small: there are as many splits as units.
 //
-// What comes in front of a product and behind it can be done by the same kernel: NORM says how tokens
-// are normalized before they are staged (`cuda_prologue_norm.cuh`), EPILOGUE what results go through.
+// NORM selects a fused prologue (`cuda_prologue_norm.cuh`), EPILOGUE a fused epilogue
+// (`cuda_epilogues.cuh`).
 #include "quantized_matmul/cuda_epilogues.cuh"
 #include "quantized_matmul/cuda_weight_pipeline.cuh"
 
-#if BANDS
-#define BANDS_PARAMETERS , long long x_band, long long out_band
+#if BATCHED
+#define BATCH_PARAMETERS , long long x_batch_stride, long long out_batch_stride
 #else
-#define BANDS_PARAMETERS
+#define BATCH_PARAMETERS
 #endif
 #if NORM
 #define NORM_PARAMETER , Norm norm
@@ -29,32 +29,32 @@
 #define EPILOGUE_PARAMETERS
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) gemv(
     const u8* weights, const float* x, const float* bias, float* out, float* partial, int* arrived,
     const int* indptr, const int* rows, long long group_bytes, long long tile_bytes,
     long long x_stride, long long out_stride, int n_tokens, int n_rows, int n_columns,
-    float added, int int8 BANDS_PARAMETERS NORM_PARAMETER EPILOGUE_PARAMETERS) {
+    float added, int int8 BATCH_PARAMETERS NORM_PARAMETER EPILOGUE_PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
 #if NORM
   __shared__ float means[NB], factors[NB];
 #endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int n_chunks = (n_columns + CHUNK - 1) / CHUNK;
-#if BANDS
-  const int n_slots = slots_for((n_chunks + 1) / 2);
-  x += blockIdx.z * x_band, out += blockIdx.z * out_band;
+#if BATCHED
+  const int n_splits = splits_for((n_chunks + 1) / 2);
+  x += blockIdx.z * x_batch_stride, out += blockIdx.z * out_batch_stride;
 #else
-  constexpr int n_slots = SLOTS;
+  constexpr int n_splits = SPLITS;
 #endif
-  const int per_block = n_slots / gridDim.y, n_tiles = (n_rows + 15) / 16;
-  const int first_slot = blockIdx.y * per_block;
-  const int chunk_0 = 2 * unit_of(slot_step(first_slot, n_columns, n_slots));
-  const int chunk_1 = min(2 * units_to(slot_step(first_slot + per_block, n_columns, n_slots)), n_chunks);
-  const int slot = first_slot + warp % per_block, at_once = WARPS / per_block;
-  const int step_0 = slot_step(slot, n_columns, n_slots), step_1 = slot_step(slot + 1, n_columns, n_slots);
+  const int per_block = n_splits / gridDim.y, n_tiles = (n_rows + 15) / 16;
+  const int first_split = blockIdx.y * per_block;
+  const int chunk_0 = 2 * unit_of(split_step(first_split, n_columns, n_splits));
+  const int chunk_1 = min(2 * units_to(split_step(first_split + per_block, n_columns, n_splits)), n_chunks);
+  const int split = first_split + warp % per_block, at_once = WARPS / per_block;
+  const int step_0 = split_step(split, n_columns, n_splits), step_1 = split_step(split + 1, n_columns, n_splits);
   const int unit_0 = unit_of(step_0), unit_1 = step_0 < step_1 ? units_to(step_1) : unit_0;
   const bool wide = (((unsigned long long)x | 4 * x_stride) & 15) == 0;
-  // behind the records of the slots' chunks: the sums of the warps
+  // the sums of the warps follow the records
   const int sums_at = (chunk_1 - chunk_0) * Record<NB>::BYTES;
   int token_0 = 0, token_1 = n_tokens;
   if (indptr) token_0 = indptr[blockIdx.z], token_1 = indptr[blockIdx.z + 1];
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
   table.load(n_rows >> 31, lane);
 
   for (int token = token_0; token < token_1; token += NB) {
-    // the first bytes of the first row tile come while the tokens are staged
+    // load the first bytes of the first row tile while the tokens are staged
     Unit now;
     int tile = blockIdx.x * at_once + warp / per_block;
     if (tile < n_tiles && unit_0 < unit_1)
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
     __syncthreads();
 #if NORM
     const auto row_at = [&](int n) { return x + (rows ? rows[token + n] : token + n) * x_stride; };
-    find_factors<NORM>(row_at, min(NB, token_1 - token), n_columns, norm.eps, (float*)shared, means,
+    norm_statistics<NORM>(row_at, min(NB, token_1 - token), n_columns, norm.eps, (float*)shared, means,
                        factors);
 #endif
     for (int i = warp; i < (chunk_1 - chunk_0) * NB; i += WARPS) {
@@ -103,13 +103,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
       if (tile < n_tiles) {
         const u8* at = weights + tile * tile_bytes + unit_0 * UNIT_BYTES;
         const u8* records = shared + (2 * unit_0 - chunk_0) * Record<NB>::BYTES;
-        // from the last unit to the first one of the next row tile; to itself if there is none
+        // from the last unit to the first one of the next row tile; 0 if there is none
         const int step = gridDim.x * at_once;
         const u32 jump =
             tile + step < n_tiles ? step * tile_bytes - (unit_1 - 1 - unit_0) * UNIT_BYTES : 0;
 #pragma unroll 1
         for (int unit = unit_0; unit < unit_1; unit++) {
-          const bool last = unit + 1 == unit_1;  // then comes the next row tile
+          const bool last = unit + 1 == unit_1;  // followed by the next row tile
           const u8* after = at + (last ? jump : UNIT_BYTES);
           const int next = last ? jump ? unit_0 : unit : unit + 1;
           multiply_unit(table, now, at, min(2, n_chunks - 2 * unit), after, n_chunks - 2 * next, records,
@@ -118,11 +118,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           records += 2 * Record<NB>::BYTES;
         }
       }
-      // found again, so that no register keeps them for the loop above
+      // recomputed to save registers in the loop above
       const int thread = thread_again(), lane = thread & 31, warp = thread >> 5;
       // rows g and g + 8, tokens 2t and 2t + 1, or t
       const int at = (lane >> 2) * 8 + Record<NB>::token(lane & 3, 0);
-      float* sums = (float*)(shared + sums_at) + (turn ^= 1) * (128 * WARPS);  // others still add
+      float* sums = (float*)(shared + sums_at) + (turn ^= 1) * (128 * WARPS);  // double buffer
       float* to = gridDim.y == 1 ? sums + warp * 128
                                  : partial_at(partial, tile, blockIdx.y * per_block + warp % per_block);
       if (tile < n_tiles) {
@@ -143,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           float v = 0.0f;
           if (gridDim.y == 1) {
 #pragma unroll
-            for (int s = 0; s < n_slots; s++) v += sums[(j * n_slots + s) * 128 + row * 8 + n];
+            for (int s = 0; s < n_splits; s++) v += sums[(j * n_splits + s) * 128 + row * 8 + n];
           } else {
-            v = sum_of_slots(partial_at(partial, own_tile, 0) + row * 8 + n);
+            v = sum_of_splits(partial_at(partial, own_tile, 0) + row * 8 + n);
           }
           const int matrix_row = own_tile * 16 + row;
           if (matrix_row >= n_rows) continue;

@@ -1,13 +1,12 @@
-// Tokens normalized on their way to where they are staged: every thread block finds the factors of all
-// of them again, which costs a few reads of a row that lies in the cache.
+// Fused norm prologue: tokens are normalized while they are staged.  Every thread block computes the
+// statistics of all tokens, which costs a few reads from the L2 cache.
 #pragma once
 #include "norm/normalize.cuh"
 #include "quantized_matmul/cuda_stage_activations.cuh"
 
 enum { NO_NORM, RMS_NORM, LAYER_NORM };
 
-// What normalized tokens are multiplied with and what is added, either may be missing; where they are
-// written, if not null.
+// Weight and bias of a norm (each may be null), and the output of the normalized tokens (null: not written).
 struct Scaling {
   const float *weight, *bias;
   float* out;
@@ -15,13 +14,13 @@ struct Scaling {
 };
 
 struct Norm {
-  Scaling scaling, second;  // the second one is of the same tokens, for others who read it
+  Scaling scaling, second;  // second: another norm of the same tokens, only written
   float eps, offset;        // offset: added to the weights
 };
 
 DEV bool is_wide(const float* row) { return ((u64)row & 15) == 0; }
 
-// Four columns from `k` on of a row of n.
+// Store four columns from `k` on of a row of n.
 DEV void store_four(float* row, int k, int n, float4 v) {
   if (is_wide(row) && k + 4 <= n) {
     *(float4*)(row + k) = v;
@@ -33,11 +32,11 @@ DEV void store_four(float* row, int k, int n, float4 v) {
   if (k + 3 < n) row[k + 3] = v.w;
 }
 
-// Means (of a layer norm) and factors of the rows row(0), row(1), ...; `room` holds a number for each
-// of their chunks.  All threads of the thread block.
+// Means (layer norm) and scale factors of rows row(0), row(1), ...; `scratch` is scratch memory, a number per
+// chunk.  By all threads of the thread block.
 template <int NORM_KIND, class Rows>
-DEV void find_factors(
-    Rows row, int n_rows, int width, float eps, float* room, float* means, float* factors) {
+DEV void norm_statistics(
+    Rows row, int n_rows, int width, float eps, float* scratch, float* means, float* factors) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int n_chunks = (width + NORM_CHUNK - 1) / NORM_CHUNK;
 #pragma unroll
@@ -49,11 +48,11 @@ DEV void find_factors(
       float4 v = load_four(at, k, width, is_wide(at));
       if (pass && NORM_KIND == LAYER_NORM) v = centered(v, means[n], k, width);
       const float sum = lane_sum(pass ? squares_of(v) : sum_of(v));
-      if (lane == 0) room[i] = sum;
+      if (lane == 0) scratch[i] = sum;
     }
     __syncthreads();
     for (int n = warp; n < n_rows; n += WARPS) {
-      const float sum = sum_of_chunks(room + n * n_chunks, n_chunks);
+      const float sum = sum_of_chunks(scratch + n * n_chunks, n_chunks);
       if (lane == 0) {
         if (pass) factors[n] = norm_factor(sum, width, eps);
         else means[n] = __fdiv_rn(sum, width);
@@ -63,7 +62,7 @@ DEV void find_factors(
   }
 }
 
-// Columns k to k + 3 of a row, normalized.
+// Normalize columns k to k + 3 of a row.
 template <int NORM_KIND>
 DEV float4 normalized(
     float4 v, int k, int width, const Scaling& by, float offset, float mean, float factor) {
@@ -79,13 +78,13 @@ DEV float4 normalized(
   return v;
 }
 
-// Calls put(n, k, v) with columns k to k + 3 of each row row(n), normalized.  All threads of the thread
-// block; `room` as above.
+// Call put(n, k, v) with the normalized columns k to k + 3 of each row row(n).  By all threads of the
+// thread block; `scratch` as above.
 template <int NORM_KIND, class Rows, class Put>
 DEV void normalize_rows(
-    Rows row, int n_rows, int width, const Scaling& by, float eps, float offset, float* room, Put put) {
+    Rows row, int n_rows, int width, const Scaling& by, float eps, float offset, float* scratch, Put put) {
   __shared__ float means[TOKENS], factors[TOKENS];
-  find_factors<NORM_KIND>(row, n_rows, width, eps, room, means, factors);
+  norm_statistics<NORM_KIND>(row, n_rows, width, eps, scratch, means, factors);
   const int lane = threadIdx.x & 31, n_chunks = (width + NORM_CHUNK - 1) / NORM_CHUNK;
   for (int i = threadIdx.x >> 5; i < n_rows * n_chunks; i += WARPS) {
     const int n = i / n_chunks, k = i % n_chunks * NORM_CHUNK + 4 * lane;

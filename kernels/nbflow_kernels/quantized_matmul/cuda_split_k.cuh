@@ -1,38 +1,36 @@
-// How the columns are divided, the end of a product, and what the kernels share in global memory.
+// Split-K: division of the columns, partial sums in global memory, arrival counters, output.
 //
-// A row's units (in bfloat16: its steps of 64 columns, as those of `matmul/cuda_mma.cu`) are cut into
-// SLOTS pieces of neighbours; the sum of each is computed unit by unit, and the sums are added in order.
-// That order depends on the number of columns alone: not on how many tokens there are, nor on which thread
-// block computes what.
+// The units of a row (in bfloat16 its steps of 64 columns, as in `matmul/cuda_mma.cu`) are cut into SPLITS
+// contiguous splits; each is summed unit by unit, and the sums are added in order.  The order depends only
+// on the number of columns: not on the number of tokens, nor on the grid.
 #pragma once
 #include "quantized_matmul/cuda_bf16.cuh"
 
-constexpr int SLOTS = 8;
+constexpr int SPLITS = 8;
 constexpr int STEP = 64, UNIT_STEPS = 4;
 
-DEV int slot_start(int slot, int n_units, int n_slots = SLOTS) { return n_units * slot / n_slots; }
+DEV int split_start(int split, int n_units, int n_splits = SPLITS) { return n_units * split / n_splits; }
 
-// How many slots, a power of two, give the same sums in the same order as SLOTS do: of few units, as
-// many as let each have one.
-DEV int slots_for(int n_units) {
+// The fewest splits (a power of two) with the same sums in the same order as SPLITS: one unit each where
+// there are few units.
+DEV int splits_for(int n_units) {
   int n = 1;
-  while (n < n_units && n < SLOTS) n *= 2;
+  while (n < n_units && n < SPLITS) n *= 2;
   return n;
 }
 
-// The first step of a slot.
-DEV int slot_step(int slot, int n_columns, int n_slots = SLOTS) {
-  if (ARITHMETIC == BF16_SUMS) return slot_start(slot, (n_columns + STEP - 1) / STEP, n_slots);
+// The first step of a split.
+DEV int split_step(int split, int n_columns, int n_splits = SPLITS) {
+  if (ARITHMETIC == BF16_SUMS) return split_start(split, (n_columns + STEP - 1) / STEP, n_splits);
   const int n_units = (n_columns + UNIT_STEPS * STEP - 1) / (UNIT_STEPS * STEP);
-  return UNIT_STEPS * slot_start(slot, n_units, n_slots);
+  return UNIT_STEPS * split_start(split, n_units, n_splits);
 }
 
-// The units that steps [first, end) lie in: unit_of(first) to units_to(end).
+// The units of steps [first, end): unit_of(first) to units_to(end).
 DEV int unit_of(int step) { return step / UNIT_STEPS; }
 DEV int units_to(int end) { return (end + UNIT_STEPS - 1) / UNIT_STEPS; }
 
-// A result of row `row` (of its matrix) and a token: with the bias, put in place of the old one, or
-// times `added` (if that is not 0) added to it.
+// Output of a matrix: sum plus bias, stored, or times `added` (if that is not 0) added to the old value.
 struct Output {
   float* out;
   const float* bias;
@@ -55,20 +53,20 @@ struct Output {
   }
 };
 
-// Sums of slots in global memory: of each row tile, slot and group of 8 tokens 16 x 8 numbers.
-DEV float* partial_at(float* partial, long long tile, int slot) {
-  return partial + (tile * SLOTS + slot) * 128;
+// Partial sums in global memory: 16 x 8 numbers per row tile (and group of 8 tokens) and split.
+DEV float* partial_at(float* partial, long long tile, int split) {
+  return partial + (tile * SPLITS + split) * 128;
 }
 
-// The sum of all slots of element i, in order; past the first cache, where others' sums are not.
-DEV float sum_of_slots(const float* sums) {
+// Add the splits of an element in order; __ldcg bypasses L1, which is not coherent.
+DEV float sum_of_splits(const float* sums) {
   float v = 0.0f;
 #pragma unroll
-  for (int s = 0; s < SLOTS; s++) v += __ldcg(sums + s * 128);
+  for (int s = 0; s < SPLITS; s++) v += __ldcg(sums + s * 128);
   return v;
 }
 
-// Whether this thread block is the last of `n` to arrive; then `counter` is 0 again.
+// Return whether this thread block is the last of `n` to arrive; the last one resets `counter`.
 DEV bool last_to_arrive(int* counter, int n) {
   __shared__ int last;
   __threadfence();

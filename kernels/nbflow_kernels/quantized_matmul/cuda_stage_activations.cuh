@@ -1,22 +1,22 @@
-// Activations as the other operand, chunks of 128 columns, in one of three arithmetics.
+// Activations as MMA operands, in chunks of 128 columns, with one of three precisions.
 //
-// F32_SUMS   The numbers of a token's chunk are multiplied by a power of two that brings the largest
-//            magnitude to 2**14..2**15, and by 2**-position of the code field that they meet; then
+// F32_SUMS   The chunk of a token is scaled by a power of two that brings the largest magnitude to
+//            2**14..2**15, and by 2**-position of the code field that each number meets; then
 //            x = high + low, both float16: exact to 2**-22 of the number or 2**-30 of the chunk's
-//            largest (2**-25 with pairs).
-// INT8_SUMS  The codes of 8-bit activations, as float16 numbers: sums of products with codes of weights
-//            are exact integers, and one product is enough.  Each 32 columns have a scale.
-// BF16_SUMS  Numbers rounded to bfloat16, for weights that are too (`cuda_bf16.cuh`).
+//            largest (2**-25 with pairs).  Two MMAs.
+// INT8_SUMS  Codes of int8 activations as float16 numbers: sums of products with the codes of weights are
+//            exact integers, and one MMA is enough.  32 columns share a scale.
+// BF16_SUMS  Numbers rounded to bfloat16, for weights in bfloat16 (`cuda_bf16.cuh`).
 //
 // A *record* of a chunk is
 //
 //   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps;
-//              `low` with F32_SUMS alone, and with BF16_SUMS there is nothing else
+//              `low` only with F32_SUMS; a BF16_SUMS record has nothing else
 //   sums       [token] of the groups of columns that share a scale, divided by SUB_BLOCK: two groups'
 //              high parts in float16, then their low parts; or without TENSOR_SUMS float32, and times
 //              -ZERO without mins
 //   scales     [4 groups of 32 columns][token]: float32, of 8-bit activations
-//   factors    [token]: float32, the power of two that takes the scaling back
+//   factors    [token]: float32, the inverse of the scaling
 #pragma once
 #include "formats/decode_mma.cuh"
 
@@ -36,8 +36,8 @@ struct Record {
   static constexpr int FACTORS = SCALES_AT + (ARITHMETIC == INT8_SUMS ? 16 * NB : 0);
   static constexpr int BYTES = ARITHMETIC == BF16_SUMS ? SUMS : (FACTORS + 4 * NB + 15) / 16 * 16;
 
-  // A lane's results are those of columns 2 t and 2 t + 1 of the operand.  Up to 4 tokens have even
-  // columns, so that the second one is for nothing and what would be done with it is left out.
+  // A lane has the results of columns 2 t and 2 t + 1 of the operand.  Up to 4 tokens take the even
+  // columns; the odd results are skipped.
   static constexpr int RESULTS = NB == 8 ? 2 : 1;
 
   DEV static int token_of_column(int n) { return NB == 8 ? n : min(n >> 1, NB - 1); }
@@ -50,7 +50,7 @@ DEV float lane_max(float v) {
   return v;
 }
 
-// Four columns from `k` on of a row of n; zeros behind its end.
+// Load four columns from `k` on of a row of n, with zeros past its end.
 DEV float4 load_four(const float* row, int k, int n, bool wide) {
   if (wide && k + 4 <= n) return *(const float4*)(row + k);
   float4 v;
@@ -61,42 +61,42 @@ DEV float4 load_four(const float* row, int k, int n, bool wide) {
   return v;
 }
 
-// The codes of 8-bit activations, whose scale is that of 32 columns, in eight lanes (`qmatmul`, Notes).
+// Int8 codes of activations with a scale per 32 columns (eight lanes); see the Notes of `qmatmul`.
 DEV float4 int8_codes(float4 v, float& scale) {
   float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
   float inverse = largest >= 7.888609052210118e-31f ? 127.0f / largest : 0.0f;  // 2**-100
   scale = inverse > 0.0f ? largest / 127.0f : 0.0f;
-  // 0 times what is not finite keeps it so
+  // 0 * inf = NaN, so non-finite inputs propagate
   if (!(largest <= 3.4028234663852886e38f)) scale = largest;
   return {rintf(v.x * inverse), rintf(v.y * inverse), rintf(v.z * inverse), rintf(v.w * inverse)};
 }
 
-// The numbers that they stand for.
+// Activations rounded to int8 and dequantized.
 DEV float4 rounded_to_int8(float4 v) {
   float scale;
   const float4 q = int8_codes(v, scale);
   return {q.x * scale, q.y * scale, q.z * scale, q.w * scale};
 }
 
-// x = high + low; what is not finite stays in `high`.
-DEV void split(float x0, float x1, u32& high, u32& low) {
+// x = high + low in float16; infinities and NaN stay in `high`.
+DEV void split_f16(float x0, float x1, u32& high, u32& low) {
   high = to_f16x2(x0, x1);
   float r0 = x0 - low_f16(high), r1 = x1 - high_f16(high);
   low = to_f16x2(r0 == r0 ? r0 : 0.0f, r1 == r1 ? r1 : 0.0f);
 }
 
-// Where a lane's four columns lie in the fragments of token n: two words, 16 bytes apart.
+// Address of a lane's four columns in the fragments of token n: two words, 16 bytes apart.
 //
-// Lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1.
+// Columns 4 * lane to + 3: group of 32, step of 16, half of 8, pairs t and t + 1.
 template <int NB>
 DEV u8* fragment_of(u8* record, int n, int lane) {
   const int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
   return record + group * Record<NB>::GROUP + n * 64 + t * 16 + step * 8 + j * 4;
 }
 
-// Write token n of a record: a warp, whose lanes hold four columns each.
+// Write token n of a record; by a warp with four columns per lane.
 template <int NB>
 DEV void stage(float4 v, u8* record, int n, int lane) {
   using Of = Record<NB>;
@@ -111,7 +111,7 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
     code = int8_codes(v, scale);
     v = {code.x * scale, code.y * scale, code.z * scale, code.w * scale};
   }
-  // fmaxf ignores NaN, which need no scaling
+  // fmaxf ignores NaN
   float largest = lane_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   // zero and tiny numbers: as if 2**-112, so that the exponents below stay in range
   u32 exponent = max(__float_as_uint(largest) >> 23, 15u);
@@ -125,7 +125,7 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
     const int g = lane / (SUB_BLOCK / 4);
     if constexpr (TENSOR_SUMS) {
       u32 high, low;
-      split(sum * (1.0f / SUB_BLOCK), 0.0f, high, low);
+      split_f16(sum * (1.0f / SUB_BLOCK), 0.0f, high, low);
       u16* at = (u16*)(record + Of::SUMS + n * Of::TOKEN + 8 * (g >> 1)) + (g & 1);
       at[0] = (u16)high, at[2] = (u16)low;
       if (GROUPS == 1) at[1] = 0, at[3] = 0;
@@ -142,8 +142,8 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
     *(u32*)(to + 16) = to_f16x2(code.z * down, code.w * down);
   } else {
     u32 high[2], low[2];
-    split(v.x * down, v.y * down, high[0], low[0]);
-    split(v.z * down, v.w * down, high[1], low[1]);
+    split_f16(v.x * down, v.y * down, high[0], low[0]);
+    split_f16(v.z * down, v.w * down, high[1], low[1]);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       *(u32*)(to + 16 * i) = high[i];
@@ -152,14 +152,14 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
   }
 }
 
-// Columns whose products are added before a scale is applied.
+// Columns whose products are added before their scale is applied.
 constexpr int PIECE = ARITHMETIC == INT8_SUMS && SUB_BLOCK > 32 ? 32 : SUB_BLOCK;
 static_assert(ARITHMETIC != INT8_SUMS || TENSOR_SUMS || !(HAS_ZERO || HAS_MIN), "sums are not integers");
 
 // acc += factor * scale * (codes . x) + ..., for R row tiles and the tokens of a record.
 //
-// Every product and sum is in an order that depends on nothing but the chunk, so that a token's result
-// is the same in every kernel that calls this.  before(i): steps 4 i to 4 i + 3 come next.
+// The order of additions depends only on the chunk, so a token's result is the same in every kernel that
+// calls this.  before(i) is called before steps 4 i to 4 i + 3.
 template <int R, int NB, class Before>
 DEV void multiply_chunk(
     Before before, const Table& table, const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats,
@@ -186,7 +186,7 @@ DEV void multiply_chunk(
 #pragma unroll
   for (int p = 0; p < CHUNK / PIECE; p++) {
     const int g = p * PIECE / SUB_BLOCK;
-    // without TENSOR_SUMS; the codes' zero: sums start at -ZERO times that of the activations
+    // without TENSOR_SUMS: sums start at -ZERO times the sum of the activations
     float sum[2] = {}, start[2] = {};
     if constexpr (!TENSOR_SUMS && (HAS_ZERO || HAS_MIN)) {
 #pragma unroll
@@ -196,11 +196,11 @@ DEV void multiply_chunk(
 #pragma unroll
       for (int e = 0; e < E; e++) start[e] = HAS_MIN ? -ZERO * sum[e] : sum[e];
     }
-    float of_token[2] = {1.0f, 1.0f};
+    float x_scale[2] = {1.0f, 1.0f};
     if constexpr (ARITHMETIC == INT8_SUMS) {
 #pragma unroll
       for (int e = 0; e < E; e++)
-        of_token[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
+        x_scale[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
     }
     float c[R][4];
 #pragma unroll
@@ -230,7 +230,7 @@ DEV void multiply_chunk(
         else scale_of(table, chunk[r].scales[h], g, scale, base);
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const float both = ARITHMETIC == INT8_SUMS ? __fmul_rn(scale, of_token[e]) : scale;
+          const float both = ARITHMETIC == INT8_SUMS ? __fmul_rn(scale, x_scale[e]) : scale;
           part[r][2 * h + e] = fmaf(both, c[r][2 * h + e], part[r][2 * h + e]);
           if constexpr (HAS_MIN && !TENSOR_SUMS) {
             float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];

@@ -1,8 +1,8 @@
-"""Activations as int8: 32 columns share a scale.
+"""Int8 quantization of activations: 32 columns share a scale.
 
 For 32 columns of a row, in float32: ``d = max|x| / 127``, and ``q = rint(x * (127 / max|x|))``,
 halves to even, so that x is about d * q.  Where the largest magnitude is below 2 ** -100, d and all
-q are 0; where a column is not finite, d is NaN and so is everything computed from it.
+q are 0; where a column is not finite, d is NaN, and so are the results.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import jit, simd, simd_int8
 from nbflow_kernels.cpu.parallel_for import split_rows
 
-COLUMNS = 32  # that share a scale
-PADDING = 256  # the padded columns are a multiple of it: of the block of every format
-ROWS = 8  # rows are allocated in multiples of the longest register tile, which needs no masks then
+COLUMNS = 32  # columns that share a scale
+PADDING = 256  # columns are padded to a multiple: of the block of every format
+ROWS = 8  # rows are padded to the longest register tile, which then needs no masks
 
 TINY = np.float32(2.0**-100)
 
 
 @dataclass(frozen=True, eq=False)
 class Int8Rows:
-    """Room for rows of quantized activations, with what products need of them; K is padded."""
+    """Buffers of quantized activations with the sums that products need; K is padded."""
 
     n_rows: int
-    """Rows in use; the arrays have `ROWS` - 1 more at most."""
+    """Rows in use; the arrays are padded to a multiple of `ROWS`."""
     codes: NDArray[np.int8]
     """(rows, K), 0 in padded columns."""
     scales: NDArray[np.float32]
@@ -39,7 +39,7 @@ class Int8Rows:
 
     @classmethod
     def empty(cls, n_rows: int, n_columns: int) -> Int8Rows:
-        """Return room for rows of `n_columns` columns, all zero.
+        """Return buffers of zeros for rows of `n_columns` columns.
 
         Examples
         --------
@@ -57,7 +57,7 @@ class Int8Rows:
 
     @staticmethod
     def size(n_rows: int, n_columns: int) -> int:
-        """Return the bytes that `empty` takes.
+        """Return the bytes that `empty` allocates.
 
         Examples
         --------
@@ -68,7 +68,7 @@ class Int8Rows:
         return rows * (columns + 4 * (2 * columns // COLUMNS + columns // 16))
 
     def first(self, n_rows: int) -> Int8Rows:
-        """Return the first rows, as room of its own; what is written there is written here."""
+        """Return a view of the first rows."""
         rows = -(-n_rows // ROWS) * ROWS
         return Int8Rows(
             n_rows, self.codes[:rows], self.scales[:rows], self.sums[:rows], self.half_sums[:rows]
@@ -82,7 +82,7 @@ class Int8Rows:
 
 
 def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
-    """Write rows of activations (T, K) to `out`, made for as many rows and columns."""
+    """Quantize rows of activations (T, K) into `out`, which has the same rows and columns."""
     split_rows(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
 
 

@@ -1,8 +1,9 @@
-"""Products of quantized weights as plain loops, for reading.
+"""Quantized matrix products as plain loops, with the kernels' order of additions.
 
-With float32 activations the kernels decode weights in registers, each rounded once, and add them in
-the order of `nbflow_kernels.matmul.loops.interleaved`.  With int8 activations they add products of
-integers, piece by piece, as here.
+`int8` is the loop of `cpu_gemv_int8` and `cpu_gemm_int8`, `quantize_row` that of
+`int8_activations`.  With float32 activations (`cpu_gemv_f32`, `cpu_gemm_f32_bf16`) weights are
+dequantized in registers, rounded once each, and added as in
+`nbflow_kernels.matmul.loops.interleaved`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def read_code(unit, fields, row, column):
 
 @jit.kernel(strict=True)
 def quantize_row(x, codes, scales):
-    """Round a row to int8; 32 columns share a scale.  For numbers of ordinary size only."""
+    """Quantize a row of ordinary numbers to int8; 32 columns share a scale."""
     for b in range(len(scales)):
         largest = np.float32(0.0)
         for k in range(32 * b, 32 * b + 32):
@@ -45,8 +46,7 @@ def quantize_row(x, codes, scales):
 def int8(values, scales, bases, codes, x_scales, out):
     """Multiply int8 activations (T, K) by weights scale * value + base; `values` is (N, K).
 
-    `scales` and `bases` are (N, pieces): a piece is 32 columns, or 16 if they have a scale of
-    their own.
+    `scales` and `bases` are (N, pieces); a piece is 32 columns, or 16 where sub-blocks have 16.
     """
     size = values.shape[1] // scales.shape[1]
     for t in range(codes.shape[0]):

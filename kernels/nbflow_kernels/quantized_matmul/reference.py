@@ -1,4 +1,4 @@
-"""Quantized matrix product in NumPy float64, through the NumPy decoder of the format."""
+"""Quantized matrix product in NumPy float64, with the NumPy decoder of the format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = 1024  # rows decoded at once
 
 
 def weights(w: QuantTensor) -> NDArray[np.float64]:
-    """Return a matrix (N, K) decoded without a kernel."""
+    """Return weights (N, K), dequantized in NumPy."""
     blocks = w.format.dequantize_blocks(w.data.reshape(-1, w.format.block_bytes))
     columns = w.format.row_blocks(w.shape[-1]) * w.format.block_size
     dense = blocks.reshape(w.n_rows, columns)[:, : w.shape[-1]].astype(np.float64)
@@ -21,7 +21,7 @@ def weights(w: QuantTensor) -> NDArray[np.float64]:
 
 
 def int8_codes(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Return the codes (T, K) and the scales (T, K / 32) of activations: the formula in float32."""
+    """Return codes (T, K) and scales (T, K / 32) of activations, computed in float32."""
     n_blocks = -(-x.shape[1] // 32)
     padded = np.zeros((x.shape[0], n_blocks * 32), np.float32)
     padded[:, : x.shape[1]] = x
@@ -35,13 +35,13 @@ def int8_codes(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.flo
 
 
 def int8_values(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the numbers (T, K) that stand for activations: their codes times their scales."""
+    """Return activations (T, K) rounded to int8 and dequantized."""
     codes, scales = int8_codes(x)
     return codes * np.repeat(scales.astype(np.float64), 32, axis=1)[:, : x.shape[1]]
 
 
 def to_bf16(x: NDArray[Any]) -> NDArray[np.float64]:
-    """Return float32 numbers rounded to bfloat16, halves to even."""
+    """Return numbers rounded to bfloat16, halves to even."""
     bits = x.astype(np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)

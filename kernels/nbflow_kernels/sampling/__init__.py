@@ -1,14 +1,14 @@
-"""From logits to tokens: softmax, argmax, exact filters, draws, verification of drafts.
+"""Sampling: softmax, argmax, exact filters, draws, speculative (rejection) sampling.
 
-Random numbers come from a counter-based generator (Philox4x32-10): a draw is a function of its
-row's probabilities, seed and offset and of nothing else, so results do not depend on what else is
-in the batch.  Filters are exact and deterministic; among equal probabilities the lowest index wins.
+Random numbers come from a counter-based generator (Philox4x32-10): a draw depends only on its row's
+probabilities, seed and offset, not on the rest of the batch.  Filters are exact and deterministic;
+among equal probabilities the lowest index wins.
 
 ===================  ==============================================================================
-`from_logits`        softmax, argmax, top-k, masks of logits, draws from logits
-`from_probs`         draws from probabilities, through one filter or two
-`renorm`             filters as new probabilities, to be put one after the other
-`speculative`        verification of a chain of drafted tokens
+`from_logits`        softmax, argmax, top-k, masks of logits, sampling from logits
+`from_probs`         sampling from probabilities, with one or two filters
+`renorm`             filters that return probabilities, for chaining
+`speculative`        rejection sampling of a chain of draft tokens
 ===================  ==============================================================================
 """
 

@@ -1,4 +1,4 @@
-"""The checks the public sampling functions share."""
+"""Argument checks of the public sampling functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.sampling.cpu_filters import FLOOR, MIN_P, OFF, RANKED, SHARE, TOP_K
+from nbflow_kernels.sampling.cpu_filters import BY_RANK, FLOOR, MIN_P, OFF, TOP_K, TOP_P
 
 NOT_PROBS = "must be finite, not negative and not all zero"
 NOT_LOGITS = "must not have a NaN or +inf, nor be all -inf"
@@ -17,7 +17,7 @@ NOT_LOGITS = "must not have a NaN or +inf, nor be all -inf"
 def check_valid(name: str, out: Any, wanted: str) -> None:
     """Raise if a kernel marked a row as invalid, by a negative number.
 
-    What lies on a device is not looked at: that would have to wait for it.
+    Device arrays are not checked: that would synchronize.
     """
     if is_cuda(out):
         return
@@ -26,7 +26,7 @@ def check_valid(name: str, out: Any, wanted: str) -> None:
 
 
 def check_flags(name: str, valid: Any, wanted: str) -> None:
-    """Raise if a kernel wrote 0 for a row; what lies on a device is not looked at."""
+    """Raise if a kernel wrote 0 for a row; device arrays are not checked."""
     if not is_cuda(valid):
         check_valid(name, valid - 1, wanted)
 
@@ -47,33 +47,33 @@ def per_row(name: str, value: Any, B: int) -> Any:
 
 
 def counts_per_row(name: str, value: Any, B: int) -> Any:
-    """Return one float64 per row from integers of at least 1 (infinity too)."""
+    """Return one float64 per row from integers of at least 1, or infinity."""
     counts = per_row(name, value, B)
     if not (counts >= 1).all() or (np.floor(counts) != counts).any():
         raise UsageError(f"{name} must be an integer of at least 1, got {counts.min():g}")
     return counts
 
 
-def units_per_row(name: str, value: Any, B: int) -> Any:
+def fractions_per_row(name: str, value: Any, B: int) -> Any:
     """Return one float64 per row from numbers in 0..1."""
-    units = per_row(name, value, B)
-    inside = (units >= 0) & (units <= 1)
+    fractions = per_row(name, value, B)
+    inside = (fractions >= 0) & (fractions <= 1)
     if not inside.all():
-        raise UsageError(f"{name} must be 0..1, got {units[~inside][0]:g}")
-    return units
+        raise UsageError(f"{name} must be 0..1, got {fractions[~inside][0]:g}")
+    return fractions
 
 
 def temperatures(value: Any, B: int) -> Any:
     """Return one positive float32 per row; None is 1."""
     scale = per_row("temperature", 1.0 if value is None else value, B)
-    # below the least normal float32 the reciprocal overflows
+    # the reciprocal of a smaller number overflows
     if not ((scale >= np.finfo(np.float32).tiny) & np.isfinite(scale)).all():
         raise UsageError(f"temperature must be positive, got {scale.min()}; for 0 use argmax")
     return scale.astype(np.float32)
 
 
 def limits_of(B: int, **filters: Any) -> Any:
-    """Return the filters' parameters, float64 (B, 5); see `nbflow_kernels.sampling.cpu_filters`."""
+    """Return the parameters of the filters, float64 (B, 5), as in `sampling.cpu_filters`."""
     limits = np.tile(np.array(OFF), (B, 1))
     for name, value in filters.items():
         if name == "top_k":
@@ -81,13 +81,13 @@ def limits_of(B: int, **filters: Any) -> Any:
         elif name == "floor":
             limits[:, FLOOR] = value
         else:
-            limits[:, MIN_P if name == "min_p" else SHARE] = units_per_row(name, value, B)
-            limits[:, RANKED] = name == "typical_p"
+            limits[:, MIN_P if name == "min_p" else TOP_P] = fractions_per_row(name, value, B)
+            limits[:, BY_RANK] = name == "typical_p"
     return limits
 
 
 def rows_of(indices: Any, R: int, name: str) -> Any:
-    """Return the row each draw uses, int32 (B,)."""
+    """Return the row of each draw, int32 (B,)."""
     if indices is None:
         return np.arange(R, dtype=np.int32)
     check_array("indices", indices, (None,), np.int32)

@@ -1,4 +1,4 @@
-"""Cases of softmax, argmax and sampling."""
+"""Test and benchmark cases of softmax, argmax and sampling."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _draw(op: str, name: str, B: int, V: int, timed: bool = False, **options: An
 
 
 def _mirostat(name: str, B: int, V: int, **options: Any) -> OpCase:
-    """Return a case whose cuts are compared too: the logarithm of a share of a float64 sum."""
+    """Return a Mirostat case, which also compares the cut: the log of a share of a float64 sum."""
     case = _draw("mirostat_sampling", name, B, V, **options)
     # sums of 300 numbers in two orders: 300 * 2**-53 = 3e-14, of a cut around 3
     return replace(case, exact=False, atol=1e-12, reason=EXACT + ", in any order")
@@ -98,7 +98,7 @@ def _renorm(op: str, name: str, B: int, V: int, **options: Any) -> OpCase:
 
 
 def _renorms(op: str, **options: Any) -> tuple[OpCase, OpCase, OpCase]:
-    """Return a usual case, a row shorter than a vector, and one of many chunks and a ragged end."""
+    """Return a usual case, a row shorter than a vector, and one of many chunks with a tail."""
     return (
         _renorm(op, "plain", 4, 300, **options),
         _renorm(op, "short_row", 2, 9, **options),
@@ -156,7 +156,7 @@ def _chain(name: str, B: int, n: int, V: int, timed: bool = False) -> OpCase:
         0.0,
         EXACT,
         exact=True,
-        n_bytes=4 * B * V * 2,  # of a chain only the row of the drawn token is read
+        n_bytes=4 * B * V * 2,  # only the row of the drawn token is read
         timed=timed,
     )
 

@@ -1,7 +1,8 @@
-"""Softmax, argmax, exact filters and sampling on the CPU; a thread takes whole rows.
+"""Softmax, argmax, exact filters and sampling on the CPU; threads divide the rows.
 
-A row is read once or twice (`rows`); filters look only into the chunks whose largest element can
-matter (`select`, `filters`); a draw is a function of its row, seed and offset (`philox`).
+A row is read once or twice (`cpu_row_passes`); filters read only chunks whose largest element can
+matter (`cpu_radix_select`, `cpu_filters`); a draw depends on its row, seed and offset
+(`cpu_philox`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.cpu.simd_compare import where_ge, wide_add, wide_sum, wide_zero
-from nbflow_kernels.sampling.cpu_filters import RANKED, TOP_K, draw, filter_row, float_at_least
+from nbflow_kernels.sampling.cpu_filters import BY_RANK, TOP_K, draw, filter_row, float_at_least
 from nbflow_kernels.sampling.cpu_philox import uniform
 from nbflow_kernels.sampling.cpu_radix_select import (
+    allocate_scratch,
     candidates,
     key_of,
     kth_largest,
-    make_room,
     resolve,
-    sort_falling,
+    sort_descending,
 )
 from nbflow_kernels.sampling.cpu_row_passes import (
     CHUNK,
@@ -33,8 +34,7 @@ from nbflow_kernels.sampling.cpu_row_passes import (
     scale,
 )
 
-# What kernels write instead of a token for a row that is no distribution or has a NaN.
-INVALID = -1
+INVALID = -1  # token of a row that is not a distribution or has a NaN
 
 
 def softmax(logits: np.ndarray, temperature: np.ndarray, out: np.ndarray) -> None:
@@ -62,10 +62,10 @@ def sample(
 ) -> None:
     """Draw one token for each entry of `rows`; -1 where a row is not a distribution.
 
-    `rows` int32 (B,) names rows of `probs` and `ranks` float32 (R, V); filters keep what has the
-    largest ranks, which are the probabilities unless a filter ranks by something else.  `limits`
-    float64 (B, 5) holds the filters' parameters (`filters`); `seeds` and `offsets` are uint64 (B,).
-    `out` int32 (B,) gets the tokens, `shares` float64 (B,) their parts of what the filters keep.
+    `rows` int32 (B,) indexes `probs` and `ranks`, float32 (R, V).  Filters keep the largest ranks,
+    which are the probabilities except for the typical filter.  `limits` float64 (B, 5) holds the
+    parameters of the filters (`cpu_filters`); `seeds` and `offsets` are uint64 (B,).  Writes the
+    tokens to `out` int32 (B,) and their shares of the kept mass to `shares` float64 (B,).
     """
     B, V = len(rows), probs.shape[1]
     split_rows(
@@ -99,9 +99,9 @@ def renorm(
     out: np.ndarray,
     valid: np.ndarray,
 ) -> None:
-    """Write the kept elements divided by their sum, zeros elsewhere; `valid` int32 (B,) is 0 or 1.
+    """Write the kept elements divided by their sum, and zeros elsewhere.
 
-    `ranks` and `limits` are as for `sample`.
+    `ranks` and `limits` are as for `sample`; `valid` int32 (B,) becomes 0 or 1.
     """
     B, V = probs.shape
     split_rows(_renorm, B, 6.0 * B * V, ranks, probs, limits, out, valid)
@@ -162,27 +162,29 @@ def _argmax(logits, out, start, stop):
         top, bad = logits_pass(logits[b], tops)
         out[b] = INVALID
         if not bad:
-            place = 0
-            while tops[place // CHUNK] < top:
-                place += CHUNK
-            while logits[b, place] < top:
-                place += 1
-            out[b] = place
+            index = 0
+            while tops[index // CHUNK] < top:
+                index += CHUNK
+            while logits[b, index] < top:
+                index += 1
+            out[b] = index
 
 
 @jit.kernel
 def _sample(ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares, start, stop):
     V = probs.shape[1]
-    room = make_room(V)
+    scratch = allocate_scratch(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for i in range(start, stop):
         rank, row = ranks[rows[i]], probs[rows[i]]
         out[i], shares[i] = INVALID, 0.0
         total = probs_pass(row, tops, sums)
         if total > 0.0:
-            if limits[i, RANKED] > 0.0:
+            if limits[i, BY_RANK] > 0.0:
                 logits_pass(rank, tops)
-            cut, last, kept = filter_row(rank, row, tops, sums, total, limits[i], top_k_first, room)
+            cut, last, kept = filter_row(
+                rank, row, tops, sums, total, limits[i], top_k_first, scratch
+            )
             u = uniform(seeds[i], offsets[i], np.uint64(0))
             chosen = draw(rank, row, cut, last, sums, kept, u)
             out[i], shares[i] = chosen, np.float64(row[chosen]) / kept
@@ -193,8 +195,8 @@ def _sample_logits(
     logits, rows, temperature, limits, top_k_first, seeds, offsets, out, start, stop
 ):
     V = logits.shape[1]
-    room, spare = make_room(V), np.empty(V + 16, np.float32)
-    weights, places = np.empty(V + 16, np.float32), np.empty(V, np.int32)
+    scratch, kept_logits = allocate_scratch(V), np.empty(V + 16, np.float32)
+    weights, positions = np.empty(V + 16, np.float32), np.empty(V, np.int32)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for i in range(start, stop):
         row = logits[rows[i]]
@@ -205,30 +207,30 @@ def _sample_logits(
         m, few = V, top_k_first and limits[i, TOP_K] < V
         source = row
         if few:
-            m = _keep_top(row, tops, np.int64(limits[i, TOP_K]), spare, places, room)
-            source = spare[:m]
+            m = _keep_top(row, tops, np.int64(limits[i, TOP_K]), kept_logits, positions, scratch)
+            source = kept_logits[:m]
         c = n_chunks(m)
         factor = np.float32(1.0) / temperature[i]
         total = exp_pass(source, top, factor, weights[:m], tops[:c], sums[:c])
         u = uniform(seeds[i], offsets[i], np.uint64(0))
         cut, last, kept = filter_row(
-            weights[:m], weights[:m], tops[:c], sums[:c], total, limits[i], top_k_first, room
+            weights[:m], weights[:m], tops[:c], sums[:c], total, limits[i], top_k_first, scratch
         )
         chosen = draw(weights[:m], weights[:m], cut, last, sums[:c], kept, u)
-        out[i] = places[chosen] if few else chosen
+        out[i] = positions[chosen] if few else chosen
 
 
 @jit.device_function
-def _keep_top(row, tops, count, values, places, room):
-    """Write the `count` largest of a row and their places, in order of index; return `count`."""
-    low = kth_largest(tops, count, room[5]) if count <= len(tops) else np.float32(-np.inf)
-    n = candidates(row, row, tops, low, np.float32(np.inf), room)
-    cut, last, _ = resolve(n, count, np.inf, room)
+def _keep_top(row, tops, count, values, positions, scratch):
+    """Write the `count` largest of a row and their indices, by index; return `count`."""
+    low = kth_largest(tops, count, scratch[5]) if count <= len(tops) else np.float32(-np.inf)
+    n = candidates(row, row, tops, low, np.float32(np.inf), scratch)
+    cut, last, _ = resolve(n, count, np.inf, scratch)
     m = 0
     for j in range(n):
-        value = room[0][j]
-        if value > cut or (value == cut and room[2][j] <= last):
-            values[m], places[m] = value, room[2][j]
+        value = scratch[0][j]
+        if value > cut or (value == cut and scratch[2][j] <= last):
+            values[m], positions[m] = value, scratch[2][j]
             m += 1
     return m
 
@@ -236,7 +238,7 @@ def _keep_top(row, tops, count, values, places, room):
 @jit.kernel
 def _renorm(ranks, probs, limits, out, valid, start, stop):
     V = probs.shape[1]
-    room = make_room(V)
+    scratch = allocate_scratch(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for i in range(start, stop):
         rank, row = ranks[i], probs[i]
@@ -244,13 +246,13 @@ def _renorm(ranks, probs, limits, out, valid, start, stop):
         valid[i] = total > 0.0
         if not total > 0.0:
             continue
-        if limits[i, RANKED] > 0.0:
+        if limits[i, BY_RANK] > 0.0:
             logits_pass(rank, tops)
-        cut, last, kept = filter_row(rank, row, tops, sums, total, limits[i], False, room)
+        cut, last, kept = filter_row(rank, row, tops, sums, total, limits[i], False, scratch)
         for c in range(len(tops)):
             first, end = c * CHUNK, min(V, (c + 1) * CHUNK)
             if tops[c] >= cut:
-                for j in range(first, end):  # reads before it writes: `out` may be `probs`
+                for j in range(first, end):  # read before written: `out` may be `probs`
                     keep = rank[j] > cut or (rank[j] == cut and j <= last)
                     out[i, j] = np.float64(row[j]) / kept if keep else 0.0
             else:
@@ -260,7 +262,7 @@ def _renorm(ranks, probs, limits, out, valid, start, stop):
 @jit.kernel
 def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
     V = probs.shape[1]
-    room = make_room(V)
+    scratch = allocate_scratch(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for i in range(start, stop):
         total = probs_pass(probs[i], tops, sums)
@@ -270,15 +272,15 @@ def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
         n, survivor = 0, -1
         if uniform(seeds[i], offsets[i], np.uint64(0)) < parameters[i, 0]:
             least, infinity = float_at_least(parameters[i, 1] * total), np.float32(np.inf)
-            n = candidates(probs[i], probs[i], tops, least, infinity, room)
+            n = candidates(probs[i], probs[i], tops, least, infinity, scratch)
         for j in range(n):
-            if survivor < 0 or room[1][j] <= room[1][survivor]:
+            if survivor < 0 or scratch[1][j] <= scratch[1][survivor]:
                 survivor = j
         for j in range(V):
             out[i, j] = probs[i, j]
         for j in range(n):
             if j != survivor:
-                out[i, room[2][j]] = 0.0
+                out[i, scratch[2][j]] = 0.0
         total = probs_pass(out[i], tops, sums)
         for j in range(V):
             out[i, j] = np.float64(out[i, j]) / total
@@ -287,21 +289,21 @@ def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
 @jit.kernel
 def _top_k(x, k, in_order, values, indices, start, stop):
     V = x.shape[1]
-    room = make_room(V)
-    spare_keys, places = np.empty(k, np.int64), np.empty(k, np.int32)
-    tops, some = np.empty(n_chunks(V), np.float32), np.empty(k, np.float32)
+    scratch = allocate_scratch(V)
+    sorted_keys, positions = np.empty(k, np.int64), np.empty(k, np.int32)
+    tops, largest = np.empty(n_chunks(V), np.float32), np.empty(k, np.float32)
     for b in range(start, stop):
         if logits_pass(x[b], tops)[1]:
             indices[b, 0] = INVALID
             continue
-        _keep_top(x[b], tops, k, some, places, room)
+        _keep_top(x[b], tops, k, largest, positions, scratch)
         if not in_order:
             for j in range(k):
-                values[b, j], indices[b, j] = some[j], places[j]
+                values[b, j], indices[b, j] = largest[j], positions[j]
             continue
         for j in range(k):
-            room[1][j] = key_of(some[j])
-        sort_falling(k, room[1], places, spare_keys, indices[b], room[3])
+            scratch[1][j] = key_of(largest[j])
+        sort_descending(k, scratch[1], positions, sorted_keys, indices[b], scratch[3])
         for j in range(k):
             values[b, j] = x[b, indices[b, j]]
 
@@ -309,17 +311,17 @@ def _top_k(x, k, in_order, values, indices, start, stop):
 @jit.kernel
 def _top_k_mask(logits, counts, out, valid, start, stop):
     V = logits.shape[1]
-    room = make_room(V)
-    values, places = np.empty(V, np.float32), np.empty(V, np.int32)
+    scratch = allocate_scratch(V)
+    values, positions = np.empty(V, np.float32), np.empty(V, np.int32)
     tops = np.empty(n_chunks(V), np.float32)
     for b in range(start, stop):
         valid[b] = not logits_pass(logits[b], tops)[1]
         if not valid[b]:
             continue
-        m = _keep_top(logits[b], tops, counts[b], values, places, room)
+        m = _keep_top(logits[b], tops, counts[b], values, positions, scratch)
         fill(out[b], -np.inf)
         for j in range(m):
-            out[b, places[j]] = values[j]
+            out[b, positions[j]] = values[j]
 
 
 @jit.device_function

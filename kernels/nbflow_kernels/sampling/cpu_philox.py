@@ -1,4 +1,4 @@
-"""Random numbers of the sampling kernels: Philox4x32-10, a function of seed, offset and index."""
+"""Philox4x32-10 random numbers, a function of seed, offset and index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbflow_kernels.cpu import jit
 
 @jit.kernel
 def uniform(seed, offset, index):
-    """Return number `index` in [0, 1) of a seed and an offset (all uint64).
+    """Return random number `index` in [0, 1) of a seed and an offset (all uint64).
 
     The counter is (offset, index), the key the seed; J. Salmon et al., "Parallel random numbers: as
     easy as 1, 2, 3", SC 2011.

@@ -1,19 +1,19 @@
-"""Which elements of a row a filter keeps, without sorting the row.
+"""Radix select: the cut of a top-k, top-p or typical filter, without sorting the row.
 
-A filter keeps a prefix of the elements in falling order of *rank* (equals: the lowest index first):
-`count` of them, or as many as bring the sum of their *weights* to `mass`.  For top-k and top-p rank
-and weight are both the probability; for the typical filter the rank is another row.  The result is
-a *cut*: the last rank that is kept, and the index of the last element of that rank that is kept.
+A filter keeps a prefix of the elements in descending order of *rank* (equals: the lowest index
+first): `count` of them, or as many as bring the sum of their *weights* to `mass`.  For top-k and
+top-p rank and weight are both the probability; the typical filter has other ranks.  The result is a
+*cut*: the last kept rank, and the index of the last kept element of that rank.
 
-1. The chunks' largest ranks (`rows`) bound the k-th largest rank from below: k chunks have an
-   element of at least the k-th largest of them (`kth_largest`).
-2. If the mass of a flat row is not found that way, `mass_window` brackets its cut by passes that
-   sum the weights above four ranks at once.
+1. The largest ranks of the chunks (`cpu_row_passes`) bound the k-th largest rank from below: k
+   chunks have an element of at least the k-th largest of them (`kth_largest`).
+2. For the mass of a flat row `mass_window` brackets the cut by passes that sum the weights above
+   four ranks at once.
 3. `candidates` collects the elements in the bracket from the chunks that can have any.
 4. `resolve` finds the cut among them: ranks as integers of the same order, three passes over digits
    of 11, 11 and 10 bits, most significant first.
 
-Few functions, few levels of calls: each level is compiled again into the one above it.
+There are few levels of calls, since each level is compiled again into the one above it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from nbflow_kernels.cpu.simd_compare import (
 )
 from nbflow_kernels.sampling.cpu_row_passes import CHUNK
 
-FEW = 64  # candidates that hold most of the mass of a usual row of probabilities
-# Passes that narrow the bracket pay until it is 1/16 of a factor of two wide: a row of 128256
-# logits of normal distribution has some thousand elements there.
+N_LIKELY = 64  # elements that hold most of the mass of a usual row
+# Narrowing the bracket pays until it is 1/16 of a factor of two wide: there a row of 128256 normal
+# logits has about a thousand elements.
 NARROW = 1 << 19
-# A sum that misses its target by rounding alone has reached it: 128256 additions in float64 are off
-# by sqrt(128256) * 2**-53 = 4e-14 of the sum.
+# Rounding of 128256 additions in float64: sqrt(128256) * 2**-53 = 4e-14 of the sum.
 SLACK = 1.0 - 1e-13
 
 
 @jit.device_function
-def make_room(n):
-    """Return the arrays the functions below work in, for rows of up to `n` elements."""
+def allocate_scratch(n):
+    """Return the scratch arrays of the functions below, for rows of up to `n` elements."""
     return (
         np.empty(n, np.float32),  # weights of the candidates
         np.empty(n, np.int64),  # their ranks as integers
-        np.empty(n, np.int32),  # their places in the row, rising
+        np.empty(n, np.int32),  # their indices in the row, ascending
         np.empty(2048, np.int64),
         np.empty(2048, np.float64),
         np.empty((n + CHUNK - 1) // CHUNK, np.float32),
@@ -56,7 +55,7 @@ def make_room(n):
 
 @jit.device_function(inline="always")
 def key_of(x):
-    """Return an integer in 0..2**32 - 1 in the order of float32; -0 = 0."""
+    """Return an integer in 0..2**32 - 1 with the order of float32; -0 = 0."""
     b = bits_of(x)
     return 2147483648 + (b if b >= 0 else -(b & 0x7FFFFFFF))
 
@@ -70,7 +69,7 @@ def value_of(key):
 
 @jit.device_function
 def kth_largest(values, k, work):
-    """Return the k-th largest of `values`, by partitioning a copy."""
+    """Return the k-th largest of `values` by quickselect on a copy."""
     low, high, target = 0, len(values) - 1, k - 1
     for i in range(len(values)):
         work[i] = values[i]
@@ -97,9 +96,9 @@ def kth_largest(values, k, work):
 
 
 @jit.device_function
-def candidates(rank, weight, tops, least, below, room):
-    """Collect the elements of a rank in [least, below), in order of index; return how many."""
-    values, keys, ids = room[0], room[1], room[2]
+def candidates(rank, weight, tops, least, below, scratch):
+    """Collect the elements with a rank in [least, below), by index; return their number."""
+    values, keys, ids = scratch[0], scratch[1], scratch[2]
     at, bound = simd.address(rank), simd.splat(least)
     end, outside = simd.splat(below), simd.splat(-np.inf)
     n = 0
@@ -120,12 +119,12 @@ def candidates(rank, weight, tops, least, below, room):
 
 
 @jit.device_function
-def resolve(n, count, mass, room):
-    """Return the cut among `n` candidates and the sum of what it keeps; see the module.
+def resolve(n, count, mass, scratch):
+    """Return the cut among `n` candidates and the sum of the kept weights.
 
-    `count` and `mass` are those of the candidates.  One element at least is kept.
+    `count` and `mass` refer to the candidates.  At least one element is kept.
     """
-    values, keys, ids, counts, masses = room[0], room[1], room[2], room[3], room[4]
+    values, keys, ids, counts, masses = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     prefix, shift, seen, sum_seen = 0, 32, 0, 0.0
     for width in (11, 11, 10):
         parent = shift
@@ -142,12 +141,12 @@ def resolve(n, count, mass, room):
         here = 0
         mass_here = 0.0
         for step in range(buckets):
-            place = buckets - 1 - step
-            if counts[place] > 0:
-                # a bucket counts as passed only when there is another one below it: rounding may
-                # keep the sum of all below `mass`
+            bucket = buckets - 1 - step
+            if counts[bucket] > 0:
+                # a bucket is passed only if another one follows: with rounding the sum of all may
+                # stay below `mass`
                 seen, sum_seen = seen + here, sum_seen + mass_here
-                found, here, mass_here = place, counts[place], masses[place]
+                found, here, mass_here = bucket, counts[bucket], masses[bucket]
                 if seen + here >= count or sum_seen + mass_here >= mass:
                     break
         prefix = (prefix << width) | found
@@ -164,7 +163,7 @@ def resolve(n, count, mass, room):
 
 @jit.device_function
 def kept_pass(rank, weight, tops, cut, last, sums):
-    """Write the sum of what each chunk keeps; return the sum of all."""
+    """Write the sum of the kept weights of each chunk; return the total."""
     n, total = len(rank), 0.0
     at, weights = simd.address(rank), simd.address(weight)
     bound, zero = simd.splat(cut), simd.splat(0.0)
@@ -174,14 +173,14 @@ def kept_pass(rank, weight, tops, cut, last, sums):
             continue
         first, stop = c * CHUNK, min(n, (c + 1) * CHUNK)
         whole = first
-        if stop <= last + 1:  # all equals of the cut are kept
+        if stop <= last + 1:  # keeps all elements equal to the cut
             whole = stop - (stop - first) % 16
             parts = wide_zero()
             for d in range(first, whole, 16):
                 w = simd.load_f32(weights + 4 * d)
                 parts = wide_add(parts, where_ge(simd.load_f32(at + 4 * d), bound, w, zero))
             sums[c] = wide_sum(parts)
-        elif first > last:  # none is
+        elif first > last:  # keeps none of them
             whole = stop - (stop - first) % 16
             parts = wide_zero()
             for d in range(first, whole, 16):
@@ -197,7 +196,7 @@ def kept_pass(rank, weight, tops, cut, last, sums):
 
 @jit.device_function
 def _above(rank, weight, keys, sums):
-    """Write the weights' sums of the elements of at least four ranks, given as keys."""
+    """Write the sums of the weights at and above each of four ranks, given as keys."""
     a, b, c, d = value_of(keys[0]), value_of(keys[1]), value_of(keys[2]), value_of(keys[3])
     va, vb, vc, vd = simd.splat(a), simd.splat(b), simd.splat(c), simd.splat(d)
     zero, at, weights = simd.splat(0.0), simd.address(rank), simd.address(weight)
@@ -219,15 +218,15 @@ def _above(rank, weight, keys, sums):
 
 
 @jit.device_function
-def mass_window(rank, weight, tops, mass, floor, sums, room):
-    """Return ranks [low, high) with the cut of `mass` between, and the weight from `high` on.
+def mass_window(rank, weight, tops, mass, floor, sums, scratch):
+    """Return ranks [low, high) that bracket the cut of `mass`, and the weight from `high` on.
 
-    The elements of rank `floor` and more have the mass.
+    The elements of rank `floor` and above have at least `mass`.
     """
     low, high = floor, np.float32(np.inf)
-    if len(tops) < FEW:
+    if len(tops) < N_LIKELY:
         return low, high, 0.0
-    few = kth_largest(tops, np.int64(FEW), room[5])
+    few = kth_largest(tops, np.int64(N_LIKELY), scratch[5])
     above = kept_pass(rank, weight, tops, few, len(rank), sums)
     if above >= mass or not floor < few:
         return few, high, 0.0
@@ -246,28 +245,28 @@ def mass_window(rank, weight, tops, mass, floor, sums, room):
 
 
 @jit.device_function
-def _digit_pass(n, shift, keys, ids, to_keys, to_ids, counts):
-    """Write the elements in falling order of one digit of 11 bits, equals in their old order."""
+def _digit_pass(n, shift, keys, ids, out_keys, out_ids, counts):
+    """Sort stably by one digit of 11 bits, descending."""
     for b in range(2048):
         counts[b] = 0
     for j in range(n):
         counts[2047 - ((keys[j] >> shift) & 2047)] += 1
-    place = 0
+    position = 0
     for b in range(2048):
-        counts[b], place = place, place + counts[b]
+        counts[b], position = position, position + counts[b]
     for j in range(n):
         b = 2047 - ((keys[j] >> shift) & 2047)
-        to = counts[b]
-        counts[b] = to + 1
-        to_keys[to], to_ids[to] = keys[j], ids[j]
+        position = counts[b]
+        counts[b] = position + 1
+        out_keys[position], out_ids[position] = keys[j], ids[j]
 
 
 @jit.device_function
-def sort_falling(n, keys, ids, to_keys, to_ids, counts):
-    """Write `n` elements in falling order of their keys, equals in their old order.
+def sort_descending(n, keys, ids, out_keys, out_ids, counts):
+    """Sort `n` elements stably by key, descending: LSD radix sort.
 
-    Three passes, the lowest digit first; `keys` and `ids` are overwritten.
+    Three passes; `keys` and `ids` are overwritten.
     """
-    _digit_pass(n, 0, keys, ids, to_keys, to_ids, counts)
-    _digit_pass(n, 11, to_keys, to_ids, keys, ids, counts)
-    _digit_pass(n, 22, keys, ids, to_keys, to_ids, counts)
+    _digit_pass(n, 0, keys, ids, out_keys, out_ids, counts)
+    _digit_pass(n, 11, out_keys, out_ids, keys, ids, counts)
+    _digit_pass(n, 22, keys, ids, out_keys, out_ids, counts)

@@ -1,8 +1,7 @@
-"""One pass over a row: its largest element, its sum, what exp makes of it.
+"""Passes over a row: maximum, sum, exp, log.
 
-A row is cut into chunks of `CHUNK` elements.  The passes leave the largest element of each chunk
-(`tops`) and often its float64 sum (`sums`), so that what comes later looks only into the chunks it
-needs.
+A row is cut into chunks of `CHUNK` elements.  The passes write the largest element of each chunk
+(`tops`) and often its float64 sum (`sums`), so that later steps read only the chunks they need.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_compare import log, where_ge, wide_add, wide_sum, wide_zero
 
-# A chunk is 8 vectors: the tree over its lanes costs about as much as they do, and a vocabulary of
-# 128256 has 1002 chunks, enough to bound the k-th largest element for any usual k.
+# 8 vectors: reducing the lanes costs about as much as reading them, and a vocabulary of 128256 has
+# 1002 chunks, enough to bound the k-th largest element for any usual k.
 CHUNK = 128
 INFINITY_BITS = 0x7F800000
 LOWEST = np.float32(-3.4028234663852886e38)
-TINY = np.float32(1.1754943508222875e-38)  # the least normal float32
+TINY = np.float32(1.1754943508222875e-38)  # smallest normal float32
 
 
 @jit.device_function
@@ -28,7 +27,7 @@ def n_chunks(n):
 
 @jit.device_function
 def fill(row, value):
-    """Write one value to a whole row."""
+    """Fill a row with one value."""
     n, at, values = len(row), simd.address(row), simd.splat(value)
     for d in range(0, n - 15, 16):
         simd.store_f32(at + 4 * d, values)
@@ -47,15 +46,15 @@ def scale(row, factor):
 
 
 @jit.device_function
-def keep_from(row, least, to):
+def keep_from(row, least, out):
     """Copy a row with -inf for the elements below `least`."""
-    n, at, target = len(row), simd.address(row), simd.address(to)
+    n, at, target = len(row), simd.address(row), simd.address(out)
     bound, excluded = simd.splat(least), simd.splat(-np.inf)
     for d in range(0, n - 15, 16):
         x = simd.load_f32(at + 4 * d)
         simd.store_f32(target + 4 * d, where_ge(x, bound, x, excluded))
     for d in range(n // 16 * 16, n):
-        to[d] = row[d] if row[d] >= least else -np.inf
+        out[d] = row[d] if row[d] >= least else -np.inf
 
 
 @jit.device_function
@@ -72,7 +71,7 @@ def logits_pass(row, tops):
         for d in range(c * CHUNK, whole, 16):
             x = simd.load_f32(at + 4 * d)
             top = where_ge(x, top, x, top)  # one instruction, unlike maximum
-            # negative exactly if the magnitude's bits are above those of infinity
+            # negative if and only if the magnitude is above infinity: a NaN
             sign = simd.or_(sign, simd.sub(infinity, simd.and_(simd.as_i32(x), magnitude)))
         chunk_top = simd.max(top)
         for d in range(whole, stop):
@@ -125,7 +124,7 @@ def _exp_vector(x, minus, times):
 def exp_pass(row, shift, factor, target, tops, sums):
     """Write exp((x - shift) * factor) to `target`; return the sum.
 
-    A chunk is added in float32, 8 numbers a lane: that loses less than exp itself.
+    A chunk is added in float32, 8 numbers per lane, with a smaller error than that of exp.
     """
     n, at, to = len(row), simd.address(row), simd.address(target)
     minus, times = simd.splat(shift), simd.splat(factor)
@@ -156,7 +155,7 @@ def exp_pass(row, shift, factor, target, tops, sums):
 
 @jit.device_function
 def _log_pass(row, target):
-    """Write ln x to `target`, of a subnormal x that of the least normal; return sum x ln x."""
+    """Write ln x to `target`, subnormals as the smallest normal; return sum x ln x."""
     n, at, to = len(row), simd.address(row), simd.address(target)
     tail = np.zeros(16, np.float32)
     tiny, total = simd.splat(TINY), wide_zero()
@@ -177,9 +176,9 @@ def _log_pass(row, target):
 
 @jit.device_function
 def typical_pass(row, total, ranks):
-    """Write -abs(ln p - E[ln p]) to `ranks`, -inf for p = 0: the larger, the more typical.
+    """Write -abs(ln p - E[ln p]) to `ranks`, -inf for p = 0; the most typical is the largest.
 
-    The row's sum `total` cancels: ln(x / total) differs from ln x as much as its mean does.
+    Normalization by `total` cancels: it shifts ln x and its mean alike.
     """
     mean = np.float32(_log_pass(row, ranks) / total)
     for d in range(len(row)):

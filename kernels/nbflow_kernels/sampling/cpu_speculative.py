@@ -1,4 +1,4 @@
-"""Verification of drafted tokens on the CPU: a thread takes whole chains."""
+"""Chain speculative sampling (rejection sampling of draft tokens) on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chain_speculative(
     accepted: np.ndarray,
     emitted: np.ndarray,
 ) -> None:
-    """See `nbflow_kernels.chain_speculative_sampling`; a bad row of the target gives emitted -1."""
+    """See `nbflow_kernels.chain_speculative_sampling`; an invalid target row gives emitted -1."""
     B, _, V = draft_probs.shape
     split_rows(
         _chain, B, 4.0 * B * V,
@@ -30,18 +30,18 @@ def chain_speculative(
 
 
 @jit.device_function
-def _excess(target, draft, to):
-    """Write max(target - draft, 0) to `to`; return the sum in float64."""
+def _excess(target, draft, out):
+    """Write max(target - draft, 0) to `out`; return the sum in float64."""
     n, total, rest, zero = len(target), wide_zero(), 0.0, simd.splat(0.0)
-    q, p, at = simd.address(target), simd.address(draft), simd.address(to)
+    q, p, at = simd.address(target), simd.address(draft), simd.address(out)
     for d in range(0, n - 15, 16):
         difference = simd.sub(simd.load_f32(q + 4 * d), simd.load_f32(p + 4 * d))
         x = simd.maximum(difference, zero)
         simd.store_f32(at + 4 * d, x)
         total = wide_add(total, x)
     for d in range(n // 16 * 16, n):
-        to[d] = max(target[d] - draft[d], np.float32(0.0))
-        rest += np.float64(to[d])
+        out[d] = max(target[d] - draft[d], np.float32(0.0))
+        rest += np.float64(out[d])
     return wide_sum(total) + rest
 
 
@@ -68,29 +68,29 @@ def _chain(
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for b in range(start, stop):
         accepted[b] = emitted[b] = 0
-        going = True
+        accepting = True
         for i in range(n):
             token = draft_token_ids[b, i]
             u = uniform(seeds[b], offsets[b], np.uint64(i))
             passes = u * np.float64(draft_probs[b, i, token]) < target_probs[b, i, token]
             accepted[b] += passes
-            going = going and passes
+            accepting = accepting and passes
             out[b, i] = -1
-            if going:
+            if accepting:
                 out[b, i] = token
                 emitted[b] += 1
         out[b, n] = -1
-        place = np.int64(emitted[b])
-        last = min(place, n - 1) if n > 0 else 0
-        row = target_probs[b, place]
+        position = np.int64(emitted[b])
+        last = min(position, n - 1) if n > 0 else 0
+        row = target_probs[b, position]
         total = 0.0
-        if place < n:
+        if position < n:
             total = _excess(row, draft_probs[b, last], weights)
         whole = probs_pass(row, tops, sums)
         u = uniform(seeds[b], offsets[b], np.uint64(n))
         if not whole > 0.0:
             emitted[b] = -1
         elif total > 0.0:
-            out[b, place] = _draw(weights, u * total)
+            out[b, position] = _draw(weights, u * total)
         else:
-            out[b, place] = _draw(row, u * whole)
+            out[b, position] = _draw(row, u * whole)

@@ -1,4 +1,4 @@
-"""Typical and tail-free filters on the CPU, brought to what the draws know: ranks and counts."""
+"""Typical and tail-free filters on the CPU, as ranks and counts for `sampling.cpu`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import split_rows
-from nbflow_kernels.sampling.cpu_radix_select import key_of, sort_falling
+from nbflow_kernels.sampling.cpu_radix_select import key_of, sort_descending
 from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass, typical_pass
 
 
 def typical_ranks(probs: np.ndarray, ranks: np.ndarray) -> None:
-    """Write how typical each token is, see `rows.typical_pass`; a bad row becomes -inf."""
+    """Write the rank of each token (`cpu_row_passes.typical_pass`); an invalid row becomes -inf."""
     B, V = probs.shape
     split_rows(_typical_ranks, B, 20.0 * B * V, probs, ranks)
 
@@ -19,9 +19,9 @@ def typical_ranks(probs: np.ndarray, ranks: np.ndarray) -> None:
 def tail_free_counts(
     probs: np.ndarray, rows: np.ndarray, z: np.ndarray, first: int, counts: np.ndarray
 ) -> None:
-    """Write how many of the largest the tail-free filter keeps, see the public function.
+    """Write the number of tokens that the tail-free filter keeps.
 
-    `rows` int32 (B,) names rows of `probs`, `z` is float64 (B,), `first` the first bend that
+    `rows` int32 (B,) indexes `probs`, `z` is float64 (B,), `first` the first second difference that
     counts; `counts` float64 (B,) is infinity for a row that is not filtered or not a distribution.
     """
     B, V = len(rows), probs.shape[1]
@@ -47,7 +47,7 @@ def _tail_free_counts(probs, rows, z, first, counts, start, stop):
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     keys, ids = np.empty(V, np.int64), np.empty(V, np.int32)
     sorted_keys, order = np.empty(V, np.int64), np.empty(V, np.int32)
-    digits, bends = np.empty(2048, np.int64), np.empty(max(V, 2), np.float64)
+    digits, differences = np.empty(2048, np.int64), np.empty(max(V, 2), np.float64)
     for b in range(start, stop):
         row = probs[rows[b]]
         total = probs_pass(row, tops, sums)
@@ -56,17 +56,17 @@ def _tail_free_counts(probs, rows, z, first, counts, start, stop):
             continue
         for j in range(V):
             keys[j], ids[j] = key_of(row[j]), j
-        sort_falling(V, keys, ids, sorted_keys, order, digits)
+        sort_descending(V, keys, ids, sorted_keys, order, digits)
         whole = 0.0
         for i in range(V - 2):
             here, following = np.float64(row[order[i]]), np.float64(row[order[i + 1]])
-            bend = (here - following) - (following - np.float64(row[order[i + 2]]))
-            bends[i] = abs(bend) / total
-            whole += bends[i]
+            difference = (here - following) - (following - np.float64(row[order[i + 2]]))
+            differences[i] = abs(difference) / total
+            whole += differences[i]
         reached = 0.0
         for i in range(V - 2):
             if i >= first:
-                reached += bends[i] / whole if whole > 1e-6 else 1.0 / V
+                reached += differences[i] / whole if whole > 1e-6 else 1.0 / V
             if i > 0 and reached > z[b]:
                 counts[b] = i
                 break

@@ -1,13 +1,13 @@
-"""Softmax, argmax, exact filters and sampling on a CUDA device; a thread block takes a row.
+"""Softmax, argmax, exact filters and sampling on CUDA devices, a thread block per row.
 
-A filter or a draw is a radix selection over the row with integer sums (`cuda_radix_select.cuh`): no
-sorting, no trial and error, and the same bits every time.  Random numbers, exponentials and
-logarithms are those of the CPU bit for bit.  Weights are rounded to 2**-44 of the row's largest
-before they are added, the CPU's sums to float64 (those of exponentials to float32): both draw the
-same token unless the random number falls within that rounding of the edge between two of them.
+Filters and draws are radix selects over the row with integer sums (`cuda_radix_select.cuh`):
+without sorting or rejection, and deterministic.  Random numbers, exponentials and logarithms have
+the bits of the CPU.  Weights are rounded to 2**-44 of the row's largest before they are added, the
+sums of the CPU to float64 (those of exponentials to float32): both draw the same token unless the
+random number is within that rounding of the boundary between two tokens.
 
-A row that is no distribution is -1 in the result, not an error: nothing here waits for the device,
-but the tail-free filter, whose counts go to the draw by way of the host.
+An invalid row gives -1 in the result, not an error, since only the tail-free filter synchronizes:
+its counts pass through the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbflow_kernels import cuda
 from nbflow_kernels.arrays import all_on_device, empty, on_device
 from nbflow_kernels.errors import UsageError
 
-MOST_COLUMNS = 1 << 22
+MAX_COLUMNS = 1 << 22
 
 
 def _kernel(name: str, parameters: str, file: str = "cuda_sampling.cu") -> cuda.Kernel:
@@ -69,19 +69,19 @@ tail_free_kernel = _kernel(
 
 
 def _threads(V: int) -> int:
-    """Return the threads that look after a row."""
+    """Return the threads per row."""
     return 1024 if V > 8192 else 256
 
 
 def _fraction(V: int) -> int:
-    """Return how many bits the largest weight has below its last one: sums fit in 63 bits."""
-    if V > MOST_COLUMNS:
-        raise UsageError(f"a row must have at most {MOST_COLUMNS} columns on a device, got {V}")
+    """Return the fraction bits of the largest weight, with which sums fit in 63 bits."""
+    if V > MAX_COLUMNS:
+        raise UsageError(f"rows must have at most {MAX_COLUMNS} columns on a CUDA device, got {V}")
     return min(20, 39 - (V - 1).bit_length())
 
 
-def _sort_room(threads: int) -> int:
-    """Return the bytes of shared memory of a sort: a count for each digit and warp."""
+def _sort_shared_bytes(threads: int) -> int:
+    """Return the shared memory of a sort: a count per digit and warp."""
     return 4 * 256 * (threads // 32)
 
 
@@ -173,7 +173,7 @@ def tail_free_counts(probs: Any, rows: Any, z: Any, first: int, counts: Any) -> 
         tail_free_kernel(
             B, threads,
             (probs, on_device(rows, probs), R, on_device(z, probs), first, counts, work, V),
-            _sort_room(threads),
+            _sort_shared_bytes(threads),
         )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def top_k(x: Any, k: int, in_order: bool, values: Any, indices: Any) -> None:
         work, threads = empty(x, (B, 4 * k if in_order else 1), np.uint32), _threads(V)
         _fraction(V)
         arguments = (x, k, int(in_order), values, indices, work, V)
-        top_k_kernel(B, threads, arguments, _sort_room(threads) if in_order else 0)
+        top_k_kernel(B, threads, arguments, _sort_shared_bytes(threads) if in_order else 0)
 
 
 def top_k_mask(logits: Any, counts: Any, out: Any, valid: Any) -> None:
@@ -221,7 +221,7 @@ def chain_speculative(
     accepted: Any,
     emitted: Any,
 ) -> None:
-    """See `nbflow_kernels.chain_speculative_sampling`; a token that does not exist is rejected."""
+    """See `nbflow_kernels.chain_speculative_sampling`; a token out of range is rejected."""
     B, n, V = draft_probs.shape
     if B:
         tables = [on_device(a, draft_probs) for a in (seeds, offsets)]

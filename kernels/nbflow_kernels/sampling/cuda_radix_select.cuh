@@ -1,12 +1,11 @@
-// Which elements of a row a filter keeps, and which one a draw hits, without sorting the row.
+// Radix select: the cut of a filter, or the element of a draw, without sorting the row.
 //
 // A thread block works on a row.  Weights are added as integers: a float32 times a power of two that
 // makes the row's largest element 24 + FRACTION bits long.  Integer sums do not depend on the order
-// of the additions, so atomics may make them, and results are the same bit for bit every time.
+// of the additions, so atomic additions are deterministic.
 //
-// `select` finds an element by its rank or by what the elements up to it weigh: it counts a digit of
-// the elements' keys in a histogram, the highest digit first, and goes on among the elements of the
-// bucket in which the number or the weight wanted is reached.
+// `select` finds an element by rank or by cumulative weight: a histogram of a digit of the keys, the
+// highest digit first, then the same within the bucket in which the number or the weight is reached.
 #pragma once
 #include "cuda/types.cuh"
 
@@ -15,13 +14,13 @@ constexpr int BUCKETS = 2048;
 constexpr int INDEX_BITS = 22;  // the longest row has 2 ** 22 elements
 constexpr u32 LAST_INDEX = (1u << INDEX_BITS) - 1;
 constexpr u64 NO_LIMIT = ~0ull;
-constexpr double SLACK = 1.0 - 1e-13;  // as on the CPU: a sum that misses by rounding has reached
+constexpr double SLACK = 1.0 - 1e-13;  // tolerance for rounding, as on the CPU
 
-struct Room {  // of a thread block, in shared memory
+struct SharedScratch {  // of a thread block
     u32 counts[BUCKETS];
     u64 masses[BUCKETS];
-    u64 of_warps[32];
-    u32 counts_of_warps[32];
+    u64 warp_values[32];
+    u32 warp_counts[32];
     u64 answer;
     u32 found, number_before, number_here;
     u64 mass_before, mass_here;
@@ -44,26 +43,26 @@ struct AddDoubles {
     }
 };
 
-// Every thread gets the value over all threads; the tree is always the same.
+// All-reduce over the thread block, in a fixed order.
 template <class Op>
-DEV u64 over_block(Room& room, u64 x, Op op) {
+DEV u64 all_reduce_block(SharedScratch& scratch, u64 x, Op op) {
     const int lane = threadIdx.x & 31, n_warps = blockDim.x / 32;
     for (int step = 16; step; step >>= 1) x = op(x, __shfl_xor_sync(~0u, x, step));
-    __syncthreads();  // what the room was used for before is over
-    if (lane == 0) room.of_warps[threadIdx.x / 32] = x;
+    __syncthreads();  // earlier uses of the scratch memory are over
+    if (lane == 0) scratch.warp_values[threadIdx.x / 32] = x;
     __syncthreads();
-    x = room.of_warps[0];
-    for (int w = 1; w < n_warps; w++) x = op(x, room.of_warps[w]);
+    x = scratch.warp_values[0];
+    for (int w = 1; w < n_warps; w++) x = op(x, scratch.warp_values[w]);
     return x;
 }
 
-DEV double sum_of_doubles(Room& room, double x) {
-    return __longlong_as_double(over_block(room, __double_as_longlong(x), AddDoubles()));
+DEV double sum_of_doubles(SharedScratch& scratch, double x) {
+    return __longlong_as_double(all_reduce_block(scratch, __double_as_longlong(x), AddDoubles()));
 }
 
 // ---- keys --------------------------------------------------------------------------------------
 
-// An integer in the order of float32; -0 = 0.
+// Integer with the order of float32; -0 = 0.
 DEV u32 key_of(float x) {
     const u32 bits = __float_as_uint(x);
     return (int)bits >= 0 ? 0x80000000u + bits : 0x80000000u - (bits & 0x7fffffffu);
@@ -73,7 +72,7 @@ DEV float value_of(u32 key) {
     return __uint_as_float(key >= 0x80000000u ? key - 0x80000000u : 0x80000000u | (0x80000000u - key));
 }
 
-// Of equal ranks the lowest index is the greatest.
+// Among equal ranks the lowest index has the largest key.
 DEV u64 ranked_key(float rank, int j) { return (u64)key_of(rank) << INDEX_BITS | (LAST_INDEX - j); }
 
 DEV u64 index_key(int j) { return LAST_INDEX - j; }
@@ -83,7 +82,7 @@ DEV u64 index_key(int j) { return LAST_INDEX - j; }
 DEV float power_of_2(int n) { return __int_as_float((n + 127) << 23); }
 
 struct Scale {
-    int top_exponent, fraction;  // the biased exponent of the row's largest element; FRACTION
+    int top_exponent, fraction;  // biased exponent of the row's largest element; FRACTION
 
     DEV_METHOD u64 integer(float x) const {
         const u32 bits = __float_as_uint(x);
@@ -93,11 +92,11 @@ struct Scale {
         if (shift >= 0) return significand << shift;
         return shift > -26 ? ((significand >> (-shift - 1)) + 1) >> 1 : 0;  // to nearest
     }
-    // The real number that is a sum of integers.
+    // A sum of integers as a real number.
     DEV_METHOD double real(u64 sum) const { return ldexp((double)sum, top_exponent - 150 - fraction); }
-    // Sums and elements in units in which the largest element is 1 to 2.
+    // Sums and elements scaled so that the largest element is in [1, 2).
     DEV_METHOD float sum_in_units(u64 sum) const { return (float)sum * power_of_2(-23 - fraction); }
-    DEV_METHOD float in_units(float x) const {  // two powers of two: one might be too small
+    DEV_METHOD float in_units(float x) const {  // two factors: one might underflow
         const int power = 127 - top_exponent, half = power / 2;
         return x * power_of_2(half) * power_of_2(power - half);
     }
@@ -111,20 +110,20 @@ DEV Scale scale_of(float top, int fraction) {
 
 struct Selected {
     u64 key;   // of the element
-    u64 mass;  // of the elements down to it
+    u64 mass;  // of the elements up to it
 };
 
 // Find the first bucket, from the top, in which `number` elements or `mass` are reached, else the
-// last one that is not empty; the room then tells what comes before it and what it holds.
-DEV void find_bucket(Room& room, int n_buckets, u32 number, u64 mass) {
+// last one that is not empty; write its counts and those before it to the scratch memory.
+DEV void find_bucket(SharedScratch& scratch, int n_buckets, u32 number, u64 mass) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
     const int each = (n_buckets + blockDim.x - 1) / blockDim.x;
     const int first = n_buckets - 1 - (int)threadIdx.x * each, end = max(first - each, -1);
     u32 n = 0;
     u64 m = 0;
     for (int b = first; b > end; b--) {
-        n += room.counts[b];
-        m += room.masses[b];
+        n += scratch.counts[b];
+        m += scratch.masses[b];
     }
     u32 n_to = n;
     u64 m_to = m;
@@ -137,51 +136,51 @@ DEV void find_bucket(Room& room, int n_buckets, u32 number, u64 mass) {
         }
     }
     if (lane == 31) {
-        room.counts_of_warps[warp] = n_to;
-        room.of_warps[warp] = m_to;
+        scratch.warp_counts[warp] = n_to;
+        scratch.warp_values[warp] = m_to;
     }
-    if (threadIdx.x == 0) room.answer = NO_LIMIT;
+    if (threadIdx.x == 0) scratch.answer = NO_LIMIT;
     __syncthreads();
     u32 n_all = 0;
     for (int w = 0; w < n_warps; w++) {
         if (w < warp) {
-            n_to += room.counts_of_warps[w];
-            m_to += room.of_warps[w];
+            n_to += scratch.warp_counts[w];
+            m_to += scratch.warp_values[w];
         }
-        n_all += room.counts_of_warps[w];
+        n_all += scratch.warp_counts[w];
     }
     n = n_to - n;
     m = m_to - m;
-    for (int b = first; b > end; b--) {  // the answers of all threads: the one that comes first
-        const u32 here = room.counts[b];
-        const u64 mass_here = room.masses[b];
+    for (int b = first; b > end; b--) {  // the first bucket over all threads
+        const u32 here = scratch.counts[b];
+        const u64 mass_here = scratch.masses[b];
         const bool reached = n + here >= number || m + mass_here >= mass || n + here == n_all;
         if (here && reached) {
-            atomicMin(&room.answer, (u64)(n_buckets - 1 - b) << 32 | n);
+            atomicMin(&scratch.answer, (u64)(n_buckets - 1 - b) << 32 | n);
             break;
         }
         n += here;
         m += mass_here;
     }
     __syncthreads();
-    const int bucket = n_buckets - 1 - (int)(room.answer >> 32);
+    const int bucket = n_buckets - 1 - (int)(scratch.answer >> 32);
     if (first >= bucket && bucket > end) {
         u64 before = m_to;
-        for (int b = end + 1; b <= bucket; b++) before -= room.masses[b];
-        room.found = bucket;
-        room.number_before = (u32)room.answer;
-        room.number_here = room.counts[bucket];
-        room.mass_before = before;
-        room.mass_here = room.masses[bucket];
+        for (int b = end + 1; b <= bucket; b++) before -= scratch.masses[b];
+        scratch.found = bucket;
+        scratch.number_before = (u32)scratch.answer;
+        scratch.number_here = scratch.counts[bucket];
+        scratch.mass_before = before;
+        scratch.mass_here = scratch.masses[bucket];
     }
     __syncthreads();
 }
 
-// The first element in falling order of `row.key` with which `number` elements or `mass` are reached;
-// the last element there is if neither is.  Elements for which `row.takes` is false do not exist.
-// Keys have 32 + INDEX_BITS bits, or INDEX_BITS if `by_index`.
+// Find the first element in descending order of `row.key` at which `number` elements or `mass` are
+// reached, else the last one, among those for which `row.takes` is true.  Keys have 32 + INDEX_BITS
+// bits, or INDEX_BITS if `by_index`.
 template <class Row>
-DEV Selected select(Room& room, const Row& row, int V, bool by_index, u32 number, u64 mass) {
+DEV Selected select(SharedScratch& scratch, const Row& row, int V, bool by_index, u32 number, u64 mass) {
     int shift = by_index ? INDEX_BITS : INDEX_BITS + 32;
     u64 prefix = 0, seen = 0;
     while (shift > 0) {
@@ -189,8 +188,8 @@ DEV Selected select(Room& room, const Row& row, int V, bool by_index, u32 number
         shift -= width;
         __syncthreads();
         for (int b = threadIdx.x; b < 1 << width; b += blockDim.x) {
-            room.counts[b] = 0;
-            room.masses[b] = 0;
+            scratch.counts[b] = 0;
+            scratch.masses[b] = 0;
         }
         __syncthreads();
         for (int j = threadIdx.x; j < V; j += blockDim.x) {
@@ -199,29 +198,29 @@ DEV Selected select(Room& room, const Row& row, int V, bool by_index, u32 number
             if (key >> parent != prefix) continue;
             const int bucket = (key >> shift) & ((1 << width) - 1);
             const u64 weight = row.mass(j);
-            atomicAdd(&room.counts[bucket], 1u);
-            if (weight) atomicAdd(&room.masses[bucket], weight);
+            atomicAdd(&scratch.counts[bucket], 1u);
+            if (weight) atomicAdd(&scratch.masses[bucket], weight);
         }
         __syncthreads();
-        find_bucket(room, 1 << width, number, mass);
-        prefix = prefix << width | room.found;
-        number -= room.number_before;
-        seen += room.mass_before;
-        if (mass != NO_LIMIT) mass -= room.mass_before;
-        if (room.number_here == 1) break;
+        find_bucket(scratch, 1 << width, number, mass);
+        prefix = prefix << width | scratch.found;
+        number -= scratch.number_before;
+        seen += scratch.mass_before;
+        if (mass != NO_LIMIT) mass -= scratch.mass_before;
+        if (scratch.number_here == 1) break;
     }
-    seen += room.mass_here;
+    seen += scratch.mass_here;
     if (shift > 0) {  // the only element of its bucket
         __syncthreads();
         for (int j = threadIdx.x; j < V; j += blockDim.x)
-            if (row.takes(j) && row.key(j) >> shift == prefix) room.answer = row.key(j);
+            if (row.takes(j) && row.key(j) >> shift == prefix) scratch.answer = row.key(j);
         __syncthreads();
-        prefix = room.answer;
+        prefix = scratch.answer;
     }
     return {prefix, seen};
 }
 
-struct Values {  // elements that only count
+struct Values {  // elements without weights
     const float* x;
 
     DEV_METHOD bool takes(int j) const { return true; }
@@ -233,7 +232,7 @@ DEV int index_of(u64 key) { return LAST_INDEX - (u32)(key & LAST_INDEX); }
 
 // ---- random numbers ----------------------------------------------------------------------------
 
-// Number `index` of a seed and an offset, times 2 ** 53; Philox4x32-10, as on the CPU.
+// Random number `index` of a seed and an offset, times 2 ** 53; Philox4x32-10, as on the CPU.
 DEV u64 uniform(u64 seed, u64 offset, u64 index) {
     u32 c0 = offset, c1 = offset >> 32, c2 = index, c3 = index >> 32, k0 = seed, k1 = seed >> 32;
     for (int round = 0; round < 10; round++) {
@@ -250,10 +249,10 @@ DEV u64 uniform(u64 seed, u64 offset, u64 index) {
 
 DEV double unit(u64 u) { return (double)u / 9007199254740992.0; }
 
-// The mass with which a running sum first passes the share u / 2 ** 53 of a whole.
+// The smallest mass above the share u / 2 ** 53 of a whole.
 DEV u64 passes(u64 u, u64 whole) { return (__umul64hi(u, whole) << 11 | u * whole >> 53) + 1; }
 
-// ---- functions with the bits of the CPU's ------------------------------------------------------
+// ---- functions with the bits of the CPU --------------------------------------------------------
 
 // e**x, clamped to [-87, 88].
 DEV float exp_of(float x) {
@@ -290,5 +289,5 @@ DEV float log_of(float x) {
     return __fmaf_rn((float)exponent, 0.6931471805599453f, __fmul_rn(p, s));
 }
 
-// The least float32 that is not below x.
+// x rounded up to float32.
 DEV float float_at_least(double x) { return __double2float_ru(x); }

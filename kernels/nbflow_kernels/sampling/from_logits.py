@@ -1,4 +1,4 @@
-"""From logits: probabilities, the best tokens, masks, and draws."""
+"""Softmax, argmax, top-k, masks and sampling from logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def softmax(logits: Any, temperature: Any = None, *, out: Any = None) -> Any:
     Returns
     -------
     array of float32, shape (B, V)
-        Rows of sum 1.  A row with a NaN or +inf, or with nothing above -inf, becomes NaN.
+        Rows of sum 1.  A row with a NaN or +inf, or with only -inf, becomes NaN.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def softmax(logits: Any, temperature: Any = None, *, out: Any = None) -> Any:
 
 
 def argmax(logits: Any) -> Any:
-    """Return the index of each row's largest element, the lowest one among equals.
+    """Return the index of the largest element of each row, the lowest one among equals.
 
     Parameters
     ----------
@@ -125,8 +125,8 @@ def sampling_from_logits(
 
     Notes
     -----
-    The same random number as in ``sampling_from_probs(softmax(logits))`` is looked up in the same
-    cumulative sums; only the division by the row's sum and its rounding are left out.
+    Uses the random number and the cumulative sums of ``sampling_from_probs(softmax(logits))``,
+    without the division by the row's sum and its rounding.
 
     Examples
     --------
@@ -149,14 +149,14 @@ def top_k_top_p_sampling_from_logits(
     offset: Any = 0,
     indices: Any = None,
 ) -> Any:
-    """Draw a token that passes both filters from the softmax of each row of logits.
+    """Draw a token from the softmax of each row of logits after top-k and top-p.
 
     Parameters
     ----------
     logits : array of float32, shape (R, V)
         Scores; -inf excludes a token.
     top_k : int or array of integers, shape (B,)
-        How many tokens to keep, at least 1; V or more keeps all.
+        Number of tokens to keep, at least 1; V or more keeps all.
     top_p : float or array, shape (B,)
         Share to keep, 0..1; the token that crosses it is kept.
     filter_apply_order : str
@@ -193,23 +193,23 @@ def top_k_top_p_sampling_from_logits(
 
 
 def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
-    """Return the `k` largest elements of each row and where they are.
+    """Return the `k` largest elements of each row and their indices.
 
     Parameters
     ----------
     input : array of float32, shape (B, V)
         Rows without NaN.
     k : int
-        How many, 1..V.
+        Number of elements, 1..V.
     sorted : bool
-        Whether the largest comes first; otherwise they come in order of index.
+        Sort by value, the largest first; otherwise by index.
 
     Returns
     -------
     values : array of float32, shape (B, k)
         The elements.
     indices : array of int32, shape (B, k)
-        Their places.  Among equals the lowest index is chosen first and comes first.
+        Their indices.  The lowest index wins and comes first among equals.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
 
     Notes
     -----
-    One pass over the row and no sorting of it for k up to V / 128.
+    One pass over the row, without sorting it, for k up to V / 128.
 
     Examples
     --------
@@ -250,7 +250,7 @@ def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None) -> Any:
     logits : array of float32, shape (B, V)
         Rows without NaN.
     top_k : int or array of integers, shape (B,)
-        How many to keep, at least 1; exactly so many, the lowest indices among equals.  V or more
+        Number of logits to keep, at least 1; exact, the lowest indices among equals.  V or more
         keeps all.
     out : array of float32, shape (B, V), optional
         Where to write the result; it may be `logits` itself.
@@ -293,7 +293,7 @@ def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
     logits : array of float32, shape (B, V)
         Rows without NaN or +inf; elements of -inf do not count in the deviation.
     n : float or array, shape (B,)
-        How many deviations, not negative; 0 switches the filter off, as in llama.cpp.
+        Number of deviations, not negative; 0 disables the filter, as in llama.cpp.
     out : array of float32, shape (B, V), optional
         Where to write the result; it may be `logits` itself.
 
@@ -339,7 +339,7 @@ def _draw(
     top_k_first: bool,
     **filters: Any,
 ) -> Any:
-    """Check, draw, and raise if a row has no softmax."""
+    """Draw a token from each row; raise if a row has a NaN, +inf or only -inf."""
     check_rows("logits", logits)
     rows = rows_of(indices, len(logits), "logits")
     B = len(rows)

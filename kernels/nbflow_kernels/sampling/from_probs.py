@@ -1,4 +1,4 @@
-"""Exact draws from rows of probabilities, through filters."""
+"""Sampling from probabilities, with exact filters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nbflow_kernels.sampling.argument_checks import (
     rows_of,
     streams,
 )
-from nbflow_kernels.sampling.shapes import tail_free_counts, typical_ranks
+from nbflow_kernels.sampling.renorm import tail_free_counts, typical_ranks
 
 ORDERS = ("top_k_first", "joint")
 
 
 def check_order(order: str) -> bool:
-    """Return whether top_k goes first."""
+    """Return whether `top_k` is applied before `top_p`."""
     if order not in ORDERS:
         raise unknown_name("filter_apply_order", order, ORDERS)
     return order == "top_k_first"
@@ -37,12 +37,12 @@ def sampling_from_probs(probs: Any, *, seed: Any, offset: Any = 0, indices: Any 
     probs : array of float32, shape (R, V)
         Probabilities, not negative; a row need not sum to 1.
     seed : int or array of integers, shape (B,)
-        Names the stream of random numbers, 64 bits.
+        Key of the random stream, 64 bits.
     offset : int or array of integers, shape (B,)
-        Place in the stream, 64 bits.  If both are single numbers, row i draws at ``offset + i``, so
-        that rows differ; add B before the next call.
+        Counter in the stream, 64 bits.  If both are single numbers, row i draws at ``offset + i``,
+        so that rows differ; add B before the next call.
     indices : array of int32, shape (B,), optional
-        The row of `probs` that each draw uses; row i for draw i unless given.
+        The row of `probs` for each draw; by default row i for draw i.
 
     Returns
     -------
@@ -74,14 +74,14 @@ def sampling_from_probs(probs: Any, *, seed: Any, offset: Any = 0, indices: Any 
 def top_k_sampling_from_probs(
     probs: Any, top_k: Any, *, seed: Any, offset: Any = 0, indices: Any = None
 ) -> Any:
-    """Draw a token from the `top_k` most likely of each row.
+    """Draw a token from the `top_k` most likely ones of each row.
 
     Parameters
     ----------
     probs : array of float32, shape (R, V)
         Probabilities, as in `sampling_from_probs`.
     top_k : int or array of integers, shape (B,)
-        How many tokens to keep, at least 1; V or more keeps all.
+        Number of tokens to keep, at least 1; V or more keeps all.
     seed, offset, indices
         As in `sampling_from_probs`.
 
@@ -224,8 +224,8 @@ def typical_sampling_from_probs(
 ) -> Any:
     r"""Draw a token from the locally typical ones of each row.
 
-    Tokens are kept in rising order of :math:`|H + \ln p|`, the distance of their surprise from the
-    entropy H of the row, until their sum reaches `typical_p`.
+    Tokens are kept in ascending order of :math:`|H + \ln p|`, the distance of their surprise from
+    the entropy H of the row, until their sum reaches `typical_p`.
 
     Parameters
     ----------
@@ -276,16 +276,16 @@ def tail_free_sampling_from_probs(
 ) -> Any:
     r"""Draw a token from those before the flat tail of each row.
 
-    With the row in falling order, the weight of place i is
+    With the row in descending order, the weight of index i is
     :math:`d_i = |p_i - 2 p_{i+1} + p_{i+2}|`, divided by the sum of all of them.  The tokens before
-    the first place i >= 1 with :math:`\sum_{j \le i} d_j > z` are kept.
+    the first i >= 1 with :math:`\sum_{j \le i} d_j > z` are kept.
 
     Parameters
     ----------
     probs : array of float32, shape (R, V)
         Probabilities, as in `sampling_from_probs`.
     z : float or array, shape (B,)
-        Share of the bends to keep, 0..1; 1 keeps all.
+        Share of the second differences to keep, 0..1; 1 keeps all.
     first_counts : bool
         False leaves :math:`d_0` out of the sum that is compared with z, as Inferflow does;
         llama.cpp counts it.
@@ -304,8 +304,8 @@ def tail_free_sampling_from_probs(
 
     Notes
     -----
-    This filter sorts the whole row.  A row of fewer than three tokens is kept; if the bends of the
-    normalised row sum to 1e-6 or less, each place has the weight 1 / V.
+    This filter sorts the whole row.  A row of fewer than three tokens is kept; if the second
+    differences of the normalised row sum to 1e-6 or less, each has the weight 1 / V.
 
     References
     ----------
@@ -335,22 +335,23 @@ def mirostat_sampling_from_probs(
     offset: Any = 0,
     indices: Any = None,
 ) -> tuple[Any, Any]:
-    r"""Draw a token by Mirostat 2.0: a cut that steers the surprise of the text.
+    r"""Draw a token by Mirostat 2.0, which controls the surprise of the text.
 
     Tokens of surprise :math:`-\log_2 p \le \mu` are kept (at least the most likely one), one is
-    drawn, and the cut moves: :math:`\mu' = \mu - \eta (-\log_2 q - \tau)` with q the token's share
-    of what was kept.
+    drawn, and the cut becomes :math:`\mu' = \mu - \eta (-\log_2 q - \tau)` with q the token's share
+    of the kept mass.
 
     Parameters
     ----------
     probs : array of float32, shape (R, V)
         Probabilities, as in `sampling_from_probs`.
     mu : float or array, shape (B,)
-        The cut in bits; ``2 * tau`` before the first token, then what the last call returned.
+        The cut in bits; ``2 * tau`` before the first token, then the second result of the last
+        call.
     tau : float or array, shape (B,)
-        Wanted surprise in bits.
+        Target surprise in bits.
     eta : float or array, shape (B,)
-        How fast the cut moves.
+        Learning rate of the cut.
     seed, offset, indices
         As in `sampling_from_probs`.
 
@@ -379,12 +380,12 @@ def mirostat_sampling_from_probs(
     (array([1], dtype=int32), array([1.2]))
     """
     B = len(probs) if indices is None else len(indices)
-    cut, aim, step = (per_row(*pair, B) for pair in (("mu", mu), ("tau", tau), ("eta", eta)))
-    if not np.isfinite(np.stack([cut, aim, step])).all():
+    cut, target, rate = (per_row(*pair, B) for pair in (("mu", mu), ("tau", tau), ("eta", eta)))
+    if not np.isfinite(np.stack([cut, target, rate])).all():
         raise UsageError("mu, tau and eta must be finite")
     floor = np.exp2(-np.clip(cut, -1.0, 1000.0))  # a floor above 1 keeps the most likely one
     tokens, shares = _draw_with_shares(probs, seed, offset, indices, floor=floor)
-    new = cut - step * (-np.log2(on_host(shares)) - aim)
+    new = cut - rate * (-np.log2(on_host(shares)) - target)
     return tokens, on_device(new, probs) if is_cuda(probs) else new
 
 
@@ -398,7 +399,7 @@ def _draw(
     ranks: Any = None,
     **filters: Any,
 ) -> Any:
-    """Return the drawn tokens."""
+    """Return the tokens of `_draw_with_shares`."""
     return _draw_with_shares(probs, seed, offset, indices, top_k_first, ranks, **filters)[0]
 
 
@@ -411,7 +412,7 @@ def _draw_with_shares(
     ranks: Any = None,
     **filters: Any,
 ) -> tuple[Any, Any]:
-    """Check, draw, and raise if a row was no distribution; filters are those of `limits_of`."""
+    """Return the tokens and their shares of the kept mass; for `filters` see `limits_of`."""
     check_array("probs", probs, (None, None))
     rows = rows_of(indices, len(probs), "probs")
     B = len(rows)

@@ -21,7 +21,7 @@ def philox4x32(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, int
 
 
 def uniform(seed: int, offset: int, index: int = 0) -> float:
-    """Return number `index` in [0, 1) of a seed and an offset."""
+    """Return random number `index` in [0, 1) of a seed and an offset."""
     counter = (offset & _WORD, offset >> 32, index & _WORD, index >> 32)
     words = philox4x32(counter, (seed & _WORD, seed >> 32))
     return float(((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53)
@@ -60,7 +60,7 @@ def _first_of_order(row: np.ndarray, n: int) -> np.ndarray:
 def _top_p_mask(row: np.ndarray, target: float) -> np.ndarray:
     """Return a mask of the fewest largest elements whose sum reaches `target`."""
     sums = np.cumsum(-np.sort(-row))
-    # a sum that misses the target by rounding alone has reached it
+    # tolerance for rounding of the sum
     return _first_of_order(row, int(np.searchsorted(sums, target * (1 - 1e-13))) + 1)
 
 
@@ -99,7 +99,7 @@ def _keep(
     first_counts: bool = True,
     floor: float = 0.0,
 ) -> np.ndarray:
-    """Return a mask of what all filters keep."""
+    """Return the mask of all filters combined."""
     mask = _first_of_order(row, int(min(top_k, len(row))))
     total = row[mask].sum() if k_first else row.sum()
     if top_p < 1:
@@ -120,7 +120,7 @@ def _draw(probs: np.ndarray, seed: Any, offset: Any, indices: Any, **filters: An
 def _draw_with_shares(
     probs: np.ndarray, seed: Any, offset: Any, indices: Any, **filters: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw by looking the random number up in the cumulative sums of what is kept."""
+    """Draw by inverse transform: look the random number up in the cumulative kept weights."""
     rows = probs.astype(np.float64)[slice(None) if indices is None else indices]
     B = len(rows)
     columns = {name: np.broadcast_to(value, B) for name, value in filters.items()}
@@ -216,7 +216,7 @@ def mirostat_sampling_from_probs(
 def _logits_to_probs(
     logits: np.ndarray, temperature: Any, indices: Any, top_k: Any = np.inf
 ) -> np.ndarray:
-    """Return the softmax of what top_k keeps, a row for each draw."""
+    """Return the softmax after top_k, a row per draw."""
     rows = logits[slice(None) if indices is None else indices]
     return softmax(top_k_mask_logits(rows, top_k), temperature)
 
@@ -339,15 +339,15 @@ def chain_speculative_sampling(
         ids = draft_token_ids[b]
         p, q = draft_probs[b, np.arange(n), ids], target_probs[b, np.arange(n), ids]
         passes = np.array([uniform(s, o, i) for i in range(n)]) * p < q
-        place = int(np.argmin(np.append(passes, False)))
-        weights = target_probs[b, place].astype(np.float64)
-        if place < n:
-            excess = np.maximum(weights - draft_probs[b, place], 0.0)
+        position = int(np.argmin(np.append(passes, False)))
+        weights = target_probs[b, position].astype(np.float64)
+        if position < n:
+            excess = np.maximum(weights - draft_probs[b, position], 0.0)
             weights = excess if excess.sum() > 0 else weights
         sums = np.cumsum(weights)
-        out[b, :place] = ids[:place]
-        out[b, place] = np.searchsorted(sums, uniform(s, o, n) * sums[-1], side="right")
-        accepted[b], emitted[b] = passes.sum(), place
+        out[b, :position] = ids[:position]
+        out[b, position] = np.searchsorted(sums, uniform(s, o, n) * sums[-1], side="right")
+        accepted[b], emitted[b] = passes.sum(), position
     if maybe_output_accepted_token_num is not None:
         maybe_output_accepted_token_num += accepted
         accepted = maybe_output_accepted_token_num

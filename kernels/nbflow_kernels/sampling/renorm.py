@@ -1,4 +1,4 @@
-"""Filters of probabilities: what they keep, divided by its sum."""
+"""Filters that renormalize: they zero the other probabilities and divide by the sum."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
-from nbflow_kernels.sampling import cpu, cuda
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
+from nbflow_kernels.sampling import cpu, cpu_typical_tail_free, cuda
 from nbflow_kernels.sampling.argument_checks import (
     NOT_PROBS,
     check_flags,
+    fractions_per_row,
     limits_of,
     output,
     rows_of,
     streams,
-    units_per_row,
 )
-from nbflow_kernels.sampling.shapes import tail_free_counts, typical_ranks
 
 
 def top_k_renorm_probs(probs: Any, top_k: Any, *, out: Any = None) -> Any:
@@ -28,7 +27,7 @@ def top_k_renorm_probs(probs: Any, top_k: Any, *, out: Any = None) -> Any:
     probs : array of float32, shape (B, V)
         Probabilities, not negative; a row need not sum to 1.
     top_k : int or array of integers, shape (B,)
-        How many tokens to keep, at least 1; exactly so many, the lowest indices among equals.
+        Number of tokens to keep, at least 1; exact, the lowest indices among equals.
     out : array of float32, shape (B, V), optional
         Where to write the result; it may be `probs` itself.
 
@@ -158,9 +157,9 @@ def tail_free_renorm_probs(
     probs : array of float32, shape (B, V)
         Probabilities, not negative; a row need not sum to 1.
     z : float or array, shape (B,)
-        Share of the bends to keep, 0..1; see `tail_free_sampling_from_probs`.
+        Share of the second differences to keep, 0..1; see `tail_free_sampling_from_probs`.
     first_counts : bool
-        Whether the first bend counts; see `tail_free_sampling_from_probs`.
+        Count the first second difference; see `tail_free_sampling_from_probs`.
     out : array of float32, shape (B, V), optional
         Where to write the result; it may be `probs` itself.
 
@@ -196,17 +195,17 @@ def xtc_renorm_probs(
     offset: Any = 0,
     out: Any = None,
 ) -> Any:
-    """Exclude top choices: with some probability, drop all likely tokens but the last of them.
+    """Exclude top choices (XTC): with some probability, drop all likely tokens but the last one.
 
     Parameters
     ----------
     probs : array of float32, shape (B, V)
         Probabilities, not negative; a row need not sum to 1.
     probability : float or array, shape (B,)
-        How often tokens are dropped, 0..1; otherwise the row is only divided by its sum.
+        Probability of dropping tokens, 0..1; otherwise the row is only divided by its sum.
     threshold : float or array, shape (B,)
-        Least share of a likely token, 0..1; the least likely one among these stays, the highest
-        index among equals.  Above 0.5 at most one token is likely, and nothing is dropped.
+        Smallest probability of a likely token, 0..1; the least likely of these stays, the highest
+        index among equals.  Above 0.5 at most one token is likely, and none is dropped.
     seed, offset
         As in `sampling_from_probs`; draw the token at another offset.
     out : array of float32, shape (B, V), optional
@@ -238,7 +237,7 @@ def xtc_renorm_probs(
     check_array("probs", probs, (None, None))
     B = len(probs)
     columns = (("probability", probability), ("threshold", threshold))
-    parameters = np.stack([units_per_row(*column, B) for column in columns], axis=1)
+    parameters = np.stack([fractions_per_row(*column, B) for column in columns], axis=1)
     seeds, offsets = streams(seed, offset, B)
     out, valid = output("out", probs, out), empty(probs, (B,), np.int32)
     (cuda if is_cuda(probs) else cpu).xtc(probs, parameters, seeds, offsets, out, valid)
@@ -246,8 +245,26 @@ def xtc_renorm_probs(
     return out
 
 
+def typical_ranks(probs: Any) -> Any:
+    """Return ranks float32 (R, V), the largest for the most typical tokens."""
+    check_array("probs", probs, (None, None))
+    ranks = empty(probs, probs.shape)
+    variant: Any = cuda if is_cuda(probs) else cpu_typical_tail_free
+    variant.typical_ranks(probs, ranks)
+    return ranks
+
+
+def tail_free_counts(probs: Any, rows: Any, z: Any, first_counts: bool) -> Any:
+    """Return the number of tokens that the tail-free filter keeps in each of `rows`, float64."""
+    shares = np.array(fractions_per_row("z", z, len(rows)))
+    counts = empty(probs, (len(rows),), np.float64)
+    variant: Any = cuda if is_cuda(probs) else cpu_typical_tail_free
+    variant.tail_free_counts(probs, rows, shares, 0 if first_counts else 1, counts)
+    return on_host(counts)  # filters are checked on the host
+
+
 def _renorm(probs, out, ranks=None, **filters):
-    """Check, filter, and raise if a row was no distribution; filters are those of `limits_of`."""
+    """Filter and renormalize rows; for `filters` see `limits_of`."""
     check_array("probs", probs, (None, None))
     limits = limits_of(len(probs), **filters)
     out, valid = output("out", probs, out), empty(probs, (len(probs),), np.int32)

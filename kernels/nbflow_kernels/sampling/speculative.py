@@ -1,4 +1,4 @@
-"""Verification of drafted tokens without changing the distribution of the target model."""
+"""Speculative sampling: rejection sampling of draft tokens."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ def chain_speculative_sampling(
     seed: Any,
     offset: Any = 0,
 ) -> tuple[Any, Any, Any]:
-    r"""Accept or replace a chain of drafted tokens so that the target's distribution results.
+    r"""Accept or resample a chain of draft tokens so that the target's distribution results.
 
-    Draft token x at place i is accepted with probability :math:`\min(1, q_i(x) / p_i(x))`, p the
-    draft's and q the target's probabilities.  At the first place where it is not, a token is drawn
+    Draft token x at position i is accepted with probability :math:`\min(1, q_i(x) / p_i(x))`, p the
+    draft's and q the target's probabilities.  At the first rejection a token is drawn
     from :math:`\max(q_i - p_i, 0)`, and the chain ends; if all n are accepted, one more is drawn
     from :math:`q_n`.
 
     Parameters
     ----------
     draft_probs : array of float32, shape (B, n, V)
-        What the draft tokens were drawn from; rows sum to 1.
+        Probabilities that the draft tokens were drawn from; rows sum to 1.
     draft_token_ids : array of int32, shape (B, n)
-        The drafted tokens, 0..V - 1.
+        Draft tokens, 0..V - 1.
     target_probs : array of float32, shape (B, n + 1, V)
-        The target's probabilities at the same places and at the one after the last.
+        Probabilities of the target at these positions and the next one.
     maybe_output_accepted_token_num : array of int32, shape (B,), optional
         The second result is added to it, and it is returned.
     maybe_output_emitted_draft_token_num : array of int32, shape (B,), optional
         The third result is added to it, and it is returned.
     seed, offset
-        As in `sampling_from_probs`; a chain takes its n + 1 numbers from one offset.
+        As in `sampling_from_probs`; a chain draws n + 1 numbers at one offset.
 
     Returns
     -------
     output_token_ids : array of int32, shape (B, n + 1)
-        Accepted tokens, the drawn one, then -1.
+        Accepted tokens, the resampled one, then -1.
     accepted_token_num : array of int32, shape (B,)
-        Draft tokens that pass their test, each taken alone: how well the models agree.
+        Draft tokens that pass their test, each by itself: a measure of how the models agree.
     emitted_draft_token_num : array of int32, shape (B,)
-        Draft tokens that are in the output; it holds one token more.
+        Draft tokens in the output, which holds one token more.
 
     Raises
     ------
@@ -63,8 +63,8 @@ def chain_speculative_sampling(
 
     Notes
     -----
-    Numbers are compared and summed in float64.  If the difference that a token is to be drawn from
-    is zero everywhere (rows that do not sum to the same), it is drawn from the target's row.
+    Numbers are compared and summed in float64.  If :math:`\max(q_i - p_i, 0)` is zero everywhere
+    (rows with different sums), the token is drawn from the target's row.
 
     References
     ----------
@@ -73,8 +73,8 @@ def chain_speculative_sampling(
 
     Examples
     --------
-    The first token is accepted: the target likes it more than the draft does.  The second cannot
-    be, and the only other token of the target's row is drawn.
+    The first token is accepted: it is more likely for the target than for the draft.  The second
+    has probability 0, and the only other token of the target's row is drawn.
 
     >>> import numpy as np
     >>> from nbflow_kernels.sampling import chain_speculative_sampling

@@ -309,7 +309,7 @@ def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
         (f,) = nk.load_formats({str(file)!r})
         w = nk.quantize(np.ones((3, 24), np.float32), f)
         nk.qmatmul(np.ones((1, 24), np.float32), w)
-        kernels = user_code.encoder(f.code), cpu_user_formats._rows(f.code)
+        kernels = user_code.encoder(f.code), cpu_user_formats._gemm(f.code)
         print(*(k.stats.cache_hits.total() > 0 for k in kernels))
     """)
     for wanted in ("False False", "True True"):
@@ -351,6 +351,6 @@ def test_int8_rows_are_widened_to_what_they_stand_for():
     rows = cpu.Int8Rows.empty(3, 50)
     cpu.quantize_activations(x, rows)
     out = np.full((3, 50), np.nan, np.float32)
-    cpu_user_formats.widen(rows, out)
+    cpu_user_formats.dequantize_activations(rows, out)
     assert np.abs(out - x).max() <= 0.51 * rows.scales.max()
     assert nk.get_num_threads() >= 1

@@ -1,4 +1,4 @@
-"""Products in register tiles: order of additions, one row and many, formats, processors."""
+"""GEMV and GEMM in register tiles: order of additions, batch invariance, formats, processors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _rounded(x: Any) -> Any:
 
 
 def _in_order(x: Any, w: Any, bias: Any, old: Any, width: int) -> Any:
-    """The documented sums, a float32 at a time; `x`, `w` have few bits: float64 rounds once.
+    """Add in the documented order, in float32; `x` and `w` have few bits, so float64 rounds once.
 
     A unit is `width` columns, of which the last is added first.
     """
@@ -100,7 +100,7 @@ def test_all_formats_with_the_same_weights_give_the_same_bits(
 
 @pytest.mark.parametrize("format", ["f16", "q8"])
 def test_bfloat16_costs_this_much(rng: np.random.Generator, format: str) -> None:
-    """About 2.3e-3 of the result.
+    """Check the error of about 2.3e-3 of the result.
 
     A number m * 2**e, 1 <= m < 2, is rounded to steps of 2**-7 * 2**e: the root mean square of the
     error is 2**-7 / sqrt(12) = 2.26e-3 in units of 2**e.  That of m is 1.4 to 1.53, so the relative
@@ -129,7 +129,7 @@ def test_nan_stays_in_its_row_and_its_output(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("shape", [(37, 203), (16, 64), (1, 1), (0, 8)])
-def test_float_weights_lie_sixteen_rows_side_by_side(
+def test_float_weights_are_packed_sixteen_rows_interleaved(
     rng: np.random.Generator, format: str, shape: tuple[int, int]
 ) -> None:
     w = quantize(rng.standard_normal(shape, dtype=np.float32), format)

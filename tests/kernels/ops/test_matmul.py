@@ -1,4 +1,4 @@
-"""Matrix product: invariance of a row, ways through the kernel, errors."""
+"""Matrix product: batch invariance, the same bits from every kernel, errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import nbflow_kernels as nk
 from nbflow_kernels.cpu import parallel_for
 from nbflow_kernels.matmul import cpu
+from nbflow_kernels.matmul.cpu_gemm import PANEL
 from nbflow_kernels.matmul.cpu_packed_tiles import BLOCK_TOKENS
 
-# K: one panel, panels and a ragged end, below one vector
-COLUMNS = [64, cpu.PANEL + 35, 7]
+# K: one panel, panels and a partial one, less than a vector
+COLUMNS = [64, PANEL + 35, 7]
 
 
 def _weights(rng: np.random.Generator, N: int, K: int, dtype: str) -> Any:
@@ -42,15 +43,15 @@ def test_a_row_does_not_depend_on_batch_or_threads(
         np.testing.assert_array_equal(nk.matmul(x[3:10], w), all_rows[3:10])
 
 
-@pytest.mark.parametrize("K", [512, 1600, cpu.PANEL + 37, 2 * cpu.PANEL + 7])
-def test_the_three_ways_add_in_the_same_order(
+@pytest.mark.parametrize("K", [512, 1600, PANEL + 37, 2 * PANEL + 7])
+def test_the_three_kernels_add_in_the_same_order(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, K: int
 ) -> None:
     x = rng.standard_normal((7, K), dtype=np.float32)
     w = rng.standard_normal((18, K), dtype=np.float32)
     tiles = nk.matmul(x, w)
     one = nk.matmul(x[:1], w)
-    monkeypatch.setattr(cpu, "ONE_STREAM_BYTES", 0)
+    monkeypatch.setattr(cpu, "MIN_GEMV_BYTES", 0)
     stream = nk.matmul(x[:1], w)
     monkeypatch.setattr(cpu, "MIN_TRANSPOSED_TOKENS", 1)
     np.testing.assert_array_equal(nk.matmul(x, w), tiles)
@@ -60,9 +61,9 @@ def test_the_three_ways_add_in_the_same_order(
 
 @pytest.mark.parametrize("T", [cpu.MIN_TRANSPOSED_TOKENS - 1, BLOCK_TOKENS + 3])
 def test_blocks_of_rows_and_tokens(rng: np.random.Generator, T: int) -> None:
-    """More than one block each way, ragged ends everywhere."""
-    x = rng.integers(-4, 5, (T, cpu.PANEL + 18)).astype(np.float32)
-    w = rng.integers(-4, 5, (37, cpu.PANEL + 18)).astype(np.float32)
+    """More than one block of rows and of tokens, partial ones at the end."""
+    x = rng.integers(-4, 5, (T, PANEL + 18)).astype(np.float32)
+    w = rng.integers(-4, 5, (37, PANEL + 18)).astype(np.float32)
     y = nk.matmul(x, w)
     np.testing.assert_array_equal(y, x @ w.T)  # whole numbers below 2**24: exact in float32
 

@@ -1,4 +1,4 @@
-"""Mixture of experts beyond its cases: known routers, rows and tokens by themselves, errors."""
+"""Mixture of experts: routers of known models, batch invariance, shared threads, errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_permutation_sends_every_pair_to_its_expert() -> None:
         assert (np.diff(rows[indptr[e] : indptr[e + 1]]) >= 0).all()  # in order of tokens
 
 
-# ---- products ---------------------------------------------------------------------------------
+# ---- grouped GEMM -----------------------------------------------------------------------------
 
 
 def stacks() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_a_token_does_not_depend_on_the_others(kind: str) -> None:
         np.testing.assert_array_equal(run(x[t : t + 1])[0], whole[t])
 
 
-def test_gate_and_up_apart_are_the_same_layer() -> None:
+def test_separate_gate_and_up_are_the_same_layer() -> None:
     gate_up, down, x = normal(3, 48, 16), normal(3, 16, 24), normal(4, 16)
     weights, ids = nk.moe_routing(normal(4, 3), 2)
     together = nk.fused_moe(x, gate_up, down, weights, ids)
@@ -197,7 +197,7 @@ def test_tokens_without_experts_get_nothing() -> None:
 
 
 def _ranges(n_threads: int, sizes: list[tuple[int, float]]) -> list[list[tuple[int, int]]]:
-    """Return the ranges of rows that each of some calls was made with."""
+    """Return the ranges of rows of each call."""
     parallel_for.set_num_threads(n_threads)
     made: list[list[tuple[int, int]]] = [[] for _ in sizes]
     with parallel_for.together():

@@ -1,4 +1,4 @@
-"""The quantized product beyond its cases: invariance, bands, errors, what is compiled."""
+"""Quantized matrix product: batch invariance, strided arrays, errors, compiled layouts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def make(name: str, T: int, N: int, K: int):
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_kernels_compute_from_what_dequantize_gives(name):
-    # rows of the identity pick single weights: one product by 1, the others by 0, no rounding
+def test_kernels_multiply_the_weights_of_dequantize(name):
+    # rows of the identity select single weights, without rounding
     _, w = make(name, 1, 37, 100)
     want = dequantize(w).T
     assert np.array_equal(qmatmul(np.eye(100, dtype=np.float32), w), want)
@@ -52,7 +52,7 @@ def test_kernels_compute_from_what_dequantize_gives(name):
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(name, activations, threads):
     if name == "f16" and activations == "int8":
-        return  # refused, as the test of errors shows
+        return  # refused, see the test of errors
     x, w = make(name, 71, 203, 330)  # 71 = 64 + 7 tokens; 13 row groups, the last of 11 rows
     bias = np.random.default_rng(6).standard_normal(203, dtype=np.float32)
 
@@ -87,7 +87,7 @@ def test_bias_and_accumulate_are_added_in_this_order(activations):
     assert np.array_equal(out, (product() + bias) + old)
 
 
-# what the kernels of int8 activations distinguish and no format of the list above has
+# layouts that the int8 kernels distinguish and no format above has
 SHAPES = ("like_q2_k", "like_q4_k", "like_q6_k", "like_iq4_xs", "like_mxfp4", "zero_and_base")
 
 
@@ -97,8 +97,8 @@ def test_products_of_other_integer_forms(name):
     w = synthetic_formats.FORMATS[name].random(rng, 37, 600)
     x = rng.standard_normal((9, 600), dtype=np.float32)
     want = reference.qmatmul(x, w, activations="int8")
-    # 600 / 16 sums, added twice at most: 75 roundings of 2**-24 of partial sums, which are below
-    # 4 times the result's size although codes and bases are added apart
+    # 600 / 16 sums, added at most twice: 75 roundings of 2**-24 of partial sums, which are below 4
+    # times the result although codes and bases are added separately
     size = np.sqrt(np.square(reference.weights(w)).sum(axis=1)).max()
     limit = 3 * 75**0.5 * 2.0**-24 * 4 * max(size, np.abs(want).max())
     got = qmatmul(x, w, activations="int8")
@@ -107,7 +107,7 @@ def test_products_of_other_integer_forms(name):
         assert np.array_equal(qmatmul(x[:T], w, activations="int8"), got[:T])
 
 
-def test_bands_of_wider_arrays():
+def test_columns_of_wider_arrays():
     x, w = make("q4", 5, 40, 96)
     wide_x = np.zeros((5, 200), np.float32)
     wide_x[:, 50:146] = x

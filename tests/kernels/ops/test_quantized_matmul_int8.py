@@ -1,4 +1,4 @@
-"""Products with int8 activations: the quantization, its error, and what the engine calls."""
+"""GEMV and GEMM with int8 activations: quantization, error, launches, batch invariance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nbflow_kernels.cpu.parallel_for import capture
-from nbflow_kernels.quantized_matmul import cpu, cpu_gemv_int8, qmatmul, reference
+from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8, qmatmul, reference
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 from nbflow_kernels.quantizers import quantize
 
@@ -42,7 +42,7 @@ def test_activations_are_quantized_as_the_formula_says(n_columns):
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_makes_the_row_nan_and_no_other(broken):
+def test_nan_and_infinity_make_their_row_nan(broken):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 96), dtype=np.float32)
     w = quantize(rng.standard_normal((20, 96), dtype=np.float32), "q4_0")
@@ -55,7 +55,7 @@ def test_what_is_not_finite_makes_the_row_nan_and_no_other(broken):
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q3h"])
 def test_error_of_int8_activations(name):
-    """What a user gives up: 0.5 % of the result's root mean square, whatever the weights' format.
+    """Check the documented error: 0.5 % of the result's root mean square, in any format.
 
     The largest of 32 normal numbers is 2.07 on average (mean square 4.5), a step is 1/127 of it,
     and the error is uniform: sqrt(4.5 / 12) / 127 = 4.8e-3.  The bounds are 15 % either way.
@@ -92,8 +92,8 @@ def test_one_quantization_serves_several_products_in_one_call_each():
     assert len(seen.calls) == 1
 
 
-def test_bits_of_a_row_do_not_depend_on_how_many_there_are():
-    """Every choice of kernel and tile: 1, 4 and 8 rows at a time, twice and more of them, many."""
+def test_a_row_has_the_same_bits_in_any_batch():
+    """Every kernel and tile: GEMV of 1, 4 and 8 rows at a time, once and repeated, and GEMM."""
     rng = np.random.default_rng(6)
     x = rng.standard_normal((36, 512), dtype=np.float32)
     w = quantize(rng.standard_normal((50, 512), dtype=np.float32), "q4_0", encoder="plain")
@@ -101,13 +101,13 @@ def test_bits_of_a_row_do_not_depend_on_how_many_there_are():
     for n in (1, 2, 4, 5, 8, 9, 12, 13, 32, 33):
         assert np.array_equal(qmatmul(x[:n], w, activations="int8"), whole[:n]), n
     form = w.packed().form
-    few = {n: cpu_gemv_int8.gemv(form, n) for n in (1, 4, 8)}
+    gemv = {n: cpu_gemv_int8.gemv(form, n) for n in (1, 4, 8)}
     chosen = [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 4), (12, 4), (13, 8), (32, 8)]
-    assert all(cpu_gemv_int8.kernel_for(form, n) is few[tile] for n, tile in chosen)
-    assert cpu_gemv_int8.kernel_for(form, 33) is cpu_gemv_int8.gemm(form)
+    assert all(cpu.int8_kernel(form, n) is gemv[tile] for n, tile in chosen)
+    assert cpu.int8_kernel(form, 33) is cpu_gemm_int8.gemm(form)
 
 
-FORMATS = ("q8_0", "q3h")  # all 8 bits of a code, and pairs: what differs most
+FORMATS = ("q8_0", "q3h")  # 8-bit codes, and pairs of codes
 
 
 def digest() -> str:
@@ -123,7 +123,7 @@ def digest() -> str:
 
 
 def test_bits_do_not_depend_on_the_processor():
-    # a processor of which nothing is known: no instruction beyond the architecture's base
+    # an unknown processor: only the base instruction set
     environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     command = [sys.executable, __file__]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

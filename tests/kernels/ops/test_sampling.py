@@ -1,4 +1,4 @@
-"""Sampling beyond its cases: the generator, distributions, independence of rows, errors."""
+"""Sampling: random numbers, distributions, batch invariance, errors."""
 
 from __future__ import annotations
 

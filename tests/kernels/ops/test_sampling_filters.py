@@ -1,4 +1,4 @@
-"""Draws from logits, typical, tail-free and Mirostat filters, top-k, masks, speculative chains."""
+"""Sampling from logits, typical, tail-free and Mirostat filters, top-k, masks, speculation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 def test_filters_of_a_flat_row_keep_what_sorting_keeps() -> None:
-    """The mass lies in many tokens: the cut is found by narrowing."""
+    """A flat row, whose cut is found by `mass_window`."""
     logits = np.random.default_rng(2).standard_normal((1, 40_000)).astype(np.float32)
     probs = nk.softmax(logits)
     for p in (1e-6, 0.3, 0.9, 0.9999):
@@ -152,8 +152,8 @@ def test_top_k_mask_and_softmax_are_top_k_renorm() -> None:
     np.testing.assert_allclose(got, nk.top_k_renorm_probs(nk.softmax(LOGITS), 6), rtol=1e-5)
 
 
-def test_tail_free_with_and_without_the_first_bend() -> None:
-    # sorted .5 .4 .06 .02 .02: bends .24 .30 .04, sums .41 .93 1 and without the first 0 .52 .59
+def test_tail_free_with_and_without_the_first_difference() -> None:
+    # sorted .5 .4 .06 .02 .02; differences .24 .30 .04, sums .41 .93 1, without the first 0 .52 .59
     probs = np.array([[0.02, 0.5, 0.02, 0.4, 0.06]], np.float32)
     for z, first_counts, n in ((0.9, True, 1), (0.95, True, 2), (0.55, False, 2), (0.7, False, 5)):
         kept = nk.tail_free_renorm_probs(probs, z, first_counts=first_counts)
@@ -161,7 +161,7 @@ def test_tail_free_with_and_without_the_first_bend() -> None:
 
 
 def test_mirostat_steers_the_surprise() -> None:
-    """A fixed row of entropy 7 bits, aimed at 3: the mean surprise comes close to the aim."""
+    """A fixed row of entropy 7 bits, target 3: the mean surprise approaches the target."""
     probs = np.random.default_rng(6).dirichlet(np.full(400, 0.4)).astype(np.float32)[None]
     mu: Any = 6.0
     surprises = []
@@ -169,12 +169,12 @@ def test_mirostat_steers_the_surprise() -> None:
         before = np.asarray(mu)
         _, mu = nk.mirostat_sampling_from_probs(probs, mu, tau=3.0, eta=0.2, seed=1, offset=i)
         surprises.append(float(((before - mu) / 0.2 + 3.0).item()))
-    # mu' - mu = -eta (s - tau): the mean of s - tau is the way of mu, a few bits, over 400 * eta
+    # mu' - mu = -eta (s - tau): the mean of s - tau is the change of mu, a few bits, over 400 * eta
     assert abs(np.mean(surprises[100:]) - 3.0) < 0.1
 
 
 def chains(n_rows: int, same: bool) -> tuple[Any, ...]:
-    """Return draft and target rows of 3 places and 6 tokens, and many drafted chains."""
+    """Return draft and target rows of 3 positions and 6 tokens, and many chains of draft tokens."""
     rng = np.random.default_rng(11)
     target = rng.dirichlet(np.full(6, 0.7), 4).astype(np.float32)
     draft = target[:3] if same else rng.dirichlet(np.full(6, 0.7), 3).astype(np.float32)
@@ -203,7 +203,7 @@ def test_speculation_leaves_the_target_distribution() -> None:
         assert (here[~reached] == -1).all()
         wanted = target[place].astype(float)
         check_frequencies(here[reached], wanted / wanted.sum())
-    # a token passes with probability sum min(p, q); three places of N draws: 5 deviations
+    # a token passes with probability sum min(p, q); three positions of N draws: 5 deviations
     rates = np.minimum(draft, target[:3]).sum(axis=1)
     spread = np.sqrt((rates * (1 - rates)).sum() * N)
     assert abs(accepted.sum() - N * rates.sum()) < 5 * spread
@@ -224,7 +224,7 @@ def test_speculation_accepts_everything_of_the_same_model() -> None:
 
 
 def test_speculation_without_a_difference_draws_from_the_target() -> None:
-    """The draft claims more for every token than the target, so nothing is left to draw from."""
+    """The draft has larger probabilities everywhere, so max(q - p, 0) is zero."""
     target = np.array([[[0.25, 0.25, 0.0], [0, 1, 0]]], np.float32)
     draft = np.array([[[0.5, 0.5, 0.5]]], np.float32)
     out, accepted, emitted = nk.chain_speculative_sampling(

@@ -17,6 +17,7 @@ from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.kv_cache.cuda import format_types
 from nbflow_kernels.matmul import cuda_wgmma
+from nbflow_kernels.matmul.cuda import wgmma_enabled
 
 VECTORS = 64
 """Of a warpgroup."""
@@ -45,7 +46,7 @@ def kernel(
 def takes(device: cuda.KernelDevice, D_qk: int, D_vo: int) -> bool:
     """Return whether heads of these sizes are to be attended to here."""
     whole = D_qk % 64 == D_vo % 64 == 0 and max(D_qk, D_vo) <= _MOST_COLUMNS
-    return whole and cuda_wgmma.usable(device)
+    return whole and wgmma_enabled(device)
 
 
 def shared_bytes(D_qk: int, D_vo: int, exact: bool, warpgroups: int, several: bool) -> int:
