@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbflow.distributed import Alone, Comm, ranks_of, world
+from nbflow.distributed import Comm, SelfComm, ranks_of, world
 from nbflow.option_fields import fields
 from nbflow.options import LoadOptions
 from nbflow_kernels.errors import UsageError
@@ -24,7 +24,7 @@ AUTO = "auto"
 MEASURED = "measured"
 """The machine that the sweep runs on, described by measuring it."""
 
-__all__ = ["Alone", "Comm", "world"]
+__all__ = ["Comm", "SelfComm", "world"]
 
 
 @dataclass(frozen=True)

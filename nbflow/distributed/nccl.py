@@ -1,8 +1,8 @@
-"""Ranks with a GPU each, through NCCL: arrays stay on the devices.
+"""Communicator of ranks with a GPU each, through NCCL.
 
-`Nccl` stands on a communicator of the host (`Mpi`), which carries Python objects and the id that
-NCCL's ranks find each other by.  Collectives run on CuPy's current stream and can be captured into
-a graph.  NCCL adds in an order of its own: every rank gets the same bits, but not those of `Mpi`.
+A host communicator (`MpiComm`) carries Python objects and the unique id.  Collectives run on CuPy's
+current stream and can be captured into graphs.  NCCL chooses the order of sums: every rank gets the
+same bits, but not those of `MpiComm`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.distributed.comm import Alone, Comm
+from nbflow.distributed.comm import Comm, SelfComm
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_INT32"}
-"""Type of an array to the name of NCCL's constant in `cupy.cuda.nccl`."""
+"""dtype -> name of NCCL's constant in `cupy.cuda.nccl`."""
 
 
 def has_nccl() -> bool:
-    """Return whether CuPy and an NCCL library that it can use are installed."""
+    """Return True if CuPy and a matching NCCL library are installed."""
     try:
         _nccl()
     except MissingExtraError:
@@ -44,13 +44,13 @@ def _nccl() -> tuple[Any, Any]:
     return cupy, nccl
 
 
-class Nccl(Comm):
+class NcclComm(Comm):
     """One rank with its current CUDA device.
 
     Parameters
     ----------
     host : Comm
-        The same ranks on the host.
+        Host communicator of the same ranks.
 
     Raises
     ------
@@ -90,15 +90,15 @@ class Nccl(Comm):
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
 
     def Allreduce_q8(self, array: Any) -> None:
-        raise UsageError("exchange 'q8' is for ranks on the host; NCCL's sums are exact: use 'f32'")
+        raise UsageError("exchange='q8' needs ranks on the host; use 'f32' with NCCL")
 
-    def _exchange(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
+    def _allgatherv(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
         address, n, kind = self._arguments(part)
         target, _, _ = self._arguments(whole)
         if len(set(counts)) == 1:
             self._comm.allGather(address, target, n, kind, self._stream)
             return
-        self._nccl.groupStart()  # parts of different lengths: each rank's to all, at once
+        self._nccl.groupStart()  # different lengths: one broadcast per rank, grouped
         for root, count in enumerate(counts):
             source = address if root == self.rank else target
             self._comm.broadcast(source, target, count, kind, root, self._stream)
@@ -140,4 +140,4 @@ class Nccl(Comm):
         part = self._host.split(ranks)
         if part is None:
             return None
-        return Alone() if part.size == 1 else Nccl(part)
+        return SelfComm() if part.size == 1 else NcclComm(part)

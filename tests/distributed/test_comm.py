@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from nbflow.distributed.comm import Alone, Comm
-from nbflow.distributed.thread_ranks import RankFailure, RankTeam
+from nbflow.distributed.comm import Comm, SelfComm
+from nbflow.distributed.thread_ranks import RankFailure, ThreadRanks
 from nbflow_kernels.errors import UsageError
 
 
 @pytest.fixture
 def team():
-    made = RankTeam(3)
+    made = ThreadRanks(3)
     yield made
     made.close()
 
@@ -146,7 +146,7 @@ def test_a_refusal_of_one_rank_ends_the_team_with_its_words(team, others):
 
 
 def test_alone_does_nothing_and_keeps_values():
-    comm = Alone()
+    comm = SelfComm()
     array = np.ones((2, 2), np.float32)
     comm.Allreduce(array)
     comm.Bcast(array, 0)
@@ -158,7 +158,7 @@ def test_alone_does_nothing_and_keeps_values():
 
 def test_closing_a_team_ends_its_threads():
     before = threading.active_count()
-    made = RankTeam(4)
+    made = ThreadRanks(4)
     made.run(lambda comm: comm.barrier())
     made.close()
     for thread in threading.enumerate():

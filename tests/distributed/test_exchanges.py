@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from mpirun import MPIRUN, mpirun
 
-from nbflow.distributed import Alone
+from nbflow.distributed import SelfComm
 from nbflow.distributed.comm import Comm
-from nbflow.distributed.links import Facts, choose
+from nbflow.distributed.device_comms import RankCapabilities, choose_transport
 from nbflow.distributed.mpi_cuda_aware import cuda_aware
-from nbflow.distributed.nccl import Nccl, has_nccl
+from nbflow.distributed.nccl import NcclComm, has_nccl
 from nbflow.distributed.quantized_all_reduce import q8_pack, q8_packed_bytes, q8_unpack
-from nbflow.distributed.thread_ranks import RankFailure, RankTeam
+from nbflow.distributed.thread_ranks import RankFailure, ThreadRanks
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
 
@@ -56,7 +56,7 @@ def test_bytes_do_not_hide_what_is_not_finite():
 
 def test_rounded_sums_are_the_same_on_every_rank():
     parts = np.random.default_rng(1).standard_normal((3, 5, 64)).astype(np.float32)
-    team = RankTeam(3)
+    team = ThreadRanks(3)
 
     def run(comm: Comm):
         mine = parts[comm.rank].copy()
@@ -78,7 +78,7 @@ def test_rounded_sums_are_the_same_on_every_rank():
 
 def test_a_rank_that_stands_still_is_given_up(monkeypatch):
     monkeypatch.setenv("NBFLOW_HANG_S", "0.1")
-    team = RankTeam(2)
+    team = ThreadRanks(2)
 
     def run(comm: Comm):
         if comm.rank == 1:
@@ -87,7 +87,7 @@ def test_a_rank_that_stands_still_is_given_up(monkeypatch):
             comm.Recv(np.empty(1, np.float32), 1)
 
     try:
-        with pytest.raises(RankFailure, match=r"rank 0 has waited for rank 1 of its 2 for 0.3 s"):
+        with pytest.raises(RankFailure, match=r"rank 0 has waited for rank 1 of 2 for 0.3 s"):
             team.run(run)
     finally:
         team.close()
@@ -165,30 +165,30 @@ def test_whether_mpi_takes_device_arrays_is_asked():
 def test_nccl_needs_cupy_and_nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cuda12\]'"):
-        Nccl(Alone())
+        NcclComm(SelfComm())
     stand_in(monkeypatch, available=False)
     with pytest.raises(MissingExtraError, match="nvidia-nccl-cu12"):
-        Nccl(Alone())
+        NcclComm(SelfComm())
     assert not has_nccl()
     stand_in(monkeypatch)
     assert has_nccl()
 
 
 def test_the_way_between_devices_is_one_that_all_ranks_can_go(monkeypatch):
-    gpus = [Facts("a", str(i), nccl=True, mpi=True) for i in range(2)]
-    gpus.append(Facts("b", "0", nccl=True, mpi=True))  # the same number on another host
-    assert choose(gpus) == "nccl"
-    assert choose([*gpus, gpus[0]]) == "mpi"  # NCCL refuses two ranks on one device
-    assert choose([*gpus, Facts("b", "1", nccl=False, mpi=True)]) == "mpi"
-    assert choose([*gpus, Facts("b", "1", nccl=False, mpi=False)]) == "host"
-    assert choose([*gpus, Facts("b", None, nccl=False, mpi=False)]) == "host"
-    assert choose(gpus, "mpi") == "mpi"
+    gpus = [RankCapabilities("a", str(i), nccl=True, mpi=True) for i in range(2)]
+    gpus.append(RankCapabilities("b", "0", nccl=True, mpi=True))  # the same number on another host
+    assert choose_transport(gpus) == "nccl"
+    assert choose_transport([*gpus, gpus[0]]) == "mpi"  # NCCL refuses two ranks on one device
+    assert choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=True)]) == "mpi"
+    assert choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=False)]) == "host"
+    assert choose_transport([*gpus, RankCapabilities("b", None, nccl=False, mpi=False)]) == "host"
+    assert choose_transport(gpus, "mpi") == "mpi"
     with pytest.raises(UsageError, match="some share one"):
-        choose([gpus[0], gpus[0]], "nccl")
+        choose_transport([gpus[0], gpus[0]], "nccl")
     with pytest.raises(UsageError, match="not every rank is on a CUDA device"):
-        choose([gpus[0], Facts("b", None, nccl=True, mpi=True)], "mpi")
+        choose_transport([gpus[0], RankCapabilities("b", None, nccl=True, mpi=True)], "mpi")
     with pytest.raises(UsageError, match="did you mean 'nccl'"):
-        choose(gpus, "ncll")
+        choose_transport(gpus, "ncll")
 
 
 @pytest.mark.mpi
@@ -199,12 +199,12 @@ def test_an_mpi_that_takes_device_arrays_adds_in_the_same_order():
         "from types import SimpleNamespace as Bag\n"
         "import numpy as np\n"
         "from nbflow.distributed import world\n"
-        "from nbflow.distributed.mpi_cuda_aware import DeviceMpi\n"
+        "from nbflow.distributed.mpi_cuda_aware import CudaAwareMpiComm\n"
         "ready = []\n"
         "stream = Bag(synchronize=lambda: ready.append(1))\n"
         "cuda = Bag(get_current_stream=lambda: stream)\n"
         "host = world()\n"
-        "comm = DeviceMpi(host, Bag(cuda=cuda, empty=np.empty))\n"
+        "comm = CudaAwareMpiComm(host, Bag(cuda=cuda, empty=np.empty))\n"
         "for c in (host, comm):\n"
         "    mine = np.random.default_rng(host.rank).standard_normal(99).astype(np.float32)\n"
         "    x, y, z = mine.copy(), np.empty((3, 5), np.float32), mine[:4].copy()\n"
@@ -260,7 +260,7 @@ class DeviceArray:
         self.flags = SimpleNamespace(c_contiguous=True)
 
 
-class Three(Alone):
+class Three(SelfComm):
     """A host communicator that says it is the second of three."""
 
     rank, size = 1, 3
@@ -268,14 +268,14 @@ class Three(Alone):
 
 def test_nccl_gets_addresses_types_and_the_current_stream(monkeypatch):
     calls = stand_in(monkeypatch)
-    comm = Nccl(Three())
+    comm = NcclComm(Three())
     x = DeviceArray(1000, 8, "float16")
     comm.Allreduce(x)
     comm.Send(x, 2)
     comm.Recv(x, 0)
     comm.Bcast(x, 1)
-    comm._exchange(DeviceArray(0, 4), DeviceArray(100, 12), [4, 4, 4])
-    comm._exchange(DeviceArray(0, 4), DeviceArray(100, 9), [2, 4, 3])
+    comm._allgatherv(DeviceArray(0, 4), DeviceArray(100, 12), [4, 4, 4])
+    comm._allgatherv(DeviceArray(0, 4), DeviceArray(100, 9), [2, 4, 3])
     assert calls == [
         ("init", 3, None, 1),  # the id is rank 0's to make
         ("allReduce", 1000, 1000, 8, 6, 0, 77),

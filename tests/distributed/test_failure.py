@@ -11,7 +11,7 @@ import pytest
 from mpirun import PYTHONPATH
 
 from nbflow.distributed.cpu_threads import fair_threads
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.utils.rank_status import IDLE, LOADING, WAITING, WORKING, Status
 
 HANGS = (
@@ -110,9 +110,9 @@ def test_threads_are_those_of_the_cores_that_a_process_is_bound_to():
     code = (
         "import os, sys\n"
         "os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(sys.argv[1])]})\n"
-        "from nbflow.distributed import Alone\n"
+        "from nbflow.distributed import SelfComm\n"
         "from nbflow.distributed.cpu_threads import fair_threads\n"
-        "print(fair_threads(Alone(), (0,)), fair_threads(Alone(), (0, 1)))\n"
+        "print(fair_threads(SelfComm(), (0,)), fair_threads(SelfComm(), (0, 1)))\n"
     )
     for core in "01":
         done = subprocess.run(
@@ -120,7 +120,7 @@ def test_threads_are_those_of_the_cores_that_a_process_is_bound_to():
             env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )  # fmt: skip
         assert done.stdout.split() == ["1", "1"], done.stderr
-    team = RankTeam(2)
+    team = ThreadRanks(2)
     try:
         cores = len(os.sched_getaffinity(0))
         assert team.run(lambda comm: fair_threads(comm, (0, 1))) == [max(1, cores // 2)] * 2

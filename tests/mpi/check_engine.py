@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.distributed import Alone, world
+from nbflow.distributed import SelfComm, world
 from nbflow.engine.search import BeamSearch
 from nbflow.sampling import Greedy, Strategy
 from nbflow.sampling.strategy import CompiledState
@@ -26,7 +26,7 @@ PROMPTS = [IDS[i : i + 5 + 31 * i] for i in range(6)]
 def main() -> None:
     folder, *partitions = sys.argv[1:]
     comm = world()
-    with nbflow.load(folder, comm=Alone(), kv="f32") as model:
+    with nbflow.load(folder, comm=SelfComm(), kv="f32") as model:
         expected = [model.generate(p, 12, ignore_eos=True).ids for p in PROMPTS]
     for partition in partitions:
         with nbflow.load(folder, partition=partition, kv="f32") as model:

@@ -17,7 +17,7 @@ import sys
 import time
 
 from nbflow import cli
-from nbflow.distributed.mpi import Mpi
+from nbflow.distributed.mpi import MpiComm
 from nbflow_kernels.errors import UsageError
 
 
@@ -29,7 +29,8 @@ def plant(fault: str, rank: int, after: int) -> None:
 
     where, _, what = fault.rpartition("-")
     owner, name = {
-        "": (Mpi, "Allreduce"), "load": (WeightLoader, "_once"), "draw": (StepOutput, "compute"),
+        "": (MpiComm, "Allreduce"), "load": (WeightLoader, "_once"),
+        "draw": (StepOutput, "compute"),
     }[where]  # fmt: skip
     count, correct = itertools.count(1), getattr(owner, name)
 

@@ -17,7 +17,7 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.program import build, build_memory, fuse
+from nbflow.program import build, build_cross_kv, fuse
 from nbflow.program import partition as cut
 from nbflow.program.cost import held_bytes, kv_token_bytes
 from nbflow_kernels.errors import UsageError
@@ -43,7 +43,7 @@ def test_every_part_is_counted(name: str, partition: str) -> None:
         parts = [(build(spec), mine, model)]
         if encoder is not None:
             parts.append((build(encoder), make_plan(encoder, partition).ranks[i], model.encoder))
-            parts.append((build_memory(spec), mine, model))
+            parts.append((build_cross_kv(spec), mine, model))
         held = [held_bytes(fuse(cut(program, plan)), of.bits) for program, plan, of in parts]
         assert rank.weight_bytes == sum(held)
         texts = WORK.batch * WORK.prompt

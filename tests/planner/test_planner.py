@@ -25,10 +25,10 @@ from nbflow.planner import (
     compare,
     known_machines,
     load_machine,
+    machine_toml,
     planned_model,
     predict,
     with_shares,
-    written_machine,
 )
 from nbflow.planner.auto_partition import _chosen as chosen_partition
 from nbflow.planner.machine import like
@@ -221,7 +221,7 @@ def test_cache_on_the_host_moves_bytes_and_costs_time():
     assert there.ranks[0].free_bytes == here.ranks[0].free_bytes + moved
     assert there.decode_s > here.decode_s
     with pytest.raises(UsageError, match="host_read_bytes_per_s"):
-        predict(model(), "0", machine(1), setting=RunConfig(kv_host=0.5))
+        predict(model(), "0", machine(1), config=RunConfig(kv_host=0.5))
 
 
 # ---- choosing -------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_packaged_machines_say_where_their_numbers_are_from(name, tmp_path):
     first = load_machine(name)
     assert first.sources
     assert first.description
-    (tmp_path / f"{name}.toml").write_text(written_machine(first))
+    (tmp_path / f"{name}.toml").write_text(machine_toml(first))
     again = load_machine(tmp_path / f"{name}.toml")
     assert dataclasses.replace(again, links=first.links) == first
     assert again.links == first.links
@@ -314,7 +314,7 @@ def test_rates_of_formats_are_written_and_read_again(tmp_path):
     fast = dataclasses.replace(DEVICE, formats=rates)
     whole = Machine("m", (fast, DEVICE), 2, {"host": LINK}, "d", ("s",))
     path = tmp_path / "m.toml"
-    path.write_text(written_machine(whole))
+    path.write_text(machine_toml(whole))
     assert load_machine(path) == whole
     text = path.read_text()
     for change, words in (
@@ -353,7 +353,7 @@ def test_more_ranks_than_a_host_has_need_a_network():
     ],
 )
 def test_mistakes_in_a_machine_are_named(change, words, tmp_path):
-    text = written_machine(load_machine("rtx4090")).replace("907000000000.0", "907.0e9")
+    text = machine_toml(load_machine("rtx4090")).replace("907000000000.0", "907.0e9")
     assert change[0] in text
     path = tmp_path / "bad.toml"
     path.write_text(text.replace(*change, 1))

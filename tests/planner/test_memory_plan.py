@@ -13,7 +13,8 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 from nbflow.options import OffloadConfig
-from nbflow.planner.memory import PAGE_SIZE, plan_memory
+from nbflow.planner.memory import PAGE_SIZE
+from nbflow.planner.memory_plan import plan_memory
 from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.errors import UsageError
 
