@@ -70,7 +70,7 @@ def test_plan_within_two_percent(name: str, options: dict[str, Any], cupy: Any) 
         counted = cupy.memory_bytes()
     assert counted["mapped_bytes"] == rank.host_bytes == held["host_bytes"]
     assert held["device_used_bytes"] == counted["device_bytes"]
-    assert counted["device_bytes"] == pytest.approx(rank.place_bytes, rel=0.02)
+    assert counted["device_bytes"] == pytest.approx(rank.device_bytes, rel=0.02)
     for key in ("weight_bytes", "kv_bytes", "workspace_bytes"):
         assert held[key] == pytest.approx(getattr(rank, key), rel=0.02)
 
@@ -81,8 +81,8 @@ def test_a_cap_that_only_a_part_on_the_host_keeps(cupy: Any) -> None:
     limits = {"max_sequences": 9, "kv_bytes": 8_000_000}
     (rank,) = plan_memory(FOLDER / "llama31", **options, **limits, **ON_HOST).ranks
     (whole,) = plan_memory(FOLDER / "llama31", **options, **limits).ranks
-    cap = round(1.02 * rank.place_bytes)
-    assert whole.place_bytes > 1.5 * cap
+    cap = round(1.02 * rank.device_bytes)
+    assert whole.device_bytes > 1.5 * cap
 
     def run(**place: Any) -> list[int]:
         cupy.reset(memory_bytes=cap)

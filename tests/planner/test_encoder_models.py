@@ -1,4 +1,4 @@
-"""Plans for encoders and for models with one: what is counted is what is loaded."""
+"""Predictions for encoders and encoder-decoder models: what is counted is what is loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
+from nbflow.planner.memory import weight_bytes
 from nbflow.program import build, build_cross_kv, fuse
-from nbflow.program import partition as cut
-from nbflow.program.cost import held_bytes, kv_token_bytes
+from nbflow.program import partition as shard
+from nbflow.program.cost import kv_token_bytes
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -44,12 +45,15 @@ def test_every_part_is_counted(name: str, partition: str) -> None:
         if encoder is not None:
             parts.append((build(encoder), make_plan(encoder, partition).ranks[i], model.encoder))
             parts.append((build_cross_kv(spec), mine, model))
-        held = [held_bytes(fuse(cut(program, plan)), of.bits) for program, plan, of in parts]
+        held = [
+            weight_bytes(fuse(shard(program, plan)), of, False).n_bytes
+            for program, plan, of in parts
+        ]
         assert rank.weight_bytes == sum(held)
         texts = WORK.batch * WORK.prompt
         rooms = [texts] if encoder is None else [WORK.batch * (WORK.generate + 1), texts, texts]
         tokens = [
-            room * kv_token_bytes(cut(program, plan), "f16") * (plan.layers[1] - plan.layers[0])
+            room * kv_token_bytes(shard(program, plan), "f16") * (plan.layers[1] - plan.layers[0])
             for room, (program, plan, _) in zip(rooms, parts, strict=True)
         ]
         assert rank.kv_bytes == sum(tokens)

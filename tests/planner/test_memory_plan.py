@@ -1,4 +1,4 @@
-"""What is planned is what an engine then takes."""
+"""Memory plans agree with the memory that engines take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 from nbflow.options import OffloadConfig
-from nbflow.planner.memory import PAGE_SIZE
+from nbflow.planner import planned_model
+from nbflow.planner.memory import PAGE_SIZE, model_bytes
 from nbflow.planner.memory_plan import plan_memory
 from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.errors import UsageError
@@ -85,6 +86,20 @@ def test_every_kind_of_model_to_the_byte(name, options):
     for found, planned in zip(taken, plan.ranks, strict=True):
         for key in ("weight_bytes", "kv_bytes", "workspace_bytes", "host_bytes"):
             assert found[key] == getattr(planned, key), key
+
+
+@pytest.mark.parametrize("name", ["llama31", "deepseek_v2", "t5"])
+@pytest.mark.parametrize("options", [{}, {"weights": "q4", "outliers": 0.01, "kv": "q8_0/f16"}])
+def test_bytes_of_a_model_are_those_of_its_plan(name, options):
+    plan = plan_memory(FAMILIES / name, **options)
+    found = model_bytes(
+        planned_model(FAMILIES / name, options.get("weights")),
+        options.get("kv", "f16"),
+        options.get("outliers", 0.0),
+    )
+    assert found[0] == plan.ranks[0].weight_bytes
+    if name != "t5":  # whose plan has the encoder's states, too
+        assert found[1] * plan.kv_tokens == plan.ranks[0].kv_bytes
 
 
 def test_formats_of_a_policy_lie_in_matrices_of_their_own(tmp_path):
@@ -191,7 +206,7 @@ def test_devices_and_the_host_are_counted_apart(wide):
     plan = plan_memory(wide, **options, kv_host_percent=50, embeddings_on_host=True)
     (rank,) = plan.ranks
     assert rank.host_bytes == here.kv_bytes // 2 + 1024 * 512 * 4  # one of two layers; the table
-    assert rank.place_bytes == here.total_bytes - rank.host_bytes
+    assert rank.device_bytes == here.total_bytes - rank.host_bytes
     assert plan.host_bytes == rank.host_bytes
     assert "on the host" in str(plan)
     first = plan_memory(wide, **options, cpu_layers=1)
@@ -212,7 +227,7 @@ def test_documented_plans_for_24_gb(name, options):
     text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     for line in str(plan).splitlines()[:2]:
         assert f"    {line}\n" in text
-    assert plan.ranks[0].place_bytes + 1e9 < 24 * 2**30  # 1 GB for what is not planned
+    assert plan.ranks[0].device_bytes + 1e9 < 24 * 2**30  # 1 GB for what is not planned
 
 
 def test_the_table_says_what_changes_nothing(wide):

@@ -1,4 +1,4 @@
-"""The planner: what it counts is what the programs do, and what it predicts behaves as it must."""
+"""Planner: counts agree with the programs, and predictions behave as they must."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from nbflow.planner import (
 )
 from nbflow.planner.auto_partition import _chosen as chosen_partition
 from nbflow.planner.machine import like
+from nbflow.planner.memory import buffer_bytes, weight_bytes
 from nbflow.planner.stage_cost import RankWork
 from nbflow.program import build, fuse, partition
-from nbflow.program.cost import StepShape, bytes_sent, held_bytes, workspace_bytes
+from nbflow.program.cost import StepShape, bytes_sent
 from nbflow_kernels.errors import UsageError
 
 PARTITIONS = ("0", "0;1", "0&1", "0&1;2&3", "0:3;1", "0:3&1", "2&0;1&3")
@@ -67,15 +68,17 @@ def test_counted_layers_cost_what_the_whole_program_does(text, changes, weights)
     total = 0
     for rank in plan.ranks:
         work, whole = RankWork(planned, rank), fuse(partition(build(planned.spec), rank))
-        assert work.weight_bytes() == held_bytes(whole, planned.bits)
+        for on_device in (False, True):
+            assert work.weight_bytes(on_device) == weight_bytes(whole, planned, on_device)
         assert work.sent_bytes(step) == bytes_sent(whole, rank.rank, 6, 3)
-        assert work.workspace_bytes(step) == workspace_bytes(whole, 6, 3)
-        total += work.weight_bytes()
+        assert work.workspace_bytes(step) == buffer_bytes(whole, planned, "f32", 6, 3, 3)
+        total += work.weight_bytes(True).n_bytes
     shapes = planned.spec.tensor_shapes()
     once = sum(np.prod(shape) * planned.bits(name) / 8 for name, shape in shapes.items())
     vectors = sum(np.prod(s) * planned.bits(n) / 8 for n, s in shapes.items() if len(s) == 1)
     tied = 2 * np.prod(shapes["embed.weight"])  # ranks of first and last stage each have a part
-    assert once <= total <= once + vectors * len(plan.ranks) + tied
+    if weights is None:  # else layouts pad the rows of this small model
+        assert once <= total <= once + vectors * len(plan.ranks) + tied
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
@@ -171,7 +174,7 @@ def test_replicas_share_the_sequences_out():
 
 
 def test_products_take_what_was_measured_of_their_format():
-    """Of a machine whose memory takes no time; few rows cost more than as many of the others."""
+    """With infinite memory bandwidth, the first rows cost more per row than the others."""
     of = {"q8_0": 2e9, "q4_0": 4e9, "q4_k": 1e9, "f16": 8e9}
     formats = {
         n: {"f32": Rates(w, 1e10, 1e12), "int8": Rates(2 * w, 1e10, 1e12)} for n, w in of.items()
@@ -349,7 +352,7 @@ def test_more_ranks_than_a_host_has_need_a_network():
         (("f16 =", "f17 ="), "unknown key 'f17'"),
         (('collective = "best"', 'collective = "tree"'), "unknown collective 'tree'"),
         (("memory_bytes = 25770000000.0\n", ""), "memory_bytes is missing"),
-        (("[[devices]]", "[devices]"), "must describe one device"),
+        (("[[devices]]", "[devices]"), "must describe at least one device"),
     ],
 )
 def test_mistakes_in_a_machine_are_named(change, words, tmp_path):
@@ -412,7 +415,7 @@ def test_the_command_gives_json(capsys):
         (["llama2_7b", "--machine", "h200x8", "--kv-host-percent", "150"], "0..100"),
         (["llama2_7b", "--machine", "h200x8", "--shares", "speed"], "needs a --partition"),
         (["llama2_7b", "--machine", "h200x8", "--activations", "f8"], "unknown arithmetic"),
-        (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must hold"),
+        (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must be at least"),
         (["llama2_7b", "--machine", "h200x8", "--prompt", "5000"], "holds 4096"),
         (
             ["facebook_m2m100_418m", "--machine", "h200x8", "--prompt", "5000"],
