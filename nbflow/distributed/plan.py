@@ -190,7 +190,7 @@ def split_evenly(total: int, n: int) -> list[Range]:
 def _split_aligned(
     total: int, shares: Sequence[float], unit: int, what: str, partition: str
 ) -> list[Range]:
-    """Cut [0, total) at multiples of `unit`; what is left over goes to the last range."""
+    """Split [0, total) at multiples of `unit`; the last range takes the remainder."""
     units, n = -(-total // unit), len(shares)
     if units < n:
         raise UsageError(
@@ -257,5 +257,5 @@ def _split_heads(
 
 
 def _heads_per_unit(block_size: int, columns: int) -> int:
-    """Return how many heads of `columns` columns make whole blocks."""
+    """Return the smallest number of heads of `columns` columns that fills whole blocks."""
     return math.lcm(block_size, columns) // columns

@@ -69,10 +69,11 @@ def predict(
     """
     workload, config = workload or Workload(), config or RunConfig()
     _check(model, workload)
-    shared = _shared_out(partition, workload)
-    only = min(len(shared), workload.batch) == 1  # the other replicas are idle
+    replica_workloads = _split_batch(partition, workload)
+    only = min(len(replica_workloads), workload.batch) == 1  # the other replicas are idle
     replicas = [
-        _replica(model, part, machine, share, config, micro_batches, only) for part, share in shared
+        _replica(model, part, machine, share, config, micro_batches, only)
+        for part, share in replica_workloads
     ]
     slowest = max(replicas, key=lambda r: r.request_s)
     kind = slowest.kind if len(replicas) == 1 else f"replicas {slowest.kind}"
@@ -90,7 +91,7 @@ def predict(
 
 
 def _check(model: PlannedModel, workload: Workload) -> None:
-    """Raise unless a model has room for what is asked of it."""
+    """Raise if a workload exceeds the context of the model."""
     spec = model.spec
     wanted = {spec.name: workload.kv_tokens}
     if spec.encoder is not None:
@@ -105,8 +106,8 @@ def _check(model: PlannedModel, workload: Workload) -> None:
             )
 
 
-def _shared_out(partition: str, workload: Workload) -> list[tuple[str, Workload]]:
-    """Return the replicas with the sequences that each gets; those that get none stay idle."""
+def _split_batch(partition: str, workload: Workload) -> list[tuple[str, Workload]]:
+    """Return each replica with its share of the batch, at least one sequence."""
     parts = split_replicas(partition)
     n, more = divmod(workload.batch, len(parts))
     batches = [max(1, n + (i < more)) for i in range(len(parts))]
@@ -125,7 +126,7 @@ def _replica(
     micro_batches: int | None,
     only: bool,
 ) -> Prediction:
-    """Return what one replica can do; whether it is the only one that works."""
+    """Predict one replica; `only` if no other one is busy."""
     plan = make_plan(model.spec, partition, model.block_size, config.exchange)
     if max(plan.numbers) >= len(machine.devices):
         raise UsageError(

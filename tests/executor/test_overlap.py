@@ -31,7 +31,7 @@ def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, pag
         made = BlockTable(page_size)
         for sequence in range(len(lengths)):
             made.add(sequence)
-            make_step(made, [sequence], [[7] * (3 + sequence)], [])  # what was there before
+            make_step(made, [sequence], [[7] * (3 + sequence)], [])  # earlier context
         return made
 
     tokens = [[10 * b + i for i in range(n)] for b, n in enumerate(lengths)]
@@ -81,7 +81,7 @@ def test_the_same_bits_as_without(checkpoint, monkeypatch, partition, exchange):
 
 
 def test_sums_are_on_their_way_while_the_other_half_is_computed():
-    """The first half's sum ends only when the second half has been computed, and so on."""
+    """Each all-reduce finishes only after the other half has been computed."""
     computed = [threading.Event() for _ in range(4)]
     order = []
 

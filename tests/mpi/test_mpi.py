@@ -1,4 +1,4 @@
-"""Real MPI ranks: this process starts mpirun and looks at what comes out."""
+"""Partitions on real MPI ranks, started with mpirun."""
 
 from __future__ import annotations
 

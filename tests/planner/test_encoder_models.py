@@ -65,7 +65,7 @@ def test_what_is_drawn_costs_time_only_where_something_is() -> None:
     reads, draws = (predict(m, "0;1", machine(), WORK) for m in (bert, t5))
     assert (reads.decode_s, reads.decode_tokens_per_s, reads.request_s) == (0, 0, reads.prefill_s)
     assert draws.decode_s > 0
-    assert draws.bubble > 0.4  # two stages in turn
+    assert draws.bubble > 0.4  # two stages take turns
     longer = predict(t5, "0;1", machine(), Workload(3, 32, 6))
     assert longer.prefill_s > draws.prefill_s
     assert longer.decode_s > draws.decode_s  # more keys of the encoder's states

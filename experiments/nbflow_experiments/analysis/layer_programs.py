@@ -65,7 +65,7 @@ class Stage:
     ----------
     program : Program
         One of `stage_programs`.
-    weights : RankWeights
+    weights : WeightLoader
         Its weights, not joined.
     kv : str
         Format of the keys and values, as in `nbflow.load`.
