@@ -150,6 +150,40 @@ class Comm(ABC):
         return buffer
 
 
+class DeviceComm(Comm):
+    """Communicator of device arrays; Python objects go through a host communicator."""
+
+    def __init__(self, host: Comm, xp: Any) -> None:
+        super().__init__()
+        self._host: Any = host
+        self._xp = xp
+        self.rank, self.size = host.rank, host.size
+
+    def _synchronize(self) -> None:
+        """Wait for the current stream of the device."""
+        self._xp.cuda.get_current_stream().synchronize()
+
+    def _buffer(self, shape: tuple[int, ...]) -> Any:
+        buffer: Any = self._scratch.get(shape)
+        if buffer is None:
+            buffer = self._scratch[shape] = self._xp.empty(shape, "float32")
+        return buffer
+
+    def Allreduce_q8(self, array: Any) -> None:
+        raise UsageError("exchange='q8' needs arrays on the host; use 'f32'")
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._host.bcast_object(value, root)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        found: list[Any] | None = self._host.gather_object(value, root)
+        return found
+
+    def barrier(self) -> None:
+        self._synchronize()
+        self._host.barrier()
+
+
 class SelfComm(Comm):
     """Communicator of a single rank."""
 

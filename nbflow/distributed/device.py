@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -63,12 +64,16 @@ class Device:
 
     def for_purpose(self, purpose: str) -> Device:
         """Return the same device for another purpose."""
-        return Device(self.name, self.xp, purpose, self.ordinal, self.is_mapped, self.graphs)
+        return self._replaced(_purpose=purpose)
 
     def mapped(self) -> Device:
         """Return the allocator of pinned host memory that the device's kernels can read."""
-        is_mapped = not self.on_host
-        return Device(self.name, self.xp, self._purpose, self.ordinal, is_mapped, self.graphs)
+        return self._replaced(is_mapped=not self.on_host)
+
+    def _replaced(self, **changes: Any) -> Device:
+        result = copy.copy(self)
+        vars(result).update(changes)
+        return result
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""

@@ -11,9 +11,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.distributed.comm import Comm, SelfComm
+from nbflow.distributed.comm import Comm, DeviceComm, SelfComm
 from nbflow.distributed.mpi import MpiComm
-from nbflow_kernels.errors import UsageError
 
 
 def cuda_aware() -> bool:
@@ -26,7 +25,7 @@ def cuda_aware() -> bool:
         return False
 
 
-class CudaAwareMpiComm(Comm):
+class CudaAwareMpiComm(DeviceComm):
     """One rank with its current CUDA device; sums in rank order, like `MpiComm`.
 
     Parameters
@@ -38,27 +37,12 @@ class CudaAwareMpiComm(Comm):
     """
 
     def __init__(self, host: Comm, xp: Any = None) -> None:
-        super().__init__()
         assert isinstance(host, MpiComm), "thread ranks have no MPI library"
-        self._host, self._xp = host, xp or importlib.import_module("cupy")
-        self.rank, self.size = host.rank, host.size
-
-    def _synchronize(self) -> None:
-        """Wait for the current stream: MPI knows nothing of streams."""
-        self._xp.cuda.get_current_stream().synchronize()
+        super().__init__(host, xp or importlib.import_module("cupy"))
 
     def _allgatherv(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
-        self._synchronize()
+        self._synchronize()  # MPI knows nothing of streams
         self._host._allgatherv(part, whole, counts)
-
-    def _buffer(self, shape: tuple[int, ...]) -> Any:
-        buffer = self._scratch.get(shape)
-        if buffer is None:
-            buffer = self._scratch[shape] = self._xp.empty(shape, "float32")
-        return buffer
-
-    def Allreduce_q8(self, array: Any) -> None:
-        raise UsageError("exchange='q8' needs arrays on the host; use 'f32'")
 
     def Send(self, array: Any, dest: int) -> None:
         self._synchronize()
@@ -74,16 +58,6 @@ class CudaAwareMpiComm(Comm):
         self._host.bcast_now(array, root)
         if self.rank == root:
             self.sent["broadcast"] += array.nbytes * (self.size - 1)
-
-    def bcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._host.bcast_object(value, root)
-
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        return self._host.gather_object(value, root)
-
-    def barrier(self) -> None:
-        self._synchronize()
-        self._host.barrier()
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         part = self._host.split(ranks)

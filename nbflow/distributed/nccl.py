@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.distributed.comm import Comm, SelfComm
+from nbflow.distributed.comm import Comm, DeviceComm, SelfComm
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_INT32"}
@@ -44,7 +44,7 @@ def _nccl() -> tuple[Any, Any]:
     return cupy, nccl
 
 
-class NcclComm(Comm):
+class NcclComm(DeviceComm):
     """One rank with its current CUDA device.
 
     Parameters
@@ -59,10 +59,8 @@ class NcclComm(Comm):
     """
 
     def __init__(self, host: Comm) -> None:
-        super().__init__()
-        self._cupy, self._nccl = _nccl()
-        self._host = host
-        self.rank, self.size = host.rank, host.size
+        cupy, self._nccl = _nccl()
+        super().__init__(host, cupy)
         unique = self._nccl.get_unique_id() if host.rank == 0 else None
         unique = host.bcast_object(unique)
         self._comm = self._nccl.NcclCommunicator(host.size, unique, host.rank)
@@ -80,7 +78,7 @@ class NcclComm(Comm):
 
     @property
     def _stream(self) -> int:
-        return int(self._cupy.cuda.get_current_stream().ptr)
+        return int(self._xp.cuda.get_current_stream().ptr)
 
     def Allreduce(self, array: Any) -> None:
         if self.size == 1:
@@ -88,9 +86,6 @@ class NcclComm(Comm):
         address, n, kind = self._arguments(array)
         self._comm.allReduce(address, address, n, kind, self._nccl.NCCL_SUM, self._stream)
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
-
-    def Allreduce_q8(self, array: Any) -> None:
-        raise UsageError("exchange='q8' needs ranks on the host; use 'f32' with NCCL")
 
     def _allgatherv(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
         address, n, kind = self._arguments(part)
@@ -104,12 +99,6 @@ class NcclComm(Comm):
             self._comm.broadcast(source, target, count, kind, root, self._stream)
             target += count * part.dtype.itemsize
         self._nccl.groupEnd()
-
-    def _buffer(self, shape: tuple[int, ...]) -> Any:
-        buffer = self._scratch.get(shape)
-        if buffer is None:
-            buffer = self._scratch[shape] = self._cupy.empty(shape, "float32")
-        return buffer
 
     def Send(self, array: Any, dest: int) -> None:
         address, n, kind = self._arguments(array)
@@ -125,16 +114,6 @@ class NcclComm(Comm):
         self._comm.broadcast(address, address, n, kind, root, self._stream)
         if self.rank == root:
             self.sent["broadcast"] += array.nbytes * (self.size - 1)
-
-    def bcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._host.bcast_object(value, root)
-
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        return self._host.gather_object(value, root)
-
-    def barrier(self) -> None:
-        self._cupy.cuda.get_current_stream().synchronize()
-        self._host.barrier()
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         part = self._host.split(ranks)
