@@ -93,7 +93,7 @@ class Device:
     host_memory_bytes: float = 0.0
     """Host memory of the rank for KV cache and embedding."""
     host_read_bytes_per_s: float = 0.0
-    """Rate at which the device reads host memory; 0 for a CPU."""
+    """Rate at which a GPU reads host memory; 0 for a CPU."""
 
     @property
     def is_accelerator(self) -> bool:

@@ -77,8 +77,11 @@ def weight_bytes(
             tables += 0 if (op.weights or index) in sizes else n_bytes
             sizes[op.weights or index] = n_bytes
             continue
+        if op.kind == "experts":
+            sizes["experts", index] = n * _experts(program, model, op, on_device, outliers)
+            continue
+        shared = op.kind == "linear" and op.weights in looked_up
         for operands in _matrices(op, model):
-            shared = op.weights in looked_up
             n_bytes = _matrix(program, model, op, operands, on_device, shared, outliers)
             # all layers share what is not named after one, e.g. a relative position bias
             sizes[operands] = (n if operands[0].name.startswith("layers.") else 1) * n_bytes
@@ -137,6 +140,21 @@ def _matrices(op: Op, model: PlannedModel) -> list[tuple[Operand, ...]]:
         runs = groupby(op.weights, key=lambda w: (_converted(model, w), model.kept_format(w.name)))
         return [tuple(run) for _, run in runs]
     return [(w,) for w in op.weights]
+
+
+def _experts(
+    program: Program, model: PlannedModel, op: Op, on_device: bool, outliers: float
+) -> int:
+    """Return the bytes of the matrices of experts; equal ones, up to thousands, are sized once."""
+    groups: dict[object, list[Operand]] = {}
+    for operand in op.weights:
+        converted = _converted(model, operand) if outliers else None
+        key = model.format_of(operand.name), program.spec.shape_of(operand.name), converted
+        groups.setdefault(key, []).append(operand)
+    return sum(
+        len(group) * _matrix(program, model, op, (group[0],), on_device, False, outliers)
+        for group in groups.values()
+    )
 
 
 def _matrix(

@@ -52,8 +52,17 @@ class PlannedModel:
             return None
         return PlannedModel(self.spec.encoder, self.weights, self.encoder_stored)
 
+    @cached_property
+    def _formats_of(self) -> dict[str, str]:
+        return {}
+
     def format_of(self, name: str) -> str:
         """Return the format of a tensor in memory."""
+        if name not in self._formats_of:
+            self._formats_of[name] = self._find_format(name)
+        return self._formats_of[name]
+
+    def _find_format(self, name: str) -> str:
         shape = self.spec.shape_of(name)
         if len(shape) == 1 or name.endswith(".bias"):
             return "f32"
@@ -98,8 +107,7 @@ class PlannedModel:
         for name, shape in spec.tensor_shapes().items():
             if name.startswith("layers."):
                 _, number, part = name.split(".", 2)
-                formats = self.format_of(name), self.kept_format(name)
-                tensors[int(number)].append((part, shape, *formats))
+                tensors[int(number)].append((part, shape, self.format_of(name)))
         members: dict[object, list[int]] = {}
         for layer, parts in tensors.items():
             key = tuple(parts), spec.window_of(layer), spec.rope_of(layer) == spec.rope
