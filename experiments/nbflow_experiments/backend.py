@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbflow.distributed import Alone, Comm, ranks_of, world
+from nbflow.distributed import Comm, SelfComm, ranks_of, world
 from nbflow.option_fields import fields
 from nbflow.options import LoadOptions
 from nbflow_kernels.errors import UsageError
@@ -24,7 +25,7 @@ AUTO = "auto"
 MEASURED = "measured"
 """The machine that the sweep runs on, described by measuring it."""
 
-__all__ = ["Alone", "Comm", "world"]
+__all__ = ["Comm", "SelfComm", "world"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,6 @@ class ModelIdentity:
     """Longest sequence, in tokens."""
     vocab_size: int
     """Number of tokens of the vocabulary."""
-    shapes: dict[str, tuple[int, ...]]
-    """Shape of every tensor, by our name."""
-    stored_bytes: dict[str, int]
-    """Bytes of every tensor in the checkpoint, by our name."""
-    kv_width: int
-    """Numbers the key/value cache holds for one token, all layers."""
 
 
 def format_names() -> tuple[str, ...]:
@@ -134,10 +129,13 @@ def kv_format_names() -> tuple[str, ...]:
     return (*KINDS, *short)
 
 
-def kv_bits(kv: str) -> float:
-    """Return the bits per number of a cache: the mean of keys and values, without padding."""
-    keys, _, values = kv.partition("/")
-    return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
+@functools.cache
+def model_bytes(model: str, weights: str, outliers: float, kv: str) -> tuple[int, int]:
+    """Return the bytes of a model's weights, and of its KV cache per token (the planner's)."""
+    from nbflow.planner import planned_model
+    from nbflow.planner.memory import model_bytes as planned_bytes
+
+    return planned_bytes(planned_model(model, weights), kv, outliers)
 
 
 def partition_ranks(partition: str) -> tuple[int, ...]:
@@ -158,23 +156,14 @@ def check_machine(name: str) -> None:
     load_machine(name)
 
 
-def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Return whether the engine stores this tensor in the weight format."""
-    from nbflow.quantization.policy import is_quantized as policy
-
-    return bool(policy(name, tuple(shape)))
-
-
 def identify(model: str) -> ModelIdentity:
     """Return the identity of a model; reads every byte of its files once."""
     from nbflow.checkpoint import open_weights
     from nbflow.spec import resolve
 
     resolved = resolve(model)
-    shapes = resolved.spec.tensor_shapes()
     with open_weights(resolved.path) as weights:
         files = [Path(file) for file in weights.files()]
-        stored = {n: weights.n_bytes(resolved.spec.checkpoint_name(n)) for n in shapes}
     folder = files[0].parent
     if resolved.tokenizer is not None and resolved.tokenizer not in files:  # GGUF holds both
         files.append(resolved.tokenizer)
@@ -186,9 +175,6 @@ def identify(model: str) -> ModelIdentity:
         folder,
         spec.max_context,
         spec.vocab_size,
-        shapes,
-        stored,
-        (2 if spec.latent is None else 1) * spec.n_layers * spec.n_kv_heads * spec.cached_dim,
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.distributed import Alone, Comm, world
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed import Comm, SelfComm, world
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.planner.machine import FEW_ROWS, Device, Link, Machine, Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.read_probe import ReadProbe
@@ -96,7 +96,7 @@ def measure_machine(
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
         return _machine([_measure_rank(load, comm, probe_bytes, formats)], "process")
-    team = RankTeam(n)
+    team = ThreadRanks(n)
     try:
         measured = team.run(lambda mine: _measure_rank(load, mine, probe_bytes, formats))
         return _machine(measured, "threads")
@@ -249,7 +249,7 @@ def _step_seconds(load: Load, comm: Comm, threads: int) -> tuple[float, float]:
     weight_s = _at_once(
         comm, _product(_matrix("f16"), 1, "f32")
     )  # as the model's, the cache holds it
-    with load("tiny_python", comm=Alone(), threads=threads) as model:
+    with load("tiny_python", comm=SelfComm(), threads=threads) as model:
         seconds = []
         for burst_s in (0.0, 1.0):
             _run(model, burst_s)  # compiles

@@ -98,7 +98,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
 def _refused(name: str, error: Exception) -> int:
     """Print what is wrong once, and end all ranks if only some of them found it."""
     from nbflow.distributed import world
-    from nbflow.distributed.mpi import Mpi
+    from nbflow.distributed.mpi import MpiComm
 
     message = f"nbflow {name}: error: {error}"
     try:
@@ -107,6 +107,6 @@ def _refused(name: str, error: Exception) -> int:
         comm = None
     if comm is None or comm.rank == 0:
         print(message, file=sys.stderr)
-    if isinstance(comm, Mpi) and not comm.all_end():
+    if isinstance(comm, MpiComm) and not comm.all_end():
         failure.stop_all(f"{message}\n" if comm.rank else "")
     return 2

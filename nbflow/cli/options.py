@@ -12,7 +12,7 @@ from nbflow.cli.option_arguments import add_options, given_options
 from nbflow.distributed import world
 from nbflow.distributed.device import is_host
 from nbflow.options import LoadOptions
-from nbflow.planner.memory import MemoryPlan, plan_memory
+from nbflow.planner.memory_plan import MemoryPlan, plan_memory
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 

@@ -13,7 +13,7 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.planner.memory import MemoryPlan, plan_memory
+from nbflow.planner.memory_plan import MemoryPlan, plan_memory
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.utils.system import available_memory_bytes
 from nbflow.utils.tables import text_table

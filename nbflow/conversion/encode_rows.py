@@ -12,7 +12,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
-from nbflow.program.read_operand import quantized_pieces, read_part
+from nbflow.program.read_operand import read_operand, read_quantized_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.encoding import BEST, QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
@@ -136,12 +136,12 @@ class ModelRows:
 
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return rows [start, stop), with the pairs reordered."""
-        rows = self._ordered(read_part(self.spec, self.file, self._part(start, stop)))
+        rows = self._ordered(read_operand(self.spec, self.file, self._part(start, stop)))
         return rows + np.float32(self.offset) if self.offset else rows
 
     def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the bytes of rows [start, stop), with the pairs reordered."""
-        pieces = quantized_pieces(self.spec, self.file, self._part(start, stop))
+        pieces = read_quantized_operand(self.spec, self.file, self._part(start, stop))
         return self._ordered(np.concatenate([piece.data for piece in pieces]))
 
     def raw(self) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.conversion.importance_names import known_inputs
-from nbflow.program.read_operand import read_part
+from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.quantization.transforms import prepare
@@ -64,5 +64,5 @@ def encoded_matrices(
             format = formats.of(name, shape)
             if format is None:
                 continue
-            exact = read_part(prepared.spec, opened, Operand(name)).astype(np.float32)
+            exact = read_operand(prepared.spec, opened, Operand(name)).astype(np.float32)
             yield name, exact, prepared.encoding.encode(name, exact, format)

@@ -1,9 +1,8 @@
-"""What the engine needs of a communicator, and the one of a single process.
+"""Communicator interface of the engine, and the communicator of a single process.
 
-Names follow mpi4py: capital names move buffers of arrays, lower-case names move Python objects.
-Sums are taken in the order of the ranks, whatever the transport, so that every rank gets the same
-bits and `Threads` the same as `Mpi`.  `sent` counts the payload bytes that this rank has sent with
-the capital names; a message to k ranks counts k times.
+Names follow mpi4py: capital names move arrays, lower-case names move Python objects.  Sums are in
+rank order, so that every rank and every host transport gets the same bits.  `sent` counts payload
+bytes of the capital names; a message to k ranks counts k times.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from nbflow_kernels.errors import UsageError
 
 
 class RankError(UsageError):
-    """An error of one rank within a step, from which the ranks beside it cannot go on."""
+    """Error of one rank within a step, after which the other ranks cannot continue."""
 
 
 class Comm(ABC):
-    """Ranks that can talk to each other."""
+    """Communicator: ranks that exchange arrays and objects."""
 
     rank: int
     """Number of this rank, from 0."""
@@ -38,8 +37,8 @@ class Comm(ABC):
         self._signal = self._noise = 0.0
 
     @abstractmethod
-    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
-        """Gather flat float32 `part` of every rank, in order, into flat `whole` on every rank."""
+    def _allgatherv(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+        """Gather flat float32 `part` of every rank, in rank order, into `whole` on every rank."""
 
     @abstractmethod
     def Send(self, array: np.ndarray, dest: int) -> None:
@@ -59,60 +58,54 @@ class Comm(ABC):
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return the objects of all ranks, in order, on rank `root`; None elsewhere."""
+        """Return the objects of all ranks, in rank order, on rank `root`; None elsewhere."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls it."""
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Comm | None:
-        """Return a communicator of these ranks, numbered in this order; None for the others.
+        """Return a communicator of these ranks in this order; None on other ranks.
 
-        Every rank must call it with the same ranks.
+        Collective: every rank must call it with the same ranks.
         """
 
     def Send_later(self, array: np.ndarray, dest: int) -> None:
-        """Send a C-contiguous array to rank `dest` without waiting for it.
-
-        The array may be changed afterwards.
-        """
+        """Send a copy of a C-contiguous array to rank `dest` without waiting for it."""
         self.Send(array, dest)
 
     def Post(self, array: np.ndarray, dest: int) -> None:
-        """Send a small C-contiguous array to rank `dest` without waiting for it; counted as told.
-
-        The array may be changed afterwards.
-        """
+        """Send a copy of a small C-contiguous array without waiting; counts as broadcast."""
         self.Send(array.copy(), dest)
         self.sent["send"] -= array.nbytes
         self.sent["broadcast"] += array.nbytes
 
     def Allreduce(self, array: np.ndarray) -> None:
-        """Replace the C-contiguous float32 `array` by its sum over all ranks, on every rank."""
+        """Replace the C-contiguous float32 `array` by its sum over all ranks."""
         if self.size == 1:
             return
         gathered = self._buffer((self.size, array.size))
         flat = array.reshape(-1)
-        self._exchange(flat, gathered.reshape(-1), [array.size] * self.size)
+        self._allgatherv(flat, gathered.reshape(-1), [array.size] * self.size)
         flat[:] = gathered[0]
         for r in range(1, self.size):
             flat += gathered[r]
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
 
     def Allreduce_q8(self, array: np.ndarray) -> None:
-        """Replace the C-contiguous float32 `array` by the sum of what all ranks round theirs to.
+        """Replace the C-contiguous float32 `array` by the sum of all ranks' q8-quantized arrays.
 
-        Each rank sends its part as bytes: blocks of 32 numbers with a float32 scale, 9 bits for
-        each number.  Every rank, the sender too, adds up the rounded parts, in the order of the
-        ranks, so that all get the same bits.  `rounding_error` says what the rounding costs.
+        Blocks of 32 numbers have a float32 scale: 9 bits per number.  Every rank, the sender too,
+        adds the quantized arrays in rank order, so that all get the same bits.  `rounding_error`
+        measures the loss.
         """
         if self.size == 1:
             return
         flat = array.reshape(-1)
         packed = q8_pack(flat)
         gathered = self._buffer((self.size, packed.size))
-        self._exchange(packed, gathered.reshape(-1), [packed.size] * self.size)
+        self._allgatherv(packed, gathered.reshape(-1), [packed.size] * self.size)
         signal, noise = q8_error(flat, packed)
         self._signal, self._noise = self._signal + signal, self._noise + noise
         flat[:] = 0
@@ -122,33 +115,33 @@ class Comm(ABC):
 
     @property
     def rounding_error(self) -> float:
-        """Root mean square of what `Allreduce_q8` rounded off, by that of what this rank gave."""
+        """Relative RMS quantization error of this rank's arrays in `Allreduce_q8`."""
         return math.sqrt(self._noise / self._signal) if self._signal else 0.0
 
     def Allgather_columns(self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]) -> None:
-        """Put the columns that the ranks hold side by side, on every rank.
+        """Concatenate the columns of all ranks, on every rank.
 
         Parameters
         ----------
         part : array of float32, shape (R, widths[rank])
             This rank's columns, C-contiguous.
         whole : array of float32, shape (R, sum(widths))
-            Where to write.
+            Output.
         widths : sequence of int
             Columns of each rank.
         """
         rows = part.shape[0]
         flat = self._buffer((rows * sum(widths),))
-        self._exchange(part.reshape(-1), flat, [rows * w for w in widths])
-        at = column = 0
+        self._allgatherv(part.reshape(-1), flat, [rows * w for w in widths])
+        start = column = 0
         for width in widths:
-            block = flat[at : at + rows * width].reshape(rows, width)
+            block = flat[start : start + rows * width].reshape(rows, width)
             whole[:, column : column + width] = block
-            at, column = at + rows * width, column + width
+            start, column = start + rows * width, column + width
         self.sent["all_gather"] += part.nbytes * (self.size - 1)
 
     def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a float32 scratch array that is reused for the same shape."""
+        """Return a float32 scratch array, reused by shape."""
         buffer = self._scratch.get(shape)
         if buffer is None:
             if len(self._scratch) > 16:
@@ -157,22 +150,56 @@ class Comm(ABC):
         return buffer
 
 
-class Alone(Comm):
-    """The communicator of a single rank."""
+class DeviceComm(Comm):
+    """Communicator of device arrays; Python objects go through a host communicator."""
+
+    def __init__(self, host: Comm, xp: Any) -> None:
+        super().__init__()
+        self._host: Any = host
+        self._xp = xp
+        self.rank, self.size = host.rank, host.size
+
+    def _synchronize(self) -> None:
+        """Wait for the current stream of the device."""
+        self._xp.cuda.get_current_stream().synchronize()
+
+    def _buffer(self, shape: tuple[int, ...]) -> Any:
+        buffer: Any = self._scratch.get(shape)
+        if buffer is None:
+            buffer = self._scratch[shape] = self._xp.empty(shape, "float32")
+        return buffer
+
+    def Allreduce_q8(self, array: Any) -> None:
+        raise UsageError("exchange='q8' needs arrays on the host; use 'f32'")
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._host.bcast_object(value, root)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        found: list[Any] | None = self._host.gather_object(value, root)
+        return found
+
+    def barrier(self) -> None:
+        self._synchronize()
+        self._host.barrier()
+
+
+class SelfComm(Comm):
+    """Communicator of a single rank."""
 
     rank, size = 0, 1
 
-    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+    def _allgatherv(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
         np.copyto(whole, part)
 
     def Send(self, array: np.ndarray, dest: int) -> None:
-        raise RuntimeError("a single rank has nobody to send to")
+        raise RuntimeError("cannot send: this communicator has one rank")
 
     def Recv(self, array: np.ndarray, source: int) -> None:
-        raise RuntimeError("a single rank has nobody to receive from")
+        raise RuntimeError("cannot receive: this communicator has one rank")
 
     def Bcast(self, array: np.ndarray, root: int) -> None:
-        """Do nothing: the array is there already."""
+        """Do nothing: one rank."""
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:
         return value
@@ -181,7 +208,7 @@ class Alone(Comm):
         return [value]
 
     def barrier(self) -> None:
-        """Do nothing: nobody else is on the way."""
+        """Do nothing: one rank."""
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
-        return Alone() if 0 in ranks else None
+        return SelfComm() if 0 in ranks else None

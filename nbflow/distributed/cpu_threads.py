@@ -1,4 +1,4 @@
-"""How many threads each rank may use, so that all cores have work and none has too much."""
+"""Number of CPU threads per rank: all cores busy, none oversubscribed."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ def fair_threads(comm: Comm, numbers: Sequence[int]) -> int:
     Parameters
     ----------
     comm : Comm
-        All ranks that were started.
+        All ranks of the launch.
     numbers : sequence of int
-        Those that take part; without mpirun they are threads of this process.
+        Ranks that take part; without mpirun, threads of this process.
 
     Returns
     -------
     int
-        Each core this process may run on is shared evenly by the ranks that may run on it too:
-        ranks that were bound to cores of their own use these, others their part of the machine.
-        A CPU quota (of a container) is shared by the ranks of the machine.
+        Ranks share each core evenly with the other ranks that may run on it: bound ranks use their
+        own cores, unbound ranks their share of the machine.  Ranks of a host share its CPU quota
+        (of a container).
     """
     if comm.size == 1:
         return max(1, available_cores() // len(numbers))
     mine = platform.node(), _cores()
-    everyone = comm.bcast_object(comm.gather_object(mine))
-    ranks = [everyone[rank] for rank in numbers]
+    affinities = comm.bcast_object(comm.gather_object(mine))
+    ranks = [affinities[rank] for rank in numbers]
     return within_quota(shared_cores(mine, ranks), cpu_quota(), [host for host, _ in ranks])
 
 
 def shared_cores(
     mine: tuple[str, frozenset[int]], ranks: Sequence[tuple[str, frozenset[int]]]
 ) -> int:
-    """Return the part of one's cores that is left when all ranks take theirs.
+    """Return a rank's share of its cores.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def shared_cores(
 
 
 def within_quota(threads: int, quota: int | None, hosts: Sequence[str]) -> int:
-    """Return the threads for a rank of this machine when all ranks are within its CPU quota.
+    """Limit the threads of a rank by the host's CPU quota.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def within_quota(threads: int, quota: int | None, hosts: Sequence[str]) -> int:
 
 
 def _cores() -> frozenset[int]:
-    """Return the numbers of the cores that this process may run on."""
+    """Return the CPU affinity of this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(available_cores()))

@@ -1,7 +1,8 @@
-"""Where the arrays of a rank live: host memory, a CUDA device, or the emulated one."""
+"""Devices of ranks: the host, a CUDA device, or the emulator."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -15,27 +16,29 @@ from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 DEVICES = ("auto", "cpu", "cuda", "emulator")
 """Names of devices.
 
-``auto`` is the CPU: CUDA runs where it is asked for.  ``emulator`` executes every CUDA kernel's PTX
+``auto`` is the CPU: CUDA must be chosen.  ``emulator`` executes every CUDA kernel's PTX
 on the CPU, with all checks of `nbflow_ptx` (bounds, races, uninitialised memory): millions of times
 slower than a device, for debugging with tiny models.
 """
 
 
 class Device:
-    """Makes arrays in one kind of memory, and says what a failed one was for.
+    """Allocator of arrays in one memory; its errors name the purpose of the arrays.
 
     Parameters
     ----------
     name : {"cpu", "cuda", "emulator"}
-        Which memory.
+        Kind of device.
     xp : module
-        NumPy, CuPy, or what stands for CuPy.
+        NumPy, CuPy, or the emulator's stand-in.
     purpose : str
-        What the arrays are for, in the words of an error.
+        Purpose of the arrays, for error messages.
     ordinal : int
         Number of the CUDA device.
     is_mapped : bool
-        Whether arrays lie in pinned memory of the host; see `mapped`.
+        Allocate in pinned host memory; see `mapped`.
+    graphs : bool
+        Run steps as CUDA graphs where possible.
     """
 
     def __init__(
@@ -50,26 +53,27 @@ class Device:
         self.name = name
         self.xp = xp
         self.ordinal = ordinal
-        """Number of the CUDA device."""
         self.is_mapped = is_mapped
-        """Whether arrays lie in pinned memory of the host, where the device's kernels use them."""
         self.graphs = graphs
-        """Whether steps run as CUDA graphs where they can."""
         self._purpose = purpose
 
     @property
     def on_host(self) -> bool:
-        """Return whether arrays are NumPy's."""
+        """True if arrays are NumPy arrays."""
         return self.xp is np
 
-    def purposed(self, purpose: str) -> Device:
-        """Return the same place for another purpose."""
-        return Device(self.name, self.xp, purpose, self.ordinal, self.is_mapped, self.graphs)
+    def for_purpose(self, purpose: str) -> Device:
+        """Return the same device for another purpose."""
+        return self._replaced(_purpose=purpose)
 
     def mapped(self) -> Device:
-        """Return the place for arrays that the device's kernels use, in the host's memory."""
-        is_mapped = not self.on_host
-        return Device(self.name, self.xp, self._purpose, self.ordinal, is_mapped, self.graphs)
+        """Return the allocator of pinned host memory that the device's kernels can read."""
+        return self._replaced(is_mapped=not self.on_host)
+
+    def _replaced(self, **changes: Any) -> Device:
+        result = copy.copy(self)
+        vars(result).update(changes)
+        return result
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
@@ -78,7 +82,7 @@ class Device:
 
     @property
     def identity(self) -> str | None:
-        """Return what tells the CUDA device from the machine's others; None if there is none."""
+        """PCI bus id of the CUDA device; None for other devices."""
         if self.name != "cuda":
             return None
         return str(self.xp.cuda.runtime.deviceGetPCIBusId(self.ordinal))
@@ -91,7 +95,7 @@ class Device:
             raise self.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
 
     def put(self, array: np.ndarray) -> Any:
-        """Return the contents of a NumPy array as an array of this place."""
+        """Return a NumPy array as an array on this device."""
         if self.on_host:
             return array
         try:
@@ -102,7 +106,7 @@ class Device:
             raise self.full(array.nbytes, error) from error
 
     def quantized(self, tensor: QuantTensor) -> QuantTensor:
-        """Return a quantized tensor in this place."""
+        """Return a quantized tensor on this device."""
         if self.on_host:
             return tensor
         if self.is_mapped and tensor.outliers is None:
@@ -113,7 +117,7 @@ class Device:
             raise self.full(tensor.nbytes, error) from error
 
     def drop_storage(self, tensor: QuantTensor) -> None:
-        """Let a quantized tensor in this place have the layout that products read alone."""
+        """Keep only the layout of a quantized tensor that matrix products read."""
         try:
             tensor.drop_storage()
         except MemoryError as error:
@@ -121,7 +125,7 @@ class Device:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken of the device's memory, by all there is on it; 0 on the host."""
+        """Bytes in use on the device, by all processes; 0 on the host."""
         if self.name == "emulator":
             return int(self.xp.memory_bytes()["device_bytes"])
         if self.name == "cuda":
@@ -130,7 +134,7 @@ class Device:
         return 0
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait for the current stream of the device."""
         if self.name == "cuda":
             self.xp.cuda.get_current_stream().synchronize()
 
@@ -138,7 +142,7 @@ class Device:
         return device_of(self.xp.zeros((1,), np.uint8)).mapped(shape, dtype, values)
 
     def full(self, n_bytes: int | None, error: MemoryError) -> UsageError:
-        """Return the error that says what asked for how many bytes, if they are known."""
+        """Return the error of a failed allocation; `n_bytes` is None if unknown."""
         free = ""
         if self.name == "emulator":
             use = self.xp.memory_bytes()
@@ -157,23 +161,23 @@ class Device:
 HOST = Device("cpu", np)
 
 
-def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Device]:
-    """Return the place of each rank.
+def find_devices(devices: str, n_ranks: int, graphs: bool = True) -> list[Device]:
+    """Return the device of each rank.
 
     Parameters
     ----------
     devices : str
         One name for all ranks, or one for each, separated by commas (``"cpu,cuda"``).  ``cuda:1``
-        is a certain device; ranks that only say ``cuda`` take the machine's devices in turn.
+        is device 1; ranks with ``cuda`` take the machine's devices in turn.
     n_ranks : int
         Number of ranks.
     graphs : bool
-        Whether steps on CUDA devices run as graphs.
+        Run steps on CUDA devices as graphs.
 
     Raises
     ------
     MissingExtraError, UsageError
-        As `find_place`; if there is neither one name nor one for each rank.
+        As `find_device`; if the number of names is neither one nor that of the ranks.
     """
     names = [name.strip() for name in devices.split(",")]
     if len(names) not in (1, n_ranks):
@@ -183,29 +187,29 @@ def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Device]
         )
     if len(names) == 1:
         names *= n_ranks
-    places = [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
-    for place in places:
-        if not place.on_host:
-            place.graphs = graphs
-    return places
+    found = [find_device(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+    for device in found:
+        if not device.on_host:
+            device.graphs = graphs
+    return found
 
 
-def find_place(device: str, turn: int = 0) -> Device:
-    """Return the place that a device's name stands for.
+def find_device(device: str, turn: int = 0) -> Device:
+    """Return the device of a name.
 
     Parameters
     ----------
     device : str
         A name of `DEVICES`, or ``cuda:N``.
     turn : int
-        For ``cuda`` without a number: how many ranks before have said so.
+        For ``cuda`` without a number: earlier ranks with that name.
 
     Raises
     ------
     MissingExtraError
-        If CUDA is asked for and a driver, a device or a package is missing.
+        If CUDA is chosen, and a driver, a device or a package is missing.
     UsageError
-        If there is no such name.
+        If the name is unknown.
     """
     if device in ("auto", "cpu"):
         return HOST
@@ -234,14 +238,14 @@ def find_place(device: str, turn: int = 0) -> Device:
 
 
 def is_host(device: str) -> bool:
-    """Return whether all names of devices are the host's."""
+    """Return True if all devices are the host."""
     return all(name.strip() in ("auto", "cpu") for name in device.split(","))
 
 
 def split_host_layers(
     offload: OffloadConfig, n_layers: int, partition: str, device: str
 ) -> tuple[str, str]:
-    """Return partition and devices with the first `cpu_layers` layers on a rank of the host.
+    """Return partition and devices with the first `cpu_layers` layers on a CPU rank.
 
     Raises
     ------
@@ -261,8 +265,8 @@ def split_host_layers(
         raise UsageError(f"cpu_layers must be at most {n_layers}, the model's layers, got {n_host}")
     if partition != "0" or "," in device:
         raise UsageError(
-            f"cpu_layers={n_host} goes with one rank on one device; for several, name the host's "
-            f"among them, e.g. partition='0:2;1:6', device='cpu,cuda'; got "
+            f"cpu_layers={n_host} needs one rank on one device; for several ranks, name a CPU "
+            f"rank instead, e.g. partition='0:2;1:6', device='cpu,cuda'; got "
             f"partition={partition!r}, device={device!r}"
         )
     if n_host == n_layers:

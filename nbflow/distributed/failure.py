@@ -4,10 +4,9 @@ An error that nothing catches is reported by `sys.excepthook`, a rank that hangs
 thread, a crash in C code by `faulthandler`.  A rank killed by a signal cannot report: the launcher
 does, and ends the others.
 
-A rank hangs when it gives no sign of life within a step, or while it loads its shard, for
-``NBFLOW_HANG_S`` seconds (300).  Signs are each exchange, each tensor that has been read, and each
-poll of a rank that waits for others, which may take three times as long.  A rank without work waits
-as long as it likes.
+A rank hangs when it sends no heartbeat within a step, or while it loads its shard, for
+``NBFLOW_HANG_S`` seconds (300).  Heartbeats are each communication op, each tensor read, and each
+poll of a waiting rank, whose limit is three times as long.  Idle ranks have no limit.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from nbflow.distributed.launch import launched_as
 from nbflow.utils.rank_status import WAITING, Status, hang_seconds, status
 
 FORWARD_S = 2.0
-"""Pause after a report: launchers drop what still lies in their pipes when a rank ends badly."""
-MOST_POLL_S = 1.0
+"""Pause after a report: launchers drop output in their pipes when a rank aborts."""
+MAX_POLL_S = 1.0
 
 
 def install() -> None:
@@ -54,14 +53,14 @@ def stop_all(text: str) -> None:
     Parameters
     ----------
     text : str
-        The error: a traceback, or a message with the end of its line.
+        Traceback, or a message that ends with a newline.
     """
     from mpi4py import MPI
 
-    place = status.place()
+    state = status.place()
     status.failed()  # the pause is not a hang
     world = MPI.COMM_WORLD
-    where = f"nbflow: rank {world.rank} of {world.size} failed {place} (see above)"
+    where = f"nbflow: rank {world.rank} of {world.size} failed {state} (see above)"
     sys.stdout.flush()
     sys.stderr.write(f"{text}{where}; stopping all ranks\n")  # one write, or ranks mix lines
     sys.stderr.flush()
@@ -73,9 +72,9 @@ def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     from nbflow.distributed import world
-    from nbflow.distributed.mpi import Mpi
+    from nbflow.distributed.mpi import MpiComm
 
-    if isinstance(world(), Mpi):
+    if isinstance(world(), MpiComm):
         stop_all("".join(traceback.format_exception(kind, error, trace)))
     sys.__excepthook__(kind, error, trace)
 
@@ -83,12 +82,12 @@ def _excepthook(
 def _watch(status: Status, limit: float, rank: int, size: int) -> None:
     """Poll until the rank hangs; then report it and end all ranks."""
     found, n_found = "", 0
-    while n_found < 2:  # a process that was suspended may give a sign of life before the second
-        time.sleep(min(MOST_POLL_S, limit / 20))
+    while n_found < 2:  # a resumed process may send a heartbeat before the second poll
+        time.sleep(min(MAX_POLL_S, limit / 20))
         found = status.overdue(limit)
         n_found = n_found + 1 if found else 0
-    if status.place().state == WAITING:  # as others do: the lowest rank reports, and ends them
-        time.sleep(rank * (FORWARD_S + MOST_POLL_S))
+    if status.place().state == WAITING:  # like others: the lowest rank reports and aborts
+        time.sleep(rank * (FORWARD_S + MAX_POLL_S))
     needed = status.is_needed
     others = "stopping all ranks" if needed else "the other replicas continue"
     faulthandler.dump_traceback()

@@ -30,15 +30,15 @@ def launched_as() -> tuple[int, int] | None:
 
 
 def find_mpirun() -> str:
-    """Return the launcher beside this Python, or the one in the path.
+    """Return the launcher next to this Python, or the one in the path.
 
     Raises
     ------
     MissingExtraError
         If neither exists.
     """
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    local = Path(sys.executable).with_name("mpirun")
+    found = str(local) if local.exists() else shutil.which("mpirun")
     if found is None:
         raise MissingExtraError(
             f"mpirun was not found; install MPI and its launcher: {install_command('mpi')}"

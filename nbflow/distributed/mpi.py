@@ -1,8 +1,7 @@
-"""Ranks as MPI processes, through mpi4py with host buffers.
+"""Communicator of MPI processes, through mpi4py with host buffers.
 
-Every operation is non-blocking and waited for here: first by asking again, then by giving the
-processor away, then by sleeping, so that more ranks than cores do not spin each other out, and a
-rank that is not part of the present partition costs next to nothing while it waits.
+Every operation is non-blocking; waiting first polls, then yields the core, then sleeps, so that
+oversubscribed ranks do not spin each other out and idle ranks use almost no CPU time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.distributed.comm import Alone, Comm
+from nbflow.distributed.comm import Comm, SelfComm
 from nbflow.utils.rank_status import status
 from nbflow_kernels.cpu.thread_pool import available_cores
 from nbflow_kernels.errors import MissingExtraError, install_command
@@ -27,7 +26,7 @@ _LAUNCHER_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
 
 @functools.cache
 def world() -> Comm:
-    """Return the communicator of all ranks that mpirun started, or of this process alone.
+    """Return the communicator of all ranks that mpirun started, or of this process.
 
     Raises
     ------
@@ -36,38 +35,38 @@ def world() -> Comm:
     """
     launched = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     if not launched:
-        return Alone()
+        return SelfComm()
     try:
         from mpi4py import MPI
     except ImportError as error:
         if os.environ.get(launched[0]) == "1":
-            return Alone()
+            return SelfComm()
         raise MissingExtraError(
             f"{launched[0]} is set, so a launcher started several ranks, but mpi4py cannot be "
             f"imported ({error}); install it: {install_command('mpi')}"
         ) from error
-    return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD.Dup())
+    return SelfComm() if MPI.COMM_WORLD.size == 1 else MpiComm(MPI.COMM_WORLD.Dup())
 
 
 BUSY_POLLS = 200
-"""How often a rank asks before it gives its core away, where every rank has a core."""
-MOST_POSTED = 32
-"""Most messages of a rank that are on their way."""
+"""Polls before a rank yields its core, where every rank has a core."""
+MAX_IN_FLIGHT = 32
+"""Asynchronous sends of a rank in flight."""
 SMALL_BYTES = 16 << 10
-"""Messages up to this size are on their way at once."""
-PUSH_S = 1e-4
-"""How often larger ones are pushed."""
+"""Messages up to this size are sent eagerly, without progress calls."""
+PROGRESS_S = 1e-4
+"""Interval of progress calls for larger messages."""
 
 
 @functools.cache
 def _is_threaded() -> bool:
-    """Return whether several threads may call MPI."""
+    """Return True if several threads may call MPI."""
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-class Mpi(Comm):
+class MpiComm(Comm):
     """One rank of an MPI communicator.
 
     Parameters
@@ -75,7 +74,7 @@ class Mpi(Comm):
     comm : mpi4py communicator
         The ranks.
     polls : int, optional
-        How often to ask before giving the core away; None for the world, whose ranks may be idle.
+        Polls before yielding the core; None for the world, whose ranks may be idle.
     """
 
     def __init__(self, comm: Any, polls: int | None = None) -> None:
@@ -85,9 +84,9 @@ class Mpi(Comm):
         self.rank = comm.rank
         self.size = comm.size
         self._groups: dict[tuple[int, ...], Comm | None] = {}
-        self._posted: list[tuple[Any, np.ndarray]] = []  # kept until they have been received
+        self._in_flight: list[tuple[Any, np.ndarray]] = []  # copies live until received
         self._lock = threading.Lock()
-        self._pusher: threading.Thread | None = None
+        self._progress_thread: threading.Thread | None = None
 
     def _wait(self, request: Any) -> None:
         for _ in range(self._polls or 1):
@@ -102,15 +101,15 @@ class Mpi(Comm):
                 status.beat()
                 time.sleep(5e-5 if waited < 0.5 else 2e-3)
 
-    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+    def _allgatherv(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
         self._wait(self._comm.Iallgatherv(part, (whole, list(counts))))
 
     def send_now(self, array: Any, dest: int) -> None:
-        """Send an array, on the host or a device, and wait until it may be changed; not counted."""
+        """Send a host or device array and wait until it may be overwritten; not counted."""
         self._wait(self._comm.Isend(array, dest))
 
     def bcast_now(self, array: Any, root: int) -> None:
-        """Copy an array of rank `root`, on the host or a device, to every rank; not counted."""
+        """Broadcast a host or device array of rank `root`; not counted."""
         self._wait(self._comm.Ibcast(array, root))
 
     def Send(self, array: np.ndarray, dest: int) -> None:
@@ -126,34 +125,38 @@ class Mpi(Comm):
         self.sent["broadcast"] += array.nbytes
 
     def _start(self, array: np.ndarray, dest: int) -> None:
-        """Send a copy, which is kept until it has been received."""
+        """Start to send a copy, which lives until it has been received."""
         while True:
             with self._lock:
                 self._drop_received()
-                if len(self._posted) < MOST_POSTED:
+                if len(self._in_flight) < MAX_IN_FLIGHT:
                     break
             status.beat()
-            time.sleep(PUSH_S)
-        kept = array.copy()
+            time.sleep(PROGRESS_S)
+        copy = array.copy()
         with self._lock:
-            self._posted.append((self._comm.Isend(kept, dest), kept))
-            on_its_way = array.nbytes > SMALL_BYTES and not self._posted[-1][0].Test()
-            if on_its_way and self._pusher is None and _is_threaded():
-                self._pusher = threading.Thread(target=self._push, daemon=True, name="nbflow-mpi")
-                self._pusher.start()
+            self._in_flight.append((self._comm.Isend(copy, dest), copy))
+            in_progress = array.nbytes > SMALL_BYTES and not self._in_flight[-1][0].Test()
+            if in_progress and self._progress_thread is None and _is_threaded():
+                self._progress_thread = threading.Thread(
+                    target=self._make_progress, daemon=True, name="nbflow-mpi"
+                )
+                self._progress_thread.start()
 
     def _drop_received(self) -> None:
-        """Forget what has been received; the lock is held."""
-        self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
+        """Drop received messages; the caller holds the lock."""
+        self._in_flight = [
+            (request, copy) for request, copy in self._in_flight if not request.Test()
+        ]
 
-    def _push(self) -> None:
-        """Keep large messages moving while this rank computes: MPI works only when it is called."""
+    def _make_progress(self) -> None:
+        """Progress large messages while this rank computes: MPI works only inside calls."""
         while True:
-            time.sleep(PUSH_S)
+            time.sleep(PROGRESS_S)
             with self._lock:
                 self._drop_received()
-                if not self._posted:
-                    self._pusher = None
+                if not self._in_flight:
+                    self._progress_thread = None
                     return
 
     def Recv(self, array: np.ndarray, source: int) -> None:
@@ -165,7 +168,7 @@ class Mpi(Comm):
             self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:
-        self.barrier()  # waits without spinning; the broadcast itself is then quick
+        self.barrier()  # waits without spinning, which bcast does not
         return self._comm.bcast(value, root)
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
@@ -186,18 +189,18 @@ class Mpi(Comm):
             if not inside:
                 self._groups[key] = None
             else:
-                # Ranks outside a part of the world sleep; those of a part all work at once.
+                # Ranks of a group work at the same time; the world may have idle ranks.
                 polls = self._polls
                 if polls is None:
                     polls = BUSY_POLLS if len(key) <= available_cores() else 0
-                self._groups[key] = Alone() if len(key) == 1 else Mpi(comm, polls)
+                self._groups[key] = SelfComm() if len(key) == 1 else MpiComm(comm, polls)
         return self._groups[key]
 
     def all_end(self, patience_s: float = 1.0) -> bool:
-        """Return whether every rank of the world calls this within some time."""
+        """Return True if every rank of the world calls this within `patience_s`."""
         from mpi4py import MPI
 
-        request = MPI.COMM_WORLD.Ibarrier()  # the messages of the model are on a duplicate
+        request = MPI.COMM_WORLD.Ibarrier()  # the model uses a duplicate communicator
         until = time.monotonic() + patience_s
         while not request.Test():
             if time.monotonic() > until:

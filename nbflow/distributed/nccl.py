@@ -1,8 +1,8 @@
-"""Ranks with a GPU each, through NCCL: arrays stay on the devices.
+"""Communicator of ranks with a GPU each, through NCCL.
 
-`Nccl` stands on a communicator of the host (`Mpi`), which carries Python objects and the id that
-NCCL's ranks find each other by.  Collectives run on CuPy's current stream and can be captured into
-a graph.  NCCL adds in an order of its own: every rank gets the same bits, but not those of `Mpi`.
+A host communicator (`MpiComm`) carries Python objects and the unique id.  Collectives run on CuPy's
+current stream and can be captured into graphs.  NCCL chooses the order of sums: every rank gets the
+same bits, but not those of `MpiComm`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.distributed.comm import Alone, Comm
+from nbflow.distributed.comm import Comm, DeviceComm, SelfComm
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_INT32"}
-"""Type of an array to the name of NCCL's constant in `cupy.cuda.nccl`."""
+"""dtype -> name of NCCL's constant in `cupy.cuda.nccl`."""
 
 
 def has_nccl() -> bool:
-    """Return whether CuPy and an NCCL library that it can use are installed."""
+    """Return True if CuPy and a matching NCCL library are installed."""
     try:
         _nccl()
     except MissingExtraError:
@@ -44,13 +44,13 @@ def _nccl() -> tuple[Any, Any]:
     return cupy, nccl
 
 
-class Nccl(Comm):
+class NcclComm(DeviceComm):
     """One rank with its current CUDA device.
 
     Parameters
     ----------
     host : Comm
-        The same ranks on the host.
+        Host communicator of the same ranks.
 
     Raises
     ------
@@ -59,10 +59,8 @@ class Nccl(Comm):
     """
 
     def __init__(self, host: Comm) -> None:
-        super().__init__()
-        self._cupy, self._nccl = _nccl()
-        self._host = host
-        self.rank, self.size = host.rank, host.size
+        cupy, self._nccl = _nccl()
+        super().__init__(host, cupy)
         unique = self._nccl.get_unique_id() if host.rank == 0 else None
         unique = host.bcast_object(unique)
         self._comm = self._nccl.NcclCommunicator(host.size, unique, host.rank)
@@ -80,7 +78,7 @@ class Nccl(Comm):
 
     @property
     def _stream(self) -> int:
-        return int(self._cupy.cuda.get_current_stream().ptr)
+        return int(self._xp.cuda.get_current_stream().ptr)
 
     def Allreduce(self, array: Any) -> None:
         if self.size == 1:
@@ -89,27 +87,18 @@ class Nccl(Comm):
         self._comm.allReduce(address, address, n, kind, self._nccl.NCCL_SUM, self._stream)
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
 
-    def Allreduce_q8(self, array: Any) -> None:
-        raise UsageError("exchange 'q8' is for ranks on the host; NCCL's sums are exact: use 'f32'")
-
-    def _exchange(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
+    def _allgatherv(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
         address, n, kind = self._arguments(part)
         target, _, _ = self._arguments(whole)
         if len(set(counts)) == 1:
             self._comm.allGather(address, target, n, kind, self._stream)
             return
-        self._nccl.groupStart()  # parts of different lengths: each rank's to all, at once
+        self._nccl.groupStart()  # different lengths: one broadcast per rank, grouped
         for root, count in enumerate(counts):
             source = address if root == self.rank else target
             self._comm.broadcast(source, target, count, kind, root, self._stream)
             target += count * part.dtype.itemsize
         self._nccl.groupEnd()
-
-    def _buffer(self, shape: tuple[int, ...]) -> Any:
-        buffer = self._scratch.get(shape)
-        if buffer is None:
-            buffer = self._scratch[shape] = self._cupy.empty(shape, "float32")
-        return buffer
 
     def Send(self, array: Any, dest: int) -> None:
         address, n, kind = self._arguments(array)
@@ -126,18 +115,8 @@ class Nccl(Comm):
         if self.rank == root:
             self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
-    def bcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._host.bcast_object(value, root)
-
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        return self._host.gather_object(value, root)
-
-    def barrier(self) -> None:
-        self._cupy.cuda.get_current_stream().synchronize()
-        self._host.barrier()
-
     def split(self, ranks: Sequence[int]) -> Comm | None:
         part = self._host.split(ranks)
         if part is None:
             return None
-        return Alone() if part.size == 1 else Nccl(part)
+        return SelfComm() if part.size == 1 else NcclComm(part)

@@ -1,13 +1,12 @@
-"""Partition strings: who holds what, as a user writes it.
+"""Partition strings: the notation of pipeline stages, tensor parallel ranks and replicas.
 
-``;`` (or ``,``) separates stages, which hold consecutive layers; ``&`` (or ``|``) separates the
-ranks of one stage, which split each layer's tensors; ``/`` separates replicas, which hold a whole
-model each and share the requests out.  So ``0;1`` is by layer, ``0&1`` by tensor, ``0&1;2&3``
-hybrid, and ``0&1/2&3`` two replicas of two ranks.  The numbers are ranks.
+``;`` (or ``,``) separates pipeline stages, which hold consecutive layers; ``&`` (or ``|``) the
+tensor parallel ranks of a stage; ``/`` replicas, which hold a whole model each and share the
+requests.  So ``0;1`` is by layer, ``0&1`` by tensor, ``0&1;2&3`` hybrid, and ``0&1/2&3``
+two replicas of two ranks.  The numbers are ranks.
 
-A rank that should get more than another says how much: in ``0:3;1`` rank 0 holds three times the
-layers of rank 1, in ``0:3&1`` three times the heads and columns.  A stage's share is the sum of
-its ranks' shares.
+A share after a colon weights a rank: in ``0:3;1`` rank 0 holds three times the layers of rank 1, in
+``0:3&1`` three times the heads and columns.  A stage's share is the sum of its ranks' shares.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ _STRING = re.compile(rf"{_RANK}(?:[;,&|/]{_RANK})*")
 
 
 @dataclass(frozen=True)
-class Member:
-    """One rank of a partition string."""
+class RankShare:
+    """Rank of a partition string and its share."""
 
     rank: int
-    """Its number."""
+    """Rank number."""
     share: float = 1.0
-    """How much it gets, beside the others."""
+    """Weight relative to the other ranks."""
 
     def __str__(self) -> str:
         return str(self.rank) if self.share == 1.0 else f"{self.rank}:{self.share:g}"
 
 
-Stages = tuple[tuple[Member, ...], ...]
-"""The stages of one replica, each with its ranks."""
+Stages = tuple[tuple[RankShare, ...], ...]
+"""Pipeline stages of one replica, each with its ranks."""
 
 
 def parse_replicas(text: str) -> tuple[Stages, ...]:
@@ -44,7 +43,7 @@ def parse_replicas(text: str) -> tuple[Stages, ...]:
     Raises
     ------
     UsageError
-        If the string is not made as above, names a rank twice, or has a share of 0.
+        If the string is not valid, names a rank twice, or has a share of 0.
 
     Examples
     --------
@@ -60,12 +59,12 @@ def parse_replicas(text: str) -> tuple[Stages, ...]:
         )
     if "|" in compact and ("&" in compact or "/" in compact):
         raise UsageError(
-            f"partition {text!r}: '|' means the same as '&' (ranks that share each layer) and "
-            "cannot stand beside '&' or '/'; separate replicas by '/', for example '0&1/2&3'"
+            f"partition {text!r}: '|' is another spelling of '&' (ranks that share each layer) and "
+            "cannot be mixed with '&' or '/'; separate replicas by '/', for example '0&1/2&3'"
         )
     replicas = tuple(
         tuple(
-            tuple(_member(part, text) for part in re.split(r"[&|]", stage))
+            tuple(_rank_share(part, text) for part in re.split(r"[&|]", stage))
             for stage in re.split(r"[;,]", replica)
         )
         for replica in compact.split("/")
@@ -77,11 +76,11 @@ def parse_replicas(text: str) -> tuple[Stages, ...]:
     return replicas
 
 
-def _member(part: str, text: str) -> Member:
+def _rank_share(part: str, text: str) -> RankShare:
     rank, _, share = part.partition(":")
     if share and float(share) <= 0:
         raise UsageError(f"partition {text!r}: the share of rank {rank} must be more than 0")
-    return Member(int(rank), float(share or 1.0))
+    return RankShare(int(rank), float(share or 1.0))
 
 
 def parse_stages(text: str) -> Stages:
@@ -95,8 +94,8 @@ def parse_stages(text: str) -> Stages:
     replicas = parse_replicas(text)
     if len(replicas) > 1:
         raise UsageError(
-            f"partition {text!r} has {len(replicas)} replicas, and one is wanted here; make a plan "
-            "for each part between '/'"
+            f"partition {text!r} has {len(replicas)} replicas, expected one; make a plan for "
+            "each part between '/'"
         )
     return replicas[0]
 
@@ -118,7 +117,7 @@ def parse_partition(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
-    """Return all ranks that a partition string names, in its order, replicas included.
+    """Return all ranks of a partition string in its order, replicas included.
 
     Examples
     --------
@@ -138,9 +137,9 @@ def split_replicas(text: str) -> tuple[str, ...]:
     >>> split_replicas("0 | 1, 2 | 3")
     ('0&1;2&3',)
     """
-    return tuple(written(stages) for stages in parse_replicas(text))
+    return tuple(format_stages(stages) for stages in parse_replicas(text))
 
 
-def written(stages: Stages) -> str:
-    """Return the partition string of one replica's stages."""
+def format_stages(stages: Stages) -> str:
+    """Format the stages of one replica as a partition string."""
     return ";".join("&".join(map(str, stage)) for stage in stages)

@@ -2,12 +2,11 @@
 
 Partition strings are explained in `nbflow.distributed.partition_notation`.
 
-Layers are dealt out in order by the shares of the stages, the first stages getting one more where
-they do not divide.  Within a stage the query heads and with them the key/value heads, the columns
-of the feed-forward network, the experts and the rows of embedding and head are dealt out; a
-key/value head is stored by several ranks where there are fewer of them than ranks.  Cuts through
-columns fall on borders of quantization blocks, so that every rank holds exactly the blocks that one
-rank alone would hold.
+Pipeline stages get consecutive layers in proportion to their shares, the first stages one more if
+the division is uneven.  The tensor parallel ranks of a stage split query and key/value heads,
+feed-forward columns, experts, and the rows of embedding and head; key/value heads are replicated
+where ranks outnumber them.  Columns are split between quantization blocks, so that every rank holds
+exactly the blocks that one rank alone would hold.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbflow.distributed.partition_notation import parse_stages, written
+from nbflow.distributed.partition_notation import format_stages, parse_stages
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -26,66 +25,66 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds."""
+    """Shard of one rank."""
 
     rank: int
     """Number of the rank, as written in the partition string."""
     stage: int
     """Index of its stage."""
     group: tuple[int, ...]
-    """Ranks of its stage, itself included."""
+    """Tensor parallel ranks of its stage, itself included."""
     layers: Range
-    """Its layers."""
+    """Range of layers."""
     heads: Range
-    """Its query heads."""
+    """Range of query heads."""
     kv_heads: Range
-    """Its key/value heads."""
+    """Range of key/value heads."""
     ffn: Range
-    """Its columns of the feed-forward network."""
+    """Range of feed-forward columns."""
     vocab: Range
-    """Its rows of the embedding (used by the first stage) and of the head (by the last)."""
+    """Range of rows of the embedding (first stage) and of the head (last stage)."""
     first: bool
-    """Whether its stage holds the embedding."""
+    """Its stage holds the embedding."""
     last: bool
-    """Whether its stage holds the final norm and the head."""
+    """Its stage holds the final norm and the head."""
     receives_from: int | None
-    """Rank of the stage before that sends it the hidden states."""
+    """Rank of the previous stage that sends it the hidden states."""
     sends_to: tuple[int, ...]
     """Ranks of the next stage that it sends the hidden states to."""
     experts: Range = (0, 0)
-    """Its experts."""
+    """Range of experts."""
     shared: Range = (0, 0)
-    """Its columns of the expert of all tokens."""
+    """Range of columns of the shared expert."""
     vocab_widths: tuple[int, ...] = ()
-    """How many rows of embedding and head each rank of the group holds."""
+    """Rows of embedding and head of each rank of the group."""
     exchange: str = "f32"
-    """How partial sums of a layer are sent: as they are, or rounded to bytes."""
+    """Payload of all-reduces: "f32", or quantized "q8"."""
 
     @property
     def index(self) -> int:
-        """Return its position within its stage."""
+        """Index within its stage."""
         return self.group.index(self.rank)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who holds what."""
+    """Partition of a model over ranks."""
 
     partition: str
     """The partition string, in normal form."""
     ranks: tuple[RankPlan, ...]
     """One entry per rank, stages in order."""
     block_size: int = 1
-    """Cuts through columns are multiples of it."""
+    """Columns are split at multiples of it."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the ranks' numbers, stages in order."""
+        """Rank numbers, stages in order."""
         return tuple(r.rank for r in self.ranks)
 
     @property
     def head_rank(self) -> int:
-        """Return the rank that samples: the first of the last stage."""
+        """Rank that samples: the first of the last stage."""
         return self.ranks[-1].group[0]
 
     def of(self, rank: int) -> RankPlan:
@@ -97,7 +96,7 @@ EXCHANGES = ("f32", "q8")
 
 
 def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: str = "f32") -> Plan:
-    """Return who holds what.
+    """Partition a model.
 
     Parameters
     ----------
@@ -106,15 +105,15 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: st
     partition : str
         Partition string.
     block_size : int
-        Block of the weight format; cuts through columns are multiples of it.
+        Block of the weight format; columns are split at multiples of it.
     exchange : {"f32", "q8"}
-        How the ranks of a stage send each other the partial sums of a layer: as float32, or
-        rounded to bytes with a scale for 32 of them (`Comm.Allreduce_q8`).
+        Payload of all-reduces: float32, or int8 with a scale per 32 numbers
+        (`Comm.Allreduce_q8`).
 
     Raises
     ------
     UsageError
-        If there is no such exchange, or the model has too few layers, heads or blocks for the
+        If `exchange` is unknown, or the model has too few layers, heads or blocks for the
         partition.
     """
     if exchange not in EXCHANGES:
@@ -157,11 +156,11 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: st
                     exchange=exchange,
                 )
             )
-    return Plan(written(stages), tuple(ranks), block_size)
+    return Plan(format_stages(stages), tuple(ranks), block_size)
 
 
 def split_by_shares(total: int, shares: Sequence[float]) -> list[Range]:
-    """Cut [0, total) into ranges whose lengths are as the shares, none empty if that can be.
+    """Split [0, total) into ranges proportional to the shares, none empty if possible.
 
     Equal shares give lengths that differ by at most one, the longer ones first.
 
@@ -184,14 +183,14 @@ def split_by_shares(total: int, shares: Sequence[float]) -> list[Range]:
 
 
 def split_evenly(total: int, n: int) -> list[Range]:
-    """Cut [0, total) into `n` ranges whose lengths differ by at most one, the longer ones first."""
+    """Split [0, total) into `n` ranges whose lengths differ by at most one, longer ones first."""
     return split_by_shares(total, [1.0] * n)
 
 
 def _split_aligned(
     total: int, shares: Sequence[float], unit: int, what: str, partition: str
 ) -> list[Range]:
-    """Cut [0, total) at multiples of `unit`; what is left over goes to the last range."""
+    """Split [0, total) at multiples of `unit`; the last range takes the remainder."""
     units, n = -(-total // unit), len(shares)
     if units < n:
         raise UsageError(
@@ -258,5 +257,5 @@ def _split_heads(
 
 
 def _heads_per_unit(block_size: int, columns: int) -> int:
-    """Return how many heads of `columns` columns make whole blocks."""
+    """Return the smallest number of heads of `columns` columns that fills whole blocks."""
     return math.lcm(block_size, columns) // columns

@@ -1,7 +1,7 @@
-"""Partial sums as bytes: 32 numbers share a float32 scale, 9 bits for each number.
+"""q8 quantization of all-reduce payloads: blocks of 32 int8 codes with a float32 scale.
 
-A message holds the codes of all blocks, then their scales, seen as float32.  A number is off by at
-most half of 1/127 of its block's largest magnitude.  What is not finite stays so by its scale.
+A message holds the codes of all blocks, then their scales, viewed as float32.  The error is at most
+max|x| / 254 of the block.  Blocks with NaN or infinity keep them in their scale.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ Q8_BLOCK = 32
 
 
 def q8_packed_bytes(size: int) -> int:
-    """Return the bytes that `size` numbers take."""
+    """Return the message bytes of `size` numbers."""
     return -(-size // Q8_BLOCK) * (Q8_BLOCK + 4)
 
 
 def q8_pack(flat: np.ndarray) -> np.ndarray:
-    """Return float32 numbers, one-dimensional, as bytes with scales, seen as float32."""
+    """Quantize flat float32 numbers to a message."""
     packed = np.empty(q8_packed_bytes(flat.size) // 4, np.float32)
     _pack(flat, *_parts(packed))
     return packed
 
 
 def q8_unpack(packed: np.ndarray, size: int) -> np.ndarray:
-    """Return the `size` numbers of `q8_pack`, rounded."""
+    """Dequantize the `size` numbers of a message."""
     result = np.zeros(size, np.float32)
     q8_add(packed, result)
     return result
 
 
 def q8_add(packed: np.ndarray, total: np.ndarray) -> None:
-    """Add the numbers of `q8_pack`, rounded, to as many float32."""
+    """Dequantize a message and add it to `total`."""
     _add(*_parts(packed), total)
 
 
 def q8_error(flat: np.ndarray, packed: np.ndarray) -> tuple[float, float]:
-    """Return the sum of squares of numbers, and that of what `q8_pack` has rounded off them."""
+    """Return the sums of squares of the numbers and of their quantization errors."""
     signal, noise = _error(flat, *_parts(packed))
     return float(signal), float(noise)
 
 
 def _parts(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and the scales of a message."""
+    """Return views of the codes and scales of a message."""
     n_blocks = packed.nbytes // (Q8_BLOCK + 4)
     codes = packed[: n_blocks * Q8_BLOCK // 4].view(np.int8)
     return codes, packed[n_blocks * Q8_BLOCK // 4 :]

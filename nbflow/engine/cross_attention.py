@@ -18,7 +18,7 @@ from nbflow.engine.request import Request
 from nbflow.executor import Device, WeightLoader, make_executor, make_step
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.options import OffloadConfig
-from nbflow.program import build_memory, fuse, partition
+from nbflow.program import build_cross_kv, fuse, partition
 from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights
 from nbflow.spec.model_spec import ModelSpec
@@ -57,20 +57,20 @@ class CrossAttentionCache:
         offload: OffloadConfig,
     ) -> None:
         self.encoder = encoder
-        program = fuse(partition(build_memory(spec), mine))
+        program = fuse(partition(build_cross_kv(spec), mine))
         self.weights = WeightLoader(program, file, weights, encoding=encoding)
-        self.weights.settle(place)
+        self.weights.finalize(place)
         self.storage = KVStorage(
             program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
-            place.purposed("the cache of the encoder's keys and values"),
+            place.for_purpose("the cache of the encoder's keys and values"),
             (
-                place.purposed("the host's part of the encoder's keys and values").mapped(),
+                place.for_purpose("the host's part of the encoder's keys and values").mapped(),
                 offload.host_layers(len(program.layers)),
             ),
         )  # fmt: skip
         self.table = BlockTable(page_size)
         self._executor = make_executor(
-            program, self.weights, self.storage, activations=activations, place=place
+            program, self.weights, self.storage, activations=activations, device=place
         )
 
     def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
@@ -82,7 +82,7 @@ class CrossAttentionCache:
             numbers = [list(inputs)[b] for b, _, _ in piece]
             for number in numbers:
                 self.table.add(number)
-            self._executor.given = np.concatenate([states[b] for b, _, _ in piece])
+            self._executor.external_rows = np.concatenate([states[b] for b, _, _ in piece])
             try:
                 step = make_step(self.table, numbers, [[0] * (n - m) for _, m, n in piece], [])
                 self.storage.ensure(self.table.n_pages)
@@ -93,7 +93,7 @@ class CrossAttentionCache:
                         self.table.drop(number)
                 raise
             finally:
-                self._executor.given = np.zeros((0, 0), np.float32)
+                self._executor.external_rows = np.zeros((0, 0), np.float32)
 
     def update(self, running: Sequence[Request]) -> None:
         """Read the inputs of requests that have begun, and forget those that do not run."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.distributed import Comm, Plan
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.engine.embedding import vector_of
 from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.model_lock import Turns
@@ -63,7 +63,7 @@ class LLM:
         plan: Plan,
         tokenizer: Tokenizer | None,
         engines: list[Worker],
-        team: RankTeam | None,
+        team: ThreadRanks | None,
         threads: int,
         defaults: Mapping[str, float],
         why_no_tokenizer: str = "",

@@ -15,9 +15,9 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.conversion.importance_names import known_inputs
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
 from nbflow.distributed.cpu_threads import fair_threads
-from nbflow.distributed.device import find_places, is_host, split_host_layers
-from nbflow.distributed.links import make_links
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed.device import find_devices, is_host, split_host_layers
+from nbflow.distributed.device_comms import make_device_comms
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.worker import Worker, make_groups
@@ -106,7 +106,7 @@ def load(
         make_plan(the_spec, part, block_size, given.exchange) for part in split_replicas(partition)
     ]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
-    places = find_places(device, len(whole.ranks), given.graphs)
+    places = find_devices(device, len(whole.ranks), given.graphs)
     _check_ranks(whole, comm)
     status.progress("the tokenizer")
     tok, why_none = _tokenizer(given.tokenizer, resolved.tokenizer)
@@ -221,13 +221,13 @@ def _start(
     prepared: Prepared,
     places: list[Device],
     options: dict[str, Any],
-) -> tuple[list[Worker], RankTeam | None]:
+) -> tuple[list[Worker], ThreadRanks | None]:
     """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
     def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), places[mine.rank]
         place.activate()
-        links = make_links(mine, plan, groups, place)
+        links = make_device_comms(mine, plan, groups, place)
         engine, failure = None, None
         try:
             with open_weights(path) as stored, prepared.opened(stored) as file:
@@ -241,7 +241,7 @@ def _start(
         return engine
 
     if comm.size == 1 and len(plan.ranks) > 1:
-        team = RankTeam(len(plan.ranks))
+        team = ThreadRanks(len(plan.ranks))
         try:
             return team.run(make), team
         except BaseException:

@@ -17,7 +17,7 @@ import numpy as np
 
 from nbflow.engine.request import Request
 from nbflow.engine.sampler import log_probabilities
-from nbflow.executor.cpu import Bound
+from nbflow.executor.cpu import BoundProgram
 from nbflow.sampling import Strategy
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
@@ -82,7 +82,7 @@ class MultiStepDecode:
         self.n_steps[0] = self.stop[0] = 0
         return wrong
 
-    def calls(self, bound: Bound, logits: np.ndarray) -> list[GraphNode]:
+    def calls(self, bound: BoundProgram, logits: np.ndarray) -> list[GraphNode]:
         """Return the calls that go from the logits of a step to the numbers of the next one."""
         with capture() as seen:
             self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)

@@ -19,7 +19,7 @@ import numpy as np
 
 from nbflow.checkpoint import WeightFile
 from nbflow.distributed.comm import Comm, RankError
-from nbflow.distributed.links import Links
+from nbflow.distributed.device_comms import DeviceComms
 from nbflow.distributed.plan import Plan, make_plan
 from nbflow.engine.cross_attention import CrossAttentionCache
 from nbflow.engine.embedding import token_types
@@ -37,7 +37,7 @@ from nbflow.options import OffloadConfig
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
-from nbflow.program.read_operand import stored_bytes
+from nbflow.program.read_operand import operand_bytes
 from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights
 from nbflow.sampling.strategy import no_distribution
@@ -79,8 +79,8 @@ class Worker:
         As in `nbflow.load`, resolved.
     place : Place
         Where weights, pages and buffers live.
-    links : Links, optional
-        The communicators for arrays on devices, from `make_links`.
+    links : DeviceComms, optional
+        The communicators for arrays on devices, from `make_device_comms`.
     offload : OffloadConfig
         Parts that lie in host memory, if the place is a device.
     """
@@ -101,7 +101,7 @@ class Worker:
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Device = HOST,
-        links: Links | None = None,
+        links: DeviceComms | None = None,
         offload: OffloadConfig | None = None,
     ) -> None:
         reset_peak_rss()
@@ -127,14 +127,14 @@ class Worker:
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = WeightLoader(self.program, file, weights, encoding=encoding)
-        self.weights.settle(place, offload.embeddings_on_host)
+        self.weights.finalize(place, offload.embeddings_on_host)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
-            place.purposed("the key/value cache"),
+            place.for_purpose("the key/value cache"),
             (
-                place.purposed("the host's part of the key/value cache").mapped(),
+                place.for_purpose("the host's part of the key/value cache").mapped(),
                 offload.host_layers(len(self.program.layers)),
             ),
         )  # fmt: skip
@@ -143,7 +143,7 @@ class Worker:
         self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
         self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self.encoded is None else self.encoded.storage, place=place,
+            None if self.encoded is None else self.encoded.storage, device=place,
         )  # fmt: skip
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
@@ -172,7 +172,7 @@ class Worker:
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         """Return what a step is run in: on this rank's device, and noticed if it never ends."""
-        self.executor.place.activate()  # the thread may have made no other step
+        self.executor.device.activate()  # the thread may have made no other step
         return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
@@ -187,7 +187,7 @@ class Worker:
 
         Hidden states are computed of the rows, and logits of the first `n_logits`: by default all.
         """
-        self.executor.place.activate()
+        self.executor.device.activate()
         self._run(self._step(sequences, tokens, logit_rows, types, n_logits))
 
     def _step(
@@ -222,13 +222,13 @@ class Worker:
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
             return
-        self.executor.place.activate()
+        self.executor.device.activate()
         self.end_all()
         if self.table.sequences:
             raise UsageError("a session has sequences on this model; close it first")
         if self._pipeline is not None:
             self._pipeline.end_all()
-        self.executor.forget()
+        self.executor.release_bindings()
         self.storage.release()
         self._begin((None, None, None, False))
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
@@ -496,7 +496,7 @@ class Worker:
         """Have threads and pages as the next step needs them."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
         if self.table.n_pages > self.storage.n_pages:
-            self.executor.forget()  # or the pages of before stay beside the new ones
+            self.executor.release_bindings()  # or the pages of before stay beside the new ones
             self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
@@ -574,7 +574,7 @@ class Worker:
         }
         more = {} if self.encoded is None else self.encoded.memory()
         whole = {key: n + more.get(key, 0) for key, n in held.items()}
-        used = self.executor.place.used_bytes
+        used = self.executor.device.used_bytes
         return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
@@ -585,7 +585,7 @@ class Worker:
         shares["experts"] = moe.top_k / moe.n_experts if moe else 0.0
         return round(
             sum(
-                shares[op.kind] * stored_bytes(matrix)
+                shares[op.kind] * operand_bytes(matrix)
                 for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
                 if op.kind in shares
                 for matrix in operands

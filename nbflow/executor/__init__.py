@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbflow.distributed.device import HOST, Device, find_place
+from nbflow.distributed.device import HOST, Device, find_device
 from nbflow.executor.cpu import CpuExecutor
 from nbflow.executor.executor import Executor
 from nbflow.executor.reference import ReferenceExecutor
@@ -19,18 +19,18 @@ __all__ = [
     "ReferenceExecutor",
     "Step",
     "WeightLoader",
-    "find_place",
+    "find_device",
     "make_executor",
     "make_step",
 ]
 
 
-def make_executor(*args: Any, place: Device = HOST, **options: Any) -> Executor:
-    """Return the executor of a place; further parameters as of `Executor`."""
-    if place.on_host:
+def make_executor(*args: Any, device: Device = HOST, **options: Any) -> Executor:
+    """Make the executor of a device; further parameters as in `Executor`."""
+    if device.on_host:
         from nbflow.executor.overlap import OverlappingExecutor
 
-        return OverlappingExecutor(*args, place=place, **options)
+        return OverlappingExecutor(*args, device=device, **options)
     from nbflow.executor.cuda import CudaExecutor
 
-    return CudaExecutor(*args, place=place, **options)
+    return CudaExecutor(*args, device=device, **options)

@@ -1,7 +1,7 @@
-"""From ops to compiled calls: one function per kind of op.
+"""Bind ops to compiled calls: one method per kind of op.
 
-A launcher of `nbflow_kernels` chooses a kernel and its arguments; here it is asked once and its
-choice kept (`nbflow_kernels.cpu.parallel_for.capture`).  Ops that move data between ranks stay
+A launcher of `nbflow_kernels` chooses a kernel and its arguments.  It runs once per shape of step,
+and its choice is captured (`nbflow_kernels.cpu.parallel_for.capture`).  Communication ops stay
 Python.
 """
 
@@ -20,7 +20,7 @@ from nbflow.executor.executor import Executor, Int8Executor
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
-from nbflow.program.cost import is_rounded
+from nbflow.program.cost import sends_q8
 from nbflow.program.records import COMMUNICATION, Op
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
@@ -41,47 +41,48 @@ from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 @dataclass(frozen=True)
 class PythonOp:
-    """An op that is not a compiled call."""
+    """Op that runs as a Python call."""
 
     kind: str
     call: Callable[[], Any]
 
     @property
-    def is_exchange(self) -> bool:
-        """Return whether ranks meet in it."""
+    def is_communication(self) -> bool:
+        """True for communication between ranks."""
         return self.kind in COMMUNICATION
 
 
-Made = list[GraphNode] | PythonOp
+BoundOp = list[GraphNode] | PythonOp
+"""Result of binding an op: captured calls, or Python."""
 
 
-def noted(op: Op, call: Callable[[], Any]) -> Callable[[], None]:
-    """Return an exchange between ranks that says where it is."""
+def with_status(op: Op, call: Callable[[], Any]) -> Callable[[], None]:
+    """Wrap a communication call so that it reports its state to the hang watchdog."""
 
-    def exchange() -> None:
+    def communicate() -> None:
         status.set(WAITING, op.kind, op.layer)
         call()
         status.set(WORKING, op.kind, op.layer)
 
-    return exchange
+    return communicate
 
 
 ATTENTIONS = ("attention", "cross_attention")
 
 
 class LayerAttention:
-    """The attention's work of a step, the same for all layers that see the same keys.
+    """Attention plan of a step, shared by all layers that see the same keys.
 
     Parameters
     ----------
     executor : Executor
-        Gives the program and the pages.
+        Provides the program and the KV cache.
     arrays : StepArrays
-        The step.
+        Index arrays of the step.
     window : int or None
         Sliding window of the layers.
     cross : bool
-        Whether the keys are the encoder's.
+        True for cross-attention: the keys are the encoder's.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class LayerAttention:
     ) -> None:
         self.cross = cross
         program, spec = executor.program, executor.program.spec
-        storage = executor.memory if cross else executor.storage
+        storage = executor.cross_storage if cross else executor.storage
         assert storage is not None
         self.storage = storage
         kv = (arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
-        memory = (arrays.memory_indptr, arrays.memory_indices, arrays.memory_lens)
-        self._step = (arrays.qo_indptr, *(memory if cross else kv))
+        cross_kv = (arrays.cross_indptr, arrays.cross_indices, arrays.cross_lens)
+        self._step = (arrays.qo_indptr, *(cross_kv if cross else kv))
         value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
         self.plan = AttentionPlan(
             (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim),
@@ -111,26 +112,26 @@ class LayerAttention:
             self.plan.set_table(SLOPES, slopes * (spec.sm_scale if spec.alibi_scaled else 1.0))
         if spec.position == "relative" and not cross:
             first_op = [op.kind for op in program.ops].index("attention")
-            (bias,) = executor.weights.operands[first_op]  # that of all layers
+            (bias,) = executor.weights.operands[first_op]  # shared by all layers
             self.plan.set_bias(bias, spec.max_context)
-        most_keys = len(self._step[2]) * storage.page_size  # as many as there is room for
-        self.merges = most_keys > SPLIT
-        """Whether a row's keys may be divided: partial results must then be added."""
+        max_keys = len(self._step[2]) * storage.page_size  # capacity of the page arrays
+        self.merges = max_keys > SPLIT
+        """True where keys may be split (split-KV), so that partial states must be merged."""
         self.n_shares, self.n_merges = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        if len(arrays.ids) == len(arrays.kv_lens):  # further steps are planned by compiled code
+        if len(arrays.ids) == len(arrays.kv_lens):  # compiled code plans further decode steps
             n_sequences = len(arrays.kv_lens)
-            n_items = program.n_kv_heads * (2 * n_sequences + most_keys // SPLIT)
+            n_items = program.n_kv_heads * (2 * n_sequences + max_keys // SPLIT)
             group = program.n_heads // max(1, program.n_kv_heads)
             self.plan.reserve(n_items, n_items, n_items * group)
         self.fill()
 
     def fill(self) -> None:
-        """Divide the work of the step that is in the arrays."""
+        """Plan the step that is in the arrays."""
         plan_into(self.plan, *self._step)
         self.n_shares[0], self.n_merges[0] = self.plan.n_shares, self.plan.n_merges
 
     def next_step_calls(self) -> list[GraphNode]:
-        """Return the call that plans a further step; the encoder's keys stay as they are."""
+        """Return the call that plans the next decode step; none for the encoder's fixed keys."""
         if self.cross:
             return []
         args = (self.plan.header, *self._step, get_num_threads(), self.n_shares, self.n_merges)
@@ -138,33 +139,33 @@ class LayerAttention:
 
 
 class AttentionPlanGroup:
-    """The attention's work of a step, for each kind of attention that the layers have."""
+    """Attention plans of a step, one per window and kind of attention."""
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
         kinds = {self._kind(op) for op in executor.program.ops if op.kind in ATTENTIONS}
-        self._of = {kind: LayerAttention(executor, arrays, *kind) for kind in kinds}
+        self._plans = {kind: LayerAttention(executor, arrays, *kind) for kind in kinds}
 
     @property
     def kinds(self) -> tuple[LayerAttention, ...]:
-        """Return the work of each kind."""
-        return tuple(self._of.values())
+        """All plans."""
+        return tuple(self._plans.values())
 
     @staticmethod
     def _kind(op: Op) -> tuple[int | None, bool]:
         return op.attrs.get("window"), op.kind == "cross_attention"
 
     def of(self, op: Op) -> LayerAttention:
-        """Return the work of an attention op."""
-        return self._of[self._kind(op)]
+        """Return the plan of an attention op."""
+        return self._plans[self._kind(op)]
 
     def fill(self) -> None:
-        """Divide the work of the step that is in the arrays."""
-        for attention in self._of.values():
+        """Plan the step that is in the arrays."""
+        for attention in self._plans.values():
             attention.fill()
 
     def next_step_calls(self) -> list[GraphNode]:
-        """Return calls that plan a further step with one token for each sequence."""
-        return [call for attention in self._of.values() for call in attention.next_step_calls()]
+        """Return calls that plan the next decode step, one token per sequence."""
+        return [call for attention in self._plans.values() for call in attention.next_step_calls()]
 
 
 @jit.kernel
@@ -172,31 +173,31 @@ def _plan_step(
     header: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any,
     n_shares: Any, n_merges: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
-    """Divide the work of a step; the tables are large enough."""
+    """Plan a step into preallocated tables."""
     _, merged, shared, _, _ = schedule(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
     n_shares[0], n_merges[0] = shared, merged
 
 
 @jit.kernel
-def _set_word(header: Any, place: Any, word: Any, start: Any, stop: Any) -> None:
-    """Write a number into a plan's header."""
-    header[place] = word
+def _set_word(header: Any, index: Any, word: Any, start: Any, stop: Any) -> None:
+    """Write a word of a plan's header."""
+    header[index] = word
 
 
-def is_blocks(weight: Any) -> bool:
-    """Return whether a weight is stored in blocks, which activations as int8 go with."""
+def is_block_quantized(weight: Any) -> bool:
+    """Return True for a block-quantized weight, which can be multiplied by int8 activations."""
     return isinstance(weight, QuantTensor) and not weight.is_float
 
 
 class MatmulOp:
-    """Products of one matrix of activations with weights, in the wanted arithmetic.
+    """Matrix products of one activation matrix with weights, in the executor's arithmetic.
 
     Parameters
     ----------
     x : array of float32, shape (T, K)
         The activations.
     executor : Int8Executor
-        Says which arithmetic (see `nbflow.load`), and has room for activations as int8.
+        Names the arithmetic (see `nbflow.load`) and owns the int8 activation buffers.
     """
 
     def __init__(self, x: np.ndarray, executor: Int8Executor) -> None:
@@ -206,10 +207,10 @@ class MatmulOp:
         self._rows: Int8Rows | None = None
 
     def _is_int8(self, weight: Any) -> bool:
-        return self._activations == "int8" and is_blocks(weight)
+        return self._activations == "int8" and is_block_quantized(weight)
 
     def prepare(self, weights: Sequence[Any]) -> None:
-        """Quantize the activations if one of these weights needs it; a launcher."""
+        """Launch the int8 quantization of the activations if one of these weights needs it."""
         if any(map(self._is_int8, weights)):
             self._rows = self._rows or self._executor.int8_rows(*self._x.shape)
             quantized.quantize_activations(self._x, self._rows)
@@ -217,7 +218,7 @@ class MatmulOp:
     def launch(
         self, weight: Any, bias: np.ndarray | None, accumulate: bool, out: np.ndarray
     ) -> None:
-        """Multiply by one weight; a launcher."""
+        """Launch the product with one weight."""
         if not isinstance(weight, QuantTensor):
             floats.matmul(self._x, weight, bias, accumulate, out)
         elif self._is_int8(weight):
@@ -230,10 +231,10 @@ class MatmulOp:
 
 
 class Binder:
-    """Binds the ops of an executor's program to one shape of step."""
+    """Binder of an executor's program to one shape of step."""
 
     variant = "cpu"
-    """Which kernels: those of ``nbflow_kernels/<family>/<variant>.py``."""
+    """Kernels are those of ``nbflow_kernels/<family>/<variant>.py``."""
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
         self._executor: Any = executor
@@ -241,14 +242,14 @@ class Binder:
         self._spec = executor.program.spec
         self.attention = AttentionPlanGroup(executor, arrays) if executor.program.layers else None
 
-    def ops(self) -> Iterator[tuple[Op, Made]]:
-        """Yield each op with what it has become."""
+    def ops(self) -> Iterator[tuple[Op, BoundOp]]:
+        """Yield each op with its bound form."""
         for index, op in enumerate(self._executor.program.ops):
             if not self._is_idle(op):
                 yield op, getattr(self, f"_{op.kind}")(op, index)
 
     def _is_idle(self, op: Op) -> bool:
-        """Return whether an op has no rows to compute."""
+        """Return True for an op without rows to compute."""
         buffer = self._executor.program.buffers.get(op.out)
         if buffer is None or buffer.rows == "tokens":
             return False
@@ -265,50 +266,50 @@ class Binder:
     def _kernels(self, family: str) -> Any:
         return op_registry.load(family, self.variant)
 
-    def _placed(self, array: np.ndarray) -> Any:
-        """Return an array where the kernels read it."""
+    def _to_device(self, array: np.ndarray) -> Any:
+        """Return an array in the memory of the kernels."""
         return array
 
-    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> Made:
-        """Return the compiled calls a launcher makes; the launcher itself, if it does more."""
-        with capture() as seen:
+    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> BoundOp:
+        """Capture the compiled calls of a launcher; keep the launcher if it also runs Python."""
+        with capture() as captured:
             launcher(*args)
-        return seen.calls if seen.complete else PythonOp(op.kind, lambda: launcher(*args))
+        return captured.calls if captured.complete else PythonOp(op.kind, lambda: launcher(*args))
 
     # ---- kinds of op --------------------------------------------------------------------------
 
-    def _embedding(self, op: Op, index: int) -> Made:
+    def _embedding(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.embedding.gather import gather_rows
 
         (table,) = self._executor.weights.operands[index]
         rows = getattr(self._arrays, op.attrs.get("index", "ids"))
         out, scale = self._view(op.out), op.attrs.get("scale", 1.0)
 
-        def look_up(some: np.ndarray) -> None:
+        def look_up(ids: np.ndarray) -> None:
             if isinstance(table, QuantTensor):
-                gather(table, some, out)
+                gather(table, ids, out)
             else:
-                gather_rows(some, table, out)
+                gather_rows(ids, table, out)
             if scale != 1.0:
                 self._scaled_add(out, scale, False, out)
 
-        def look_up_mine() -> None:
-            mine = rows - np.int32(op.attrs["first_row"])
-            others = (mine < 0) | (mine >= table.shape[0])
-            look_up(np.where(others, np.int32(0), mine))
+        def look_up_shard() -> None:
+            local = rows - np.int32(op.attrs["first_row"])
+            others = (local < 0) | (local >= table.shape[0])
+            look_up(np.where(others, np.int32(0), local))
             out[others] = 0.0
 
         if "first_row" in op.attrs:
-            return PythonOp(op.kind, look_up_mine)
+            return PythonOp(op.kind, look_up_shard)
         return self._captured(op, look_up, rows)
 
-    def _take_rows(self, op: Op, index: int) -> Made:
+    def _take_rows(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.embedding.gather import gather_rows
 
         x, out = self._view(op.inputs[0]), self._view(op.out)
         return self._captured(op, gather_rows, self._arrays.logit_rows, x, out)
 
-    def _norm(self, op: Op, index: int) -> Made:
+    def _norm(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("norm")
         view = self._heads if op.attrs.get("per_head") else self._view
         x, out, eps = view(op.inputs[0]), view(op.out), op.attrs["eps"]
@@ -326,7 +327,7 @@ class Binder:
             return self._captured(op, kernels.rmsnorm, x, weight, eps, offset, out)
         return self._captured(op, kernels.layernorm, x, weight, bias, eps, out)
 
-    def _sum_squares(self, op: Op, index: int) -> Made:
+    def _sum_squares(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.norm.cpu_tensor_parallel import sum_squares
 
         out = self._view(op.out)
@@ -339,26 +340,26 @@ class Binder:
 
         return self._captured(op, launch)
 
-    def _linear(self, op: Op, index: int) -> Made:
+    def _linear(self, op: Op, index: int) -> BoundOp:
         weights = self._executor.weights
         accumulate = bool(op.attrs.get("accumulate", False))
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
-        x = x[: len(out)]  # of hidden states without logits the head reads none
-        pieces = weights.operands[index]
+        x = x[: len(out)]  # the head skips hidden states without logits
+        matrices = weights.operands[index]
         product = MatmulOp(x, self._executor)
 
         def launch() -> None:
-            product.prepare(pieces)
+            product.prepare(matrices)
             start = 0
-            for weight in pieces:  # one below the other: each makes a band of columns
-                band = slice(start, start + weight.shape[0])
-                start = band.stop
-                some_bias = None if bias is None else bias[band]
-                product.launch(weight, some_bias, accumulate, out[:, band])
+            for weight in matrices:  # stacked rows: each matrix writes a slice of columns
+                columns = slice(start, start + weight.shape[0])
+                start = columns.stop
+                weight_bias = None if bias is None else bias[columns]
+                product.launch(weight, weight_bias, accumulate, out[:, columns])
 
         return self._captured(op, launch)
 
-    def _heads_linear(self, op: Op, index: int) -> Made:
+    def _heads_linear(self, op: Op, index: int) -> BoundOp:
         weights = self._executor.weights.operands[index]
         x = self._heads(op.inputs[0], op.attrs["head"])
         out = self._view(op.out).reshape(len(x), len(weights), -1)
@@ -372,7 +373,7 @@ class Binder:
 
         return self._captured(op, launch)
 
-    def _copy_heads(self, op: Op, index: int) -> Made:
+    def _copy_heads(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.attention.cpu.copy_heads import copy_heads
 
         n = op.attrs["columns"]
@@ -380,7 +381,7 @@ class Binder:
         out = self._view(op.out).reshape(len(x), x.shape[1], -1)
         return self._captured(op, copy_heads, x[..., -n:], out[..., -n:])
 
-    def _rope(self, op: Op, index: int) -> Made:
+    def _rope(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("position")
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         q, k = (self._heads(name, self._spec.cached_dim)[..., first:] for name in op.inputs)
@@ -389,11 +390,11 @@ class Binder:
             self._executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
-    def _append_kv(self, op: Op, index: int) -> Made:
+    def _append_kv(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("kv_cache")
         k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
         if len(op.inputs) == 1:
-            v = v[..., :0]  # the values are columns of the same vectors
+            v = v[..., :0]  # MLA: the values are columns of the latent vectors
         storage, arrays = self._executor.storage, self._arrays
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
@@ -401,7 +402,7 @@ class Binder:
             values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds,
         )  # fmt: skip
 
-    def _attention(self, op: Op, index: int) -> Made:
+    def _attention(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.attention import cpu
 
         assert self.attention is not None
@@ -418,28 +419,28 @@ class Binder:
                 cpu.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
         sinks = self._executor.weights.bias[index]
-        if sinks is not None:  # the layer's own, in a plan that is that of many layers
+        if sinks is not None:  # sinks differ by layer, the plan is shared
             args = step.plan.header, np.int64(SINKS), np.int64(address_of(sinks))
             calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
         return calls
 
     _cross_attention = _attention
 
-    def _input(self, op: Op, index: int) -> Made:
+    def _input(self, op: Op, index: int) -> BoundOp:
         out, executor = self._view(op.out), self._executor
-        return PythonOp(op.kind, lambda: np.copyto(out, executor.given))
+        return PythonOp(op.kind, lambda: np.copyto(out, executor.external_rows))
 
-    def _activation(self, op: Op, index: int) -> Made:
+    def _activation(self, op: Op, index: int) -> BoundOp:
         args = self._view(op.inputs[0]), op.attrs["activation"], self._view(op.out)
         return self._captured(op, self._kernels("activation").elementwise, *args)
 
-    def _gate(self, op: Op, index: int) -> Made:
+    def _gate(self, op: Op, index: int) -> BoundOp:
         glu = self._kernels("activation").glu
-        (both,) = op.inputs  # the programs given to this executor are fused
-        args = self._view(both), op.attrs["activation"], True, self._view(op.out)
+        (gate_up,) = op.inputs  # programs of this executor are fused
+        args = self._view(gate_up), op.attrs["activation"], True, self._view(op.out)
         return self._captured(op, glu, *args)
 
-    def _experts(self, op: Op, index: int) -> Made:
+    def _experts(self, op: Op, index: int) -> BoundOp:
         spec, weights = self._spec.moe, self._executor.weights
         assert spec is not None
         x, router = (self._view(name) for name in op.inputs)
@@ -450,10 +451,10 @@ class Binder:
         gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
         options = spec.routing
 
-        def call() -> None:  # which products there are depends on the tokens
+        def call() -> None:  # the products depend on the router's choice
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
             chosen -= np.int32(first)
-            chosen[(chosen < 0) | (chosen >= n)] = -1  # another rank's
+            chosen[(chosen < 0) | (chosen >= n)] = -1  # an expert of another rank
             nk.fused_moe(
                 x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"],
                 gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down, out=out,
@@ -461,31 +462,28 @@ class Binder:
 
         return PythonOp(op.kind, call)
 
-    def _scale_rows(self, op: Op, index: int) -> Made:
+    def _scale_rows(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("moe")
         (gate,) = self._executor.weights.operands[index]
         x, out = self._view(op.inputs[0]), self._view(op.out)
         return self._captured(op, kernels.scale_rows, x, gate, out)
 
-    def _add(self, op: Op, index: int) -> Made:
+    def _add(self, op: Op, index: int) -> BoundOp:
         x, out = self._view(op.inputs[0]), self._view(op.out)
         return self._captured(op, self._scaled_add, x, op.attrs.get("scale", 1.0), True, out)
 
-    def _scale(self, op: Op, index: int) -> Made:
+    def _scale(self, op: Op, index: int) -> BoundOp:
         x, out = self._view(op.inputs[0]), self._view(op.out)
         return self._captured(op, self._scaled_add, x, op.attrs["scale"], False, out)
 
     def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
-        """Write ``scale * x``, or add it; a launcher.
-
-        This is the weighted sum of one row, for which experts have a kernel.
-        """
+        """Launch ``out = scale * x`` or ``out += scale * x`` as an expert combine of one row."""
         scales = np.full((len(x), 1), scale, np.float32)
         rows = np.arange(len(x), dtype=np.int32).reshape(-1, 1)
         combine = self._kernels("moe").combine
-        combine(x, self._placed(scales), self._placed(rows), accumulate, out)
+        combine(x, self._to_device(scales), self._to_device(rows), accumulate, out)
 
-    def _soft_cap(self, op: Op, index: int) -> Made:
+    def _soft_cap(self, op: Op, index: int) -> BoundOp:
         soft_cap = self._kernels("logits").soft_cap
         x, out = self._view(op.inputs[0]), self._view(op.out)
         return self._captured(op, soft_cap, x, op.attrs["cap"], out)
@@ -493,21 +491,21 @@ class Binder:
     # ---- communication ------------------------------------------------------------------------
 
     @staticmethod
-    def _exchange(op: Op, call: Callable[[], Any]) -> Made:
-        """Return an exchange between ranks that says where it is."""
-        return PythonOp(op.kind, noted(op, call))
+    def _communication(op: Op, call: Callable[[], Any]) -> BoundOp:
+        """Return a communication op that reports its state."""
+        return PythonOp(op.kind, with_status(op, call))
 
-    def _all_reduce(self, op: Op, index: int) -> Made:
+    def _all_reduce(self, op: Op, index: int) -> BoundOp:
         group = self._executor.groups[op.attrs["ranks"]]
-        reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
-        return self._exchange(op, functools.partial(reduce, self._view(op.out)))
+        reduce = group.Allreduce_q8 if sends_q8(op) else group.Allreduce
+        return self._communication(op, functools.partial(reduce, self._view(op.out)))
 
-    def _all_gather(self, op: Op, index: int) -> Made:
+    def _all_gather(self, op: Op, index: int) -> BoundOp:
         group = self._executor.groups[op.attrs["ranks"]]
         x, out, widths = self._view(op.inputs[0]), self._view(op.out), op.attrs["widths"]
-        return self._exchange(op, functools.partial(group.Allgather_columns, x, out, widths))
+        return self._communication(op, functools.partial(group.Allgather_columns, x, out, widths))
 
-    def _send(self, op: Op, index: int) -> Made:
+    def _send(self, op: Op, index: int) -> BoundOp:
         x, comm = self._view(op.inputs[0]), self._executor.comm
         peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
 
@@ -515,9 +513,9 @@ class Binder:
             for peer in peers:
                 comm.Send_later(x, peer)
 
-        return self._exchange(op, call)
+        return self._communication(op, call)
 
-    def _recv(self, op: Op, index: int) -> Made:
+    def _recv(self, op: Op, index: int) -> BoundOp:
         peer = self._executor.numbers.index(op.attrs["peer"])
         out = self._view(op.out)
-        return self._exchange(op, functools.partial(self._executor.comm.Recv, out, peer))
+        return self._communication(op, functools.partial(self._executor.comm.Recv, out, peer))

@@ -1,8 +1,8 @@
-"""From ops to launches of CUDA kernels: what differs from the CPU's binding.
+"""Bind ops to launches of CUDA kernels: the differences from the CPU binder.
 
-A launcher is called anew for every step that is no graph: it computes a grid and starts kernels,
-and nothing waits for the device.  What the host knows and kernels need (which rows, which pages) is
-copied once per step; what ranks send each other is in `exchange_cuda`.
+Outside CUDA graphs a launcher runs in every step: it computes a grid and launches kernels without
+synchronizing.  Index arrays are copied to the device once per step.  Communication between ranks is
+in `nbflow.executor.cuda_communication`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.executor.bind import LayerAttention, Made, PythonOp
+from nbflow.executor.bind import BoundOp, LayerAttention, PythonOp
 from nbflow.executor.bind_cuda_fused import bind_fused
 from nbflow.executor.bind_cuda_moe import bind_experts
-from nbflow.executor.cuda_communication import CudaExchanges
+from nbflow.executor.cuda_communication import CudaCommunication
 from nbflow.executor.cuda_fusion import AnyFusion, ExpertFusion
 from nbflow.executor.cuda_graphs import HostOp
-from nbflow.executor.cuda_moe import Mixture
+from nbflow.executor.cuda_moe import MoERunner
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
-from nbflow.executor.step_buffers import DeviceArrays, StepArrays
+from nbflow.executor.step_buffers import CudaStepArrays, StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.records import Op
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan
@@ -32,7 +32,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import QuantTensor
 
 
-class CudaBinder(CudaExchanges):
+class CudaBinder(CudaCommunication):
     """Binds the ops of an executor's program to one shape of step."""
 
     variant = "cuda"
@@ -44,22 +44,22 @@ class CudaBinder(CudaExchanges):
         rows_each: int,
         fusions: Mapping[int, Sequence[AnyFusion]],
     ) -> None:
-        super().__init__(executor, host)  # attention's work is divided on the host
+        super().__init__(executor, host)  # the attention scheduler runs on the host
         self._host = host
         self.executor = executor
         self._fusions = fusions
         self.tables: list[StaticPlanBuffers] = []
-        """What the attention reads, of steps that may become graphs: those with `rows_each`."""
+        """Static attention plans of steps that may become graphs: those with `rows_each`."""
         if rows_each and self.attention is not None:
-            self.tables = [self._fixed(kind, rows_each) for kind in self.attention.kinds]
-        numbers = executor.place.purposed("the numbers of a step")
-        self._arrays: Any = DeviceArrays(host, numbers, self.tables)
+            self.tables = [self._static_plan(kind, rows_each) for kind in self.attention.kinds]
+        device = executor.device.for_purpose("the index arrays of a step")
+        self._arrays: Any = CudaStepArrays(host, device, self.tables)
         self._scales: dict[tuple[int, float], tuple[Any, Any]] = {}
         self.scratch: list[Any] = []
-        """Arrays that ops write in passing, or read."""
+        """Scratch arrays and constants of ops."""
 
-    def _fixed(self, kind: LayerAttention, rows_each: int) -> StaticPlanBuffers:
-        """Return tables for a kind of attention, which its launches read from now on."""
+    def _static_plan(self, kind: LayerAttention, rows_each: int) -> StaticPlanBuffers:
+        """Give a kind of attention static plan buffers, which its launches read from now on."""
         like = self._view(next(iter(self.executor.program.buffers)))
         tables = StaticPlanBuffers(kind.plan, device_of(like), len(self._host.ids), rows_each)
         device_plan(kind.plan, like).fix(tables)
@@ -68,15 +68,15 @@ class CudaBinder(CudaExchanges):
 
     @property
     def arrays(self) -> Any:
-        """Return the step's numbers on the device."""
+        """Index arrays of the step on the device."""
         return self._arrays
 
     def view(self, name: str) -> Any:
-        """Return a buffer's rows of the step."""
+        """Return the rows of a buffer that the step uses."""
         return self._view(name)
 
-    def ops(self) -> Iterator[tuple[Op, Made]]:
-        """Yield each op, or the first of several that one kernel runs, with what it has become."""
+    def ops(self) -> Iterator[tuple[Op, BoundOp]]:
+        """Yield each op, or the first op of a fusion, with its bound form."""
         ops, index = self.executor.program.ops, 0
         while index < len(ops):
             op, last = ops[index], index
@@ -86,7 +86,7 @@ class CudaBinder(CudaExchanges):
             index = last + 1
 
     def _fused(self, index: int) -> tuple[PythonOp | None, int]:
-        """Return the launch of most ops from one on that a kernel runs, and the last of them."""
+        """Return the launch of the largest fusion that starts at an op, and its last op."""
         for fusion in self._fusions.get(index, ()):
             if isinstance(fusion, ExpertFusion):
                 made = bind_experts(self, fusion)
@@ -96,8 +96,8 @@ class CudaBinder(CudaExchanges):
                 return made, fusion.last
         return None, index
 
-    def _placed(self, array: np.ndarray) -> Any:
-        return self._executor.place.put(array)
+    def _to_device(self, array: np.ndarray) -> Any:
+        return self._executor.device.put(array)
 
     # ---- kinds of op --------------------------------------------------------------------------
 
@@ -109,14 +109,14 @@ class CudaBinder(CudaExchanges):
         if "first_row" not in op.attrs:
             return self._captured(op, look_up, rows, table, scale, out)
 
-        def look_up_mine() -> None:
-            mine = getattr(self._host, name) - np.int32(op.attrs["first_row"])
-            others = (mine < 0) | (mine >= table.shape[0])
-            look_up(self._placed(np.where(others, np.int32(0), mine)), table, scale, out)
+        def look_up_shard() -> None:
+            local = getattr(self._host, name) - np.int32(op.attrs["first_row"])
+            others = (local < 0) | (local >= table.shape[0])
+            look_up(self._to_device(np.where(others, np.int32(0), local)), table, scale, out)
             for row in np.flatnonzero(others):
                 out[int(row)].fill(0)
 
-        return HostOp(op.kind, look_up_mine)
+        return HostOp(op.kind, look_up_shard)
 
     def _take_rows(self, op: Op, index: int) -> PythonOp:
         x, out = self._view(op.inputs[0]), self._view(op.out)
@@ -135,15 +135,15 @@ class CudaBinder(CudaExchanges):
         weights = self._executor.weights
         accumulate = bool(op.attrs.get("accumulate", False))
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
-        x = x[: len(out)]  # of hidden states without logits the head reads none
+        x = x[: len(out)]  # the head skips hidden states without logits
 
         def launch() -> None:
             start = 0
             for weight in weights.operands[index]:
-                band = slice(start, start + weight.shape[0])
-                start = band.stop
-                some_bias = None if bias is None else bias[band]
-                self._product(x, weight, some_bias, accumulate, out[:, band])
+                columns = slice(start, start + weight.shape[0])
+                start = columns.stop
+                weight_bias = None if bias is None else bias[columns]
+                self._product(x, weight, weight_bias, accumulate, out[:, columns])
 
         return PythonOp(op.kind, launch)
 
@@ -156,7 +156,7 @@ class CudaBinder(CudaExchanges):
 
     def _heads_linear(self, op: Op, index: int) -> PythonOp:
         weights = self._executor.weights.operands[index]
-        stack = weights[0] if len(weights[0].shape) == 3 else None  # of all heads
+        stack = weights[0] if len(weights[0].shape) == 3 else None  # all heads in one tensor
         matrices = weights if stack is None else stack.matrices()
         n_rows, n_columns = matrices[0].shape
         x = self._heads(op.inputs[0], op.attrs["head"])[:, :, :n_columns]
@@ -192,7 +192,7 @@ class CudaBinder(CudaExchanges):
         sinks = self._executor.weights.bias[index]
 
         def launch(*args: Any) -> None:
-            if sinks is not None:  # the layer's own, in a plan that is that of many layers
+            if sinks is not None:  # sinks differ by layer, the plan is shared
                 step.plan.set_table(SINKS, sinks)
             attend(*args)
 
@@ -203,7 +203,7 @@ class CudaBinder(CudaExchanges):
     def _append_kv(self, op: Op, index: int) -> PythonOp:
         k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
         if len(op.inputs) == 1:
-            v = v[..., :0]  # the values are columns of the same vectors
+            v = v[..., :0]  # MLA: the values are columns of the latent vectors
         storage, arrays = self._executor.storage, self._arrays
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
@@ -214,7 +214,7 @@ class CudaBinder(CudaExchanges):
 
     def _input(self, op: Op, index: int) -> PythonOp:
         out, executor = self._view(op.out), self._executor
-        return HostOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.given)))
+        return HostOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.external_rows)))
 
     def _experts(self, op: Op, index: int) -> PythonOp:
         spec, weights = self._spec.moe, self._executor.weights
@@ -223,36 +223,34 @@ class CudaBinder(CudaExchanges):
         bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
         first, end = op.attrs["experts"]
         out = self._view(op.out)
-        mixture = Mixture(x, weights.operands[index], end - first, spec.top_k, op, out, bias)
-        self.scratch += mixture.scratch
-        if end - first == spec.n_experts and not mixture.waits:
+        runner = MoERunner(x, weights.operands[index], end - first, spec.top_k, op, out, bias)
+        self.scratch += runner.scratch
+        if end - first == spec.n_experts and not runner.waits:
             return PythonOp(
                 op.kind,
-                lambda: mixture.run(
-                    *nk.moe_routing(router, correction_bias=bias.choice, **options)
-                ),
+                lambda: runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options)),
             )
 
         def call() -> None:
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
             if end - first < spec.n_experts:
-                mine = chosen.get() - np.int32(first)
-                others = (mine < 0) | (mine >= end - first)
-                chosen = self._placed(np.where(others, np.int32(-1), mine))
-            mixture.run(scores, chosen)
+                local = chosen.get() - np.int32(first)
+                others = (local < 0) | (local >= end - first)
+                chosen = self._to_device(np.where(others, np.int32(-1), local))
+            runner.run(scores, chosen)
 
         return HostOp(op.kind, call)
 
     def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
-        """Do as the CPU's; the scales are made when an op is bound."""
+        """Launch the scaled copy or sum with constants made at binding."""
         scales, rows = self._scales_of(len(x), scale)
         self._kernels("moe").combine(x, scales, rows, accumulate, out)
 
     def _scales_of(self, n: int, scale: float) -> tuple[Any, Any]:
-        """Return a column of n equal scales, and one of row numbers."""
+        """Return a column of n equal scales and a column of row numbers."""
         if (n, scale) not in self._scales:
             rows = np.arange(n, dtype=np.int32).reshape(-1, 1)
-            found = self._placed(np.full((n, 1), scale, np.float32)), self._placed(rows)
+            found = self._to_device(np.full((n, 1), scale, np.float32)), self._to_device(rows)
             self._scales[n, scale] = found
             self.scratch += found
         return self._scales[n, scale]

@@ -15,10 +15,10 @@ from nbflow_kernels.moe import cuda_fused_moe
 
 
 def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None:
-    """Return the launch of a layer's two kernels; None if they do not take it."""
+    """Return the launch of a layer's two kernels; None if they do not support it."""
     executor = binder.executor
     ops, activations = executor.program.ops, executor.activations
-    # of 8-bit activations the expert of all tokens takes other numbers than the others
+    # with int8 activations the shared expert reads another quantization than the routed ones
     if activations not in ("f32", "int8") or (fusion.shared and activations != "f32"):
         return None
     op, router = ops[fusion.experts], ops[fusion.router]
@@ -30,8 +30,7 @@ def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None
         return None
     norm, x = None, binder.view(router.inputs[0])
     if fusion.norm is not None:
-        kept = x if fusion.keeps_norm else None
-        norm = norm_of(executor, fusion.norm, kept)
+        norm = norm_of(executor, fusion.norm, x if fusion.keeps_norm else None)
         x = binder.view(ops[fusion.norm].inputs[0])
     residual, scale = None, 1.0
     if fusion.add is not None:
@@ -44,7 +43,7 @@ def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None
 
 
 def _layer(binder: BindingTarget, fusion: ExpertFusion) -> cuda_fused_moe.Experts | None:
-    """Return what the kernels read, if it is of kinds that they know."""
+    """Return the weights of the layer, or None if the kernels do not support their formats."""
     executor = binder.executor
     operands, spec = executor.weights.operands, executor.program.spec.moe
     assert spec is not None
@@ -54,7 +53,7 @@ def _layer(binder: BindingTarget, fusion: ExpertFusion) -> cuda_fused_moe.Expert
         if not router.is_float:
             return None
         router = router.array
-    if len(stacks) != 3 or any(len(w.shape) != 3 for w in stacks):  # of several formats
+    if len(stacks) != 3 or any(len(w.shape) != 3 for w in stacks):  # several formats
         return None
     return cuda_fused_moe.Experts(
         *stacks, activation=op.attrs["activation"], router=router,
@@ -64,7 +63,7 @@ def _layer(binder: BindingTarget, fusion: ExpertFusion) -> cuda_fused_moe.Expert
 
 
 def _shared(operands: list[tuple[Any, ...]], fusion: ExpertFusion) -> cuda_fused_moe.Shared | None:
-    """Return the expert of all tokens."""
+    """Return the shared expert."""
     if fusion.shared is None:
         return None
     both, down = fusion.shared

@@ -1,9 +1,8 @@
 """Run a program with the Numba CPU kernels.
 
-For each shape of step the program is bound once: every op becomes compiled calls with their
-buffers cut to length (`nbflow.executor.bind`), and all calls between two communications one list
-that the team of threads runs without Python in between.  Running a step is copying its numbers
-into arrays, planning the attention, and running the lists.
+The program is bound once per shape of step: ops become compiled calls (`nbflow.executor.bind`), and
+the calls between two communication ops become one captured graph, which the thread pool runs
+without Python.  A step copies its index arrays, plans attention and runs the graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.executor.bind import Binder, PythonOp, is_blocks
+from nbflow.executor.bind import Binder, PythonOp, is_block_quantized
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
@@ -27,16 +26,16 @@ from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_thread
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 MAX_BOUND = 128
-"""Bound shapes kept, of some 15 KB a layer; prompts of many lengths would otherwise fill memory.
-As requests come and go, steps have some dozens of shapes."""
-LEAST_ROOM = 32
-"""Least number of pages that the sequences of a bound step can have together: with pages of 64
-tokens the keys of so many are not divided, and no partial results are to be added."""
+"""Bound shapes kept, about 15 KB a layer each; an LRU limit, as prompts have many lengths.
+Continuous batching uses some dozens."""
+MIN_PAGES = 32
+"""Page numbers that a bound step has room for at least: up to 32 pages of 64 tokens, attention
+needs no split-KV merge."""
 
 
 @dataclass
 class Segment:
-    """Compiled calls between two ops that are Python."""
+    """Captured graph of the ops between two Python ops."""
 
     calls: CpuGraph
     kinds: tuple[str, ...]
@@ -44,53 +43,53 @@ class Segment:
 
 
 @dataclass
-class Bound:
-    """A program bound for one shape of step."""
+class BoundProgram:
+    """Program bound to one shape of step."""
 
     arrays: StepArrays
     attention: Any
-    """Fills the work items of the attention; None without layers."""
+    """`AttentionPlanGroup`; None without layers."""
     segments: list[Segment | PythonOp]
     storages: tuple[int, int]
-    """Versions of the storages it was bound to."""
-    room: tuple[int, int]
-    """Page numbers that there is room for, of the sequences and of the encoder's."""
+    """Versions of the KV storages it was bound to."""
+    page_capacity: tuple[int, int]
+    """Page numbers that its arrays hold, of the sequences and of the encoder."""
     repeated: dict[Any, list[Segment | PythonOp]] = field(default_factory=dict)
-    """The calls of a whole step with further ones behind them; see `CpuExecutor.run_repeated`."""
+    """Segments of a step followed by sampling calls, by key; see `CpuExecutor.run_repeated`."""
 
 
 class CpuExecutor(Executor):
-    """Executor of one rank's program on the CPU; parameters as of `Executor`."""
+    """Executor of one rank's program on the CPU; parameters as in `Executor`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._bound: dict[tuple[int, ...], Bound] = {}
-        self._int8_rows: dict[int, Int8Rows] = {}  # by columns
+        self._bound: dict[tuple[int, ...], BoundProgram] = {}
+        self._int8_rows: dict[int, Int8Rows] = {}  # by number of columns
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers."""
+        """Bytes of the buffers and of the rotary tables."""
         return super().workspace_bytes + sum(b.nbytes for b in self._int8_rows.values())
 
     def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
-        """Return room for activations as int8; ops of one width share it, one after the other."""
-        have = self._int8_rows.get(n_columns)
-        if have is None or len(have.codes) < n_rows:
-            have = self._int8_rows[n_columns] = Int8Rows.empty(n_rows, n_columns)
-        return have.first(n_rows)
+        """Return a buffer for int8 activations; ops of one width share it in turn."""
+        rows = self._int8_rows.get(n_columns)
+        if rows is None or len(rows.codes) < n_rows:
+            rows = self._int8_rows[n_columns] = Int8Rows.empty(n_rows, n_columns)
+        return rows.first(n_rows)
 
     def reserve(self, n_tokens: int, n_logits: int) -> None:
-        """Make the buffers large enough for such steps now."""
+        """Allocate buffers for steps of this size."""
         super().reserve(n_tokens, n_logits)
         for op, operands in zip(self.program.ops, self.weights.operands, strict=True):
-            if op.kind == "linear" and self.activations == "int8" and any(map(is_blocks, operands)):
+            if (
+                op.kind == "linear"
+                and self.activations == "int8"
+                and any(map(is_block_quantized, operands))
+            ):
                 buffer = self.program.buffers[op.inputs[0]]
                 rows = buffer.n_rows(n_tokens, n_logits, n_logits)
                 self.int8_rows(rows, buffer.width)
-
-    def bind_anew(self) -> None:
-        """Forget what the program was bound to: operands or settings have changed."""
-        self._bound.clear()
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
@@ -102,48 +101,48 @@ class CpuExecutor(Executor):
         self,
         step: Step,
         key: Any,
-        further: Callable[[Bound], Sequence[GraphNode]],
+        sampling_calls: Callable[[BoundProgram], Sequence[GraphNode]],
         n: int,
         stop: Any,
     ) -> None:
-        """Run the program up to `n` times, each time followed by further calls.
+        """Run up to `n` decode steps, each followed by sampling calls.
 
-        The further calls draw the next tokens and put them into the step's arrays, so that no
-        Python is needed between two tokens.
+        The sampling calls write the next tokens into the step's arrays, so that no Python runs
+        between two tokens.
 
         Parameters
         ----------
         step : Step
             The first step.
         key : hashable
-            Says what `further` will return; its calls are kept under it.
-        further : callable
-            Gives the further calls for a bound program.
+            Key under which the calls of `sampling_calls` are cached.
+        sampling_calls : callable
+            Returns the sampling calls for a bound program.
         n : int
             Number of steps.
         stop : array of int64, shape (1,)
-            No further step once this is not 0.
+            Nonzero ends the loop.
         """
         bound = self._prepared(step)
         if key not in bound.repeated:
             if len(bound.repeated) >= MAX_BOUND:
                 bound.repeated.clear()
-            bound.repeated[key] = self._with_further(bound, further(bound))
+            bound.repeated[key] = self._with_calls(bound, sampling_calls(bound))
         *before, last = bound.repeated[key]
         if not before:
             self._run_segment(last, repeat=n, stop=stop)
             return
-        for _ in range(n):  # some op is Python
+        for _ in range(n):  # some ops are Python
             for segment in (*before, last):
                 self._run_segment(segment)
             if stop[0]:
                 return
 
     @staticmethod
-    def _with_further(bound: Bound, calls: Sequence[GraphNode]) -> list[Segment | PythonOp]:
-        """Return a step's segments with further calls at the end of the last one."""
+    def _with_calls(bound: BoundProgram, calls: Sequence[GraphNode]) -> list[Segment | PythonOp]:
+        """Return a step's segments with calls appended to the last one."""
         *before, last = bound.segments
-        assert isinstance(last, Segment)  # it makes the logits
+        assert isinstance(last, Segment)  # it computes the logits
         joined = CpuGraph([*last.calls.calls, *calls], last.calls.n_threads)
         return [*before, Segment(joined, (*last.kinds, *("draw" for _ in calls)))]
 
@@ -171,21 +170,25 @@ class CpuExecutor(Executor):
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):
             seconds[kind] += spent * share
 
-    def forget(self) -> None:
-        """See `Executor.forget`."""
+    def release_bindings(self) -> None:
+        """Drop cached step bindings: pages, operands or settings have changed."""
         self._bound.clear()
 
     # ---- binding ------------------------------------------------------------------------------
 
-    def _prepared(self, step: Step) -> Bound:
-        """Return the program bound for a step's shape, with the step's numbers in its arrays."""
+    def _prepared(self, step: Step) -> BoundProgram:
+        """Return the program bound to the step's shape, with the step loaded into its arrays."""
         key = *step.size, len(step.pages.kv_lens), get_num_threads()
         bound = self._bound.pop(key, None)
-        if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
+        if (
+            bound is None
+            or bound.storages != self._storages()
+            or not _holds(bound.page_capacity, step)
+        ):
             stale = bound is not None and bound.storages != self._storages()
             if self._reserve(*step.size) or stale:
                 self._bound.clear()
-            while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
+            while len(self._bound) >= MAX_BOUND:  # least recently used
                 del self._bound[next(iter(self._bound))]
             bound = self._bound[key] = self._bind(step)
             return bound
@@ -196,41 +199,42 @@ class CpuExecutor(Executor):
         return bound
 
     def _storages(self) -> tuple[int, int]:
-        return self.storage.version, 0 if self.memory is None else self.memory.version
+        return self.storage.version, 0 if self.cross_storage is None else self.cross_storage.version
 
-    def _bind(self, step: Step) -> Bound:
-        room = _room(step.pages), 0 if step.memory is None else _room(step.memory)
-        arrays = StepArrays(*step.size, len(step.pages.kv_lens), *room)
+    def _bind(self, step: Step) -> BoundProgram:
+        cross = step.cross_pages
+        capacity = _page_capacity(step.pages), 0 if cross is None else _page_capacity(cross)
+        arrays = StepArrays(*step.size, len(step.pages.kv_lens), *capacity)
         arrays.load(step)
         binder = Binder(self, arrays)
         segments: list[Segment | PythonOp] = []
-        waiting: list[tuple[str, GraphNode]] = []
+        pending: list[tuple[str, GraphNode]] = []
 
-        def close() -> None:
-            if waiting:
-                kinds, calls = zip(*waiting, strict=True)
+        def end_segment() -> None:
+            if pending:
+                kinds, calls = zip(*pending, strict=True)
                 segments.append(Segment(CpuGraph(calls, get_num_threads()), kinds))
-                waiting.clear()
+                pending.clear()
 
-        for op, made in binder.ops():
+        for op, bound_op in binder.ops():
             if self.observe is not None and op.weights:
-                close()
+                end_segment()
                 inputs = tuple(self.view(name, *step.size) for name in op.inputs)
                 segments.append(PythonOp("observe", partial(self.observe, op, inputs)))
-            if isinstance(made, PythonOp):
-                close()
-                segments.append(made)
+            if isinstance(bound_op, PythonOp):
+                end_segment()
+                segments.append(bound_op)
             else:
-                waiting.extend((op.kind, call) for call in made)
-        close()
-        return Bound(arrays, binder.attention, segments, self._storages(), room)
+                pending.extend((op.kind, call) for call in bound_op)
+        end_segment()
+        return BoundProgram(arrays, binder.attention, segments, self._storages(), capacity)
 
 
-def _room(pages: PageView) -> int:
-    """Return for how many page numbers room is made: a power of two, so that it lasts a while."""
-    return max(LEAST_ROOM, 1 << (len(pages.kv_indices) - 1).bit_length())
+def _page_capacity(pages: PageView) -> int:
+    """Return the capacity for page numbers: a power of two, so that few steps rebind."""
+    return max(MIN_PAGES, 1 << (len(pages.kv_indices) - 1).bit_length())
 
 
-def _holds(room: tuple[int, int], step: Step) -> bool:
-    n_memory = 0 if step.memory is None else len(step.memory.kv_indices)
-    return len(step.pages.kv_indices) <= room[0] and n_memory <= room[1]
+def _holds(capacity: tuple[int, int], step: Step) -> bool:
+    n_cross_pages = 0 if step.cross_pages is None else len(step.cross_pages.kv_indices)
+    return len(step.pages.kv_indices) <= capacity[0] and n_cross_pages <= capacity[1]

@@ -1,11 +1,11 @@
 """Run a program with the CUDA kernels, on a device or in the emulator.
 
-Weights, pages, buffers and the step's numbers live on the device; a step copies its numbers there
-once, through pinned memory, starts its kernels on a stream of the executor's own, and waits for
-nothing.  Only what is asked for (`buffer`) comes back.
+Weights, KV pages, buffers and index arrays live on the device.  A step copies its index arrays once
+through pinned memory, launches its kernels on the executor's stream and does not synchronize;
+`buffer` copies results to the host.
 
-Steps that give each sequence one token, or all together a few, are bound for a number of sequences,
-tokens and pages, from the second time on as CUDA graphs (`nbflow.executor.cuda_graphs`).
+Decode steps and small batches are bound to buckets of sequences, tokens and pages, and run as CUDA
+graphs from the second time on (`nbflow.executor.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbflow.executor.cuda_fusion import find_fusions
 from nbflow.executor.cuda_graphs import StepGraphs, batch_bucket, capture, page_bucket
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
-from nbflow.executor.step_buffers import DeviceArrays, PaddedArrays, Staging, StepArrays
+from nbflow.executor.step_buffers import CudaStepArrays, PaddedStepArrays, Staging, StepArrays
 from nbflow.program.records import COMMUNICATION
 from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
@@ -36,34 +36,33 @@ from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 MAX_BOUND = 32
 """Bound shapes kept."""
-MOST_PINNED_BYTES = 1 << 26
-"""Larger arrays (the logits of a long prompt) go through ordinary memory: what is pinned is taken
-from all programs of the machine."""
-ROWS_OF_THEIR_OWN = COMMUNICATION | {"experts"}
-"""Ops that take exactly the rows of a step: more would be sent, or read experts for nothing."""
+MAX_PINNED_BYTES = 1 << 26
+"""Larger arrays (logits of a long prompt) go through pageable memory: pinned memory is scarce."""
+UNPADDED_OPS = COMMUNICATION | {"experts"}
+"""Ops that must not see padding rows: these would be sent, or would load experts in vain."""
 
 
 @dataclass
-class Bound:
-    """A program bound for one shape of step."""
+class BoundProgram:
+    """Program bound to one shape of step."""
 
     host: StepArrays
-    device: DeviceArrays
+    device: CudaStepArrays
     attention: Any
-    """Divides the attention's work; None without layers."""
+    """`AttentionPlanGroup`; None without layers."""
     tables: list[StaticPlanBuffers]
-    """What the attention reads, of shapes that graphs are captured of."""
+    """Static attention plans of shapes that become graphs."""
     ops: list[PythonOp]
     storages: tuple[int, int]
-    """Versions of the storages it was bound to."""
+    """Versions of the KV storages it was bound to."""
     scratch: list[Any]
-    """Arrays of its ops."""
+    """Scratch arrays of its ops."""
     n_runs: int = 0
     graphs: StepGraphs | None = None
 
     @property
     def n_bytes(self) -> int:
-        """Return what it holds on the device besides buffers."""
+        """Bytes on the device in addition to the buffers."""
         kinds = () if self.attention is None else self.attention.kinds
         plans = [plan for kind in kinds for plan in kind.plan.on_devices.values()]
         graphs = 0 if self.graphs is None else self.graphs.n_bytes + self.graphs.pool.total_bytes()
@@ -72,7 +71,7 @@ class Bound:
         return total
 
     def load(self, step: Step) -> None:
-        """Take the numbers of another step of this shape."""
+        """Load another step of this shape."""
         self.host.load(step)
         if self.attention is not None:
             self.attention.fill()
@@ -81,34 +80,31 @@ class Bound:
 
 
 class CudaExecutor(Executor):
-    """Executor of one rank's program on a CUDA device; parameters as of `Executor`."""
+    """Executor of one rank's program on a CUDA device; parameters as in `Executor`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        cuda = self.place.xp.cuda
-        self._bound: dict[tuple[Any, ...], Bound] = {}
+        cuda = self.device.xp.cuda
+        self._bound: dict[tuple[Any, ...], BoundProgram] = {}
         self.fusions = find_fusions(self.program)
         self._stream = cuda.Stream(non_blocking=True)
         self._events = [cuda.Event(disable_timing=True) for _ in range(2)]
-        self._landed = cuda.Event(disable_timing=True)
-        self._staging = Staging(self.place)
+        self._copied = cuda.Event(disable_timing=True)
+        self._staging = Staging(self.device)
         self._pinned: dict[str, np.ndarray] = {}
-        self._graphs_wanted = self.place.graphs
+        self._graphs_wanted = self.device.graphs
         self._finalizer: Any = None
         self.steps_by_graph, self.steps_by_kernel = 0, 0
-        """Steps that were started as graphs, and kernel by kernel."""
+        """Steps that ran as graphs, and kernel by kernel."""
 
-    def forget(self) -> None:
-        """See `Executor.forget`."""
+    def release_bindings(self) -> None:
+        """Drop cached step bindings and graphs."""
         self._bound.clear()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """Give work to the executor's stream, behind what the caller's stream has been given.
-
-        The caller's stream then waits for it: nobody else needs to know that there is another one.
-        """
-        outer = self.place.xp.cuda.get_current_stream()
+        """Run work on the executor's stream, ordered with the caller's stream on both sides."""
+        outer = self.device.xp.cuda.get_current_stream()
         before, after = self._events
         outer.record(before)
         self._stream.wait_event(before)
@@ -120,9 +116,9 @@ class CudaExecutor(Executor):
             outer.wait_event(after)
 
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
-        """Return the first rows of a buffer, as the last step left them, in host memory.
+        """Return the first rows of a buffer after the last step, in host memory.
 
-        The next call for the same buffer may write to the same memory.
+        The next call for the same buffer may overwrite the array.
         """
         view = self.view(name, n_rows, n_rows, n_rows)
         with self._own_stream():
@@ -130,58 +126,57 @@ class CudaExecutor(Executor):
 
     # ---- pinned memory ------------------------------------------------------------------------
 
-    def _memory(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return host memory, float32: pinned and the same for a name, but for large arrays."""
+    def _host_array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a float32 host array: pinned and reused by name, except for large ones."""
         size = int(np.prod(shape))
-        if 4 * size > MOST_PINNED_BYTES:
+        if 4 * size > MAX_PINNED_BYTES:
             return np.empty(shape, np.float32)
-        have = self._pinned.get(name)
-        if have is None or len(have) < size:
-            memory = self.place.xp.cuda.alloc_pinned_memory(4 * max(size, 1))
-            have = self._pinned[name] = np.frombuffer(memory, np.float32, max(size, 1))
-        return have[:size].reshape(shape)
+        pinned = self._pinned.get(name)
+        if pinned is None or len(pinned) < size:
+            memory = self.device.xp.cuda.alloc_pinned_memory(4 * max(size, 1))
+            pinned = self._pinned[name] = np.frombuffer(memory, np.float32, max(size, 1))
+        return pinned[:size].reshape(shape)
 
     def to_host(self, x: Any, name: str = "sent") -> np.ndarray:
-        """Wait for an array and return its contents, where those of the next one will be."""
-        found: np.ndarray = x.get(out=self._memory(name, x.shape))
+        """Synchronize and return a copy of an array in a reused host array."""
+        found: np.ndarray = x.get(out=self._host_array(name, x.shape))
         return found
 
-    def landing(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return memory to fill and give to `to_device`."""
-        self._landed.synchronize()  # what was there may still be on its way
-        return self._memory("received", shape)
+    def staging_array(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a host array to fill and pass to `to_device`."""
+        self._copied.synchronize()  # the previous copy may still be in flight
+        return self._host_array("received", shape)
 
     def to_device(self, host: np.ndarray, x: Any) -> None:
-        """Start the copy of memory from `landing` to an array."""
-        if host.nbytes > MOST_PINNED_BYTES:
+        """Start the copy of a `staging_array` to a device array."""
+        if host.nbytes > MAX_PINNED_BYTES:
             x.set(host)
             return
         x.data.copy_from_host_async(host.ctypes.data, host.nbytes, self._stream)
-        self._landed.record(self._stream)
+        self._copied.record(self._stream)
 
     @property
     def step_bytes(self) -> int:
-        """Return what lies on the device besides weights, pages and buffers.
+        """Bytes on the device in addition to weights, pages and buffers.
 
-        The numbers of steps and the division of attention's work, what thread blocks share while
-        they run, and graphs.
+        Index arrays, attention plans, kernel workspaces and graphs.
         """
         with self._stream:
-            shared = pieces(self._device) if self._buffers else []
+            shared = pieces(self._kernel_device) if self._buffers else []
         bound = sum(b.n_bytes for b in self._bound.values())
         return sum(int(piece.nbytes) for piece in shared) + bound
 
     def report(self) -> str:
-        """Return how the steps so far were started."""
+        """Return a line on how many steps ran as graphs."""
         n_steps = self.steps_by_graph + self.steps_by_kernel
         n_shapes = sum(bound.graphs is not None for bound in self._bound.values())
         return (
-            f"{self.place.name}: {self.steps_by_graph} of {n_steps} steps as CUDA graphs, of "
+            f"{self.device.name}: {self.steps_by_graph} of {n_steps} steps as CUDA graphs, of "
             f"{n_shapes} shapes"
         )
 
     def run(self, step: Step) -> None:
-        """Start the kernels of one step; results are in its buffers when the device is done."""
+        """Launch the kernels of one step; its buffers hold the results once the device is done."""
         try:
             with self._own_stream():
                 bound = self._prepared(step)
@@ -200,14 +195,13 @@ class CudaExecutor(Executor):
         except BaseException as error:
             status.failed()
             if isinstance(error, MemoryError):
-                place = self.place.purposed("what kernels write in passing")
-                raise place.full(None, error) from error
+                raise self.device.for_purpose("kernel scratch").full(None, error) from error
             raise
         if self.comm.size > 1:
             status.idle()
 
-    def _run_timed(self, bound: Bound) -> None:
-        """Run op by op, and add up the time of each kind."""
+    def _run_timed(self, bound: BoundProgram) -> None:
+        """Run op by op and add up the seconds of each kind."""
         assert self.seconds is not None
         for op in bound.ops:
             self._stream.synchronize()
@@ -216,16 +210,16 @@ class CudaExecutor(Executor):
             self._stream.synchronize()
             self.seconds[op.kind] += time.perf_counter() - started
 
-    def _has_graphs(self, bound: Bound) -> bool:
-        """Return whether a step runs as graphs, which are captured when it is due."""
+    def _has_graphs(self, bound: BoundProgram) -> bool:
+        """Capture graphs on the second run of a shape; return True if the step runs as graphs."""
         if bound.graphs is None and bound.tables and self._graphs_wanted and bound.n_runs:
             try:
-                bound.graphs = capture(bound.ops, self.place.xp, self._stream, self._device)
-            except (RuntimeError, MemoryError) as error:  # the driver's: go on kernel by kernel
+                bound.graphs = capture(bound.ops, self.device.xp, self._stream, self._kernel_device)
+            except (RuntimeError, MemoryError) as error:  # of the driver: continue kernel by kernel
                 self._graphs_wanted = False
                 warnings.warn(
                     f"a step could not be captured into a CUDA graph ({error}); its kernels are "
-                    "started one by one. graphs=False says so from the start",
+                    "launched one by one; graphs=False avoids the attempt",
                     RuntimeWarning,
                     stacklevel=4,
                 )
@@ -234,44 +228,50 @@ class CudaExecutor(Executor):
     # ---- binding ------------------------------------------------------------------------------
 
     @property
-    def _device(self) -> Any:
+    def _kernel_device(self) -> Any:
         return device_of(next(iter(self._buffers.values())))
 
     def _shape(self, step: Step) -> tuple[int, ...]:
-        """Return what a step is bound for: tokens, hidden states, logits, sequences, pages.
+        """Return the shape a step is bound to, padded to buckets where it becomes a graph.
 
-        In front of them how many tokens a sequence may have, or 0 if no graph is made.
+        Most tokens of a sequence (0: no graph), tokens, hidden states, logits, sequences, pages and
+        pages of the encoder.
         """
         (n, n_states, n_logits), n_sequences = step.size, len(step.pages.kv_lens)
         n_pages = page_bucket(len(step.pages.kv_indices))
-        n_memory = 0 if step.memory is None else page_bucket(len(step.memory.kv_indices))
+        n_cross_pages = (
+            0 if step.cross_pages is None else page_bucket(len(step.cross_pages.kv_indices))
+        )
         one_each, causal = n == n_logits == n_sequences, self.program.spec.causal
         few = (one_each or n <= GEMV_MAX_ROWS) and bool(self.program.layers)
-        if not few or self.memory_is_missing(step) or not causal:
-            return 0, n, n_states, n_logits, n_sequences, n_pages, n_memory
-        if not any(op.kind in ROWS_OF_THEIR_OWN for op in self.program.ops):
+        if not few or self.lacks_cross_pages(step) or not causal:
+            return 0, n, n_states, n_logits, n_sequences, n_pages, n_cross_pages
+        if not any(op.kind in UNPADDED_OPS for op in self.program.ops):
             n, n_states, n_logits, n_sequences = map(
                 batch_bucket, (n, n_states, n_logits, n_sequences)
             )
-        return 1 if one_each else n, n, n_states, n_logits, n_sequences, n_pages, n_memory
+        return 1 if one_each else n, n, n_states, n_logits, n_sequences, n_pages, n_cross_pages
 
-    def memory_is_missing(self, step: Step) -> bool:
-        """Return whether the program attends to an encoder that the step has nothing of."""
-        return self.memory is not None and step.memory is None
+    def lacks_cross_pages(self, step: Step) -> bool:
+        """Return True if a cross-attending program gets a step without encoder pages."""
+        return self.cross_storage is not None and step.cross_pages is None
 
-    def _prepared(self, step: Step) -> Bound:
-        """Return the program bound for a step's shape, with the step's numbers in its arrays."""
+    def _prepared(self, step: Step) -> BoundProgram:
+        """Return the program bound to the step's shape, with the step loaded into its arrays."""
         key = self._shape(step)
         bound = self._bound.pop(key, None)
-        storages = self.storage.version, 0 if self.memory is None else self.memory.version
+        storages = (
+            self.storage.version,
+            0 if self.cross_storage is None else self.cross_storage.version,
+        )
         if self._reserve(*key[1:4]):
             self._bound.clear()
             bound = None
         if bound is not None and bound.storages != storages:
-            self._bound.clear()  # the others hold pages that are no more, too
+            self._bound.clear()  # the others also hold freed pages
             bound = None
         if bound is None:
-            while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
+            while len(self._bound) >= MAX_BOUND:  # least recently used
                 del self._bound[next(iter(self._bound))]
             bound = self._bind(step, key, storages)
         else:
@@ -279,16 +279,16 @@ class CudaExecutor(Executor):
         self._bound[key] = bound
         return bound
 
-    def _bind(self, step: Step, key: tuple[Any, ...], storages: tuple[int, int]) -> Bound:
-        if self._finalizer is None:  # what kernels share is kept for each stream
-            streams = self._device.key, self._device.stream
+    def _bind(self, step: Step, key: tuple[Any, ...], storages: tuple[int, int]) -> BoundProgram:
+        if self._finalizer is None:  # kernel workspaces are kept per stream
+            streams = self._kernel_device.key, self._kernel_device.stream
             self._finalizer = weakref.finalize(self, release, *streams)
         rows_each, *sizes = key
-        host = (PaddedArrays if rows_each else StepArrays)(*sizes)
+        host = (PaddedStepArrays if rows_each else StepArrays)(*sizes)
         host.load(step)
         binder = CudaBinder(self, host, rows_each, self.fusions)
         ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
-        return Bound(
+        return BoundProgram(
             host, binder.arrays, binder.attention, binder.tables, ops, storages,
             binder.scratch,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Exchanges between ranks whose arrays are on devices.
+"""Communication between ranks whose arrays are on devices.
 
-Where `nbflow.distributed.links` has found a way from device to device it is taken, on the current
-stream; otherwise the arrays go through pinned memory of the host.  Sums that are rounded to bytes
-always do: they are for slow links between hosts.
+Ops use the device communicators of `nbflow.distributed.device_comms` on the current stream where
+there are some, else staging buffers in pinned host memory.  Quantized all-reduces always use the
+host: they are for slow networks.
 """
 
 from __future__ import annotations
@@ -12,72 +12,74 @@ from collections.abc import Callable
 from typing import Any
 
 from nbflow.distributed.comm import Comm
-from nbflow.executor.bind import Binder, Made, PythonOp, noted
+from nbflow.executor.bind import Binder, BoundOp, PythonOp, with_status
 from nbflow.executor.cuda_graphs import HostOp
-from nbflow.program.cost import is_rounded
+from nbflow.program.cost import sends_q8
 from nbflow.program.records import Op
 
 
-class CudaExchanges(Binder):
-    """The part of a `Binder` that makes exchanges."""
+class CudaCommunication(Binder):
+    """Communication ops of the CUDA binder."""
 
-    def _all_reduce(self, op: Op, index: int) -> Made:
+    def _all_reduce(self, op: Op, index: int) -> BoundOp:
         ranks, x = op.attrs["ranks"], self._view(op.out)
-        link = self._executor.links.groups.get(ranks)
-        if link is not None and not is_rounded(op):
-            return self._exchange(op, functools.partial(link.Allreduce, x))
+        comm = self._executor.device_comms.groups.get(ranks)
+        if comm is not None and not sends_q8(op):
+            return self._communication(op, functools.partial(comm.Allreduce, x))
         group = self._executor.groups[ranks]
-        reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
+        reduce = group.Allreduce_q8 if sends_q8(op) else group.Allreduce
 
         def call() -> None:
             host = self._executor.to_host(x)
             reduce(host)
             self._executor.to_device(host, x)
 
-        return self._exchange(op, call)
+        return self._communication(op, call)
 
-    def _all_gather(self, op: Op, index: int) -> Made:
+    def _all_gather(self, op: Op, index: int) -> BoundOp:
         ranks, widths = op.attrs["ranks"], op.attrs["widths"]
         x, out = self._view(op.inputs[0]), self._view(op.out)
-        link = self._executor.links.groups.get(ranks)
-        if link is not None:
-            return self._exchange(op, functools.partial(link.Allgather_columns, x, out, widths))
+        comm = self._executor.device_comms.groups.get(ranks)
+        if comm is not None:
+            return self._communication(
+                op, functools.partial(comm.Allgather_columns, x, out, widths)
+            )
         group = self._executor.groups[ranks]
 
         def call() -> None:
-            host = self._executor.landing(out.shape)
+            host = self._executor.staging_array(out.shape)
             group.Allgather_columns(self._executor.to_host(x), host, widths)
             self._executor.to_device(host, out)
 
-        return self._exchange(op, call)
+        return self._communication(op, call)
 
-    def _send(self, op: Op, index: int) -> Made:
+    def _send(self, op: Op, index: int) -> BoundOp:
         x = self._view(op.inputs[0])
         peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
-        link = self._executor.links.comm
+        device_comm = self._executor.device_comms.comm
 
         def call() -> None:
-            comm: Comm = link or self._executor.comm
-            array: Any = x if link else x.get()  # which may be on its way for longer than a step
+            comm: Comm = device_comm or self._executor.comm
+            array: Any = x if device_comm else x.get()  # a copy: it may be in flight after the step
             for peer in peers:
                 comm.Send_later(array, peer)
 
-        return self._exchange(op, call)
+        return self._communication(op, call)
 
-    def _recv(self, op: Op, index: int) -> Made:
+    def _recv(self, op: Op, index: int) -> BoundOp:
         peer, out = self._executor.numbers.index(op.attrs["peer"]), self._view(op.out)
-        link = self._executor.links.comm
-        if link is not None:
-            return self._exchange(op, functools.partial(link.Recv, out, peer))
+        comm = self._executor.device_comms.comm
+        if comm is not None:
+            return self._communication(op, functools.partial(comm.Recv, out, peer))
 
         def call() -> None:
-            host = self._executor.landing(out.shape)
+            host = self._executor.staging_array(out.shape)
             self._executor.comm.Recv(host, peer)
             self._executor.to_device(host, out)
 
-        return self._exchange(op, call)
+        return self._communication(op, call)
 
     @staticmethod
-    def _exchange(op: Op, call: Callable[[], Any]) -> PythonOp:
-        """Return an exchange between ranks that says where it is; it is no part of a graph."""
-        return HostOp(op.kind, noted(op, call))
+    def _communication(op: Op, call: Callable[[], Any]) -> PythonOp:
+        """Return a communication op that reports its state and runs between graphs."""
+        return HostOp(op.kind, with_status(op, call))

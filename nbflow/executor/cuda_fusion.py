@@ -1,19 +1,17 @@
-"""Which ops of a program one CUDA kernel, or two, run: a list of patterns, looked for op after op.
+"""Patterns of ops that one or two CUDA kernels run.
 
-A fusion is a product with weights, what comes in front of it and what comes behind:
+A fusion is a matrix product with its prologue and epilogue:
 
-in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
-           written too if a later op reads it
-behind     `HEADS`: norms of q and k, head by head or over all, ``rope``, ``append_kv``; `GATE`;
-           `ACTIVATION`; `LATENT`: the norm of the latent vector, ``copy_heads`` of queries,
-           ``rope``, ``append_kv``;
-           `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
+prologue   ``norm``, two norms of the same rows, or ``take_rows`` and ``norm``; the normalized rows
+           are also written if a later op reads them
+epilogue   `HEADS`: QK-norm, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`; `LATENT` (MLA): the norm
+           of the latent vector, ``copy_heads`` of queries, ``rope``, ``append_kv``; `ROW_NORM`: a
+           norm of the results and their sum with the residual; `ADD`: a scaled sum
 
-or a layer of experts, from its norm to the sum with the residual, which is two kernels.
+or a mixture-of-experts layer, from its norm to the sum with the residual, in two kernels.
 
-Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
-when it is bound (`nbflow.executor.bind_cuda_fused`); what no kernel takes runs op by op, to the
-same bits.
+Patterns see the program only.  The binder (`nbflow.executor.bind_cuda_fused`) asks whether a kernel
+supports the weights and rows of a step; unsupported fusions run op by op, to the same bits.
 """
 
 from __future__ import annotations
@@ -29,21 +27,21 @@ ROW_NORM, ADD = "row norm", "add"
 
 @dataclass(frozen=True)
 class Fusion:
-    """Neighbouring ops that one kernel runs; numbers are places in the program."""
+    """Consecutive ops that one kernel runs, by their index in the program."""
 
     first: int
     linear: int
     last: int
     take: int | None = None
-    """The ``take_rows`` in front."""
+    """``take_rows`` of the prologue."""
     norm: int | None = None
-    """The norm in front."""
+    """Norm of the prologue."""
     second: int | None = None
-    """Another norm of the same rows behind that one, for a later product."""
+    """Second norm of the same rows, for a later product."""
     keeps_norm: bool = False
-    """Whether what the first gives is read by others too."""
-    behind: str = ""
-    """What comes behind: `HEADS`, ..."""
+    """True if later ops read the rows of the first norm."""
+    epilogue: str = ""
+    """Kind of epilogue: `HEADS`, ..."""
     q_norm: int | None = None
     k_norm: int | None = None
     rope: int | None = None
@@ -51,38 +49,38 @@ class Fusion:
     row_norm: int | None = None
     add: int | None = None
     gate: int | None = None
-    """The gate or the activation."""
+    """Gate or activation."""
     latent_norm: int | None = None
     copy: int | None = None
-    """The ``copy_heads``."""
+    """``copy_heads`` of the queries."""
 
 
 @dataclass(frozen=True)
 class ExpertFusion:
-    """Neighbouring ops of a layer of experts that two kernels run; numbers are places."""
+    """Consecutive ops of a mixture-of-experts layer that two kernels run, by their index."""
 
     first: int
     router: int
-    """The product with the router's weights."""
+    """Product with the router's weights."""
     experts: int
     last: int
     norm: int | None = None
-    """The norm in front."""
+    """Norm of the input."""
     keeps_norm: bool = False
-    """Whether what it gives is read by others too."""
+    """True if later ops read its rows."""
     shared: tuple[int, int] | None = None
-    """The products of the expert of all tokens: gate and up, down."""
+    """Products of the shared expert: gate and up, down."""
     scale_rows: int | None = None
-    """How much of it a token takes."""
+    """Gate of the shared expert."""
     add: int | None = None
-    """The sum with the residual."""
+    """Sum with the residual."""
 
 
 AnyFusion = Fusion | ExpertFusion
 
 
 def find_fusions(program: Program) -> dict[int, tuple[AnyFusion, ...]]:
-    """Return the fusions that begin at each op, the one of most ops first."""
+    """Return the fusions that begin at each op, the largest first."""
     finder = _Finder(program)
     found: dict[int, tuple[AnyFusion, ...]] = {}
     for i in range(len(program.ops)):
@@ -91,21 +89,21 @@ def find_fusions(program: Program) -> dict[int, tuple[AnyFusion, ...]]:
 
 
 class _Finder:
-    """Looks for the patterns in a program."""
+    """Pattern matcher of one program."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._ops = program, program.ops
-        self._behind: tuple[Callable[[Fusion], Fusion | None], ...] = (
+        self._epilogues: tuple[Callable[[Fusion], Fusion | None], ...] = (
             self._heads, self._latent, self._gate, self._activation, self._row_norm,
             self._scaled_add,
         )  # fmt: skip
 
     def fusions(self, i: int) -> Iterator[Fusion]:
-        """Return the fusions that begin at an op."""
-        start = self._in_front(i)
+        """Yield the fusions of a matrix product that begin at an op."""
+        start = self._prologue(i)
         if start is None:
             return
-        for pattern in self._behind:
+        for pattern in self._epilogues:
             whole = pattern(start)
             if whole is not None:
                 yield whole
@@ -116,8 +114,8 @@ class _Finder:
         """Return op `i` if it is of a kind."""
         return self._ops[i] if i < len(self._ops) and self._ops[i].kind == kind else None
 
-    def _in_front(self, i: int) -> Fusion | None:
-        """Return the product at an op, with the norm in front of it."""
+    def _prologue(self, i: int) -> Fusion | None:
+        """Match a prologue and its product at an op."""
         take = self._op(i, "take_rows")
         at = i if take is None else i + 1
         norm = self._op(at, "norm")
@@ -127,16 +125,16 @@ class _Finder:
         second = None if take is not None else self._second_norm(at)
         at_linear = at + 1 if second is None else at + 2
         linear = self._op(at_linear, "linear")
-        if linear is None or linear.inputs != (norm.out,) or not self._is_of_rows(norm):
+        if linear is None or linear.inputs != (norm.out,) or not self._normalizes_rows(norm):
             return None
-        # rows behind the layers are asked for from outside
+        # the rows after the last layer are an output
         keeps = self._is_read(norm.out, at_linear + 1) or take is not None
         in_place = norm.inputs[0] == norm.out
         if take is not None and (
             not in_place or take.out != norm.out or take.inputs[0] == norm.out
         ):
             return None
-        if take is None and in_place and keeps:  # all thread blocks read what is normalized
+        if take is None and in_place and keeps:  # all thread blocks read the norm's input
             return None
         return Fusion(
             i, at_linear, at_linear, take=None if take is None else i, norm=at, second=second,
@@ -144,22 +142,26 @@ class _Finder:
         )  # fmt: skip
 
     def _second_norm(self, i: int) -> int | None:
-        """Return where the norm behind one is, if it is one of the same rows."""
+        """Return the index of a norm of the same rows that follows one."""
         norm, other = self._ops[i], self._op(i + 1, "norm")
-        if other is None or not self._is_of_rows(other) or other.out in (norm.out, norm.inputs[0]):
+        if (
+            other is None
+            or not self._normalizes_rows(other)
+            or other.out in (norm.out, norm.inputs[0])
+        ):
             return None
         return i + 1 if (norm.inputs, norm.attrs) == (other.inputs, other.attrs) else None
 
     @staticmethod
-    def _is_of_rows(norm: Op) -> bool:
-        """Return whether it is one of whole rows that one rank has."""
-        parts = norm.attrs.get("per_head") or "columns" in norm.attrs
-        return not parts and len(norm.inputs) == 1
+    def _normalizes_rows(norm: Op) -> bool:
+        """Return True for a norm of whole rows that need no other rank."""
+        partial = norm.attrs.get("per_head") or "columns" in norm.attrs
+        return not partial and len(norm.inputs) == 1
 
-    # ---- layers of experts ---------------------------------------------------------------------
+    # ---- mixture of experts --------------------------------------------------------------------
 
     def expert_fusions(self, i: int) -> Iterator[ExpertFusion]:
-        """Return those that begin at an op: with the expert of all tokens, and without."""
+        """Yield the mixture-of-experts fusions at an op: with the shared expert, then without."""
         norm = self._op(i, "norm")
         at = i if norm is None else i + 1
         router, experts = self._op(at, "linear"), self._op(at + 1, "experts")
@@ -169,8 +171,8 @@ class _Finder:
         if experts.inputs != (source, router.out):
             return
         if norm is not None:
-            in_place = norm.inputs[0] == norm.out  # all thread blocks read what is normalized
-            if norm.out != source or in_place or not self._is_of_rows(norm):
+            in_place = norm.inputs[0] == norm.out  # all thread blocks read the norm's input
+            if norm.out != source or in_place or not self._normalizes_rows(norm):
                 return
         start = ExpertFusion(i, at, at + 1, at + 1, norm=None if norm is None else i)
         for found in (self._with_shared(start, source), start):
@@ -180,13 +182,24 @@ class _Finder:
                 yield replace(whole, keeps_norm=keeps)
 
     def _with_shared(self, start: ExpertFusion, source: str) -> ExpertFusion | None:
-        """Return the layer with the expert of all tokens, if that follows."""
+        """Extend a fusion by the shared expert, if it follows."""
         i, out = start.last + 1, self._ops[start.experts].out
-        both, gate, down = self._op(i, "linear"), self._op(i + 1, "gate"), self._op(i + 2, "linear")
-        if both is None or gate is None or down is None or both.bias or down.bias or both.attrs:
+        gate_up, gate, down = (
+            self._op(i, "linear"),
+            self._op(i + 1, "gate"),
+            self._op(i + 2, "linear"),
+        )
+        if (
+            gate_up is None
+            or gate is None
+            or down is None
+            or gate_up.bias
+            or down.bias
+            or gate_up.attrs
+        ):
             return None
         same = gate.attrs["activation"] == self._ops[start.experts].attrs["activation"]
-        if (both.inputs, gate.inputs, down.inputs) != ((source,), (both.out,), (gate.out,)):
+        if (gate_up.inputs, gate.inputs, down.inputs) != ((source,), (gate_up.out,), (gate.out,)):
             return None
         found = replace(start, shared=(i, i + 2), last=i + 2)
         if same and down.out == out and down.attrs == {"accumulate": True}:
@@ -199,21 +212,21 @@ class _Finder:
         return replace(found, scale_rows=i + 3, last=i + 4)
 
     def _with_residual(self, found: ExpertFusion) -> ExpertFusion:
-        """Return the layer with the sum of its result and the residual, if that follows."""
+        """Extend a fusion by the sum with the residual, if it follows."""
         i, out = found.last + 1, self._ops[found.experts].out
         add = self._op(i, "add")
         if add is None or add.inputs != (out,) or self._is_read(out, i + 1):
             return found
         return replace(found, add=i, last=i)
 
-    # ---- what comes behind --------------------------------------------------------------------
+    # ---- epilogues ----------------------------------------------------------------------------
 
     def _heads(self, start: Fusion) -> Fusion | None:
         linear, i = self._ops[start.linear], start.linear + 1
         offsets = [self._offset(name, linear.out) for name in "qkv"]
         if None in offsets or sorted(offsets) != offsets or linear.attrs:  # type: ignore[type-var]
             return None
-        found = replace(start, behind=HEADS)
+        found = replace(start, epilogue=HEADS)
         for name in "qk":
             norm = self._op(i, "norm")
             if norm is not None and norm.out == name and self._is_rms(norm):
@@ -234,13 +247,13 @@ class _Finder:
         return by_itself and norm.attrs["norm"] == "rms" and "columns" not in norm.attrs
 
     def _same_norms(self, found: Fusion) -> bool:
-        """Return whether the norms of queries and keys differ in their weights alone."""
+        """Return True if the norms of queries and keys differ in their weights only."""
         norms = [self._ops[i].attrs for i in (found.q_norm, found.k_norm) if i is not None]
         alone = len(norms) == 1 and not norms[0].get("per_head")
         return not alone and all(attrs == norms[0] for attrs in norms)
 
     def _offset(self, name: str, base: str) -> int | None:
-        """Return where a buffer begins in another one that it is a band of, or None."""
+        """Return the first column of a buffer within its base; None if that is another buffer."""
         buffer = self._program.buffers.get(name)
         return None if buffer is None or buffer.base != base else buffer.offset
 
@@ -260,7 +273,7 @@ class _Finder:
         ):  # fmt: skip
             return None
         return replace(
-            start, behind=LATENT, latent_norm=i, copy=i + 1, rope=i + 2, append=i + 3, last=i + 3
+            start, epilogue=LATENT, latent_norm=i, copy=i + 1, rope=i + 2, append=i + 3, last=i + 3
         )
 
     def _gate(self, start: Fusion) -> Fusion | None:
@@ -268,9 +281,9 @@ class _Finder:
         gate = self._op(i, "gate")
         if gate is None or gate.inputs != (self._ops[start.linear].out,):
             return None
-        if gate.attrs["activation"] == "swigluoai":  # of gate and up together
+        if gate.attrs["activation"] == "swigluoai":  # interleaves gate and up
             return None
-        return replace(start, behind=GATE, gate=i, last=i)
+        return replace(start, epilogue=GATE, gate=i, last=i)
 
     def _activation(self, start: Fusion) -> Fusion | None:
         i, product = start.linear + 1, self._ops[start.linear]
@@ -279,16 +292,16 @@ class _Finder:
             return None
         if op.out != product.out and self._is_read(product.out, i + 1):
             return None
-        return replace(start, behind=ACTIVATION, gate=i, last=i)
+        return replace(start, epilogue=ACTIVATION, gate=i, last=i)
 
     def _row_norm(self, start: Fusion) -> Fusion | None:
         i, product = start.linear + 1, self._ops[start.linear]
         norm = self._op(i, "norm")
-        if norm is None or norm.inputs != (product.out,) or not self._is_of_rows(norm):
+        if norm is None or norm.inputs != (product.out,) or not self._normalizes_rows(norm):
             return None
         if norm.out != product.out:
             return None
-        found = replace(start, behind=ROW_NORM, row_norm=i, last=i)
+        found = replace(start, epilogue=ROW_NORM, row_norm=i, last=i)
         add = self._op(i + 1, "add")
         if add is not None and add.inputs == (norm.out,) and not self._is_read(norm.out, i + 2):
             found = replace(found, add=i + 1, last=i + 1)
@@ -301,28 +314,28 @@ class _Finder:
             return None
         if self._is_read(product.out, i + 1):
             return None
-        return replace(start, behind=ADD, add=i, last=i)
+        return replace(start, epilogue=ADD, add=i, last=i)
 
     def _is_read(self, name: str, start: int) -> bool:
-        """Return whether an op from `start` on reads what a buffer holds before it."""
+        """Return True if an op from `start` on reads the present contents of a buffer."""
         for op in self._ops[start:]:
             reads = list(op.inputs)
             if op.attrs.get("accumulate") or op.kind in ("add", "all_reduce", "scale_rows"):
                 reads.append(op.out)
             if any(self._overlap(name, other) for other in reads):
                 return True
-            in_part = op.kind in ("copy_heads", "heads_linear")
-            if not in_part and op.out in (name, self._band(name)[0]):
+            writes_part = op.kind in ("copy_heads", "heads_linear")
+            if not writes_part and op.out in (name, self._columns(name)[0]):
                 return False
         return False
 
     def _overlap(self, name: str, other: str) -> bool:
-        """Return whether two buffers have columns in common."""
-        (base, start, end), (other_base, other_start, other_end) = map(self._band, (name, other))
+        """Return True if two buffers share columns."""
+        (base, start, end), (other_base, other_start, other_end) = map(self._columns, (name, other))
         return base == other_base and start < other_end and other_start < end
 
-    def _band(self, name: str) -> tuple[str, int, int]:
-        """Return the buffer that a band belongs to, its first column and the one behind it."""
+    def _columns(self, name: str) -> tuple[str, int, int]:
+        """Return base, first column and end column of a buffer."""
         buffer = self._program.buffers.get(name)
         if buffer is None:
             return name, 0, 1

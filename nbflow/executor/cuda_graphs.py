@@ -1,8 +1,8 @@
-"""The kernels of a step as CUDA graphs: started by one call instead of one for each.
+"""CUDA graphs of steps.
 
-What a graph holds is fixed when it is captured: kernels, grids, addresses.  So everything that
-changes from step to step lies in arrays that stay where they are (`PaddedArrays`, `FixedTables`),
-and a graph serves all steps of one shape: up to so many sequences with up to so many pages.
+A graph fixes kernels, grids and addresses when it is captured.  Whatever changes from step to step
+lies in arrays at fixed addresses (`PaddedStepArrays`, `StaticPlanBuffers`): one graph serves all
+steps of a bucket of sequences and pages.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from nbflow.executor.bind import PythonOp
 from nbflow_kernels.cuda import KernelDevice
 from nbflow_kernels.cuda.workspace import pieces
 
-LEAST_PAGES = 32
-"""Least number of pages that a graph's sequences have together."""
+MIN_PAGES = 32
+"""Smallest bucket of pages, all sequences together."""
 
 
 class HostOp(PythonOp):
-    """An op for which the host waits or computes: it runs between two graphs."""
+    """Op in which the host waits or computes: it runs between two graphs."""
 
 
 @dataclass
 class StepGraphs:
-    """A step as graphs, with what the host does between them."""
+    """Graphs of a step, and the host ops between them."""
 
     parts: list[Callable[[], Any]]
     """Launches of graphs and calls of ops, in order."""
     n_graphs: int
     n_bytes: int
-    """What the driver took for them."""
+    """Device memory that the driver allocated for the graphs."""
     pool: Any
-    """Where ops have made arrays in passing, which the graphs write to again."""
+    """Memory pool of scratch arrays that the graphs write to."""
     keep: list[Any] = field(default_factory=list)
-    """Memory that the kernels share and the graphs hold addresses of."""
+    """Kernel workspaces whose addresses the graphs hold."""
 
     def launch(self) -> None:
-        """Start all of it."""
+        """Launch the graphs and host ops in order."""
         for part in self.parts:
             part()
 
 
 def capture(ops: Iterable[PythonOp], xp: Any, stream: Any, device: KernelDevice) -> StepGraphs:
-    """Capture ops that have run before; none runs now.
+    """Capture ops that have run before, without running them.
 
     Parameters
     ----------
     ops : iterable of PythonOp
         The step.
     xp : module
-        CuPy, or what stands for it.
+        CuPy, or the emulator's stand-in.
     stream : Stream
         The current stream; not the null stream.
     device : KernelDevice
@@ -65,11 +65,11 @@ def capture(ops: Iterable[PythonOp], xp: Any, stream: Any, device: KernelDevice)
     parts: list[Callable[[], Any]] = []
     n_graphs = 0
     with xp.cuda.using_allocator(pool.malloc):
-        for on_host, some in groupby(ops, lambda op: isinstance(op, HostOp)):
+        for on_host, run in groupby(ops, lambda op: isinstance(op, HostOp)):
             if on_host:
-                parts += [op.call for op in some]
+                parts += [op.call for op in run]
                 continue
-            graph = _captured(some, stream)
+            graph = _captured(run, stream)
             graph.upload(stream)
             parts.append(functools.partial(graph.launch, stream))
             n_graphs += 1
@@ -83,18 +83,18 @@ def _captured(ops: Iterable[PythonOp], stream: Any) -> Any:
     try:
         for op in ops:
             op.call()
-    except BaseException:  # which says more than that the capture was spoilt by it
+    except BaseException:  # its message says more than the failed capture's
         with contextlib.suppress(Exception):
-            stream.end_capture()  # a stream that goes on capturing could not be used
+            stream.end_capture()  # a stream left capturing would be unusable
         raise
     return stream.end_capture()
 
 
 def batch_bucket(n: int) -> int:
-    """Return the number that a graph for `n` sequences (or tokens) has: a power of two, or 0."""
+    """Return the bucket of `n` sequences or tokens: a power of two, or 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
 def page_bucket(n: int) -> int:
-    """Return for how many pages of all sequences together a graph is made: a power of two."""
-    return max(LEAST_PAGES, 1 << (n - 1).bit_length())
+    """Return the bucket of `n` pages: a power of two."""
+    return max(MIN_PAGES, 1 << (n - 1).bit_length())

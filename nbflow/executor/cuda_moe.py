@@ -1,4 +1,4 @@
-"""A mixture of experts on a CUDA device, with room for what its ops write in passing."""
+"""Unfused mixture of experts on a CUDA device, with preallocated scratch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from nbflow_kernels.cuda import device_of
 from nbflow_kernels.moe import cuda as experts
 
 
-class Mixture:
-    """The experts of one op, for a number of tokens.
+class MoERunner:
+    """Runner of one `experts` op for a fixed number of tokens.
 
     Parameters
     ----------
     x : array of float32, shape (T, H)
         The tokens.
     matrices : sequence
-        The gates, the ups and the downs of all experts: a stack each (E, N, K), or all one by one.
+        Gate, up and down matrices: three stacks (E, N, K), or all matrices one by one.
     n : int
         Number of experts.
     top_k : int
-        Experts of a token.
+        Experts per token.
     op : Op
-        Names the activation.
+        The op, which names the activation.
     out : array of float32, shape (T, H)
-        Where the results go.
+        Output.
     bias : ExpertBiases
         Biases of gates, ups and downs.
     """
@@ -48,7 +48,7 @@ class Mixture:
         self._activation = op.attrs["activation"]
         n_pairs, width = len(x) * top_k, (self._gates if stacked else self._gates[0]).shape[-2]
         self.waits = not stacked or n_pairs >= experts.MIN_ROWS_TO_SYNC * n
-        """Whether the host waits for which experts have tokens."""
+        """True if the host must wait to learn the active experts."""
         device = device_of(x)
         self._rows = device.empty((n_pairs,), np.int32)
         self._indptr = device.empty((n + 1,), np.int32)
@@ -59,12 +59,12 @@ class Mixture:
 
     @property
     def scratch(self) -> tuple[Any, ...]:
-        """Return the arrays that are written in passing."""
+        """Scratch arrays."""
         pairs = self._rows, self._indptr, self._inverse
         return (*pairs, self._both, self._hidden, self._results)
 
     def run(self, scores: Any, chosen: Any) -> None:
-        """Compute the sums of the chosen experts' results, (T, top_k) scores and numbers."""
+        """Compute the weighted sums of the chosen experts; scores and experts are (T, top_k)."""
         width, bias = self._hidden.shape[1], self._bias
         experts.permute(chosen, self._rows, self._indptr, self._inverse)
         gates = self._gates, bias.gate, self._both[:, :width]

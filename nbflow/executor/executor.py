@@ -1,4 +1,4 @@
-"""What all executors have: a program, its weights, pages and buffers, and the other ranks."""
+"""Base class of executors: program, weights, KV pages, buffers and communicators of one rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.distributed.comm import Alone, Comm
+from nbflow.distributed.comm import Comm, SelfComm
 from nbflow.distributed.device import HOST, Device
-from nbflow.distributed.links import Links
+from nbflow.distributed.device_comms import DeviceComms
 from nbflow.executor.step import Step
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.storage import KVStorage
@@ -19,18 +19,18 @@ from nbflow.program.records import Op, Program
 from nbflow.spec.architecture import RopeSpec
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
-LEAST_ROWS = 8
-"""Least rows of a buffer."""
+MIN_ROWS = 8
+"""Rows that a buffer has at least."""
 
 
 class Int8Executor(Protocol):
-    """Executor whose products may take activations as int8."""
+    """Executor that can quantize activations to int8."""
 
     activations: str
-    """Arithmetic of the products with weights."""
+    """Arithmetic of matrix products with weights."""
 
     def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
-        """Return room for activations as int8."""
+        """Return a buffer for int8 activations."""
 
 
 class Executor:
@@ -41,19 +41,19 @@ class Executor:
     program : Program
         The rank's program.
     weights : WeightLoader
-        Its weights.
+        Its weights, finalized.
     storage : KVStorage
-        Its pages.
+        Its KV cache.
     comm : Comm
         All ranks of the model.
     numbers : tuple of int
-        The number, in the partition string, of each rank of `comm`.
+        Rank number in the partition string of each rank of `comm`.
     activations : {"f32", "int8", "bf16"}
-        Arithmetic of the products with weights.
-    memory : KVStorage, optional
-        Pages with the keys and values of the encoder's hidden states.
-    place : Place
-        Where all of this lives.
+        Arithmetic of matrix products with weights.
+    cross_storage : KVStorage, optional
+        KV cache of the encoder's hidden states, for cross-attention.
+    device : Device
+        Device of weights, KV cache and buffers.
     """
 
     def __init__(
@@ -64,34 +64,34 @@ class Executor:
         comm: Comm | None = None,
         numbers: tuple[int, ...] = (0,),
         activations: str = "f32",
-        memory: KVStorage | None = None,
-        place: Device = HOST,
+        cross_storage: KVStorage | None = None,
+        device: Device = HOST,
     ) -> None:
         self.program = program
         self.storage = storage
-        self.memory = memory
-        self.given = np.zeros((0, 0), np.float32)
-        """The rows of an `input` op."""
+        self.cross_storage = cross_storage
+        self.external_rows = np.zeros((0, 0), np.float32)
+        """Rows that an `input` op copies in."""
         self.weights = weights
-        self.comm = comm or Alone()
+        self.comm = comm or SelfComm()
         self.numbers = numbers
         self.activations = activations
         self.groups: dict[tuple[int, ...], Comm] = {}
-        self.links = Links()
+        self.device_comms = DeviceComms()
         self.seconds: defaultdict[str, float] | None = None
-        """Set to a dict to add up the time of each kind of op."""
+        """Seconds by kind of op; set it to a defaultdict to switch timing on."""
         self.observe: Callable[[Op, tuple[np.ndarray, ...]], None] | None = None
-        """Set before the first step of `CpuExecutor`: called before each op that has weights, with
-        its inputs."""
-        self.place = place
+        """Hook called with each op that has weights and its inputs; set it before the first step.
+        Of `CpuExecutor` only."""
+        self.device = device
         self._buffers: dict[str, Any] = {}
         self.rope_tables: dict[RopeSpec, Any] = {}
-        """Cosines and sines of all positions, made when first used; executors may share them."""
+        """Rotary tables of all positions, made on first use; executors may share them."""
 
     def rope_table(self, rope: RopeSpec) -> Any:
-        """Return the cosines and sines of all positions, for short and for long sequences."""
+        """Return the rotary table: the rows for short sequences, then those for long ones."""
         if rope not in self.rope_tables:
-            place, spec = self.place.purposed("the rotary angles"), self.program.spec
+            device, spec = self.device.for_purpose("the rotary angles"), self.program.spec
             try:
                 parts = [
                     nk.rope_cos_sin_cache(n, rope.dim, theta=rope.theta, scaling=rope.scaling)
@@ -99,49 +99,51 @@ class Executor:
                 ]
                 table = np.concatenate(parts)
             except MemoryError as error:  # a checkpoint may state millions of positions
-                raise place.full(4 * sum(spec.rope_lengths) * rope.dim, error) from error
-            self.rope_tables[rope] = place.put(table)
+                raise device.full(4 * sum(spec.rope_lengths) * rope.dim, error) from error
+            self.rope_tables[rope] = device.put(table)
         return self.rope_tables[rope]
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers and of the rotations' tables."""
+        """Bytes of the buffers and of the rotary tables."""
         arrays = (*self._buffers.values(), *self.rope_tables.values())
         return sum(int(array.nbytes) for array in arrays)
 
     @property
     def step_bytes(self) -> int:
-        """Return the bytes that steps so far have taken besides buffers, on a device."""
+        """Bytes on a device that bound steps hold in addition to the buffers."""
         return 0
 
     def report(self) -> str:
-        """Return what there is to say of how the steps so far ran; empty for nothing."""
+        """Return a line on how steps ran (CUDA graphs); empty on the CPU."""
         return ""
 
-    def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
-        """Give the communicator of each stage, by rank numbers, and those for device arrays."""
+    def set_groups(
+        self, groups: dict[tuple[int, ...], Comm], device_comms: DeviceComms | None = None
+    ) -> None:
+        """Set the communicators of the stages, by rank numbers, and those of device arrays."""
         self.groups = groups
-        self.links = links or Links()
+        self.device_comms = device_comms or DeviceComms()
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         raise NotImplementedError
 
-    def forget(self) -> None:
-        """Let go of what was bound to steps so far, and of the pages that it holds."""
+    def release_bindings(self) -> None:
+        """Drop cached step bindings and their references to KV pages."""
         raise NotImplementedError
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
-        """Return the tokens and logit rows of the parts in which a step is run: one, as a rule."""
+        """Return tokens and rows of logits of each part of a step; usually the step is one part."""
         return [(len(step.ids), step.n_logits)]
 
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
-        """Return the first rows of a buffer, as the last step left them, in host memory."""
+        """Return the first rows of a buffer after the last step, in host memory."""
         found: np.ndarray = self.view(name, n_rows, n_rows, n_rows)
         return found
 
     def logits(self, n_rows: int) -> Any:
-        """Return the last step's rows of logits where they lie; what sees them waits for them."""
+        """Return the last step's logits on their device; a copy to the host synchronizes."""
         found = self.view("logits", n_rows, n_rows, n_rows)
         return found if found.flags.c_contiguous else self.buffer("logits", n_rows)
 
@@ -155,31 +157,31 @@ class Executor:
         return self._buffers[buffer.base][:rows, columns]
 
     def reserve(self, n_tokens: int, n_logits: int) -> None:
-        """Make the buffers large enough for such steps now."""
+        """Allocate buffers for steps of this size."""
         self._reserve(n_tokens, n_logits, n_logits)
 
     def _reserve(self, n_tokens: int, n_states: int, n_logits: int) -> bool:
-        """Make the buffers large enough; return whether any was made anew."""
-        place = self.place.purposed("the buffers of a step")
+        """Grow the buffers where needed; return True if any was replaced."""
+        device = self.device.for_purpose("the buffers of a step")
         grown = False
         for name, buffer in self.program.buffers.items():
             rows = buffer.n_rows(n_tokens, n_states, n_logits)
-            have = self._buffers.get(name)
-            if buffer.base is None and (have is None or len(have) < rows):
-                shape = (max(rows, LEAST_ROWS), buffer.width)
-                self._buffers[name] = place.zeros(shape, np.float32)
+            current = self._buffers.get(name)
+            if buffer.base is None and (current is None or len(current) < rows):
+                shape = (max(rows, MIN_ROWS), buffer.width)
+                self._buffers[name] = device.zeros(shape, np.float32)
                 grown = True
         return grown
 
 
 class BindingTarget(Protocol):
-    """Step that fused kernels are bound to: its executor, buffers and numbers."""
+    """Step that fused kernels are bound to: its executor, buffers and index arrays."""
 
     executor: Executor
 
     @property
     def arrays(self) -> Any:
-        """Return the step's numbers on the device."""
+        """Index arrays of the step on the device."""
 
     def view(self, name: str) -> Any:
-        """Return a buffer's rows of the step."""
+        """Return the rows of a buffer that the step uses."""

@@ -1,4 +1,4 @@
-"""The numbers behind an op of experts: biases of the choice and of the experts' products."""
+"""Biases of an `experts` op: of the router's choice and of the experts' matrices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nbflow.spec.model_spec import ModelSpec
 
 
 class ExpertBiases(NamedTuple):
-    """Biases of an op's experts, or None for those that there are not."""
+    """Biases of the experts of one op; None where the model has none."""
 
     choice: Any = None
-    """float32 (experts of the whole model,): added to the scores for the choice."""
+    """float32 (experts of the whole model,): added to the router's scores for the choice."""
     gate: Any = None
     """float32 (n, F)."""
     up: Any = None
@@ -22,17 +22,16 @@ class ExpertBiases(NamedTuple):
 
 
 def expert_biases(op: Op, spec: ModelSpec, bias: Any) -> ExpertBiases:
-    """Return the biases of an op of experts.
+    """Split the bias of an `experts` op.
 
     Parameters
     ----------
     op : Op
-        The op, of one rank.
+        The op of one rank.
     spec : ModelSpec
         The model.
     bias : array of float32, or None
-        Its biases one behind the other, as `nbflow.executor.weight_loader.WeightLoader.bias` has
-        them.
+        All its biases concatenated, as in `nbflow.executor.weight_loader.WeightLoader.bias`.
     """
     moe = spec.moe
     assert moe is not None

@@ -1,13 +1,11 @@
-"""Large steps in two halves, so that ranks of a stage add one up while they compute the other.
+"""Overlap of all-reduce and compute: large steps run as two micro-batches.
 
-Between two exchanges a rank has nothing to do but wait for the sum.  A step of many tokens is
-divided; while the first half's partial sums are on their way, in a thread of their own, the second
-half is computed, and the other way round.  Weights are read twice, which costs nothing where there
-are enough rows to be bound by computing; a step that generates stays whole.
+While a background thread all-reduces the partial sums of one half, the rank computes the other
+half.  Weights are read twice, which is free for compute-bound steps; decode steps stay whole.
 
-Rows do not depend on what else is in their step, so results are the same to the bit.  A half may
-end within a sequence: its keys and values are written before the second half's attention reads
-them, layer by layer.
+The kernels are batch invariant, so results are the same to the bit.  A half may end within a
+sequence: layer by layer, its keys and values are written before the second half's attention reads
+them.
 """
 
 from __future__ import annotations
@@ -20,61 +18,63 @@ from typing import Any
 import numpy as np
 
 from nbflow.distributed.comm import Comm
-from nbflow.distributed.links import Links
+from nbflow.distributed.device_comms import DeviceComms
 from nbflow.executor.bind import PythonOp
 from nbflow.executor.cpu import CpuExecutor, Segment
 from nbflow.executor.step import Step
 from nbflow.kv_cache.block_table import PageView
 
-LEAST_TOKENS = 128
-"""Fewest tokens of a step that is divided: halves of so many rows are bound by computing."""
+MIN_TOKENS = 128
+"""Tokens of the smallest step that is split: its halves are still compute-bound."""
 OVERLAPPED = ("all_reduce",)
-"""Kinds of exchange that run beside the other half."""
+"""Communication that overlaps with the other half."""
 RESULTS = ("logits", "y")
 """Buffers that are read after a step."""
-Piece = tuple[list[Segment | PythonOp], PythonOp | None]
-"""What is computed up to an exchange, and the exchange; None behind the last one."""
+Phase = tuple[list[Segment | PythonOp], PythonOp | None]
+"""Segments up to a communication op, and that op; None after the last one."""
 
 
 class OverlappingExecutor(CpuExecutor):
-    """A `CpuExecutor` that runs large steps in two halves where ranks are far apart."""
+    """`CpuExecutor` that runs large steps in two halves where ranks are on several hosts."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._second = CpuExecutor(*args, **options)
         self._background: ThreadPoolExecutor | None = None
 
-    def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
-        """Give the communicators; with ranks that are far apart, large steps are divided."""
-        super().set_groups(groups, links)
-        self._second.set_groups(groups, links)
-        if self.links.far:
+    def set_groups(
+        self, groups: dict[tuple[int, ...], Comm], device_comms: DeviceComms | None = None
+    ) -> None:
+        """Set the communicators, which say whether large steps are split."""
+        super().set_groups(groups, device_comms)
+        self._second.set_groups(groups, device_comms)
+        if self.device_comms.overlap:
             self._background = ThreadPoolExecutor(1, "nbflow-exchange")
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers."""
+        """Bytes of the buffers of both halves and of the rotary tables."""
         return super().workspace_bytes + self._second.workspace_bytes
 
     def reserve(self, n_tokens: int, n_logits: int) -> None:
-        """Make the buffers large enough for such steps now."""
+        """Allocate buffers for steps of this size."""
         super().reserve(n_tokens, n_logits)
-        if self._background is not None and n_tokens >= LEAST_TOKENS:
+        if self._background is not None and n_tokens >= MIN_TOKENS:
             self._second.reserve(n_tokens - n_tokens // 2, n_logits)
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
-        """Return the tokens and logit rows of the parts in which a step is run."""
+        """Return tokens and rows of logits of each part of a step."""
         return [(len(part.ids), part.n_logits) for part in self._parts(step)]
 
     def _parts(self, step: Step) -> list[Step]:
         plain = self.seconds is None and self.observe is None
-        if self._background is None or len(step.ids) < LEAST_TOKENS or not plain:
+        if self._background is None or len(step.ids) < MIN_TOKENS or not plain:
             return [step]
         middle = len(step.ids) // 2
         page_size = self.storage.page_size
         return [
-            part_of(step, 0, middle, page_size),
-            part_of(step, middle, len(step.ids), page_size),
+            slice_step(step, 0, middle, page_size),
+            slice_step(step, middle, len(step.ids), page_size),
         ]
 
     def run(self, step: Step) -> None:
@@ -83,34 +83,34 @@ class OverlappingExecutor(CpuExecutor):
         if len(parts) == 1:
             super().run(step)
             return
-        if self._reserve(*step.size):  # the results of both
+        if self._reserve(*step.size):  # for the results of both halves
             self._bound.clear()
         halves = (self._prepared(parts[0]).segments, self._second._prepared(parts[1]).segments)
-        self._run_both(*map(_pieces, halves))
+        self._run_both(*map(_phases, halves))
         self._join(parts[0].size, parts[1].size)
 
-    def _run_both(self, *halves: Iterator[Piece]) -> None:
-        """Run the pieces of both halves in turn, sums in the background."""
+    def _run_both(self, *halves: Iterator[Phase]) -> None:
+        """Alternate the phases of both halves, all-reduces in the background."""
         assert self._background is not None
-        waiting: list[Future[None] | None] = [None, None]
-        for pieces in zip(*halves, strict=True):
-            for half, (computed, exchange) in enumerate(pieces):
-                _result(waiting, half)
-                for segment in computed:
+        in_flight: list[Future[None] | None] = [None, None]
+        for phases in zip(*halves, strict=True):
+            for half, (segments, communication) in enumerate(phases):
+                _wait(in_flight, half)
+                for segment in segments:
                     self._run_segment(segment)
-                if exchange is None:
+                if communication is None:
                     continue
-                if exchange.kind in OVERLAPPED:
-                    waiting[half] = self._background.submit(exchange.call)
+                if communication.kind in OVERLAPPED:
+                    in_flight[half] = self._background.submit(communication.call)
                 else:
-                    for other in (0, 1):  # ranks meet in the same order everywhere
-                        _result(waiting, other)
-                    exchange.call()
+                    for other in (0, 1):  # the same order of communication on all ranks
+                        _wait(in_flight, other)
+                    communication.call()
         for half in (0, 1):
-            _result(waiting, half)
+            _wait(in_flight, half)
 
     def _join(self, first: tuple[int, int, int], second: tuple[int, int, int]) -> None:
-        """Put the second half's results behind the first's."""
+        """Append the second half's results to the first's."""
         both = first[0] + second[0], first[1] + second[1], first[2] + second[2]
         for name in RESULTS:
             if name in self.program.buffers:
@@ -118,11 +118,11 @@ class OverlappingExecutor(CpuExecutor):
                 self.view(name, *both)[len(self.view(name, *first)) :] = result
 
 
-def _pieces(segments: list[Segment | PythonOp]) -> Iterator[Piece]:
-    """Cut the calls of a step behind each exchange."""
+def _phases(segments: list[Segment | PythonOp]) -> Iterator[Phase]:
+    """Split the segments of a step after each communication op."""
     computed: list[Segment | PythonOp] = []
     for segment in segments:
-        if isinstance(segment, PythonOp) and segment.is_exchange:
+        if isinstance(segment, PythonOp) and segment.is_communication:
             yield computed, segment
             computed = []
         else:
@@ -130,26 +130,26 @@ def _pieces(segments: list[Segment | PythonOp]) -> Iterator[Piece]:
     yield computed, None
 
 
-def _result(waiting: list[Future[None] | None], half: int) -> None:
-    """Wait for the exchange of a half, if one is on its way."""
-    future, waiting[half] = waiting[half], None
+def _wait(in_flight: list[Future[None] | None], half: int) -> None:
+    """Wait for the all-reduce of a half, if one is in flight."""
+    future, in_flight[half] = in_flight[half], None
     if future is not None:
         future.result()
 
 
-def part_of(step: Step, start: int, stop: int, page_size: int) -> Step:
-    """Return the tokens `start` to `stop` of a step as a step.
+def slice_step(step: Step, start: int, stop: int, page_size: int) -> Step:
+    """Return the tokens `start` to `stop` of a step as a step of its own.
 
-    Sequences have the length that they have after the last of these tokens.
+    Sequences are as long as after the last of these tokens.
     """
     first, last = int(step.batch_indices[start]), int(step.batch_indices[stop - 1])
-    some = slice(first, last + 1)
-    lengths = step.pages.kv_lens[some].copy()
+    sequences = slice(first, last + 1)
+    lengths = step.pages.kv_lens[sequences].copy()
     lengths[-1] -= step.qo_indptr[last + 1] - stop
     inside = (step.logit_rows >= start) & (step.logit_rows < stop)
-    memory = step.memory
-    if memory is not None:
-        memory = _pages(memory, first, memory.kv_lens[some], page_size)
+    cross = step.cross_pages
+    if cross is not None:
+        cross = _pages(cross, first, cross.kv_lens[sequences], page_size)
     return dataclasses.replace(
         step,
         ids=step.ids[start:stop],
@@ -160,13 +160,13 @@ def part_of(step: Step, start: int, stop: int, page_size: int) -> Step:
         pages=_pages(step.pages, first, lengths, page_size),
         logit_rows=step.logit_rows[inside] - np.int32(start),
         n_logits=int(inside[: step.n_logits].sum()),
-        memory=memory,
+        cross_pages=cross,
         types=step.types[start:stop],
     )
 
 
 def _pages(view: PageView, first: int, lengths: np.ndarray, page_size: int) -> PageView:
-    """Return the pages of the sequences from `first` on that hold so many tokens of each."""
+    """Return the pages of the first `lengths` tokens of the sequences from `first` on."""
     counts = -(-lengths // page_size)
     starts = view.kv_indptr[first : first + len(lengths)]
     indptr = np.zeros(len(lengths) + 1, np.int32)

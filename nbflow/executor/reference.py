@@ -1,8 +1,7 @@
 """Run a program op by op in NumPy float64: slow, plain, and easy to step through.
 
-It needs no page table: it keeps each layer's keys and values in growing arrays.  `trace` is called
-after every op with the op and the value it wrote, so that a debugger, a notebook or a test can
-look at any intermediate result.  Programs of one rank only.
+Keys and values of each layer are growing arrays instead of pages.  The `trace` hook is called after
+every op with the op and its result, for debuggers, notebooks and tests.  Programs of one rank only.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class ReferenceExecutor:
         Its weights.
     trace : callable, optional
         Called as ``trace(op, array)`` after every op.
-    memory : dict, optional
-        Keys and values of the encoder's hidden states for each layer: what `remember` returns.
+    cross_kv : dict, optional
+        Keys and values of the encoder's hidden states by layer, from `encode_cross_kv`.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class ReferenceExecutor:
         program: Program,
         weights: WeightLoader,
         trace: Callable[[Op, np.ndarray], None] | None = None,
-        memory: Cache | None = None,
+        cross_kv: Cache | None = None,
     ) -> None:
         self._program = program
         self._trace = trace
         self._bias = weights.bias
         self._operands = [tuple(map(_as_float64, group)) for group in weights.operands]
         self._cache: Cache = {}
-        self._memory = memory or {}
-        self._given = np.zeros((0, 0))
+        self._cross_kv = cross_kv or {}
+        self._external_rows = np.zeros((0, 0))
         self._length = 0
         self._ids = np.zeros(0, np.int64)
         self._types = np.zeros(0, np.int64)
@@ -80,8 +79,8 @@ class ReferenceExecutor:
         values = self._run(ids)
         return values["logits" if "logits" in values else "y"]
 
-    def remember(self, states: np.ndarray) -> Cache:
-        """Run the program of `nbflow.program.build_memory` on an encoder's hidden states.
+    def encode_cross_kv(self, states: np.ndarray) -> Cache:
+        """Run the program of `nbflow.program.build_cross_kv` on the encoder's hidden states.
 
         Parameters
         ----------
@@ -91,14 +90,14 @@ class ReferenceExecutor:
         Returns
         -------
         dict
-            Keys and values for each layer, to be given to the decoder's executor.
+            Keys and values by layer, for the decoder's executor.
         """
-        self._given = states
+        self._external_rows = states
         self._run(np.zeros(len(states), np.int64))
         return self._cache
 
     def _run(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Run the next tokens; those before once more if the length changes the rotary angles."""
+        """Run the next tokens; rerun earlier ones if the length changes the rotary angles."""
         before, self._ids = self._ids, np.concatenate([self._ids, ids])
         is_long = self._program.spec.is_long
         if len(before) and is_long(len(self._ids)) and not is_long(len(before)):
@@ -121,11 +120,11 @@ class ReferenceExecutor:
         return values
 
     def _write(self, values: dict[str, np.ndarray], name: str, result: np.ndarray) -> None:
-        """Store a result, and the bands of it that have names of their own."""
+        """Store a result and the buffers that are columns of it."""
         values[name] = result
-        for band, buffer in self._program.buffers.items():
+        for part, buffer in self._program.buffers.items():
             if buffer.base == name:
-                values[band] = result[:, buffer.offset : buffer.offset + buffer.width]
+                values[part] = result[:, buffer.offset : buffer.offset + buffer.width]
 
     def _heads(self, x: np.ndarray) -> np.ndarray:
         return x.reshape(len(x), -1, self._program.spec.cached_dim)
@@ -158,7 +157,7 @@ class ReferenceExecutor:
         return out.reshape(len(ids), -1)
 
     def _heads_of_out(self, op: Op, values: Any, n_tokens: int, n_heads: int) -> np.ndarray:
-        """Return what a buffer holds, heads apart, for an op that writes some of their columns."""
+        """Return a copy of a buffer by heads, for an op that writes some of their columns."""
         shape = n_tokens, n_heads, self._program.buffers[op.out].width // n_heads
         found = values.get(op.out)
         return np.zeros(shape) if found is None else found.reshape(shape).copy()
@@ -235,17 +234,17 @@ class ReferenceExecutor:
         q = self._heads(values[op.inputs[0]])
         scale = self._program.spec.sm_scale
         result: np.ndarray = attention.single_prefill_with_kv_cache(
-            q, *self._memory[op.layer or 0], causal=False, sm_scale=scale
+            q, *self._cross_kv[op.layer or 0], causal=False, sm_scale=scale
         )
         return result.reshape(len(ids), -1)
 
     def _input(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
-        return self._given.astype(np.float64)
+        return self._external_rows.astype(np.float64)
 
     def _with_slopes(self, q: np.ndarray) -> np.ndarray:
-        """Return queries with the slope of each head as one more column.
+        """Append the ALiBi slope of each head as a column of the queries.
 
-        The product with a key whose last column is its position then has ALiBi's bias.
+        The product with keys that end in their position then includes the ALiBi bias.
         """
         spec = self._program.spec
         slopes = attention.alibi_slopes(spec.n_heads)
@@ -295,7 +294,7 @@ class ReferenceExecutor:
 
 
 def _with_positions(k: np.ndarray) -> np.ndarray:
-    """Return keys with their position as one more column."""
+    """Append the position of each key as a column."""
     column = np.broadcast_to(np.arange(len(k))[:, None, None], (*k.shape[:2], 1))
     return np.concatenate([k, column], axis=2)
 

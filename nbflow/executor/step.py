@@ -1,4 +1,4 @@
-"""One step: some new tokens of some sequences, flattened."""
+"""One step: new tokens of several sequences as a ragged batch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from nbflow.kv_cache.block_table import BlockTable, PageView
 
 @dataclass(frozen=True)
 class Step:
-    """What an executor needs to know, besides the program, to run it once."""
+    """Inputs of one run of a program."""
 
     ids: np.ndarray
-    """int32 (T,): token ids, sequence after sequence."""
+    """int32 (T,): token ids, concatenated over the sequences."""
     positions: np.ndarray
     """int32 (T,): position of each token in its sequence."""
     rope_rows: np.ndarray
-    """int32 (T,): row of each token in the rotary tables: its position, behind the rows for short
-    sequences if its sequence is a long one (LongRoPE)."""
+    """int32 (T,): row of each token in the rotary table: its position, plus the rows for short
+    sequences where its sequence is a long one (LongRoPE)."""
     batch_indices: np.ndarray
-    """int32 (T,): which of the step's sequences each token belongs to."""
+    """int32 (T,): index of the sequence of each token."""
     qo_indptr: np.ndarray
-    """int32 (B + 1,): where each sequence's tokens begin."""
+    """int32 (B + 1,): first token of each sequence."""
     pages: PageView
-    """The sequences' pages, the new tokens counted in."""
+    """KV pages of the sequences, new tokens included."""
     logit_rows: np.ndarray
-    """int32 (R,): tokens after which the hidden states are wanted, in order."""
+    """int32 (R,): tokens whose final hidden states are needed, ascending."""
     n_logits: int
-    """Number of these, the first ones, whose logits are wanted, too."""
-    memory: PageView | None
-    """The pages of what the encoder gave for each sequence, if there is an encoder."""
+    """Leading `logit_rows` that need logits as well."""
+    cross_pages: PageView | None
+    """KV pages of the encoder's hidden states of each sequence; None without an encoder."""
     types: np.ndarray
-    """int32 (T,): type of each token, for models that have an embedding for them."""
+    """int32 (T,): token types, for models that embed them (BERT)."""
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Tokens, hidden states and rows of logits: what buffers have rows for."""
+        """Tokens, hidden states and rows of logits, which size the buffers."""
         return len(self.ids), len(self.logit_rows), self.n_logits
 
 
@@ -48,16 +48,31 @@ def make_step(
     tokens: Sequence[Sequence[int]],
     logit_rows: Sequence[int],
     types: Sequence[int] | None = None,
-    memory: BlockTable | None = None,
+    cross_table: BlockTable | None = None,
     *,
     short_context: int | None = None,
     n_logits: int | None = None,
 ) -> Step:
-    """Extend sequences of a page table by new tokens and return the step that computes them.
+    """Extend sequences of a block table by new tokens and return the step that computes them.
 
-    `memory` is the page table of the encoder's hidden states, if there is an encoder.  Long
-    sequences (LongRoPE) have the rows of the rotary tables behind the first `short_context`.
-    Logits are wanted of the first `n_logits` rows, by default of all.
+    Parameters
+    ----------
+    table : BlockTable
+        KV pages of the sequences.
+    sequences : sequence of int
+        Their numbers in `table`.
+    tokens : sequence of sequences of int
+        New tokens of each.
+    logit_rows : sequence of int
+        Tokens of the step whose final hidden states are needed.
+    types : sequence of int, optional
+        Token types.
+    cross_table : BlockTable, optional
+        KV pages of the encoder's hidden states.
+    short_context : int, optional
+        Rows of the rotary table for short sequences (LongRoPE).
+    n_logits : int, optional
+        Leading `logit_rows` that need logits; all by default.
     """
     lengths = [len(ids) for ids in tokens]
     indptr = np.zeros(len(lengths) + 1, np.int32)
@@ -79,6 +94,6 @@ def make_step(
         pages=table.view(sequences),
         logit_rows=np.array(logit_rows, np.int32),
         n_logits=len(logit_rows) if n_logits is None else n_logits,
-        memory=None if memory is None else memory.view(sequences),
+        cross_pages=None if cross_table is None else cross_table.view(sequences),
         types=np.zeros(len(positions), np.int32) if types is None else np.array(types, np.int32),
     )

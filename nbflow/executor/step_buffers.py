@@ -1,7 +1,7 @@
-"""The present step as arrays that stay where they are.
+"""Index arrays of a step at fixed addresses.
 
-Compiled calls hold the addresses of their arguments, so what changes from step to step is copied
-into arrays that are made once for a number of tokens, sequences and pages.
+Captured calls and CUDA graphs hold the addresses of their arguments, so each step is copied into
+arrays that are allocated once per shape of step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 
 
 class StepArrays:
-    """Arrays for steps of `n_tokens` tokens and `n_sequences` sequences.
+    """Host arrays for steps of one shape.
 
     Parameters
     ----------
     n_tokens, n_states, n_logits, n_sequences : int
         Sizes of the steps; see `Step.size`.
     n_pages : int
-        Most pages that the sequences of a step hold together.
-    n_memory_pages : int
-        The same of the encoder's hidden states; 0 without an encoder.
+        Capacity for page numbers of all sequences together.
+    n_cross_pages : int
+        Capacity for page numbers of the encoder's hidden states; 0 without an encoder.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StepArrays:
         n_logits: int,
         n_sequences: int,
         n_pages: int,
-        n_memory_pages: int = 0,
+        n_cross_pages: int = 0,
     ) -> None:
         self.size = n_tokens, n_states, n_logits
         self.ids = np.zeros(n_tokens, np.int32)
@@ -49,12 +49,12 @@ class StepArrays:
         self.kv_indptr = np.zeros(n_sequences + 1, np.int32)
         self.kv_indices = np.zeros(n_pages, np.int32)
         self.kv_lens = np.zeros(n_sequences, np.int32)
-        self.memory_indptr = np.zeros(n_sequences + 1, np.int32)
-        self.memory_indices = np.zeros(n_memory_pages, np.int32)
-        self.memory_lens = np.zeros(n_sequences, np.int32)
+        self.cross_indptr = np.zeros(n_sequences + 1, np.int32)
+        self.cross_indices = np.zeros(n_cross_pages, np.int32)
+        self.cross_lens = np.zeros(n_sequences, np.int32)
 
     def load(self, step: Step) -> None:
-        """Copy a step's numbers."""
+        """Copy the arrays of a step."""
         self.ids[:] = step.ids
         self.positions[:] = step.positions
         self.rope_rows[:] = step.rope_rows
@@ -66,22 +66,21 @@ class StepArrays:
         self.kv_indptr[:] = pages.kv_indptr
         self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
         self.kv_lens[:] = pages.kv_lens
-        if step.memory is not None:
-            self.memory_indptr[:] = step.memory.kv_indptr
-            self.memory_indices[: len(step.memory.kv_indices)] = step.memory.kv_indices
-            self.memory_lens[:] = step.memory.kv_lens
+        if step.cross_pages is not None:
+            self.cross_indptr[:] = step.cross_pages.kv_indptr
+            self.cross_indices[: len(step.cross_pages.kv_indices)] = step.cross_pages.kv_indices
+            self.cross_lens[:] = step.cross_pages.kv_lens
 
 
-class PaddedArrays(StepArrays):
-    """Arrays for steps of at most so many sequences and new tokens.
+class PaddedStepArrays(StepArrays):
+    """Host arrays padded to a batch bucket, for CUDA graphs.
 
-    What there is more room for counts as tokens without a position and sequences without keys: rows
-    are computed for them, which depend on nothing and which nobody reads, and nothing is written
-    into pages.
+    Padding tokens have position -1 and padding sequences have no keys: their rows are computed and
+    ignored, and they write nothing to the KV cache.
     """
 
     def load(self, step: Step) -> None:
-        """Copy a step's numbers."""
+        """Copy the arrays of a step."""
         pages = step.pages
         for own, given, rest in (
             (self.ids, step.ids, 0),
@@ -97,59 +96,51 @@ class PaddedArrays(StepArrays):
             own[: len(given)] = given
             own[len(given) :] = rest
         self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
-        if step.memory is not None:
-            memory, n = step.memory, len(step.memory.kv_lens)
-            self.memory_indptr[: n + 1] = memory.kv_indptr
-            self.memory_indptr[n + 1 :] = memory.kv_indptr[-1]
-            self.memory_indices[: len(memory.kv_indices)] = memory.kv_indices
-            self.memory_lens[:n], self.memory_lens[n:] = memory.kv_lens, 0
+        if step.cross_pages is not None:
+            cross, n = step.cross_pages, len(step.cross_pages.kv_lens)
+            self.cross_indptr[: n + 1] = cross.kv_indptr
+            self.cross_indptr[n + 1 :] = cross.kv_indptr[-1]
+            self.cross_indices[: len(cross.kv_indices)] = cross.kv_indices
+            self.cross_lens[:n], self.cross_lens[n:] = cross.kv_lens, 0
 
 
 class Staging:
-    """Host memory that is pinned, through which numbers go to a device while the host goes on.
-
-    Parameters
-    ----------
-    place : Place
-        The device.
-    """
+    """Pinned staging buffers for asynchronous copies of a step's index arrays to a device."""
 
     N_BUFFERS = 2
-    """A step's numbers are written while those of the step before may still be on their way."""
+    """Double buffering: one step is written while the copy of the previous one is in flight."""
 
-    def __init__(self, place: Device) -> None:
-        cuda = place.xp.cuda
+    def __init__(self, device: Device) -> None:
+        cuda = device.xp.cuda
         self._allocate = cuda.alloc_pinned_memory
         self._buffers = [np.zeros(0, np.int32)] * self.N_BUFFERS
         self._sent = [cuda.Event(disable_timing=True) for _ in range(self.N_BUFFERS)]
-        self._turn = 0
+        self._index = 0
 
-    def send(self, parts: Sequence[np.ndarray], there: Any, stream: Any) -> None:
-        """Copy int32 arrays, one behind the other, to an array on the device."""
-        self._turn = turn = (self._turn + 1) % self.N_BUFFERS
+    def send(self, parts: Sequence[np.ndarray], target: Any, stream: Any) -> None:
+        """Start the copy of int32 arrays, concatenated, to an array on the device."""
+        self._index = index = (self._index + 1) % self.N_BUFFERS
         n = sum(map(len, parts))
-        if len(self._buffers[turn]) < n:
-            self._sent[turn].synchronize()
-            self._buffers[turn] = np.frombuffer(self._allocate(8 * n), np.int32, 2 * n)
-        else:
-            self._sent[turn].synchronize()  # what was in this buffer has arrived
-        buffer = self._buffers[turn]
+        self._sent[index].synchronize()  # the last copy from this buffer has completed
+        if len(self._buffers[index]) < n:
+            self._buffers[index] = np.frombuffer(self._allocate(8 * n), np.int32, 2 * n)
+        buffer = self._buffers[index]
         np.concatenate(parts, out=buffer[:n])
-        there.data.copy_from_host_async(buffer.ctypes.data, 4 * n, stream)
-        self._sent[turn].record(stream)
+        target.data.copy_from_host_async(buffer.ctypes.data, 4 * n, stream)
+        self._sent[index].record(stream)
 
 
-class DeviceArrays:
-    """What kernels on a device read of the present step: parts of one array, copied at once.
+class CudaStepArrays:
+    """Index arrays of a step on the device: views of one array, copied at once.
 
     Parameters
     ----------
     host : StepArrays
-        Gives the sizes.
-    place : Place
-        Where they live.
-    tables : sequence of FixedTables
-        Tables of the attention that are copied with the rest.
+        Host arrays of the step.
+    device : Device
+        The device.
+    tables : sequence of StaticPlanBuffers
+        Attention plans that are copied along.
     """
 
     NAMES = (
@@ -158,12 +149,12 @@ class DeviceArrays:
     )
 
     def __init__(
-        self, host: StepArrays, place: Device, tables: Sequence[StaticPlanBuffers] = ()
+        self, host: StepArrays, device: Device, tables: Sequence[StaticPlanBuffers] = ()
     ) -> None:
         self.size = host.size
         self._parts = [*(getattr(host, name) for name in self.NAMES), *(t.host for t in tables)]
         ends = np.cumsum([len(part) for part in self._parts]).tolist()
-        self._whole: Any = place.zeros((ends[-1],), np.int32)
+        self._whole: Any = device.zeros((ends[-1],), np.int32)
         views = [self._whole[a:b] for a, b in zip([0, *ends], ends, strict=False)]
         for name, view in zip(self.NAMES, views, strict=False):
             setattr(self, name, view)
@@ -172,9 +163,9 @@ class DeviceArrays:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes on the device."""
+        """Bytes on the device."""
         return int(self._whole.nbytes)
 
     def load(self, staging: Staging, stream: Any) -> None:
-        """Start the copy of a step's numbers to the device."""
+        """Start the copy of the host arrays to the device."""
         staging.send(self._parts, self._whole, stream)

@@ -1,9 +1,8 @@
-"""A rank's weights: read from the checkpoint, cut, joined and put into the weight format.
+"""Load a rank's shard of the weights: read, concatenate and quantize.
 
-Only the rank's own bytes are read.  The parts of one matrix are read as they are stored, put one
-below the other, and then converted; a quantized row does not depend on its neighbours, so the
-blocks are the ones a single rank would hold.  Parts that the checkpoint stores in different formats
-stay separate matrices.
+Only the rank's own bytes are read.  The operands of one op are read as they are stored,
+concatenated by rows and then quantized; rows are quantized independently, so the blocks equal those
+of a single rank.  Operands that the checkpoint stores in different formats stay separate matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +18,12 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.distributed.device import Device
-from nbflow.program.read_operand import convert, quantized_pieces, read_part, stored_bytes
+from nbflow.program.read_operand import (
+    convert,
+    operand_bytes,
+    read_operand,
+    read_quantized_operand,
+)
 from nbflow.program.records import Op, Operand, Program
 from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights, weight_formats
@@ -30,25 +34,25 @@ FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
 
 
 class WeightLoader:
-    """The operands of a program's ops, by op index.
+    """Weights of a program's ops, by op index.
 
-    Those of a linear op are matrices one below the other, of one row per output in all.
+    The operands of a linear op are matrices whose rows, concatenated, are its outputs.
 
     Parameters
     ----------
     program : Program
-        What the rank runs.
+        Program of the rank.
     file : WeightFile
-        The checkpoint, open.
+        Open checkpoint.
     weights : str, path or WeightFormats, optional
-        Format of the matrices, or a policy (`nbflow.quantization.policy`); None keeps what is
-        stored.
+        Format of the matrices, or a policy (`nbflow.quantization.policy`); None keeps the stored
+        formats.
     outliers : float
-        Share of the weights that stay exact, where no `encoding` says so.
-    encoding : Encoding, optional
-        How matrices are put into their formats.
+        Share of the weights that stay exact, if `encoding` is not given.
+    encoding : QuantizerOptions, optional
+        Quantizer of the matrices.
     joined : bool
-        Whether the tensors of an op that have one format become one matrix; else each stays one.
+        Concatenate the tensors of an op that have one format; False keeps them apart.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class WeightLoader:
         self._formats = weight_formats(weights)
         self._joined = joined
         self._loaded: dict[tuple[Operand, ...], Any] = {}
-        self._mapped: dict[int, Any] = {}
+        self._host_tables: dict[int, Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
@@ -74,41 +78,41 @@ class WeightLoader:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of all weights; one used twice (a tied head) counts once."""
+        """Bytes of all weights; one used twice (a tied head) counts once."""
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
-        return sum({id(a): stored_bytes(a) for a in arrays}.values())
+        return sum({id(a): operand_bytes(a) for a in arrays}.values())
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of tables that lie in the host's memory, beside a device."""
-        return sum(stored_bytes(table) for table in self._mapped.values())
+        """Bytes of embedding tables that a device reads from host memory."""
+        return sum(operand_bytes(table) for table in self._host_tables.values())
 
-    def settle(self, place: Device, embeddings_on_host: bool = False) -> None:
-        """Put all operands to a place, in the layout that the kernels there compute from.
+    def finalize(self, device: Device, embeddings_on_host: bool = False) -> None:
+        """Move all operands to a device, in the layout that its kernels read.
 
-        With `embeddings_on_host` the tables that are only looked up stay in the host's memory,
-        where a device's kernels read the rows they need.
+        With `embeddings_on_host`, tables that are only looked up stay in pinned host memory, from
+        which the device's kernels read rows.
         """
-        if place.on_host:
+        if device.on_host:
             self._pack()
         else:
-            self._move(place.purposed("the weights"), embeddings_on_host)
+            self._to_device(device.for_purpose("the weights"), embeddings_on_host)
 
     def _pack(self) -> None:
-        """Keep only the layout that the CPU's kernels compute from."""
+        """Keep only the layout that the CPU kernels read."""
         for op, operands in zip(self._program.ops, self.operands, strict=True):
             for tensor in operands:
                 status.progress(op.weights[0].name if op.weights else op.kind)
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
-    def _move(self, place: Device, embeddings_on_host: bool) -> None:
-        """Put all operands to a device; a table of attention's, which a plan reads, stays."""
-        moved: dict[int, tuple[Any, Any]] = {}  # with the operand, which keeps its id its own
+    def _to_device(self, device: Device, embeddings_on_host: bool) -> None:
+        """Move all operands to a device, except attention biases, which the host reads."""
+        moved: dict[int, tuple[Any, Any]] = {}  # id -> operand (kept alive: ids are reused), copy
         ops = list(zip(self._program.ops, self.operands, strict=True))
         tables = {id(t) for op, operands in ops if op.kind == "embedding" for t in operands}
         others = {id(t) for op, operands in ops if op.kind != "embedding" for t in operands}
-        far = place.purposed("the token embedding").mapped()
+        mapped = device.for_purpose("the token embedding").mapped()
 
         def move(operand: Any) -> Any:
             if operand is None:
@@ -118,14 +122,14 @@ class WeightLoader:
             status.beat()
             looked_up = id(operand) in tables
             stays = embeddings_on_host and looked_up and id(operand) not in others
-            where = far if stays else place
+            target = mapped if stays else device
             quantized = isinstance(operand, nk.QuantTensor)
-            new = where.quantized(operand) if quantized else where.put(operand)
+            new = target.quantized(operand) if quantized else target.put(operand)
             moved[id(operand)] = operand, new
             if stays:
-                self._mapped[id(new)] = new
-            elif quantized and not looked_up:  # rows are decoded from storage
-                place.drop_storage(new)
+                self._host_tables[id(new)] = new
+            elif quantized and not looked_up:  # lookups decode rows from storage
+                device.drop_storage(new)
             return new
 
         for index, op in enumerate(self._program.ops):
@@ -133,30 +137,30 @@ class WeightLoader:
             if op.kind not in ("attention", "cross_attention"):
                 operands = self.operands[index]
                 if op.kind == "experts":
-                    operands = stacks(operands)
+                    operands = stack_experts(operands)
                 elif op.kind == "heads_linear":
-                    operands = stack_of_heads(operands)
+                    operands = stack_heads(operands)
                 self.operands[index] = tuple(map(move, operands))
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("experts", "heads_linear"):  # each matrix by itself
             return tuple(self._once((w,), self._weight) for w in op.weights)
         if op.kind == "attention":
-            return tuple(self._once((w,), self._bias_by_distance) for w in op.weights)
+            return tuple(self._once((w,), self._relative_bias) for w in op.weights)
         if op.attrs.get("normalize_rows"):
             return (self._normalized(op.weights[0]),)
         if op.kind == "embedding" and not op.weights:
             return (sinusoidal_table(self._program),)
         if op.kind in ("linear", "embedding"):
-            key = self._kind if self._joined else None
+            key = self._formats_of if self._joined else None
             runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
-        if op.attrs.get("own_weights"):  # a row for each head
+        if op.attrs.get("own_weights"):  # a row per head
             vectors = (np.stack(vectors),)
         if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:
-            # of the rms norm the kernel adds it, a layer norm's does not
+            # the rms norm kernel adds the offset itself
             return (vectors[0] + np.float32(op.attrs.get("offset", 0.0)), *vectors[1:])
         return vectors
 
@@ -165,19 +169,19 @@ class WeightLoader:
             return None
         return np.concatenate([self._once((b,), self._vector) for b in op.bias])
 
-    def _once(self, parts: tuple[Operand, ...], read: Callable[[Any], Any]) -> Any:
-        if parts not in self._loaded:
-            status.progress(parts[0].name)
-            self._loaded[parts] = read(parts)
-        return self._loaded[parts]
+    def _once(self, operands: tuple[Operand, ...], read: Callable[[Any], Any]) -> Any:
+        if operands not in self._loaded:
+            status.progress(operands[0].name)
+            self._loaded[operands] = read(operands)
+        return self._loaded[operands]
 
-    def _vector(self, parts: Sequence[Operand]) -> np.ndarray:
-        return self._read(parts[0]).reshape(-1).astype(np.float32)
+    def _vector(self, operands: Sequence[Operand]) -> np.ndarray:
+        return self._read(operands[0]).reshape(-1).astype(np.float32)
 
-    def _bias_by_distance(self, parts: Sequence[Operand]) -> np.ndarray:
-        """Return the relative bias of each head at the distances of keys, (H, 2 * context - 1)."""
+    def _relative_bias(self, operands: Sequence[Operand]) -> np.ndarray:
+        """Return the relative position bias by head and distance, (H, 2 * max_context - 1)."""
         spec = self._program.spec
-        table = self._read(parts[0]).astype(np.float32)
+        table = self._read(operands[0]).astype(np.float32)
         distances = np.arange(1 - spec.max_context, spec.max_context, dtype=np.int32)
         buckets = nk.relative_position_bucket(
             distances,
@@ -187,90 +191,89 @@ class WeightLoader:
         )
         return np.ascontiguousarray(table[buckets].T)
 
-    def _normalized(self, part: Operand) -> Any:
-        """Return a matrix whose rows are divided by their lengths, as float32.
+    def _normalized(self, operand: Operand) -> Any:
+        """Return a float32 matrix with rows of unit length.
 
-        In the stored type the rounding of the quotients would show in the logits.
+        Rounding to the stored type would change the logits.
         """
-        wide = self._read(part).astype(np.float32, copy=False)
+        wide = self._read(operand).astype(np.float32, copy=False)
         wide = wide / np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
         return nk.QuantTensor("f32", wide.shape, wide.view(np.uint8).reshape(len(wide), -1))
 
-    def _read(self, part: Operand) -> np.ndarray:
-        """Return a tensor, or a rank's part of it, in the type it is stored as."""
-        return read_part(self._program.spec, self._file, part)
+    def _read(self, operand: Operand) -> np.ndarray:
+        """Return a rank's shard of a tensor in its stored type."""
+        return read_operand(self._program.spec, self._file, operand)
 
-    def _converted(self, part: Operand) -> str | None:
-        """Return the format that the user asked for, for a tensor that it applies to."""
+    def _target_format(self, operand: Operand) -> str | None:
+        """Return the format that a tensor is converted to, or None."""
         if self._formats is None:
             return None
-        return self._formats.of(part.name, self._program.spec.shape_of(part.name))
+        return self._formats.of(operand.name, self._program.spec.shape_of(operand.name))
 
-    def _kind(self, part: Operand) -> tuple[str | None, str | None]:
-        """Return what must be alike for parts to lie in one matrix."""
-        return self._converted(part), self._stored_format(part)
+    def _formats_of(self, operand: Operand) -> tuple[str | None, str | None]:
+        """Return target and stored format, which operands of one matrix have in common."""
+        return self._target_format(operand), self._stored_format(operand)
 
-    def _stored_format(self, part: Operand) -> str | None:
-        """Return the block format a tensor keeps from the checkpoint, or None."""
-        place = self._program.spec.tensor_layout(part.name)
-        dtype = self._file.dtype(place.name)
-        as_floats = dtype in ITEM_BYTES or self._converted(part) or place.turned
+    def _stored_format(self, operand: Operand) -> str | None:
+        """Return the block format that a tensor keeps from the checkpoint, or None."""
+        layout = self._program.spec.tensor_layout(operand.name)
+        dtype = self._file.dtype(layout.name)
+        as_floats = dtype in ITEM_BYTES or self._target_format(operand) or layout.turned
         return None if as_floats else dtype
 
-    def _weight(self, parts: tuple[Operand, ...]) -> Any:
-        """Return a matrix that products are made with: floats too in a layout for computing.
+    def _weight(self, operands: tuple[Operand, ...]) -> Any:
+        """Return a matrix for products as a `QuantTensor`, floats included.
 
-        A table that is looked up and multiplied with (a tied head) stays an array.
+        A float table that is both looked up and multiplied (a tied head) stays an array.
         """
-        matrix = self._matrix(parts)
-        if isinstance(matrix, nk.QuantTensor) or parts in self._shared:
+        matrix = self._matrix(operands)
+        if isinstance(matrix, nk.QuantTensor) or operands in self._shared:
             return matrix
         format = FORMAT_OF_DTYPE[matrix.dtype.name]
         data = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix), -1)
         return nk.QuantTensor(format, matrix.shape, data)
 
-    def _matrix(self, parts: Sequence[Operand]) -> Any:
-        if self._stored_format(parts[0]) is not None:
-            return self._blocks(parts)
-        format, spec = self._converted(parts[0]), self._program.spec
+    def _matrix(self, operands: Sequence[Operand]) -> Any:
+        if self._stored_format(operands[0]) is not None:
+            return self._stored_blocks(operands)
+        format, spec = self._target_format(operands[0]), self._program.spec
         in_blocks = format is not None and nk.FORMATS[format].block_size > 1
         if in_blocks and not self._encoding.is_default:
-            return nk.QuantTensor.concatenate([self._encoded(p, str(format)) for p in parts])
-        arrays = [self._read(p) for p in parts]
-        stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in parts}
+            return nk.QuantTensor.concatenate([self._quantized(p, str(format)) for p in operands])
+        arrays = [self._read(p) for p in operands]
+        stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in operands}
         dtype = np.result_type(*arrays)
         matrix = np.concatenate([a.astype(dtype, copy=False) for a in arrays])
         if format is not None:
-            return convert(matrix, format, " + ".join(map(str, parts)))
+            return convert(matrix, format, " + ".join(map(str, operands)))
         if stored == {"bf16"}:
-            return convert(matrix, "bf16", parts[0].name)
+            return convert(matrix, "bf16", operands[0].name)
         if matrix.dtype in (np.float32, np.float16):
             return matrix
         return matrix.astype(np.float32)
 
-    def _blocks(self, parts: Sequence[Operand]) -> nk.QuantTensor:
-        """Return tensors of one block format, one below the other, as they are stored."""
+    def _stored_blocks(self, operands: Sequence[Operand]) -> nk.QuantTensor:
+        """Concatenate tensors of one block format as they are stored."""
         spec = self._program.spec
         return nk.QuantTensor.concatenate(
-            [piece for p in parts for piece in quantized_pieces(spec, self._file, p)]
+            [rows for p in operands for rows in read_quantized_operand(spec, self._file, p)]
         )
 
-    def _encoded(self, part: Operand, format: str) -> nk.QuantTensor:
-        """Return a rank's part of a tensor in a format, as it would be of the whole tensor."""
-        limits = self._soft_range(part.name) if self._encoding.needs_range else None
-        whole = part.columns is not None and self._encoding.needs_whole_rows
-        read = replace(part, columns=None) if whole else part
+    def _quantized(self, operand: Operand, format: str) -> nk.QuantTensor:
+        """Quantize a shard to the same values as in the whole tensor."""
+        limits = self._soft_range(operand.name) if self._encoding.needs_range else None
+        whole = operand.columns is not None and self._encoding.needs_whole_rows
+        read = replace(operand, columns=None) if whole else operand
         rows = self._read(read).astype(np.float32, copy=False)
         found = self._encoding.encode(
-            part.name, rows, format, columns=read.columns, outlier_range=limits
+            operand.name, rows, format, columns=read.columns, outlier_range=limits
         )
-        return found.columns(*part.columns) if whole and part.columns is not None else found
+        return found.columns(*operand.columns) if whole and operand.columns is not None else found
 
     def _soft_range(self, name: str) -> tuple[float, float]:
         """Return the values beyond which weights of a tensor are outliers.
 
-        It is decided by the whole tensor, so that it does not depend on the partition; for that,
-        some rows of it are read.
+        A sample of rows of the whole tensor decides, whatever the partition.
         """
         n_rows, n_columns = self._program.spec.shape_of(name)
         chosen = sample_rows(n_rows, n_columns)
@@ -282,10 +285,10 @@ class WeightLoader:
         return soft_range(sample, self._encoding.outliers)
 
 
-def stacks(matrices: Sequence[Any]) -> tuple[Any, ...]:
-    """Return gates, ups and downs of experts as three stacks, which devices choose from themselves.
+def stack_experts(matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Stack the gate, up and down matrices of experts, so that kernels index them on the device.
 
-    Matrices of several formats, or with outliers, stay as they are.
+    Matrices of several formats, or with outliers, stay separate.
     """
     n = len(matrices) // 3
     parts = [matrices[i * n : (i + 1) * n] for i in range(3)]
@@ -298,8 +301,8 @@ def stacks(matrices: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def stack_of_heads(matrices: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the matrices of heads as one stack, if one kernel can take them all."""
+def stack_heads(matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Stack the matrices of heads, if one kernel supports them all."""
     first = matrices[0]
     if not isinstance(first, nk.QuantTensor) or first.format.decodes_from_storage:
         return tuple(matrices)

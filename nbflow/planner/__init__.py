@@ -1,4 +1,4 @@
-"""What partitions of a model hold, send and reach on a machine, without running it.
+"""Planner: memory, communication and speed of a model's partitions on a machine.
 
 >>> from nbflow.planner import Workload, best, compare, load_machine, planned_model
 >>> model = planned_model("llama2_7b", weights="q4")
@@ -15,17 +15,16 @@ from nbflow.planner.machine import (
     Rates,
     known_machines,
     load_machine,
-    written_machine,
+    machine_toml,
 )
 from nbflow.planner.planned_model import PlannedModel, planned_model, stored_model
 from nbflow.planner.predict import predict
 from nbflow.planner.prediction import Prediction, RankPrediction, Workload
-from nbflow.planner.search import AIMS, Aim, best, candidates, compare, with_shares
+from nbflow.planner.search import OBJECTIVES, best, candidates, compare, with_shares
 from nbflow.planner.stage_cost import RunConfig
 
 __all__ = [
-    "AIMS",
-    "Aim",
+    "OBJECTIVES",
     "Device",
     "Link",
     "Machine",
@@ -41,9 +40,9 @@ __all__ = [
     "compare",
     "known_machines",
     "load_machine",
+    "machine_toml",
     "planned_model",
     "predict",
     "stored_model",
     "with_shares",
-    "written_machine",
 ]

@@ -1,4 +1,4 @@
-"""The partition for the ranks that are there, when the user leaves it to the planner."""
+"""Choice of the partition for the ranks of a communicator (``partition="auto"``)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from nbflow.distributed import Comm
 from nbflow.planner.machine import Machine, load_machine
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.planner.prediction import Workload
-from nbflow.planner.search import AIMS, best, candidates, compare
+from nbflow.planner.search import OBJECTIVES, best, candidates, compare
 from nbflow.planner.stage_cost import RunConfig
 from nbflow_kernels.errors import UsageError, unknown_name
 
 BATCH = {"latency": 1, "throughput": 32}
-"""Sequences at once that each aim stands for."""
+"""Batch size that represents each objective."""
 PROMPT, GENERATE = 512, 128
-"""Tokens of a prompt and of an answer, where the context holds them."""
+"""Tokens of prompt and answer, if the context holds them."""
 PROBE_BYTES = 32 << 20
+"""Bytes that a measurement of memory bandwidth reads."""
 
 Measure = Callable[[Comm, int, Sequence[str], Sequence[str]], Machine | None]
-"""Measures ranks with so many bytes in these formats and arithmetics; only the first returns it."""
+"""(comm, probe bytes, weight formats, arithmetics) -> machine on rank 0, None elsewhere."""
 
 
 def choose_partition(
@@ -28,47 +29,45 @@ def choose_partition(
     comm: Comm,
     aim: str = "latency",
     machine: str | Path | None = None,
-    setting: RunConfig | None = None,
+    config: RunConfig | None = None,
     measure: Measure | None = None,
 ) -> str:
-    """Return the partition string that is predicted to be best; every rank must call it.
+    """Return the partition with the best prediction; every rank must call it.
 
-    For throughput replicas are among those that are looked at: each holds the whole model, and gets
-    its share of the sequences.
+    For throughput, candidates include replicas, which share the sequences.
 
     Parameters
     ----------
     model : PlannedModel
         The model.
     comm : Comm
-        The ranks there are; with a single one, it holds the model.
+        All ranks.
     aim : {"latency", "throughput"}
-        The time of a token of one sequence, or the tokens per second of 32.
+        Time per token of one sequence, or tokens per second of 32.
     machine : str or Path, optional
-        Description of the machine (`nbflow.planner.load_machine`).  Without one the ranks are
-        measured, which takes some seconds; ``nbflow plan --measure -o FILE`` does it once.
-    setting : Setting, optional
+        Description of the machine (`nbflow.planner.load_machine`).  By default the ranks
+        are measured, which takes some seconds; ``nbflow plan --measure -o FILE`` does it once.
+    config : RunConfig, optional
         Formats.
     measure : callable, optional
-        Measures the ranks where no `machine` is given: `nbflow.engine.load.measure`.
+        Measurement of the ranks without `machine`: `nbflow.engine.load.measure`.
 
     Raises
     ------
     UsageError
-        If nothing fits into the memory, the machine has fewer ranks, or there is neither `machine`
-        nor `measure`.
+        If no partition fits, the machine has fewer ranks, or `machine` and `measure` are missing.
     """
-    if aim not in AIMS:
-        raise unknown_name("aim to optimize for", aim, AIMS)
+    if aim not in OBJECTIVES:
+        raise unknown_name("objective", aim, OBJECTIVES)
     if comm.size == 1:
         if machine is not None:
-            load_machine(machine)  # a wrong name or file shows with one rank, too
+            load_machine(machine)  # refuse a wrong name or file with one rank, too
         return "0"
-    described = _machine(comm, machine, model, setting or RunConfig(), measure)
+    described = _machine(comm, machine, model, config or RunConfig(), measure)
     chosen: str | UsageError = ""
     if comm.rank == 0:
         try:
-            chosen = _chosen(model, described, aim, setting)
+            chosen = _chosen(model, described, aim, config)
         except UsageError as error:
             chosen = error
     chosen = comm.bcast_object(chosen)
@@ -81,33 +80,33 @@ def _machine(
     comm: Comm,
     machine: str | Path | None,
     model: PlannedModel,
-    setting: RunConfig,
+    config: RunConfig,
     measure: Measure | None,
 ) -> Machine:
-    """Return the machine, measured as far as the model needs it if it is not described."""
+    """Load the machine, or measure what the model needs of it."""
     if machine is not None:
         return load_machine(machine).with_ranks(comm.size)
     if measure is None:
         raise UsageError("partition 'auto' on several ranks needs a description: give machine=")
-    arithmetics = [setting.activations or "f32"]
+    arithmetics = [config.activations or "f32"]
     measured = measure(comm, PROBE_BYTES, sorted(model.matrix_formats), arithmetics)
     result: Machine = comm.bcast_object(measured)
     return result
 
 
-def _chosen(model: PlannedModel, machine: Machine, aim: str, setting: RunConfig | None) -> str:
+def _chosen(model: PlannedModel, machine: Machine, aim: str, config: RunConfig | None) -> str:
     workload = _workload(model, BATCH[aim])
     texts = list(candidates(len(machine.devices), replicas=aim == "throughput"))
-    predictions, _ = compare(model, machine, workload, setting, texts)
+    predictions, _ = compare(model, machine, workload, config, texts)
     return best(predictions, "latency" if aim == "latency" else "throughput").partition
 
 
 def _workload(model: PlannedModel, batch: int) -> Workload:
-    """Return what stands for the model's requests."""
-    room, encoder = model.spec.max_context, model.spec.encoder
+    """Return a typical workload of the model."""
+    context, encoder = model.spec.max_context, model.spec.encoder
     if not model.spec.causal:
-        return Workload(batch, min(PROMPT, room))
+        return Workload(batch, min(PROMPT, context))
     if encoder is not None:
-        return Workload(batch, min(PROMPT, encoder.max_context), min(GENERATE, room - 1))
-    prompt = min(PROMPT, max(1, room // 2))
-    return Workload(batch, prompt, max(1, min(GENERATE, room - prompt)))
+        return Workload(batch, min(PROMPT, encoder.max_context), min(GENERATE, context - 1))
+    prompt = min(PROMPT, max(1, context // 2))
+    return Workload(batch, prompt, max(1, min(GENERATE, context - prompt)))

@@ -1,16 +1,15 @@
-"""What a machine can do, as a TOML file: its devices, and the links between them.
+"""Machine descriptions: devices and links between them, as a TOML file.
 
 ``name``, ``description``, ``sources``
-    What it is called, one line about it, and where the numbers come from.
+    Name, one line of description, and sources of the numbers.
 ``ranks_per_host``
-    Ranks on one host; with more ranks than that, hosts talk over ``[links.network]``.
+    Ranks on one host; hosts communicate over ``[links.network]``.
 ``[[devices]]``
     One table for each kind of device, ranks in order: `Device` names the keys.
 ``[links.host]``, ``[links.network]``
-    How ranks of one host, and of different hosts, reach each other: `Link` names the keys.
+    Links between ranks of one host, and of different hosts: `Link` names the keys.
 
-Rates are what programs reach, not what data sheets promise: a file says in ``sources`` which share
-of the data sheet it takes.
+Rates are those that programs reach; ``sources`` says which share of the data sheet that is.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import MACHINES
 
 COLLECTIVES = ("gather", "ring", "one_shot", "best")
-"""How ranks add up: see `Link.collective`."""
+"""Algorithms of an all-reduce: see `Link.collective`."""
 
 ARITHMETICS = ("f32", "f16", "bf16", "int8")
 
@@ -37,26 +36,26 @@ MAX_RANKS = 4096
 SUPER_BLOCK = 256
 
 FEW_ROWS = 8
-"""Rows of a product that count as few: tokens of requests that generate together."""
+"""Rows of a product that run at the decode rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast products with weights in one format are, in one arithmetic.
+    """Rates of matrix products in one weight format and one arithmetic.
 
-    A product of n weights with T rows takes n / `weights_per_s`, and 2 n operations for each row:
-    the first `FEW_ROWS` at `few_operations_per_s`, the others at `operations_per_s`.
+    A product of n weights with T rows takes n / `weights_per_s`, and 2 n operations per row: the
+    first `FEW_ROWS` rows at `few_operations_per_s`, the others at `operations_per_s`.
     """
 
     weights_per_s: float
-    """Weights that are decoded, or brought to where they are multiplied."""
+    """Weights decoded, or loaded, per second."""
     few_operations_per_s: float
-    """Operations of the first rows, a multiply-add counted as two."""
+    """Operations per second of the first rows; a multiply-add counts as two."""
     operations_per_s: float
-    """Operations of the others."""
+    """Operations per second of the other rows."""
 
     def seconds(self, weights: float, operations: float) -> float:
-        """Return the time of so many weights and operations with them."""
+        """Return the time of a product."""
         few = min(operations, 2.0 * FEW_ROWS * weights)
         rest = (operations - few) / self.operations_per_s
         return weights / self.weights_per_s + few / self.few_operations_per_s + rest
@@ -64,41 +63,45 @@ class Rates:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank runs on."""
+    """Device of one rank."""
 
     name: str
-    """What it is."""
+    """Name of the hardware."""
     memory_bytes: float
-    """Memory for weights, cache and buffers."""
+    """Memory for weights, KV cache and buffers."""
     read_bytes_per_s: float
-    """Rate of reading memory while all ranks of the machine do."""
+    """Memory bandwidth of the rank while all ranks read."""
     operations_per_s: Mapping[str, float]
-    """Arithmetic ("f32", "f16", "bf16", "int8") to operations, a multiply-add counted as two, of
-    products with many rows.  The first one is taken where nothing else is asked for."""
+    """Arithmetic ("f32", "f16", "bf16", "int8") -> operations per second of products with many
+    rows; a multiply-add counts as two.  The first arithmetic is the default."""
     weights_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Arithmetic to the weights that can be decoded from a block format; left out where the
-    memory is always slower."""
+    """Arithmetic -> weights decoded from a block format per second; left out where memory is always
+    slower."""
     formats: Mapping[str, Mapping[str, Rates]] = field(default_factory=dict)
-    """Weight format to arithmetic to rates, where they have been measured: the others take those of
-    the format that is most like theirs (`like`), or else the two above."""
+    """Weight format -> arithmetic -> measured rates; other formats use the most similar one
+    (`like`), or the two rates above."""
     read_alone_bytes_per_s: float = 0.0
-    """Rate of reading memory while no other rank does; by default the same."""
+    """Memory bandwidth while no other rank reads; `read_bytes_per_s` by default."""
     op_s: float = 0.0
-    """What starting an op costs."""
+    """Launch overhead of an op."""
     step_s: float = 0.0
-    """What a step costs besides its ops."""
+    """Host overhead of a step."""
     burst_step_s: float = 0.0
-    """The same where one rank holds the whole model and runs many steps without host code between
-    them; by default the same."""
+    """Overhead of a step within multi-step decode, for one rank with the whole model."""
     reserved_bytes: float = 0.0
-    """Memory that the system and the libraries take."""
+    """Memory of the system and the libraries."""
     host_memory_bytes: float = 0.0
-    """Memory of the host that this rank may use besides, for the cache and the embedding."""
+    """Host memory of the rank for KV cache and embedding."""
     host_read_bytes_per_s: float = 0.0
-    """Rate of reading that."""
+    """Rate at which a GPU reads host memory; 0 for a CPU."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """True for a device with memory of its own, which reads host memory over a bus."""
+        return self.host_read_bytes_per_s > 0
 
     def operations(self, arithmetic: str | None) -> float:
-        """Return the operations per second in an arithmetic; None for the device's first."""
+        """Return the operations per second of an arithmetic; None for the device's first."""
         if arithmetic is None:
             return next(iter(self.operations_per_s.values()))
         if arithmetic not in self.operations_per_s:
@@ -106,21 +109,21 @@ class Device:
         return self.operations_per_s[arithmetic]
 
     def product_s(self, weights: float, operations: float, format: str, arithmetic: str) -> float:
-        """Return the time of products with so many weights, however fast the memory is.
+        """Return the compute time of matrix products, without the limit of memory bandwidth.
 
         Parameters
         ----------
         weights : float
-            Weights that are read.
+            Number of weights read.
         operations : float
-            Multiplications and additions with them.
+            Operations with them.
         format : str
-            Their format, a name of `nbflow_kernels.FORMATS`.
+            Weight format, a name of `nbflow_kernels.FORMATS`.
         arithmetic : str
             Arithmetic of the products, one of `operations_per_s`.
         """
         measured = self.formats.get(like(format, self.formats), {})
-        # single numbers are not multiplied as integers: their products stay float32
+        # float weights have no int8 kernels: their products stay float32
         alone = arithmetic == "int8" and nk.FORMATS[format].block_size == 1
         rates = measured.get("f32" if alone else arithmetic)
         if rates is not None:
@@ -129,15 +132,15 @@ class Device:
         return operations / self.operations(arithmetic) + (weights / decode if decode else 0.0)
 
     def arithmetic(self, wanted: str | None) -> str:
-        """Return the name of an arithmetic; None stands for the device's first."""
+        """Return the name of an arithmetic; None for the device's first."""
         return next(iter(self.operations_per_s)) if wanted is None else wanted
 
 
 def like(format: str, measured: Iterable[str]) -> str:
-    """Return the measured format whose products are most like another one's; empty for none.
+    """Return the measured format most similar to another one; empty for none.
 
-    Formats are alike whose blocks are of one kind (single numbers, short ones, GGML's of 256 with
-    scales within), and of these the one with the nearest number of bits.
+    Similar formats have blocks of one kind (floats, short blocks, super-blocks of 256); of these,
+    the one with the nearest number of bits is chosen.
 
     Examples
     --------
@@ -158,28 +161,27 @@ def like(format: str, measured: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """How two ranks reach each other."""
+    """Link between two ranks."""
 
     latency_s: float
-    """Time of an empty message."""
+    """Latency of a message."""
     bytes_per_s: float
-    """Rate of a long one, in one direction, as each rank has it while all ranks send."""
+    """Bandwidth per rank in one direction while all ranks send."""
     collective: str = "best"
-    """How sums are made.  "gather": every rank sends its whole part to all others and adds them
-    up itself, in one exchange (what the communicators of `nbflow.distributed` do).  "one_shot": the
-    same through shared memory, where a part is read by all at the same time.  "ring": parts of
-    parts travel around twice, 2 (n - 1) messages.  "best": the faster of "one_shot" and "ring"."""
+    """All-reduce algorithm.  "gather": all-gather, then every rank sums (the communicators of
+    `nbflow.distributed`).  "one_shot": the same through shared memory.  "ring": reduce-scatter and
+    all-gather, 2 (n - 1) messages.  "best": the faster of "one_shot" and "ring"."""
 
     def send_s(self, n_bytes: float) -> float:
         """Return the time of one message."""
         return self.latency_s + n_bytes / self.bytes_per_s
 
     def all_gather_s(self, n: int, n_bytes: float) -> float:
-        """Return the time in which `n` ranks give each other parts of `n_bytes` each."""
+        """Return the time of an all-gather of `n_bytes` from each of `n` ranks."""
         return self.latency_s + (n - 1) * n_bytes / self.bytes_per_s if n > 1 else 0.0
 
     def all_reduce_s(self, n: int, n_bytes: float) -> float:
-        """Return the time in which `n` ranks add up `n_bytes` each."""
+        """Return the time of an all-reduce of `n_bytes` over `n` ranks."""
         if n == 1:
             return 0.0
         ring = 2 * (n - 1) * (self.latency_s + n_bytes / n / self.bytes_per_s)
@@ -194,25 +196,25 @@ class Machine:
     """Devices and links."""
 
     name: str
-    """What it is called."""
+    """Name."""
     devices: tuple[Device, ...]
-    """One for each rank."""
+    """Device of each rank."""
     ranks_per_host: int
     """Ranks on one host."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """"host" and "network"."""
     description: str = ""
-    """One line."""
+    """One line of description."""
     sources: tuple[str, ...] = ()
-    """Where the numbers come from."""
+    """Sources of the numbers."""
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the link by which these ranks talk: the slowest one on the way.
+        """Return the slowest link among these ranks.
 
         Raises
         ------
         UsageError
-            If the machine has none of that kind.
+            If the machine has no such link.
         """
         hosts = {rank // self.ranks_per_host for rank in ranks}
         kind = "host" if len(hosts) == 1 else "network"
@@ -224,36 +226,36 @@ class Machine:
         return self.links[kind]
 
     def with_ranks(self, n: int) -> Machine:
-        """Return the first `n` ranks of the machine, or as many hosts like it as give `n` ranks.
+        """Return the first `n` ranks of the machine, or of several equal hosts.
 
         Raises
         ------
         UsageError
-            If more hosts are needed, and the machine does not say how they are connected.
+            If more hosts are needed, and the machine describes no network.
         """
         if not 1 <= n <= MAX_RANKS:
             raise UsageError(f"the number of ranks must be 1..{MAX_RANKS}, got {n}")
         if n > len(self.devices) and "network" not in self.links:
             raise UsageError(
                 f"machine {self.name!r} has {len(self.devices)} ranks and no [links.network] to "
-                f"more hosts, so not {n}; describe one that has them, or measure it"
+                f"more hosts; {n} ranks need one: add it to the file, or measure the machine"
             )
         n_hosts = -(-n // len(self.devices))
         return dataclasses.replace(self, devices=(self.devices * n_hosts)[:n])
 
 
 def known_machines() -> dict[str, Path]:
-    """Return the machines that come with the package: name -> file."""
+    """Return the packaged machines: name -> file."""
     return {path.stem: path for path in sorted(MACHINES.glob("*.toml"))}
 
 
 def load_machine(machine: str | Path) -> Machine:
-    """Read the machine with this path, or the packaged one with this name.
+    """Load a machine by path, or a packaged one by name.
 
     Raises
     ------
     UsageError
-        If there is none, or the file is not as `nbflow.planner.machine` says.
+        If the file does not exist or is not valid (see `nbflow.planner.machine`).
 
     Examples
     --------
@@ -278,7 +280,7 @@ def _machine(table: dict[str, Any], where: str, name: str) -> Machine:
     devices: list[Device] = []
     given = table.get("devices", [])
     if not isinstance(given, list) or not given:
-        raise UsageError(f"{where}: [[devices]] is missing; it must describe one device at least")
+        raise UsageError(f"{where}: [[devices]] is missing; it must describe at least one device")
     for i, entry in enumerate(given):
         device, count = _device(entry, f"{where}: [[devices]] {i + 1}")
         if len(devices) + count > MAX_RANKS:
@@ -301,7 +303,7 @@ def _machine(table: dict[str, Any], where: str, name: str) -> Machine:
 
 
 _OPTIONAL = ("weights_per_s", "formats")
-"""Tables of a device that may be left out."""
+"""Optional tables of a device."""
 
 
 def _device(entry: Any, where: str) -> tuple[Device, int]:
@@ -326,12 +328,12 @@ def _device(entry: Any, where: str) -> tuple[Device, int]:
             rate = described.default is dataclasses.MISSING
             values[name] = _positive(entry[name], f"{where}: {name}", zero=not rate)
     if not values["operations_per_s"]:
-        raise UsageError(f"{where}: operations_per_s must name one arithmetic at least, e.g. f32")
+        raise UsageError(f"{where}: operations_per_s must name at least one arithmetic, e.g. f32")
     return Device(**values), count
 
 
 def _formats(entry: Any, where: str) -> dict[str, dict[str, Rates]]:
-    """Return the rates of products with weights in each format."""
+    """Return the rates of products by weight format and arithmetic."""
     found: dict[str, dict[str, Rates]] = {}
     names = [f.name for f in dataclasses.fields(Rates)]
     for format, of_format in check_keys(entry, where, tuple(nk.FORMATS)).items():
@@ -366,8 +368,8 @@ def _positive(value: Any, where: str, zero: bool = False) -> float:
     return number
 
 
-def written_machine(machine: Machine) -> str:
-    """Return a machine as the text of its file; equal devices in a row become one table."""
+def machine_toml(machine: Machine) -> str:
+    """Format a machine as TOML; consecutive equal devices become one table."""
     import tomli_w  # late: most commands read machines only
 
     devices = []
@@ -387,7 +389,7 @@ def written_machine(machine: Machine) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Return numbers with the four digits that a measurement has."""
+    """Round numbers to four digits."""
     if isinstance(value, Mapping):
         return {k: _rounded(v) for k, v in value.items()}
     return value if isinstance(value, str | int) else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""The model to plan for: its specification and how its weights are stored, without the weights."""
+"""Model description for planning: specification and formats, without weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.checkpoint.weight_file import ITEM_BYTES
-from nbflow.program import build, build_memory
+from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
 from nbflow.quantization.transforms import folded_spec, no_format
@@ -26,36 +26,45 @@ from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
 PUBLISHED_AS = "f16"
-"""Type of the weights of a model that is only described: two bytes each, as most are published."""
+"""Weight type of a model known by its description only: most are published in two bytes."""
 
 _UNCHANGED = ("router.weight", "shared_gate.weight")
-"""Matrices of the layers that are published as floats where the others are not."""
+"""Matrices that quantized checkpoints keep as floats."""
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model as far as a plan needs it."""
+    """Specification and weight formats of a model."""
 
     spec: ModelSpec
-    """What it is made of."""
+    """Specification."""
     weights: str | WeightFormats | None = None
     """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
+    """Tensor name -> type in the checkpoint; `PUBLISHED_AS` for others."""
     encoder_stored: Mapping[str, str] = field(default_factory=dict)
-    """The same of its encoder, if it has one."""
+    """Types of the encoder's tensors, if there is an encoder."""
 
     @cached_property
     def encoder(self) -> PlannedModel | None:
-        """The encoder whose hidden states the layers attend to, or None."""
+        """Encoder of an encoder-decoder model, or None."""
         if self.spec.encoder is None:
             return None
         return PlannedModel(self.spec.encoder, self.weights, self.encoder_stored)
 
+    @cached_property
+    def _formats_of(self) -> dict[str, str]:
+        return {}
+
     def format_of(self, name: str) -> str:
-        """Return the format that a tensor has in memory."""
+        """Return the format of a tensor in memory."""
+        if name not in self._formats_of:
+            self._formats_of[name] = self._find_format(name)
+        return self._formats_of[name]
+
+    def _find_format(self, name: str) -> str:
         shape = self.spec.shape_of(name)
-        if len(shape) == 1 or name.endswith(".bias"):  # norms are vectors, too
+        if len(shape) == 1 or name.endswith(".bias"):
             return "f32"
         chosen = self.formats and self.formats.of(name, shape)
         if chosen:
@@ -68,13 +77,13 @@ class PlannedModel:
 
     @cached_property
     def matrix_formats(self) -> frozenset[str]:
-        """The formats that its matrices have in memory."""
+        """Formats of the matrices in memory."""
         shapes = self.spec.tensor_shapes()
         own = {self.format_of(name) for name, shape in shapes.items() if is_matrix(name, shape)}
         return frozenset(own | (self.encoder.matrix_formats if self.encoder else set()))
 
     def kept_format(self, name: str) -> str | None:
-        """Return the block format that a tensor keeps from the checkpoint; None for no such."""
+        """Return the block format that a tensor keeps from the checkpoint, or None."""
         dtype = self.stored.get(name, PUBLISHED_AS)
         converted = self.formats and self.formats.of(name, self.spec.shape_of(name))
         if dtype in ITEM_BYTES or converted or self.spec.tensor_layout(name).turned:
@@ -83,22 +92,22 @@ class PlannedModel:
 
     @cached_property
     def formats(self) -> WeightFormats | None:
-        """The formats that `weights` stands for."""
+        """Formats that `weights` stands for."""
         return weight_formats(self.weights)
 
     def bits(self, name: str) -> float:
-        """Return the bits that one weight of a tensor takes."""
+        """Return the bits per weight of a tensor."""
         return nk.FORMATS[self.format_of(name)].bits_per_weight
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, frozenset[int]], ...]:
-        """Kinds of layer that cost the same: one layer of each, and all of them."""
+        """Kinds of equal layers: the first layer of each kind, and all of them."""
         spec = self.spec
         tensors: dict[int, list[object]] = {layer: [] for layer in range(spec.n_layers)}
         for name, shape in spec.tensor_shapes().items():
             if name.startswith("layers."):
                 _, number, part = name.split(".", 2)
-                tensors[int(number)].append((part, shape, self.bits(name)))
+                tensors[int(number)].append((part, shape, self.format_of(name)))
         members: dict[object, list[int]] = {}
         for layer, parts in tensors.items():
             key = tuple(parts), spec.window_of(layer), spec.rope_of(layer) == spec.rope
@@ -107,13 +116,13 @@ class PlannedModel:
 
     @cached_property
     def program(self) -> Program:
-        """The program with one layer of each kind, nothing fused."""
+        """Unfused program with one layer of each kind."""
         return self._of_kinds(build(self.spec))
 
     @cached_property
-    def memory_program(self) -> Program | None:
-        """The same of what makes keys and values of the encoder's hidden states."""
-        return None if self.spec.encoder is None else self._of_kinds(build_memory(self.spec))
+    def cross_kv_program(self) -> Program | None:
+        """`build_cross_kv` program with one layer of each kind; None without an encoder."""
+        return None if self.spec.encoder is None else self._of_kinds(build_cross_kv(self.spec))
 
     def _of_kinds(self, whole: Program) -> Program:
         kept = {layer for layer, _ in self.kinds}
@@ -121,7 +130,7 @@ class PlannedModel:
         return dataclasses.replace(whole, ops=ops)
 
     def shortened(self, max_context: int | None) -> PlannedModel:
-        """Return the model with a shorter context."""
+        """Return the model with `max_context` at most."""
         if max_context is None or max_context >= self.spec.max_context:
             return self
         return dataclasses.replace(
@@ -129,7 +138,7 @@ class PlannedModel:
         )
 
     def encoded_by(self, encoder: str) -> PlannedModel:
-        """Return the model as an encoder (`nbflow.load`) changes it: a tied head may come apart."""
+        """Return the model as the option `encoder` of `nbflow.load` changes it (untied head)."""
         spec = folded_spec(self.spec, encoder)
         if encoder != "best" and self.formats is None:
             raise no_format(encoder)
@@ -140,7 +149,7 @@ class PlannedModel:
 
     @property
     def block_size(self) -> int:
-        """Return the columns between which tensors may be cut."""
+        """Columns between which tensors can be split: the largest block."""
         if self.formats is not None and self.formats.is_for_all:
             return self.formats.block_size
         stored = {*self.stored.values(), *self.encoder_stored.values()} - set(ITEM_BYTES)
@@ -151,7 +160,7 @@ class PlannedModel:
 def planned_model(
     model: str | Path, weights: Weights = None, spec: str | Path | None = None
 ) -> PlannedModel:
-    """Find out what a model is made of, from its description alone.
+    """Describe a model from its configuration or header.
 
     Parameters
     ----------
@@ -166,7 +175,7 @@ def planned_model(
     Raises
     ------
     UsageError
-        If there is no such model, or what is found does not say what it is made of.
+        If the model does not exist, or its files do not describe it.
 
     Examples
     --------
@@ -194,7 +203,7 @@ def planned_model(
 
 
 def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
-    """Return the model in a checkpoint, of which only the header is read."""
+    """Return the model of a checkpoint from its header."""
     specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
         stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
@@ -202,7 +211,7 @@ def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
 
 
 def explicit(weights: Weights) -> str | WeightFormats | None:
-    """Return the explicit name of a format, or formats that differ."""
+    """Return the full name of a format, or a policy as `WeightFormats`."""
     found = weight_formats(weights)
     return found.patterns[0][1] if found is not None and found.facts is None else found
 
@@ -215,10 +224,10 @@ def _has_weights(path: Path) -> bool:
 
 
 def _described(config: Path, weights: str | WeightFormats | None) -> PlannedModel:
-    """Return the model that a config.json gives."""
+    """Return the model of a config.json."""
     content: dict[str, Any] | None = read_object(config, missing_ok=False)
     if not content:
-        raise UsageError(f"{config}: is empty and does not say what model it is")
+        raise UsageError(f"{config}: is empty; it must be the model's configuration")
     family = family_of(content.get("model_type"), str(config))
     name = config.resolve().parent.name
     spec = build_spec(family, content, name=name, where=str(config), checkpoint_tensors=None)
@@ -226,9 +235,9 @@ def _described(config: Path, weights: str | WeightFormats | None) -> PlannedMode
 
 
 def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return how the matrices are stored that a configuration says are not `PUBLISHED_AS`.
+    """Return the stored types of matrices of a quantized checkpoint by its configuration.
 
-    FP8 counts as float32, which its products with their scales are read as.
+    FP8 counts as float32, to which the loader dequantizes it.
     """
     quantization = read_quantization(config, spec.name)
     if quantization is None:

@@ -1,19 +1,16 @@
-"""How fast a partition runs a model on a machine, and whether it fits.
+"""Predict speed and memory of a partition on a machine.
 
-A step of one stage takes the time of its ops (each as long as its slowest part: reading memory or
-computing), of the exchanges among its ranks, and of its host code.  Stages work on a step one after
-the other.  Several steps on the way keep them all busy: a batch that generates is divided into
-micro-batches, a long prompt into pieces.  With stage times t_s, the time d of the messages between
-stages and m micro-batches, a token for every sequence takes
+A step of one pipeline stage takes the roofline time of its ops, the communication among its ranks,
+and its host code.  Batches are divided into micro-batches and long prompts into chunks, so that all
+stages are busy.  With stage times t_s, time d of the messages between stages and m micro-batches, a
+decode step takes
 
     max(sum(t_s) + d, m * max(t_s)),
 
-the way of one micro-batch, or the work of the slowest stage on all of them; a prompt of n pieces
-takes sum(t_s) + d + (n - 1) * max(t_s).  What is left of the stages' time is the bubble.
+the latency of one micro-batch, or the work of the slowest stage on all of them.  A prompt of n
+chunks takes sum(t_s) + d + (n - 1) * max(t_s).  The remaining time of the stages is the bubble.
 
-An encoder reads whole texts, step by step, and every rank is told the hidden states; a decoder with
-an encoder then makes keys and values of them and begins with one token
-(`nbflow.planner.encoder_models`).
+Models with an encoder are predicted in `nbflow.planner.encoder_models`.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from nbflow.distributed import Plan, make_plan, split_replicas
 from nbflow.planner.encoder_models import predict_encoder
 from nbflow.planner.machine import Device, Machine
 from nbflow.planner.planned_model import PlannedModel
-from nbflow.planner.prediction import Prediction, Steps, Workload, kind_of, predicted_rank
+from nbflow.planner.prediction import LargestStep, Prediction, Workload, kind_of, rank_prediction
 from nbflow.planner.stage_cost import RunConfig, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 from nbflow_kernels.errors import UsageError
@@ -36,10 +33,10 @@ def predict(
     partition: str,
     machine: Machine,
     workload: Workload | None = None,
-    setting: RunConfig | None = None,
+    config: RunConfig | None = None,
     micro_batches: int | None = None,
 ) -> Prediction:
-    """Return what a partition can do.
+    """Predict a partition.
 
     Parameters
     ----------
@@ -48,14 +45,13 @@ def predict(
     partition : str
         Partition string.
     machine : Machine
-        The machine; it must have every rank that the partition names.
+        The machine; it must describe every rank of the partition.
     workload : Workload, optional
-        What is asked of it.
-    setting : Setting, optional
-        Formats, and what is kept on the host.
+        Batch and lengths.
+    config : RunConfig, optional
+        Formats and placement.
     micro_batches : int, optional
-        Parts in which a batch goes through the stages; by default as many as there are stages, as
-        in `nbflow.engine.pipeline`.
+        Micro-batches of a batch; by default one per stage, as in `nbflow.engine.pipeline`.
 
     Raises
     ------
@@ -71,13 +67,13 @@ def predict(
     >>> predict(model, "0&1", machine).decode_s < predict(model, "0", machine).decode_s
     True
     """
-    workload, setting = workload or Workload(), setting or RunConfig()
+    workload, config = workload or Workload(), config or RunConfig()
     _check(model, workload)
-    shared = _shared_out(partition, workload)
-    only = min(len(shared), workload.batch) == 1  # the others have nothing to do
+    replica_workloads = _split_batch(partition, workload)
+    only = min(len(replica_workloads), workload.batch) == 1  # the other replicas are idle
     replicas = [
-        _replica(model, part, machine, share, setting, micro_batches, only)
-        for part, share in shared
+        _replica(model, part, machine, share, config, micro_batches, only)
+        for part, share in replica_workloads
     ]
     slowest = max(replicas, key=lambda r: r.request_s)
     kind = slowest.kind if len(replicas) == 1 else f"replicas {slowest.kind}"
@@ -95,9 +91,9 @@ def predict(
 
 
 def _check(model: PlannedModel, workload: Workload) -> None:
-    """Raise unless a model has room for what is asked of it."""
+    """Raise if a workload exceeds the context of the model."""
     spec = model.spec
-    wanted = {spec.name: workload.room}
+    wanted = {spec.name: workload.kv_tokens}
     if spec.encoder is not None:
         wanted = {"the encoder": workload.prompt, spec.name: workload.generate + 1}
     elif not spec.causal:
@@ -110,8 +106,8 @@ def _check(model: PlannedModel, workload: Workload) -> None:
             )
 
 
-def _shared_out(partition: str, workload: Workload) -> list[tuple[str, Workload]]:
-    """Return the replicas with the sequences that each gets; those that get none stay idle."""
+def _split_batch(partition: str, workload: Workload) -> list[tuple[str, Workload]]:
+    """Return each replica with its share of the batch, at least one sequence."""
     parts = split_replicas(partition)
     n, more = divmod(workload.batch, len(parts))
     batches = [max(1, n + (i < more)) for i in range(len(parts))]
@@ -126,31 +122,31 @@ def _replica(
     partition: str,
     machine: Machine,
     workload: Workload,
-    setting: RunConfig,
+    config: RunConfig,
     micro_batches: int | None,
     only: bool,
 ) -> Prediction:
-    """Return what one replica can do; whether it is the only one that works."""
-    plan = make_plan(model.spec, partition, model.block_size, setting.exchange)
+    """Predict one replica; `only` if no other one is busy."""
+    plan = make_plan(model.spec, partition, model.block_size, config.exchange)
     if max(plan.numbers) >= len(machine.devices):
         raise UsageError(
             f"partition {partition!r} names rank {max(plan.numbers)}, but machine "
-            f"{machine.name!r} has {len(machine.devices)} ranks; describe more of them"
+            f"{machine.name!r} has {len(machine.devices)} ranks; describe more ranks"
         )
     for rank in plan.numbers:
-        _check_host(machine.devices[rank], setting)
+        _check_host(machine.devices[rank], config)
     if model.spec.encoder is not None or not model.spec.causal:
-        return predict_encoder(model, plan, machine, workload, setting)
-    pipeline = _Pipeline(model, plan, machine, setting, only)
+        return predict_encoder(model, plan, machine, workload, config)
+    pipeline = _Pipeline(model, plan, machine, config, only)
     decode = pipeline.decode(workload, micro_batches)
     prefill_s, largest = pipeline.prefill(workload)
-    steps = Steps(max(largest.n_tokens, workload.batch), workload.batch)
-    decoding = StepShape(workload.batch, 1, workload.room, workload.batch)
+    step = LargestStep(max(largest.n_tokens, workload.batch), workload.batch)
+    decoding = StepShape(workload.batch, 1, workload.kv_tokens, workload.batch)
     ranks = tuple(
-        predicted_rank(
-            [(work, workload.room * workload.batch, steps)],
+        rank_prediction(
+            [(work, workload.kv_tokens * workload.batch, step)],
             machine.devices[work.plan.rank],
-            setting,
+            config,
             work.sent_bytes(decoding) / workload.batch,
         )
         for stage in pipeline.stages
@@ -169,17 +165,17 @@ def _replica(
     )
 
 
-def _check_host(device: Device, setting: RunConfig) -> None:
-    if setting.kv_host and not device.host_read_bytes_per_s:
+def _check_host(device: Device, config: RunConfig) -> None:
+    if config.kv_host and not device.host_read_bytes_per_s:
         raise UsageError(
-            f"device {device.name} has no host_read_bytes_per_s, so it cannot read a cache that is "
-            "kept on the host; add it to the machine's file, or keep the cache on the device"
+            f"device {device.name} has no host_read_bytes_per_s, which a KV cache in host memory "
+            "needs; add it to the machine's file, or keep the cache on the device"
         )
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """A token for every sequence."""
+    """Time of a decode step."""
 
     seconds: float
     micro_batches: int
@@ -188,49 +184,49 @@ class _Decode:
 
 
 class _Pipeline:
-    """The stages of one replica, one behind the other."""
+    """Pipeline stages of one replica."""
 
     def __init__(
-        self, model: PlannedModel, plan: Plan, machine: Machine, setting: RunConfig, only: bool
+        self, model: PlannedModel, plan: Plan, machine: Machine, config: RunConfig, only: bool
     ) -> None:
         self.stages = make_stages(model, plan, machine)
-        self._setting = setting
+        self._config = config
         self._row_bytes = model.spec.hidden_size * FLOAT32_BYTES
         self._links = [
             machine.link([before.ranks[-1].plan.rank, after.ranks[-1].plan.rank])
             for before, after in itertools.pairwise(self.stages)
         ]
-        # The rank with the head draws the tokens, and all others must know them before they go on.
+        # The rank with the head samples, and broadcasts the tokens before the next step.
         several = len(plan.numbers) > 1
-        self._told_s = machine.link(plan.numbers).latency_s if several else 0.0
-        self._one_at_a_time = only and all(len(stage.ranks) == 1 for stage in self.stages)
+        self._broadcast_s = machine.link(plan.numbers).latency_s if several else 0.0
+        self._one_rank_reads = only and all(len(stage.ranks) == 1 for stage in self.stages)
 
-    def _way(self, step: StepShape, busy: bool) -> tuple[list[float], float, float]:
-        """Return the stages' times of a step, that of the messages, and the share of exchanges.
+    def _step_times(self, step: StepShape, busy: bool) -> tuple[list[float], float, float]:
+        """Return the stage times of a step, the message time, and the share of communication.
 
-        The stages are `busy` if several steps are on the way.
+        `busy`: several steps are in flight.
         """
-        alone = self._one_at_a_time and not busy
-        times = [stage.seconds(step, self._setting, alone) for stage in self.stages]
+        alone = self._one_rank_reads and not busy
+        times = [stage.seconds(step, self._config, alone) for stage in self.stages]
         between = sum(link.send_s(step.n_tokens * self._row_bytes) for link in self._links)
-        slowest, exchanges = max(times)
-        return [t for t, _ in times], between, exchanges / slowest
+        slowest, communication = max(times)
+        return [t for t, _ in times], between, communication / slowest
 
     def decode(self, workload: Workload, micro_batches: int | None) -> _Decode:
-        """Return what it takes to give every sequence a token."""
+        """Return the time of a decode step."""
         m = min(workload.batch, len(self.stages) if micro_batches is None else micro_batches)
         if m < 1:
             raise UsageError(f"micro_batches must be at least 1, got {micro_batches}")
         size = -(-workload.batch // m)
-        context = min(workload.prompt + (workload.generate + 1) // 2, workload.room)
-        times, between, share = self._way(StepShape(size, 1, context, size), m > 1)
-        seconds = max(sum(times) + between, m * max(times)) + self._told_s
+        context = min(workload.prompt + (workload.generate + 1) // 2, workload.kv_tokens)
+        times, between, share = self._step_times(StepShape(size, 1, context, size), m > 1)
+        seconds = max(sum(times) + between, m * max(times)) + self._broadcast_s
         bubble = 1.0 - m * sum(times) / (len(times) * seconds) if len(times) > 1 else 0.0
         return _Decode(seconds, m, share, max(0.0, bubble))
 
     def prefill(self, workload: Workload) -> tuple[float, StepShape]:
-        """Return the time to read all prompts, and the largest step."""
-        budget = self._setting.max_step_tokens
+        """Return the time of the prefill, and its largest step."""
+        budget = self._config.max_step_tokens
         together = max(1, min(workload.batch, budget // workload.prompt))
         n_new = min(workload.prompt, budget)
         ends = [*range(n_new, workload.prompt, n_new), workload.prompt]
@@ -239,8 +235,8 @@ class _Pipeline:
             for start, end in itertools.pairwise([0, *ends])
         ]
         rounds = workload.batch / together
-        ways = [self._way(step, len(steps) * rounds > 1) for step in steps]
-        first, between, _ = ways[0]
-        slowest = sum(max(times) for times, _, _ in ways)
+        times = [self._step_times(step, len(steps) * rounds > 1) for step in steps]
+        first, between, _ = times[0]
+        slowest = sum(max(stage_times) for stage_times, _, _ in times)
         seconds = sum(first) + between + rounds * slowest - max(first)
-        return seconds + self._told_s, max(steps, key=lambda step: step.n_tokens)
+        return seconds + self._broadcast_s, max(steps, key=lambda step: step.n_tokens)

@@ -1,4 +1,4 @@
-"""Workloads and predictions: what is asked of a partition, and what it can do."""
+"""Workloads, and predictions of memory and speed for a partition."""
 
 from __future__ import annotations
 
@@ -16,64 +16,64 @@ class Workload:
     """Batch, prompts and answers of a prediction."""
 
     batch: int = 1
-    """Sequences at once."""
+    """Concurrent sequences."""
     prompt: int = 512
     """Tokens of each prompt."""
     generate: int = 128
-    """Tokens that each sequence draws; their mean context is used."""
+    """Tokens that each sequence generates; decode steps are costed at their mean context."""
     context: int | None = None
-    """Tokens of each sequence that the cache has room for; by default prompt + generate."""
+    """Tokens of each sequence that the KV cache holds; prompt + generate by default."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt", "generate"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.room < self.prompt + self.generate:
+        if self.kv_tokens < self.prompt + self.generate:
             raise UsageError(
-                f"context must hold prompt and new tokens, {self.prompt} + {self.generate}, got "
-                f"{self.context}"
+                "context must be at least prompt + generate = "
+                f"{self.prompt} + {self.generate}, got {self.context}"
             )
 
     @property
-    def room(self) -> int:
-        """Tokens that the cache holds for each sequence."""
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds for each sequence."""
         return self.prompt + self.generate if self.context is None else self.context
 
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Memory and traffic of one rank."""
+    """Memory and communication of one rank."""
 
     rank: int
-    """Its number."""
+    """Rank number."""
     device: str
     """Name of its device."""
     layers: tuple[int, int]
-    """Its layers."""
+    """Range of layers."""
     heads: tuple[int, int]
-    """Its query heads."""
+    """Range of query heads."""
     kv_heads: tuple[int, int]
-    """Its key/value heads."""
+    """Range of key/value heads."""
     ffn: tuple[int, int]
-    """Its columns of the feed-forward network."""
+    """Range of feed-forward columns."""
     vocab: tuple[int, int]
-    """Its rows of embedding and head, if its stage has them."""
+    """Range of rows of embedding and head, if its stage has them."""
     experts: tuple[int, int]
-    """Its experts."""
+    """Range of experts."""
     weight_bytes: int
-    """Weights in the device's memory."""
+    """Weights in the device's memory, in the layout of its kernels."""
     kv_bytes: int
-    """Cache there."""
+    """KV cache there."""
     workspace_bytes: int
     """Buffers of the largest step."""
     host_bytes: int
-    """Weights and cache in the host's memory."""
+    """Weights and KV cache in host memory."""
     sent_bytes_per_token: float
-    """Payload it sends for each generated token of a sequence."""
+    """Payload sent per generated token of a sequence."""
     free_bytes: int
     """Free memory of the device; negative where it does not fit."""
     host_free_bytes: int
-    """Free memory of the host's share that it may use."""
+    """Free host memory of the rank's share."""
 
 
 @dataclass(frozen=True)
@@ -83,35 +83,35 @@ class Prediction:
     partition: str
     """The partition string."""
     kind: str
-    """"one rank", "by layer", "by tensor", "hybrid", with "replicas" in front if there are any."""
+    """"one rank", "by layer" (pipeline), "by tensor" or "hybrid"; prefixed for replicas."""
     workload: Workload
     """The workload."""
     micro_batches: int
-    """Parts in which the batch of a replica goes through the stages."""
+    """Micro-batches of a replica's batch."""
     prefill_s: float
-    """Time until all prompts have been read."""
+    """Time of the prefill of all prompts."""
     decode_s: float
-    """Time in which every sequence gets a token."""
+    """Time of a decode step: one token for every sequence."""
     exchange_share: float
-    """Share of `decode_s` that the slowest stage spends in exchanges within itself."""
+    """Share of `decode_s` that the slowest stage spends in tensor parallel communication."""
     bubble: float
-    """Share of the stages' time in which they wait for each other while tokens are generated."""
+    """Pipeline bubble: idle share of the stages during decode."""
     ranks: tuple[RankPrediction, ...]
     """All ranks."""
 
     @property
     def fits(self) -> bool:
-        """True if every rank has the memory."""
+        """True if every rank fits into its memory."""
         return all(r.free_bytes >= 0 and r.host_free_bytes >= 0 for r in self.ranks)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Tokens of prompts read per second."""
+        """Prompt tokens per second."""
         return self.workload.batch * self.workload.prompt / self.prefill_s
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens generated per second, all sequences together; 0 for a model that reads only."""
+        """Generated tokens per second of all sequences; 0 for an encoder."""
         return self.workload.batch / self.decode_s if self.decode_s else 0.0
 
     @property
@@ -121,63 +121,68 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The largest steps of a program."""
+class LargestStep:
+    """Size of a program's largest step."""
 
     n_tokens: int
-    """Tokens in one."""
+    """Tokens."""
     n_logits: int
-    """Rows of the head's in one."""
+    """Rows of logits."""
 
 
-def predicted_rank(
-    parts: Sequence[tuple[RankWork, int, Steps]], device: Device, setting: RunConfig, sent: float
+def rank_prediction(
+    parts: Sequence[tuple[RankWork, int, LargestStep]],
+    device: Device,
+    config: RunConfig,
+    sent: float,
 ) -> RankPrediction:
-    """Return what one rank holds.
+    """Return memory and communication of one rank.
 
     Parameters
     ----------
     parts : sequence of tuples
-        What it runs, the decoder first: the work, the tokens its cache has room for, its steps.
+        Its programs, the decoder's first: work, tokens of the KV cache, largest step.
     device : Device
-        What it runs on.
-    setting : Setting
-        Formats, and what is kept on the host.
+        Its device.
+    config : RunConfig
+        Formats and placement.
     sent : float
-        The bytes that it sends for a generated token.
+        Bytes sent per generated token.
     """
     plan = parts[0][0].plan
-    weights = sum(work.weight_bytes() for work, _, _ in parts)
-    kv = sum(work.kv_token_bytes(setting.kv) * tokens for work, tokens, _ in parts)
-    kv_on_host = sum(  # of whole layers, as `OffloadConfig.host_layers` counts them
-        work.kv_token_bytes(setting.kv)
+    on_device, activations = device.is_accelerator, device.arithmetic(config.activations)
+    held = [work.weight_bytes(on_device) for work, _, _ in parts]
+    weights = sum(w.n_bytes for w in held)
+    kv = sum(work.kv_token_bytes(config.kv) * tokens for work, tokens, _ in parts)
+    kv_on_host = sum(  # whole layers, as in `OffloadConfig.host_layers`
+        work.kv_token_bytes(config.kv)
         * tokens
-        * int(work.n_layers * setting.kv_host)
+        * int(work.n_layers * config.kv_host)
         // max(1, work.n_layers)
         for work, tokens, _ in parts
     )
-    embeddings = sum(work.embedding_bytes() for work, _, _ in parts)
-    on_host = kv_on_host + (embeddings if setting.embedding_on_host else 0)
+    tables_on_host = sum(w.table_bytes for w in held) if config.embedding_on_host else 0
+    on_host = kv_on_host + tables_on_host
     workspace = sum(
-        work.workspace_bytes(StepShape(1, steps.n_tokens, 1, steps.n_logits))
-        for work, _, steps in parts
+        work.workspace_bytes(StepShape(1, step.n_tokens, 1, step.n_logits), activations, on_device)
+        for work, _, step in parts
     )
-    here = weights + kv - on_host + workspace + device.reserved_bytes
+    used = weights + kv - on_host + workspace + device.reserved_bytes
     return RankPrediction(
         plan.rank, device.name, plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab,
         plan.experts,
-        weight_bytes=weights - (on_host - kv_on_host),
+        weight_bytes=weights - tables_on_host,
         kv_bytes=kv - kv_on_host,
         workspace_bytes=workspace,
         host_bytes=on_host,
         sent_bytes_per_token=sent,
-        free_bytes=round(device.memory_bytes - here),
+        free_bytes=round(device.memory_bytes - used),
         host_free_bytes=round(device.host_memory_bytes - on_host) if on_host else 0,
     )  # fmt: skip
 
 
 def kind_of(stages: list[Stage]) -> str:
-    """Return what a partition is called."""
+    """Return the kind of a partition."""
     by_tensor = any(len(stage.ranks) > 1 for stage in stages)
     if len(stages) == 1:
         return "by tensor" if by_tensor else "one rank"

@@ -1,4 +1,4 @@
-"""Which partition is best: every sensible one is predicted, and the fastest that fits is taken."""
+"""Search for the best partition: predict all candidates, take the fastest that fits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from nbflow.distributed import make_plan, split_replicas
-from nbflow.distributed.partition_notation import Member, parse_replicas, written
+from nbflow.distributed.partition_notation import RankShare, format_stages, parse_replicas
 from nbflow.options import Objective
 from nbflow.planner.machine import Machine
 from nbflow.planner.planned_model import PlannedModel
@@ -15,15 +15,14 @@ from nbflow.planner.prediction import Prediction, Workload
 from nbflow.planner.stage_cost import RunConfig
 from nbflow_kernels.errors import UsageError
 
-Aim = Objective
-AIMS: tuple[str, ...] = get_args(Objective)
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
 def candidates(n_ranks: int, replicas: bool = True) -> Iterator[str]:
     """Yield partition strings of up to `n_ranks` ranks: replicas x stages x ranks of a stage.
 
-    The ranks of a stage follow each other, so that they lie on one host where they can; all
-    products that divide the number of ranks are there.
+    The ranks of a stage are consecutive, so that they share a host where possible.  Every product
+    of divisors that divides the number of ranks is a candidate.
 
     Examples
     --------
@@ -50,24 +49,24 @@ def compare(
     model: PlannedModel,
     machine: Machine,
     workload: Workload | None = None,
-    setting: RunConfig | None = None,
+    config: RunConfig | None = None,
     partitions: Sequence[str] | None = None,
 ) -> tuple[list[Prediction], dict[str, str]]:
     """Predict partitions of a machine.
 
     Parameters
     ----------
-    model, machine, workload, setting
+    model, machine, workload, config
         As in `predict`.
     partitions : sequence of str, optional
-        Those to look at; by default all `candidates` of the machine's ranks.
+        Partitions to predict; all `candidates` of the machine's ranks by default.
 
     Returns
     -------
     predictions : list of Prediction
-        Those that can be made, whether they fit into the memory or not.
+        Valid partitions, including those that do not fit into memory.
     refused : dict
-        Partition to the reason why it cannot be made.
+        Invalid partition -> reason.
     """
     predictions, refused = [], {}
     for partition in partitions or candidates(len(machine.devices)):
@@ -78,21 +77,20 @@ def compare(
         except UsageError as error:
             refused[partition] = str(error)
         else:
-            predictions.append(predict(model, partition, machine, workload, setting))
+            predictions.append(predict(model, partition, machine, workload, config))
     return predictions, refused
 
 
-def best(predictions: Sequence[Prediction], aim: Aim) -> Prediction:
-    """Return the partition that serves an aim best, among those that fit.
+def best(predictions: Sequence[Prediction], aim: Objective) -> Prediction:
+    """Return the best partition for an objective among those that fit.
 
     Parameters
     ----------
     predictions : sequence of Prediction
-        As from `compare`, all of one workload.
+        Predictions of `compare`, of one workload.
     aim : {"latency", "throughput"}
-        The time in which every sequence gets a token, or the tokens of requests per second with
-        their prompts; for a model that only reads both are the time of its texts.  Of equals the
-        one with fewer ranks is taken.
+        Minimize the time of a decode step, or of whole requests with their prompts; for an encoder,
+        both are the time of its texts.  Ties go to fewer ranks.
 
     Raises
     ------
@@ -102,13 +100,13 @@ def best(predictions: Sequence[Prediction], aim: Aim) -> Prediction:
     fitting = [p for p in predictions if p.fits]
     if not fitting:
         least = max(predictions, key=lambda p: min(r.free_bytes for r in p.ranks), default=None)
-        short = "" if least is None else (
+        shortage = "" if least is None else (
             f"; closest is {least.partition!r}, where a rank lacks "
             f"{-min(r.free_bytes for r in least.ranks) / 1e9:.1f} GB"
         )  # fmt: skip
         raise UsageError(
-            f"no partition of this machine fits into its memory{short}; use a smaller weight "
-            "format, cache format or context, or keep a part of the cache on the host"
+            f"no partition of this machine fits into its memory{shortage}; use a smaller weight "
+            "format, cache format or context, or keep part of the cache on the host"
         )
 
     def cost(prediction: Prediction) -> tuple[float, int]:
@@ -120,16 +118,16 @@ def best(predictions: Sequence[Prediction], aim: Aim) -> Prediction:
 
 
 def with_shares(partition: str, machine: Machine, by: Literal["speed", "memory"]) -> str:
-    """Return a partition with shares that suit the machine's devices.
+    """Return a partition with shares proportional to the devices' speed or memory.
 
     Parameters
     ----------
     partition : str
-        Partition string; shares in it are replaced.
+        Partition string; its shares are replaced.
     machine : Machine
         The machine.
     by : {"speed", "memory"}
-        Rate of reading memory, or its size.
+        Memory bandwidth, or memory size.
 
     Examples
     --------
@@ -147,9 +145,9 @@ def with_shares(partition: str, machine: Machine, by: Literal["speed", "memory"]
     for stages in parse_replicas(partition):
         least = min(share(m.rank) for stage in stages for m in stage)
         replicas.append(
-            written(
+            format_stages(
                 tuple(
-                    tuple(Member(m.rank, round(share(m.rank) / least, 2)) for m in stage)
+                    tuple(RankShare(m.rank, round(share(m.rank) / least, 2)) for m in stage)
                     for stage in stages
                 )
             )

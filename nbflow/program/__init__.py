@@ -1,13 +1,13 @@
-"""The program: a flat list of op records, the one description of a forward pass.
+"""Programs: a forward pass as a flat list of op records.
 
-`build` makes the program of a whole model from its specification, `partition` cuts one rank's part
-out of it and inserts communication, `fuse` joins ops, `cost` counts bytes and operations.  The
-executors in `nbflow.executor` run what comes out; nothing else knows how an architecture is made.
+`build` makes the program of a whole model from its specification, `partition` cuts out one rank's
+shard and inserts communication, `fuse` joins ops, `cost` counts bytes and operations.  The
+executors in `nbflow.executor` run programs and know no architectures.
 """
 
-from nbflow.program.build import build, build_memory
+from nbflow.program.build import build, build_cross_kv
 from nbflow.program.fuse import fuse
 from nbflow.program.partition import partition
 from nbflow.program.records import Buffer, Op, Operand, Program
 
-__all__ = ["Buffer", "Op", "Operand", "Program", "build", "build_memory", "fuse", "partition"]
+__all__ = ["Buffer", "Op", "Operand", "Program", "build", "build_cross_kv", "fuse", "partition"]

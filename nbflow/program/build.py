@@ -1,4 +1,4 @@
-"""From a specification to the program of the whole model on one rank, nothing fused."""
+"""Build the unfused program of a whole model from its specification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbflow.spec.model_spec import ModelSpec
 
 
 def build(spec: ModelSpec) -> Program:
-    """Return the unfused program of the whole model."""
+    """Return the unfused program of a whole model."""
     ops = _embedding(spec)
     for i in range(spec.n_layers):
         ops += _layer(spec, i)
@@ -26,8 +26,8 @@ def build(spec: ModelSpec) -> Program:
     )
 
 
-def build_memory(spec: ModelSpec) -> Program:
-    """Return the program that makes each layer's keys and values of the encoder's hidden states."""
+def build_cross_kv(spec: ModelSpec) -> Program:
+    """Return the program that computes cross-attention keys and values from encoder states."""
     assert spec.encoder is not None
     ops = [Op("input", "m")]
     for i in range(spec.n_layers):
@@ -43,7 +43,7 @@ def build_memory(spec: ModelSpec) -> Program:
 
 
 def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
-    """Return the buffers that the ops use."""
+    """Return the buffers of the ops."""
     q_width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     E, FF = spec.hidden_size, spec.intermediate_size
     widths = {
@@ -57,9 +57,9 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     if spec.moe is not None:
         S = spec.moe.shared_size
         widths |= {"router": spec.moe.n_experts, "sgate": S, "sup": S, "sf": S, "s": E}
-    at_the_end = {"z": spec.embed_width, "m": E, "logits": spec.vocab_size}
+    outputs = {"z": spec.embed_width, "m": E, "logits": spec.vocab_size}
     buffers = {name: Buffer(width) for name, width in widths.items()}
-    buffers |= {name: Buffer(width, "logits") for name, width in at_the_end.items()}
+    buffers |= {name: Buffer(width, "logits") for name, width in outputs.items()}
     buffers["y"] = Buffer(E, "states")
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
@@ -89,11 +89,11 @@ def _add(spec: ModelSpec, out: str, source: str, layer: int | None) -> Op:
     return Op("add", out, (source,), layer=layer, attrs=attrs)
 
 
-# ---- before the layers ----------------------------------------------------------------------
+# ---- embedding ------------------------------------------------------------------------------
 
 
 def _embedding(spec: ModelSpec) -> list[Op]:
-    """Return the ops that make x: tokens, their types and positions, and a norm."""
+    """Return the ops that compute x from token ids, token types and positions."""
     inner = "x" if spec.embed_width == spec.hidden_size else "e"
     attrs = {} if spec.embed_scale == 1.0 else {"scale": spec.embed_scale}
     ops = [Op("embedding", inner, weights=(Operand("embed.weight"),), attrs=attrs)]
@@ -119,7 +119,7 @@ def _embedding(spec: ModelSpec) -> list[Op]:
 
 
 def _layer(spec: ModelSpec, i: int) -> list[Op]:
-    """Return one layer: attention and feed-forward network, with their norms and residuals."""
+    """Return one layer: attention and feed-forward network with norms and residuals."""
     if spec.residual == "parallel":
         norm = _norm(spec, f"layers.{i}.attn_norm", "x", "h", i)
         return [norm, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h")]
@@ -148,7 +148,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
 
 
 def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return attention, from its input to what it adds to x."""
+    """Return attention, including the residual sum."""
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, i, source)
     ops = [_linear(spec, i, f"attn.{name}", source, name) for name in "qkv"]
@@ -160,11 +160,11 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     window = spec.window_of(i)
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
-    seen = {} if window is None else {"window": window}
+    attrs = {} if window is None else {"window": window}
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
-        Op("attention", "a", ("q",), table, sinks, i, seen),
+        Op("attention", "a", ("q",), table, sinks, i, attrs),
         _linear(spec, i, "attn.o", "a", "o"),
         _add(spec, "x", "o", i),
     ]
@@ -187,11 +187,11 @@ def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) -> list[Op]:
-    """Return latent attention in its absorbed form.
+    """Return multi-head latent attention (MLA) in its absorbed form.
 
-    Each head's query is taken to the space of the latent vectors, so that these are keys and
-    values of all heads, and nothing but them is cached: in DeepSeek-V2-Lite 576 numbers for a token
-    instead of 5120.  The price is a longer dot product (576 + 512 for 192 + 128 multiply-adds).
+    Queries are projected into the latent space, so that the latent vectors are keys and values of
+    all heads and the only cached state: 576 instead of 5120 numbers per token in DeepSeek-V2-Lite.
+    Dot products get longer (576 + 512 multiply-adds instead of 192 + 128).
     """
     prefix, D = f"layers.{i}.attn", spec.head_dim
     C, Dr, Dv = latent.kv_rank, spec.rope.dim, latent.value_dim
@@ -233,7 +233,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
 
 
 def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return attention to the encoder's hidden states, whose keys and values are in the cache."""
+    """Return cross-attention to the cached keys and values of the encoder's hidden states."""
     return [
         _linear(spec, i, "cross.q", source, "q"),
         Op("cross_attention", "a", ("q",), layer=i),
@@ -243,7 +243,7 @@ def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 
 def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return the feed-forward network or the experts, from the input to what is added to x."""
+    """Return the feed-forward network or mixture of experts, including the residual sum."""
     if spec.has_experts(i):
         return [*_experts(spec, i, source), _add(spec, "x", "o", i)]
     attrs = {"activation": spec.activation}
@@ -257,7 +257,7 @@ def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 
 def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return a mixture of experts that writes o, with the expert of all tokens."""
+    """Return a mixture of experts with its shared expert; it writes o."""
     moe = spec.moe
     assert moe is not None
     prefix = f"layers.{i}"
@@ -291,7 +291,7 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
     return [*ops, _add(spec, "o", "s", i)]
 
 
-# ---- behind the layers ----------------------------------------------------------------------
+# ---- head -----------------------------------------------------------------------------------
 
 
 def _head(spec: ModelSpec) -> list[Op]:

@@ -1,4 +1,4 @@
-"""What a step of a program costs: bytes read, operations, and the bytes its rank sends."""
+"""Cost model of a step: bytes read, operations, and bytes sent."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from nbflow_kernels.kv_cache.formats import kv_formats
 FLOAT32_BYTES = 4
 
 Bits = Callable[[str], float]
-"""Our tensor name -> the bits that one of its weights takes."""
+"""Tensor name -> bits per weight."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """The size of a step of equal sequences."""
+    """Size of a step of equal sequences."""
 
     n_sequences: int
     """Sequences in the step."""
     n_new: int
     """New tokens of each."""
     context: int
-    """Tokens of each, the new ones counted in."""
+    """Tokens of each, new ones included."""
     n_logits: int
-    """Rows whose logits are wanted."""
-    memory: int = 0
-    """Tokens of the encoder's that each sequence sees."""
+    """Rows of logits."""
+    encoder_tokens: int = 0
+    """Encoder tokens that each sequence attends to."""
 
     @property
     def n_tokens(self) -> int:
@@ -38,15 +38,15 @@ class StepShape:
         return self.n_sequences * self.n_new
 
     def keys(self, window: int | None) -> int:
-        """Return the keys that the attention of one layer reads."""
-        seen = self.context if window is None else min(self.context, window + self.n_new - 1)
-        return self.n_sequences * seen
+        """Return the keys that attention of one layer reads."""
+        visible = self.context if window is None else min(self.context, window + self.n_new - 1)
+        return self.n_sequences * visible
 
     def pairs(self, window: int | None, causal: bool = True) -> int:
-        """Return the pairs of a query and a key that it sees, in one layer."""
+        """Return the query-key pairs of one layer."""
         if not causal:
             return self.n_sequences * self.n_new * self.context
-        first, last = self.context - self.n_new + 1, self.context  # keys that each query sees
+        first, last = self.context - self.n_new + 1, self.context  # visible keys of each query
         whole = self.n_new if window is None else max(0, min(last, window) - first + 1)
         total = whole * (2 * first + whole - 1) // 2
         return self.n_sequences * (total + (self.n_new - whole) * (window or 0))
@@ -54,39 +54,39 @@ class StepShape:
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one op costs."""
+    """Cost of one op."""
 
     weight_bytes: float = 0.0
-    """Weights read."""
+    """Bytes of weights read."""
     weights: float = 0.0
-    """How many weights these are."""
+    """Number of weights read."""
     kv_bytes: float = 0.0
-    """Keys and values read and written."""
+    """Bytes of keys and values read and written."""
     buffer_bytes: float = 0.0
-    """Activations read and written."""
+    """Bytes of activations read and written."""
     operations: float = 0.0
-    """Multiplications and additions with weights, each counted as one."""
+    """Operations with weights; a multiply-add counts as two."""
     attention_operations: float = 0.0
-    """Those of queries with keys and of probabilities with values."""
+    """Operations of QK and PV products."""
     sent_bytes: int = 0
     """Payload sent; a message to each of k ranks counts k times."""
 
 
 def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv: str) -> OpCost:
-    """Return what an op of a rank's program costs in one step.
+    """Return the cost of one op in one step.
 
     Parameters
     ----------
     program : Program
         Program of the rank.
     op : Op
-        One of its ops.
+        Op of the program.
     rank : int
-        The rank's number.
+        Rank number.
     step : StepShape
         The step.
     bits : callable
-        Gives the bits per weight of a tensor.
+        Bits per weight by tensor name.
     kv : str
         Element format of the key/value cache.
     """
@@ -99,7 +99,7 @@ def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv
     if op.kind in COMMUNICATION:
         sent = op_bytes_sent(program, op, rank, step.n_tokens, step.n_logits)
         return OpCost(buffer_bytes=buffer_bytes, sent_bytes=sent)
-    if op.kind == "embedding":  # one row per token
+    if op.kind == "embedding":  # reads one row per token
         width = program.buffers[op.out].width
         n = step.n_tokens * width
         read = sum(n * bits(w.name) / 8 for w in op.weights[:1])
@@ -121,7 +121,7 @@ def _rows(program: Program, name: str, step: StepShape) -> int:
 def _weights_read(
     program: Program, op: Op, step: StepShape, bits: Bits
 ) -> tuple[float, float, float]:
-    """Return bytes and number of the weights an op reads, and how many a row is multiplied with."""
+    """Return bytes and number of the weights that an op reads, and weights per row multiplied."""
     spec = program.spec
     sizes = [(w.name, math.prod(w.shape(spec.shape_of(w.name)))) for w in op.weights]
     n_bytes = sum(n * bits(name) / 8 for name, n in sizes)
@@ -129,14 +129,14 @@ def _weights_read(
     if op.kind == "experts":
         assert spec.moe is not None
         chosen = spec.moe.top_k / spec.moe.n_experts
-        read = 1.0 - (1.0 - chosen) ** step.n_tokens  # share of the experts that any token needs
+        read = 1.0 - (1.0 - chosen) ** step.n_tokens  # expected share of active experts
         return n_bytes * read, n_weights * read, n_weights * chosen
     multiplied = op.kind in ("linear", "heads_linear")
     return n_bytes, float(n_weights), float(n_weights) if multiplied else 0.0
 
 
 def kv_token_bytes(program: Program, kv: str) -> int:
-    """Return the bytes that one layer of a rank keeps for one token."""
+    """Return the KV cache bytes per token of one layer of a rank."""
     spec = program.spec
     formats = kv_formats(kv)[: 2 if spec.latent is None else 1]
     return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats)
@@ -153,9 +153,9 @@ def _attention_cost(
     spec = program.spec
     causal = spec.causal
     if op.kind == "cross_attention":
-        step, causal = dataclasses.replace(step, context=step.memory), False
+        step, causal = dataclasses.replace(step, context=step.encoder_tokens), False
     value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
-    per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # q.k and p.v, times and plus
+    per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # QK and PV, multiply and add
     return OpCost(
         kv_bytes=token_bytes * step.keys(window),
         buffer_bytes=buffer_bytes,
@@ -163,18 +163,10 @@ def _attention_cost(
     )
 
 
-def held_bytes(program: Program, bits: Bits) -> int:
-    """Return the bytes of a rank's weights; what two ops use (a tied head) counts once."""
-    spec = program.spec
-    operands = {w for op in program.ops for w in (*op.weights, *op.bias)}
-    sizes = ((w.name, math.prod(w.shape(spec.shape_of(w.name)))) for w in operands)
-    return math.ceil(sum(n * bits(name) / 8 for name, n in sizes))
-
-
 def workspace_bytes(
     program: Program, n_tokens: int, n_logits: int, n_states: int | None = None
 ) -> int:
-    """Return the bytes of the buffers of a step; without `n_states`, all of them have logits."""
+    """Return the bytes of the buffers of a step; `n_states` is `n_logits` by default."""
     n_states = n_logits if n_states is None else n_states
     return FLOAT32_BYTES * sum(
         buffer.width * buffer.n_rows(n_tokens, n_states, n_logits)
@@ -184,38 +176,21 @@ def workspace_bytes(
 
 
 def bytes_sent(program: Program, rank: int, n_tokens: int, n_logits: int) -> int:
-    """Return the bytes that the program's rank sends in one step.
-
-    Parameters
-    ----------
-    program : Program
-        Program of the rank.
-    rank : int
-        The rank's number.
-    n_tokens : int
-        Tokens in the step.
-    n_logits : int
-        Rows whose logits are wanted.
-
-    Returns
-    -------
-    int
-        Payload bytes; a message to each of k ranks counts k times.
-    """
+    """Return the payload bytes that a rank sends in a step; a message to k ranks counts k times."""
     return sum(op_bytes_sent(program, op, rank, n_tokens, n_logits) for op in program.ops)
 
 
-def is_rounded(op: Op) -> bool:
-    """Return whether an exchange sends bytes instead of float32."""
+def sends_q8(op: Op) -> bool:
+    """Return True for communication that quantizes its payload to q8."""
     return bool(op.attrs.get("exchange") == "q8")
 
 
 def op_bytes_sent(program: Program, op: Op, rank: int, n_tokens: int, n_logits: int) -> int:
-    """Return the bytes that one op sends; 0 for those that do not."""
+    """Return the payload bytes that one op sends."""
     if op.kind not in ("all_reduce", "all_gather", "send"):
         return 0
     source = program.buffers[op.inputs[0] if op.inputs else op.out]
     size = source.width * source.n_rows(n_tokens, n_logits, n_logits)
-    payload = q8_packed_bytes(size) if is_rounded(op) else size * FLOAT32_BYTES
+    payload = q8_packed_bytes(size) if sends_q8(op) else size * FLOAT32_BYTES
     peers = op.attrs["peers"] if op.kind == "send" else [r for r in op.attrs["ranks"] if r != rank]
     return payload * len(peers)

@@ -1,9 +1,8 @@
-"""Join ops of a program: fewer kernel calls, the same results.
+"""Fuse ops of a program: fewer kernel calls, the same results.
 
-- linears that follow each other and read the same buffer become one with their weights one below
-the
-  other (q, k, v; gate and up); their outputs become bands of one buffer;
-- a linear whose output is then added to another buffer adds to it directly.
+- Consecutive linears of one input (q, k, v; gate and up) become one with concatenated weights;
+  their outputs become columns of one buffer.
+- A linear whose output is added to a buffer accumulates into it directly.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from nbflow.program.records import Buffer, Op, Program
 
 
 def fuse(program: Program) -> Program:
-    """Return the program with the joins above."""
-    return _join_adds(_join_linears(program))
+    """Return the fused program."""
+    return _fuse_adds(_fuse_linears(program))
 
 
-def _join_linears(program: Program) -> Program:
+def _fuse_linears(program: Program) -> Program:
     buffers = dict(program.buffers)
     ops: list[Op] = []
     for op in program.ops:
@@ -46,16 +45,16 @@ def _join_linears(program: Program) -> Program:
                 buffers[part] = Buffer(width, base=op.out, offset=offset)
                 offset += width
             buffers[op.out] = Buffer(offset)
-    joined = [
+    fused = [
         dataclasses.replace(op, inputs=("_".join(op.inputs),))
         if op.kind == "gate" and "_".join(op.inputs) in buffers
         else op
         for op in ops
     ]
-    return dataclasses.replace(program, ops=tuple(joined), buffers=buffers)
+    return dataclasses.replace(program, ops=tuple(fused), buffers=buffers)
 
 
-def _join_adds(program: Program) -> Program:
+def _fuse_adds(program: Program) -> Program:
     ops: list[Op] = []
     for op in program.ops:
         last = ops[-1] if ops else None
@@ -64,7 +63,7 @@ def _join_adds(program: Program) -> Program:
             and op.kind == "add"
             and not op.attrs
             and last.kind == "linear"
-            and not last.attrs.get("accumulate")  # its output holds more than the product
+            and not last.attrs.get("accumulate")  # else its output is more than the product
             and op.inputs == (last.out,)
         ):
             attrs = {**last.attrs, "accumulate": True}

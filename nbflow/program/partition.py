@@ -1,13 +1,11 @@
-"""Cut one rank's part out of a program and insert what it must communicate.
+"""Shard a program for one rank and insert communication.
 
-Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of
-the result), o and down by columns (each rank computes a partial sum, summed over the stage by an
-all-reduce: two per layer).  The token embedding is cut by rows, too: a rank gives zeros for tokens
-that others hold, and an all-reduce adds them up, which rounds nothing.  Latent attention has its
-matrices cut by heads, while the latent vectors, and with them the cache, are the same on every rank
-of the stage.  Experts are dealt out
-whole: each rank computes the contribution of its own, and the same all-reduce adds them.  Between
-stages the hidden states are sent.
+Tensor parallel ranks of a pipeline stage split q, k, v, gate, up and the head by rows (column
+parallel), o and down by columns (row parallel), with two all-reduces per layer.  The token
+embedding is split by rows: a rank writes zeros for tokens of others, and an all-reduce adds them.
+Latent attention (MLA) splits its matrices by heads; latent vectors and their cache are replicated.
+Experts are distributed whole (expert parallel) and summed by the same all-reduce.  Pipeline stages
+send each other the hidden states.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import dataclasses
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
 
-PARTIAL = ("attn.o", "cross.o", "ffn.down", "shared.down")
-"""Matrices that are cut by columns, so that the ranks' results must be summed."""
+ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down")
+"""Matrices split by columns, whose partial results an all-reduce sums."""
 
 
 def partition(program: Program, plan: RankPlan) -> Program:
@@ -27,28 +25,28 @@ def partition(program: Program, plan: RankPlan) -> Program:
     alone = len(plan.group) == 1
     cuts = _cuts(program, plan)
     ops: list[Op] = []
-    moves_x = "x" in program.buffers
-    if plan.receives_from is not None and moves_x:
+    has_x = "x" in program.buffers
+    if plan.receives_from is not None and has_x:
         ops.append(Op("recv", "x", attrs={"peer": plan.receives_from}))
-    behind = False
-    unsummed = False
+    after_layers = False
+    partial = False
     for op in program.ops:
         if op.layer is None:
-            ops += _outside_layers(op, plan, behind)
+            ops += _outside_layers(op, plan, after_layers)
             continue
-        behind = True
+        after_layers = True
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
-        if unsummed and "o" in op.inputs:
+        if partial and "o" in op.inputs:
             attrs = {"ranks": plan.group, "exchange": plan.exchange}
             ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
-            unsummed = False
+            partial = False
         if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":
-            ops += _shared_norm(program, op, plan, cuts)
+            ops += _sharded_norm(program, op, plan, cuts)
             continue
         ops.append(op if alone else _inside_layer(op, plan, cuts))
-        unsummed = not alone and (unsummed or (op.out == "o" and op.kind != "norm"))
-    if plan.sends_to and moves_x:
+        partial = not alone and (partial or (op.out == "o" and op.kind != "norm"))
+    if plan.sends_to and has_x:
         ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
     heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
     return Program(
@@ -62,10 +60,10 @@ def partition(program: Program, plan: RankPlan) -> Program:
 
 
 def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:
-    """Return the buffers of a rank's ops, as wide as its part."""
+    """Return the buffers of a rank's ops, as wide as its shard."""
     cuts, spec = _cuts(program, plan), program.spec
     widths = {name: b - a for name, (a, b) in cuts.items()}
-    mine = {
+    sharded = {
         "q": widths["attn.q"],
         "a": widths["attn.o"],
         "ql": (plan.heads[1] - plan.heads[0]) * spec.cached_dim,
@@ -79,14 +77,14 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
     used = {name for op in ops for name in (op.out, *op.inputs)}
     whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
     return {
-        name: dataclasses.replace(buffer, width=mine.get(name, buffer.width))
+        name: dataclasses.replace(buffer, width=sharded.get(name, buffer.width))
         for name, buffer in whole.items()
         if name in used
     }
 
 
 def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
-    """Return, for each kind of matrix, the rows (or columns) this rank holds."""
+    """Return the rows (or columns) of each kind of matrix that the rank holds."""
     spec = program.spec
     D, Dv = spec.head_dim, spec.value_dim
     C = 0 if spec.latent is None else spec.latent.kv_rank
@@ -102,11 +100,11 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     }
 
 
-def _outside_layers(op: Op, plan: RankPlan, behind: bool) -> list[Op]:
-    """Return what an op outside the layers becomes: the first stage's, or the last one's."""
-    if op.kind == "input":  # all ranks are given the rows
+def _outside_layers(op: Op, plan: RankPlan, after_layers: bool) -> list[Op]:
+    """Shard an op before (first stage) or after (last stage) the layers."""
+    if op.kind == "input":  # all ranks have the rows
         return [op]
-    if not (plan.last if behind else plan.first):
+    if not (plan.last if after_layers else plan.first):
         return []
     if len(plan.group) == 1:
         return [op]
@@ -127,9 +125,9 @@ def _outside_layers(op: Op, plan: RankPlan, behind: bool) -> list[Op]:
 
 
 def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> Op:
-    """Return this rank's part of an op of a layer."""
+    """Shard an op of a layer."""
     if op.kind == "experts":
-        return _some_experts(op, plan.experts)
+        return _shard_experts(op, plan.experts)
     if op.attrs.get("own_weights"):
         heads = plan.heads if op.out == "q" else plan.kv_heads
         return dataclasses.replace(op, weights=op.weights[slice(*heads)])
@@ -143,12 +141,12 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         return op
     name = op.weights[0].name
     role = name.split(".", 2)[2].removesuffix(".weight")
-    if role not in cuts:  # attn.q_a, attn.kv_a: what they give is the same on every rank
+    if role not in cuts:  # attn.q_a, attn.kv_a: replicated
         return op
-    if role not in PARTIAL:
+    if role not in ROW_PARALLEL:
         bias = tuple(Operand(b.name, rows=cuts[role]) for b in op.bias)
         return dataclasses.replace(op, weights=(Operand(name, rows=cuts[role]),), bias=bias)
-    # The bias belongs to the sum, so one rank alone adds it.
+    # One rank adds the bias of the sum.
     return dataclasses.replace(
         op,
         weights=(Operand(name, columns=cuts[role]),),
@@ -156,12 +154,12 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
     )
 
 
-def _shared_norm(
+def _sharded_norm(
     program: Program, op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]
 ) -> list[Op]:
-    """Return the norm of all heads together, of which this rank holds some.
+    """Shard a norm over all heads: ranks all-reduce their sums of squares.
 
-    A key head that several ranks store counts once, for the one with its first query head.
+    A key head that several ranks store counts once, for the rank with its first query head.
     """
     spec = program.spec
     attrs = {"width": program.buffers[op.out].width, "column": "qk".index(op.out)}
@@ -178,12 +176,12 @@ def _shared_norm(
     ]
 
 
-def _some_experts(op: Op, experts: tuple[int, int]) -> Op:
-    """Return a mixture with only some experts; what goes to others counts nothing."""
+def _shard_experts(op: Op, experts: tuple[int, int]) -> Op:
+    """Shard an `experts` op by experts; tokens of other ranks' experts add zero."""
     n = len(op.weights) // 3
-    mine = tuple(op.weights[part * n + j] for part in range(3) for j in range(*experts))
+    weights = tuple(op.weights[kind * n + j] for kind in range(3) for j in range(*experts))
     bias = op.bias
     if op.attrs.get("biased"):
         bias = (*bias[:-3], *(Operand(b.name, rows=experts) for b in bias[-3:]))
     attrs = {**op.attrs, "experts": experts}
-    return dataclasses.replace(op, weights=mine, bias=bias, attrs=attrs)
+    return dataclasses.replace(op, weights=weights, bias=bias, attrs=attrs)

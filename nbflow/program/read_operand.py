@@ -1,4 +1,4 @@
-"""Operands of a program's ops as they are stored in the checkpoint: a rank's part of a tensor."""
+"""Read operands of a program from the checkpoint: a tensor or a rank's shard of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nbflow_kernels.errors import UsageError
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
-def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
-    """Return a tensor of the model, or a part of it, in the type it is stored as.
+def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndarray:
+    """Return a tensor of the model, or a shard of it, in its stored type.
 
     Parameters
     ----------
@@ -26,76 +26,83 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
         The model.
     file : WeightFile
         Its checkpoint.
-    part : Operand
-        Our tensor name, and which rows and columns.
+    operand : Operand
+        Tensor name, rows and columns.
 
     Returns
     -------
     array
-        Rows first, as our names have it, whatever way the checkpoint stores it.
+        Output features first, however the checkpoint orders them.
     """
-    place = spec.tensor_layout(part.name)
-    if place.columns is not None:
-        return np.ascontiguousarray(file.array(place.name, rows=part.rows)[:, place.columns])
-    if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
-        row = None if place.rows is None else place.rows[0]  # that of one head
-        return file.array(place.name, row).reshape(-1)[slice(*(part.rows or (None,)))]
-    if place.turned:
-        return _turned(spec, file, part, place)
-    spans = _spans(spec, part, place)
-    if place.transposed:
-        first, end = part.columns or (0, spec.shape_of(part.name)[1])
-        rows = place.base + first, place.base + end
-        pieces = [file.array(place.name, rows, s, flat=True).T for s in spans]
+    layout = spec.tensor_layout(operand.name)
+    if layout.columns is not None:
+        return np.ascontiguousarray(file.array(layout.name, rows=operand.rows)[:, layout.columns])
+    if len(spec.shape_of(operand.name)) == 1 and len(file.shape(layout.name)) > 1:
+        row = None if layout.rows is None else layout.rows[0]  # one head
+        return file.array(layout.name, row).reshape(-1)[slice(*(operand.rows or (None,)))]
+    if layout.turned:
+        return _per_head_transposed(spec, file, operand, layout)
+    spans = _spans(spec, operand, layout)
+    if layout.transposed:
+        first, end = operand.columns or (0, spec.shape_of(operand.name)[1])
+        rows = layout.base + first, layout.base + end
+        arrays = [file.array(layout.name, rows, s, flat=True).T for s in spans]
     else:
-        pieces = [file.array(place.name, s, part.columns, flat=True) for s in spans]
-    if place.step > 1:
-        pieces = [piece[:: place.step] for piece in pieces]
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        arrays = [file.array(layout.name, s, operand.columns, flat=True) for s in spans]
+    if layout.step > 1:
+        arrays = [array[:: layout.step] for array in arrays]
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return np.ascontiguousarray(whole)
 
 
-def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: TensorLayout) -> np.ndarray:
-    """Return the matrices of some heads whose rows are columns in the checkpoint."""
-    n_rows, width = place.turned, place.shape[-1]  # of a head in the checkpoint, and its rows here
-    first, end = (row // width for row in part.rows or (0, spec.shape_of(part.name)[0]))
-    spans = place.cut((first * n_rows, end * n_rows))
-    heads = [file.array(place.name, span, flat=True).T for span in spans]
+def _per_head_transposed(
+    spec: ModelSpec, file: WeightFile, operand: Operand, layout: TensorLayout
+) -> np.ndarray:
+    """Return matrices of heads that the checkpoint stores transposed per head."""
+    n_rows, width = layout.turned, layout.shape[-1]  # of a head: rows stored, rows returned
+    first, end = (row // width for row in operand.rows or (0, spec.shape_of(operand.name)[0]))
+    spans = layout.cut((first * n_rows, end * n_rows))
+    heads = [file.array(layout.name, span, flat=True).T for span in spans]
     return np.concatenate(heads)
 
 
-def quantized_pieces(spec: ModelSpec, file: WeightFile, part: Operand) -> list[nk.QuantTensor]:
-    """Return a tensor that is stored in blocks, or a part of it, in pieces one below the other."""
-    place = spec.tensor_layout(part.name)
-    if place.transposed:
+def read_quantized_operand(
+    spec: ModelSpec, file: WeightFile, operand: Operand
+) -> list[nk.QuantTensor]:
+    """Return a block-quantized tensor, or a shard of it, as row chunks to concatenate."""
+    layout = spec.tensor_layout(operand.name)
+    if layout.transposed:
         raise UsageError(
-            f"tensor {place.name} is stored in blocks and as (in, out); its rows cannot be read"
+            f"tensor {layout.name} is block-quantized and stored as (in, out); its rows cannot be "
+            "read: convert the checkpoint to a float type"
         )
-    spans = _spans(spec, part, place)
-    pieces = [file.quantized(place.name, s, part.columns, flat=True) for s in spans]
-    return pieces if place.step == 1 else [_every(piece, place.step) for piece in pieces]
+    spans = _spans(spec, operand, layout)
+    chunks = [file.quantized(layout.name, s, operand.columns, flat=True) for s in spans]
+    return chunks if layout.step == 1 else [_every(rows, layout.step) for rows in chunks]
 
 
 def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
-    """Return every so many-th row, from the first on."""
+    """Return every `step`-th row."""
     data = np.ascontiguousarray(rows.data[::step])
     return nk.QuantTensor(rows.format, (len(data), rows.shape[1]), data)
 
 
-def _spans(spec: ModelSpec, part: Operand, place: TensorLayout) -> Sequence[tuple[int, int] | None]:
-    """Return which rows of the checkpoint's tensor make a part."""
-    if part.rows is None and place.rows is None:
+def _spans(
+    spec: ModelSpec, operand: Operand, layout: TensorLayout
+) -> Sequence[tuple[int, int] | None]:
+    """Return the rows of the checkpoint's tensor that make up an operand."""
+    if operand.rows is None and layout.rows is None:
         return (None,)
-    return place.cut(part.rows or (0, spec.shape_of(part.name)[0]))
+    return layout.cut(operand.rows or (0, spec.shape_of(operand.name)[0]))
 
 
 def convert(matrix: np.ndarray, format: str, name: str) -> Any:
-    """Return a float matrix in a weight format: an array (bf16 as uint16), or a `QuantTensor`.
+    """Convert a float matrix to a weight format: an array (bf16 as uint16) or a `QuantTensor`.
 
     Raises
     ------
     UsageError
-        If a value is not finite or too large for the format.
+        If a value is not finite, or too large for the format.
     """
     if format in FLOAT_DTYPES:
         with np.errstate(over="ignore"):
@@ -114,8 +121,8 @@ def convert(matrix: np.ndarray, format: str, name: str) -> Any:
     return quantized.array if quantized.is_float else quantized
 
 
-def stored_bytes(operand: Any) -> int:
-    """Return the bytes of an array or a quantized tensor, in the layout it is computed from."""
+def operand_bytes(operand: Any) -> int:
+    """Return the bytes of an array or a quantized tensor in the layout that kernels read."""
     if isinstance(operand, nk.QuantTensor):
         if operand.packed_nbytes:
             return operand.packed_nbytes + operand.outlier_nbytes

@@ -1,51 +1,49 @@
-"""Op records: what one step of the model does, as data.
+"""Op records: the instruction set of programs.
 
-A program works on named buffers of float32 with one row per token; behind the layers there is one
-per token whose hidden state, or logits, are wanted, and an op reads as many rows as it writes.
-A step gives the token ids, positions and page table; see `nbflow.executor`.
+Ops work on named float32 buffers with a row per token; after the layers, with a row per token whose
+hidden state or logits are needed.  An op reads as many rows as it writes.  Token ids, positions and
+block table come from the step (`nbflow.executor.step`).
 
 Kinds of op:
 
 ============  ===============================================================================
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
-              table the sinusoidal one; attr ``first_row``: the table begins with that row of the
-              whole one, and rows it does not have count as zeros
+              table the sinusoidal one; attr ``first_row``: the table is a shard that begins with
+              that row, and rows of other shards are zeros
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
-              ``own_weights`` (each head has some: a weight for each),
-              ``columns`` (only so many, the first ones); with a second input, the rows are parts of
-              rows of attr ``width`` whose sums of squares are its column ``column``
-sum_squares   out = the sum of squares of each input's rows, a column for each; attr ``counts``:
-              whether an input counts
-linear        out = input @ W.T + bias, W the rows of all `weights` one below the other;
-              with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows divided by their
-              lengths
-rope          rotate the inputs (q, k) in place, attr ``rope``; with attr ``first`` from that column
-              of each head on
-copy_heads    the last columns of each head of out = those of each head of the input, attrs
-              ``columns`` (how many) and ``head`` (columns of an input's head)
-heads_linear  for each head: the first columns of out's = (the first of the input's) @ W.T, W the
-              head's own of `weights`
+              ``own_weights`` (a weight for each head), ``columns`` (of the first columns only);
+              with a second input, the rows are shards of rows of attr ``width``, whose sums of
+              squares are its column ``column``
+sum_squares   out = sums of squares of the rows of each input, a column for each; attr ``counts``:
+              False for inputs that count as zero
+linear        out = input @ W.T + bias, W the concatenated rows of all `weights`;
+              with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
+rope          rotate the inputs (q, k) in place, attr ``rope``; attr ``first``: first column of each
+              head that is rotated
+copy_heads    last columns of each head of out = those of the input, attrs ``columns`` (number of
+              columns) and ``head`` (columns of an input's head)
+heads_linear  per head: first columns of out = first columns of the input @ W.T, with a weight per
+              head
 append_kv     write inputs (k, v), or a latent vector alone, into the layer's pages
-attention     out = attention(q) over the layer's pages, attr ``window``; a weight is the table of
-              what is added to the scores for each bucket of distances, a bias the heads' sinks
+attention     out = attention(q) over the layer's pages, attr ``window``; the weight is the relative
+              position bias by bucket, the bias the attention sinks
 cross_attention
-              out = attention(q) over the pages of what the encoder gave, all of it
-input         out = rows given from outside, one for each token
+              out = attention(q) over all cached states of the encoder
+input         out = external rows, one per token
 activation    out = act(input), attr ``activation``
-gate          out = act(gate) * up; inputs (gate, up), or one buffer that holds both
-experts       out = the weighted sum of the experts that `router` chooses; inputs (x, router); the
-              weights are the gates, then the ups, then the downs of the experts in attr
-              ``experts``, the bias that of the choice; with attr ``biased`` the biases of gates,
-              ups and downs follow it
+gate          out = act(gate) * up; inputs (gate, up), or one fused buffer
+experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights
+              are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
+              the choice; with attr ``biased`` biases of gates, ups and downs follow
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
-take_rows     out = the input's rows whose hidden states are wanted, those with logits in front
-all_reduce    sum `out` over the ranks of the group, attrs ``ranks`` and ``exchange`` (f32, or q8:
-              each rank's part rounded to bytes)
-all_gather    out = the columns of all ranks of the group, attrs ``ranks`` and ``widths``
-send, recv    move a buffer to / from another stage, attr ``peers`` / ``peer``
+take_rows     out = rows of the input whose hidden states are needed, those with logits first
+all_reduce    sum `out` over the tensor parallel group, attrs ``ranks`` and ``exchange`` (f32, or
+              q8: quantized payload)
+all_gather    out = columns of all ranks of the group, attrs ``ranks`` and ``widths``
+send, recv    send a buffer to / receive it from another pipeline stage, attr ``peers`` / ``peer``
 ============  ===============================================================================
 """
 
@@ -82,23 +80,23 @@ Kind = Literal[
     "send",
     "recv",
 ]
-_MOST_SHOWN = 4
+_MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the model, or the part of it that one rank holds."""
+    """Tensor of the model, or a rank's shard of it."""
 
     name: str
-    """Our tensor name."""
+    """Tensor name."""
     rows: tuple[int, int] | None = None
-    """First and one past the last row; None is all."""
+    """Range of rows; None for all."""
     columns: tuple[int, int] | None = None
-    """First and one past the last column; None is all."""
+    """Range of columns; None for all."""
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part, given the tensor's."""
+        """Return the shape of the operand, given that of the whole tensor."""
         cuts = (self.rows, self.columns)[: len(full)]
         return tuple(
             size if cut is None else cut[1] - cut[0] for size, cut in zip(full, cuts, strict=True)
@@ -113,26 +111,26 @@ class Operand:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A matrix of float32 that lives for one step, or a band of columns of another one."""
+    """float32 matrix that lives for one step, or some columns of another buffer."""
 
     width: int
     """Columns."""
     rows: Literal["tokens", "states", "logits"] = "tokens"
-    """A row per token of the step, per token whose hidden state behind the layers is wanted, or per
-    token whose logits are wanted, too."""
+    """A row per token of the step, per token whose final hidden state is needed, or per token whose
+    logits are needed."""
     base: str | None = None
-    """The buffer this one is a band of."""
+    """Buffer that this one is some columns of."""
     offset: int = 0
     """First column within `base`."""
 
     def n_rows(self, n_tokens: int, n_states: int, n_logits: int) -> int:
-        """Return its rows in a step of this size."""
+        """Return the number of rows in a step of this size."""
         return {"tokens": n_tokens, "states": n_states, "logits": n_logits}[self.rows]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One record of a program."""
+    """One op of a program."""
 
     kind: Kind
     out: str
@@ -142,16 +140,16 @@ class Op:
     weights: tuple[Operand, ...] = ()
     """Matrices or vectors of the model."""
     bias: tuple[Operand, ...] = ()
-    """Biases: of linears one per weight, or none."""
+    """Biases; for linears one per weight, or none."""
     layer: int | None = None
     """Layer the op belongs to."""
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the kind."""
+    """Attributes; see the table of kinds."""
 
     def __str__(self) -> str:
         where = "      " if self.layer is None else f"L{self.layer:<4} "
         weights = list(map(str, self.weights))
-        if len(weights) > _MOST_SHOWN:  # those of experts or heads
+        if len(weights) > _MAX_SHOWN:  # experts or heads
             weights = [weights[0], f"... {len(weights)} in all ...", weights[-1]]
         reads = ", ".join((*self.inputs, *weights, *map(str, self.bias)))
         attrs = " ".join(f"{k}={v}" for k, v in self.attrs.items())
@@ -160,7 +158,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """A forward pass of one rank."""
+    """Forward pass of one rank."""
 
     spec: ModelSpec
     ops: tuple[Op, ...]
@@ -170,9 +168,9 @@ class Program:
     n_kv_heads: int
     """Key/value heads stored by this rank."""
     layers: tuple[int, ...]
-    """Layers of this rank, in order; their KV caches live here."""
+    """Layers of this rank, in order."""
     first_head: int = 0
-    """Number of the first query head in the whole model."""
+    """First query head, counted in the whole model."""
 
     def __str__(self) -> str:
         header = (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 import nbflow
-from nbflow.distributed import Alone, Comm, world
+from nbflow.distributed import Comm, SelfComm, world
 from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.speculative.config import check_draft
@@ -149,7 +149,7 @@ def _draft(options: ModelOptions, model: nbflow.LLM) -> Iterator[nbflow.LLM | st
         activations=options.activations,
         device=options.device.split(",")[0],  # this rank's
         threads=model.threads,
-        comm=Alone(),
+        comm=SelfComm(),
     ) as draft:
         check_draft(draft, model, options.draft_verify)
         yield draft

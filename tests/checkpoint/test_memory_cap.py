@@ -30,7 +30,7 @@ CODE = """
 import re, resource, sys
 from pathlib import Path
 import nbflow, nbflow_kernels.errors
-from nbflow.planner.memory import plan_memory
+from nbflow.planner.memory_plan import plan_memory
 
 def run(folder, weights):
     plan = plan_memory(folder, weights=weights, kv=kv, max_sequences=sequences)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.distributed.device import find_place
-from nbflow.planner.memory import plan_memory
+from nbflow.distributed.device import find_device
+from nbflow.planner.memory_plan import plan_memory
 from nbflow_kernels.errors import UsageError
 
 pytestmark = pytest.mark.compiler
@@ -70,7 +70,7 @@ def test_plan_within_two_percent(name: str, options: dict[str, Any], cupy: Any) 
         counted = cupy.memory_bytes()
     assert counted["mapped_bytes"] == rank.host_bytes == held["host_bytes"]
     assert held["device_used_bytes"] == counted["device_bytes"]
-    assert counted["device_bytes"] == pytest.approx(rank.place_bytes, rel=0.02)
+    assert counted["device_bytes"] == pytest.approx(rank.device_bytes, rel=0.02)
     for key in ("weight_bytes", "kv_bytes", "workspace_bytes"):
         assert held[key] == pytest.approx(getattr(rank, key), rel=0.02)
 
@@ -81,8 +81,8 @@ def test_a_cap_that_only_a_part_on_the_host_keeps(cupy: Any) -> None:
     limits = {"max_sequences": 9, "kv_bytes": 8_000_000}
     (rank,) = plan_memory(FOLDER / "llama31", **options, **limits, **ON_HOST).ranks
     (whole,) = plan_memory(FOLDER / "llama31", **options, **limits).ranks
-    cap = round(1.02 * rank.place_bytes)
-    assert whole.place_bytes > 1.5 * cap
+    cap = round(1.02 * rank.device_bytes)
+    assert whole.device_bytes > 1.5 * cap
 
     def run(**place: Any) -> list[int]:
         cupy.reset(memory_bytes=cap)
@@ -125,7 +125,7 @@ def test_first_layers_on_the_host(cupy: Any) -> None:
     options = {**OPTIONS, "device": "emulator", "cpu_layers": 1}
     with nbflow.load(FOLDER / "llama31", **options) as model:
         assert model.plan.partition == "0;1"  # of two layers
-        assert [engine.executor.place.name for engine in model.engines] == ["cpu", "emulator"]
+        assert [engine.executor.device.name for engine in model.engines] == ["cpu", "emulator"]
         found = model.logits(IDS)
     # as the CPU's logits, up to float32 sums in another order
     assert np.abs(found - logits("llama31")).max() < 4e-6 * np.abs(found).max()
@@ -133,7 +133,7 @@ def test_first_layers_on_the_host(cupy: Any) -> None:
     assert plan.devices == ("cpu", "emulator")
     assert plan.host_bytes == plan.ranks[0].total_bytes
     with nbflow.load(FOLDER / "llama31", **{**options, "cpu_layers": 2}) as model:
-        assert [engine.executor.place.name for engine in model.engines] == ["cpu"]
+        assert [engine.executor.device.name for engine in model.engines] == ["cpu"]
     with pytest.raises(UsageError, match="cpu_layers must be at most 2"):
         nbflow.load(FOLDER / "llama31", **{**options, "cpu_layers": 3})
     with pytest.raises(UsageError, match="cpu_layers=1 goes with one rank"):
@@ -141,7 +141,7 @@ def test_first_layers_on_the_host(cupy: Any) -> None:
 
 
 def test_mapped_arrays_are_used_by_kernels_where_they_are(cupy: Any) -> None:
-    far = find_place("emulator").purposed("a test").mapped()
+    far = find_device("emulator").for_purpose("a test").mapped()
     before = cupy.memory_bytes()
     table = far.put(np.arange(12, dtype=np.float32).reshape(3, 4))
     pages = far.zeros((2, 3), np.float16)

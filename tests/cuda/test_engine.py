@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.distributed.device import Device, find_place
+from nbflow.distributed.device import Device, find_device
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -157,7 +157,7 @@ def test_ranks(partition: str, cupy: Any) -> None:
 def test_ranks_on_different_devices(partition: str, cupy: Any) -> None:
     ids, logits = golden("llama31")
     with on("cpu,emulator", "llama31", kv="f32", partition=partition) as model:
-        assert [engine.executor.place.name for engine in model.engines] == ["cpu", "emulator"]
+        assert [engine.executor.device.name for engine in model.engines] == ["cpu", "emulator"]
         assert error(model.logits(ids), logits) < TOLERANCE
     with pytest.raises(UsageError, match="names 3 devices for 2 ranks"):
         on("cpu,cpu,cpu", "llama31", partition=partition)
@@ -183,7 +183,7 @@ def test_every_thread_that_runs_steps_chooses_the_device(monkeypatch: pytest.Mon
 
 def test_a_full_device_says_what_did_not_fit(cupy: Any) -> None:
     cupy.reset(memory_bytes=1 << 16)
-    place = Device("emulator", cupy).purposed("the key/value cache")
+    place = Device("emulator", cupy).for_purpose("the key/value cache")
     with pytest.raises(
         UsageError,
         match=r"the key/value cache asked for 131,072 bytes; it holds 0 of 65,536 bytes",
@@ -193,4 +193,4 @@ def test_a_full_device_says_what_did_not_fit(cupy: Any) -> None:
 
 def test_a_device_that_is_misspelt() -> None:
     with pytest.raises(UsageError, match="did you mean 'cuda'"):
-        find_place("cudda")
+        find_device("cudda")

@@ -1,4 +1,4 @@
-"""Ranks as threads: exchanges, counted bytes, and what happens when one fails."""
+"""Thread ranks: collectives, byte counts, and failures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from nbflow.distributed.comm import Alone, Comm
-from nbflow.distributed.thread_ranks import RankFailure, RankTeam
+from nbflow.distributed.comm import Comm, SelfComm
+from nbflow.distributed.thread_ranks import RankFailure, ThreadRanks
 from nbflow_kernels.errors import UsageError
 
 
 @pytest.fixture
 def team():
-    made = RankTeam(3)
+    made = ThreadRanks(3)
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def test_send_and_receive(team):
         array = np.full(4, comm.rank, np.float32)
         if comm.rank == 0:
             comm.Send(array, 2)
-            array[:] = -1  # the message must not follow later changes
+            array[:] = -1  # the message is a copy
         elif comm.rank == 2:
             comm.Recv(array, 0)
         return array[0]
@@ -91,7 +91,7 @@ def test_a_failing_rank_stops_the_others(team, where):
 
 
 def test_an_error_that_all_ranks_raise_alike_leaves_them_alive(team):
-    """What was under way between them before stays, on the team and on a part of it."""
+    """Messages in flight survive a rejected call, on all ranks and on a group."""
 
     def begin(comm: Comm):
         part = comm.split([0, 1])
@@ -122,7 +122,7 @@ def test_an_error_that_all_ranks_raise_alike_leaves_them_alive(team):
 
 @pytest.mark.parametrize("others", ["receive", "collective", "part", "return", "differ"])
 def test_a_refusal_of_one_rank_ends_the_team_with_its_words(team, others):
-    """The others must not wait for it, wherever they are, nor go on without it."""
+    """The others neither wait for the failed rank nor continue without it."""
     parts = team.run(lambda comm: comm.split([1, 2]))
 
     def run(comm: Comm):
@@ -146,7 +146,7 @@ def test_a_refusal_of_one_rank_ends_the_team_with_its_words(team, others):
 
 
 def test_alone_does_nothing_and_keeps_values():
-    comm = Alone()
+    comm = SelfComm()
     array = np.ones((2, 2), np.float32)
     comm.Allreduce(array)
     comm.Bcast(array, 0)
@@ -158,7 +158,7 @@ def test_alone_does_nothing_and_keeps_values():
 
 def test_closing_a_team_ends_its_threads():
     before = threading.active_count()
-    made = RankTeam(4)
+    made = ThreadRanks(4)
     made.run(lambda comm: comm.barrier())
     made.close()
     for thread in threading.enumerate():

@@ -1,4 +1,4 @@
-"""Ranks of a group hold whole experts: the same result as one, and each reads its own bytes."""
+"""Expert parallel: the result of one rank, and each rank reads only its experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS = np.arange(3, 43)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a mixture of six experts and one of all tokens, in float16."""
+    """Write a float16 model with six routed experts and a shared one."""
     path = tmp_path_factory.mktemp("experts") / "model"
     write_checkpoint(path, CONFIG, np.float16)
     return path
@@ -59,11 +59,11 @@ def test_each_rank_reads_the_experts_it_holds(folder: Path) -> None:
     assert numbers == [[0, 1], [2, 3], [4], [5]]
     assert all(len(names) == 2 * 3 * len(mine) for names, mine in zip(held, numbers, strict=True))
     per_expert = 2 * 3 * E * F * 2  # layers, matrices, bytes of a float16
-    # ranks 0 and 1 hold two experts, 2 and 3 one; of everything else they read equally much
+    # ranks 0 and 1 hold two experts, 2 and 3 one; other tensors are split evenly
     assert [n - read[2] for n in read] == [per_expert, per_expert, 0, 0]
     with open_weights(folder) as file:
         in_file = sum(file.n_bytes(name) for name in file.names())
-    everywhere = sum(  # what every rank of the group has: norms, routers, gates
+    everywhere = sum(  # replicated: norms, routers, gates
         file.n_bytes(name)
         for name in file.names()
         if any(part in name for part in ("norm", "mlp.gate.", "shared_expert_gate"))
@@ -72,6 +72,6 @@ def test_each_rank_reads_the_experts_it_holds(folder: Path) -> None:
 
 
 def _kv_twice(spec: Any) -> int:
-    """Return the bytes of k and v, biases too, that are read twice: two heads for four ranks."""
+    """Return the bytes of k and v with biases, which two of four ranks replicate."""
     rows = spec.n_kv_heads * spec.head_dim
     return spec.n_layers * 2 * rows * (E + 1) * 2

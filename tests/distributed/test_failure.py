@@ -1,4 +1,4 @@
-"""Status of a rank, the watchdog's findings, and reports of failures; ranks: tests/mpi."""
+"""Rank status, hang watchdog and failure reports of one process; MPI ranks: tests/mpi."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from mpirun import PYTHONPATH
 
 from nbflow.distributed.cpu_threads import fair_threads
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.utils.rank_status import IDLE, LOADING, WAITING, WORKING, Status
 
 HANGS = (
@@ -33,21 +33,21 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_error_of_a_process_without_other_ranks_is_pythons():
+def test_one_process_reports_errors_like_python():
     done = python("from nbflow.distributed import failure; failure.install(); 1 / 0")
     assert done.returncode == 1
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "stopping" not in done.stderr
 
 
-def test_a_replica_that_the_others_do_not_need_ends_alone():
+def test_an_unneeded_replica_ends_alone():
     variables = {"PMI_RANK": "1", "PMI_SIZE": "2", "NBFLOW_HANG_S": "0.2"}
     done = python(HANGS.format(needed=False), **variables)
     assert done.returncode == 1
     assert "rank 1 of 2 on " in done.stderr
     assert "has stood still for 0 s behind all_reduce of layer 3" in done.stderr
     assert "the other replicas continue" in done.stderr
-    assert 'File "<string>", line 7 in <module>' in done.stderr  # the stack
+    assert 'File "<string>", line 7 in <module>' in done.stderr  # the traceback
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_replica_that_the_others_do_not_need_ends_alone():
         (LOADING, "while loading all_reduce"),
     ],
 )
-def test_a_rank_without_a_sign_of_life_hangs(state, words):
+def test_a_rank_without_a_heartbeat_hangs(state, words):
     status = Status()
     status.set(state, "all_reduce", 3)
     assert status.overdue(60) == ""
@@ -69,7 +69,7 @@ def test_a_rank_without_a_sign_of_life_hangs(state, words):
     assert status.overdue(0.001) == ""
 
 
-def test_a_rank_that_waits_has_three_times_as_long():
+def test_a_waiting_rank_has_three_times_the_limit():
     status = Status()
     status.set(WAITING, "recv")
     begun = time.monotonic()
@@ -79,7 +79,7 @@ def test_a_rank_that_waits_has_three_times_as_long():
     assert status.overdue(0.1) == "waited for 0 s in recv"
 
 
-def test_a_rank_without_work_may_wait():
+def test_an_idle_rank_has_no_limit():
     status = Status()
     with status.watched():
         pass
@@ -87,7 +87,7 @@ def test_a_rank_without_work_may_wait():
     assert status.overdue(0.0001) == ""
 
 
-def test_progress_is_a_sign_of_life_of_who_loads():
+def test_loading_progress_is_a_heartbeat():
     status = Status()
     with status.loading("the description"):
         status.progress("layers.0.attn.q.weight")
@@ -105,14 +105,14 @@ def test_progress_is_a_sign_of_life_of_who_loads():
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_threads_are_those_of_the_cores_that_a_process_is_bound_to():
-    """The mask decides, not the number of cores of the machine; ranks that are threads share it."""
+def test_threads_follow_the_cpu_affinity():
+    """The affinity mask limits the threads; thread ranks share it."""
     code = (
         "import os, sys\n"
         "os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(sys.argv[1])]})\n"
-        "from nbflow.distributed import Alone\n"
+        "from nbflow.distributed import SelfComm\n"
         "from nbflow.distributed.cpu_threads import fair_threads\n"
-        "print(fair_threads(Alone(), (0,)), fair_threads(Alone(), (0, 1)))\n"
+        "print(fair_threads(SelfComm(), (0,)), fair_threads(SelfComm(), (0, 1)))\n"
     )
     for core in "01":
         done = subprocess.run(
@@ -120,7 +120,7 @@ def test_threads_are_those_of_the_cores_that_a_process_is_bound_to():
             env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )  # fmt: skip
         assert done.stdout.split() == ["1", "1"], done.stderr
-    team = RankTeam(2)
+    team = ThreadRanks(2)
     try:
         cores = len(os.sched_getaffinity(0))
         assert team.run(lambda comm: fair_threads(comm, (0, 1))) == [max(1, cores // 2)] * 2

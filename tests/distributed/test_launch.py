@@ -1,4 +1,4 @@
-"""`nbflow launch`: the words that start the ranks, and what is refused."""
+"""`nbflow launch`: the mpirun command and refused arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_wrong_usage(arguments, words, capsys):
 
 
 def test_the_command_becomes_the_launcher():
-    """The launcher is any program: here one that prints its arguments and ends with a code."""
+    """Stand-in launcher that prints its arguments and exits with a code."""
     script = f"{sys.executable} -S -c 'import sys; print(sys.argv[1:]); sys.exit(7)'"
     done = launch("-n", "3", "--mpirun", script, "run", "M", "-n", "5")
     assert done.returncode == 7

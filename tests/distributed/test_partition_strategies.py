@@ -1,4 +1,4 @@
-"""Strategies beyond equal parts: replicas, rounded exchanges, automatic choice; on thread ranks."""
+"""Replicas, quantized all-reduces and automatic partitions, on thread ranks."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_replicas_share_a_batch_out(checkpoint, ids):
         assert one.ids == expected[0]
         assert list(model.stream(prompts[0], max_tokens=6, ignore_eos=True)) == expected[0]
         assert [m["rank"] for m in model.memory()] == [0, 1, 2, 3]
-        with nbflow.LLMEngine(model) as engine:  # as do the requests that are submitted
+        with nbflow.LLMEngine(model) as engine:  # submitted requests, too
             handles = [engine.submit(model.make_request(p, 6, ignore_eos=True)) for p in prompts]
             assert [handle.result(60).ids for handle in handles] == expected
             assert sorted(sum(n.finished.values()) for n in engine.replica_stats()) == [1, 2, 2]
 
 
-def test_rounded_exchange_sends_less_and_says_what_it_costs(checkpoint, ids):
+def test_quantized_all_reduce_sends_less_and_reports_its_error(checkpoint, ids):
     with nbflow.load(checkpoint, kv="f32") as model:
         expected = model.logits(ids)
     sent, errors = {}, {}
@@ -71,12 +71,12 @@ def test_rounded_exchange_sends_less_and_says_what_it_costs(checkpoint, ids):
             assert traffic["measured_bytes"] == traffic["predicted_bytes"]
             sent[exchange] = traffic["measured_bytes"]
             errors[exchange] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
-            # uniform within steps of 1/127 of the largest of 32: see test_exchanges
+            # uniform within steps of 1/127 of the largest of 32: see test_collectives
             assert model.exchange_error() == 0 or 0.003 < model.exchange_error() < 0.008
             assert (model.exchange_error() > 0) == (exchange == "q8")
     assert sent["q8"] < sent["f32"]
     assert errors["f32"] < 1e-5
-    # each of 6 sums is off by about 0.6 % of itself, next to a residual stream that is not
+    # each of 6 sums has an error of about 0.6 %, the residual stream has none
     assert 1e-4 < errors["q8"] < 0.03
     with pytest.raises(UsageError, match="unknown exchange 'q7'"):
         nbflow.load(checkpoint, partition="0&1", exchange="q7")

@@ -1,4 +1,4 @@
-"""The partition is a pure function: all is held, and nothing twice but shared KV heads."""
+"""Partition plans: every tensor is held once; only key/value heads are replicated."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_tensor_parallel_program_has_two_all_reduces_per_layer():
     spec = make_spec(n_layers=3)
     for rank in make_plan(spec, "0&1").ranks:
         kinds = [op.kind for op in fuse(partition(build(spec), rank)).ops]
-        assert kinds.count("all_reduce") == 2 * spec.n_layers + 1  # and the embedding
+        assert kinds.count("all_reduce") == 2 * spec.n_layers + 1  # one for the embedding
         assert kinds.count("all_gather") == 1
 
 
@@ -155,7 +155,7 @@ def test_program_prints_one_line_per_op():
 
 @functools.cache
 def packaged() -> list[ModelSpec]:
-    """Return what the packaged models are made of, encoders too; some say it in their weights."""
+    """Return the specifications of packaged models and encoders that need no checkpoint."""
     specs = []
     for name in sorted(known_models()):
         with contextlib.suppress(UsageError):
@@ -168,7 +168,7 @@ def packaged() -> list[ModelSpec]:
     [("0:3;1", 0), ("0&1;2&3", 0), ("0&1&2&3", 0.2), ("0:3&1", 0.5)],
 )
 def test_packaged_models_are_cut_or_refused_with_the_reason(text, most_refused):
-    """Of each kind of layer, a stage holds a matrix once, or whole on every rank; never less."""
+    """A stage holds each matrix once, split or replicated on every rank."""
     refused = 0
     for spec in packaged():
         model = PlannedModel(spec)

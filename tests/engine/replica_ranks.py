@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import nbflow
-from nbflow.distributed import Alone, world
+from nbflow.distributed import SelfComm, world
 from nbflow.engine.scheduler import Scheduler
 from nbflow.engine.search import BeamSearch
 
@@ -79,7 +79,7 @@ def fail_later():
 def main():
     comm, mode = world(), sys.argv[1]
     with nbflow.load("tiny_python", partition="0/1", threads=1) as model:
-        draft = nbflow.load("tiny_python", threads=1, comm=Alone())
+        draft = nbflow.load("tiny_python", threads=1, comm=SelfComm())
         engine = nbflow.LLMEngine(model)
         if comm.rank:
             if mode == "fail":

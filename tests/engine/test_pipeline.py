@@ -10,7 +10,7 @@ import pytest
 from small_models import write_llama
 
 import nbflow
-from nbflow.distributed import Alone
+from nbflow.distributed import SelfComm
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.worker import Worker
@@ -33,7 +33,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, prompts):
-    with nbflow.load(checkpoint, comm=Alone(), kv="f32") as model:
+    with nbflow.load(checkpoint, comm=SelfComm(), kv="f32") as model:
         return generated(model, prompts)
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic of products, formats of the cache, and bursts of steps."""
+"""Activation precisions, KV cache formats, and multi-step decode."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("weights", "activations", "low", "high"),
     [
-        # int8: 0.5 % of a product; 15 products one after the other add up at random to 2 %, which
-        # random weights may amplify: three times that
+        # int8: 0.5 % per product; over 15 products random errors add up to 2 %, and random weights
+        # amplify them up to three times
         ("q8_0", "int8", 1e-3, 6e-2),
         ("q4_k", "int8", 1e-3, 6e-2),
-        # bfloat16: 0.23 % of a product in the same way
+        # bfloat16: 0.23 % per product, likewise
         ("q8_0", "bf16", 2e-4, 3e-2),
         ("f16", "bf16", 2e-4, 3e-2),
     ],
@@ -69,7 +69,7 @@ def test_pieces_of_a_prompt_and_partitions_agree(checkpoint: Path, activations: 
     assert np.array_equal(_logits(checkpoint, **options, partition="0;1"), whole)
 
 
-# error of the format on N(0, 1) keys and values, which attention passes on; see docs/kvcache.md
+# error of the format on N(0, 1) keys and values; see docs/kvcache.md
 @pytest.mark.parametrize(
     ("kv", "high"),
     [
@@ -105,7 +105,7 @@ def test_bursts_draw_what_single_steps_draw(
 ) -> None:
     prompts = [IDS[: 3 + 5 * i].tolist() for i in range(batch)]
     results = []
-    for seconds in (0.0, 1e6):  # bursts of one step, and of as many as there may be
+    for seconds in (0.0, 1e6):  # one step per burst, then the maximum
         monkeypatch.setattr(engine_model, "WHOLE_BURST_S", seconds)
         with nbflow.load(checkpoint) as model:
             made = [model.generate_batch(prompts, max_tokens=24, seed=3, **options)]
@@ -138,7 +138,7 @@ def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
         first = free.ids.index(end)
         request = model.make_request(IDS[:5].tolist(), 20, "greedy", 0, False)
         request.stop_ids = frozenset({end})
-        for _ in range(2):  # the first burst measures how long a step takes
+        for _ in range(2):  # the first burst measures the step time
             request.ids, request.logprobs, request.n_done, request.finish_reason = [], [], 0, None
             for _ in model.run_requests([request], burst_s=1e6):
                 pass
@@ -158,7 +158,7 @@ def test_logits_that_are_no_numbers_are_reported(checkpoint: Path, tmp_path: Pat
 
 
 def test_generation_past_a_split_of_the_keys(tmp_path: Path) -> None:
-    # attention divides the keys of a row in pieces of 2048
+    # split-KV: 2048 keys per split
     write_llama(tmp_path, n_layers=1, max_context=2200, n_heads=2, n_kv_heads=1)
     prompt = (np.arange(2040) * 13 % 101).tolist()
     with nbflow.load(tmp_path, threads=2) as model:

@@ -1,4 +1,4 @@
-"""Large steps in two halves, exchanges beside computing: the same bits, the same bytes."""
+"""Overlapped steps in two halves: the same bits, the same bytes sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from small_models import write_llama
 import nbflow
 from nbflow.executor import make_step, overlap
 from nbflow.executor.bind import PythonOp
-from nbflow.executor.overlap import part_of
+from nbflow.executor.overlap import slice_step
 from nbflow.kv_cache import BlockTable
 from nbflow_kernels.errors import UsageError
 
@@ -31,7 +31,7 @@ def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, pag
         made = BlockTable(page_size)
         for sequence in range(len(lengths)):
             made.add(sequence)
-            make_step(made, [sequence], [[7] * (3 + sequence)], [])  # what was there before
+            make_step(made, [sequence], [[7] * (3 + sequence)], [])  # earlier context
         return made
 
     tokens = [[10 * b + i for i in range(n)] for b, n in enumerate(lengths)]
@@ -50,7 +50,7 @@ def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, pag
                 first += len(ids)
             here = [r - start for r in rows if start <= r < stop]
             wanted = make_step(one_by_one, list(some), list(some.values()), here)
-            found = part_of(step, start, stop, page_size)
+            found = slice_step(step, start, stop, page_size)
             for name in ("ids", "positions", "batch_indices", "qo_indptr", "logit_rows", "types"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), name)
             for name in ("kv_indptr", "kv_last_page_len", "kv_lens"):
@@ -64,7 +64,7 @@ def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, pag
 def test_the_same_bits_as_without(checkpoint, monkeypatch, partition, exchange):
     ids = np.random.default_rng(3).integers(0, 101, 90)
     prompts = [ids[:n].tolist() for n in (3, 40, 17, 30)]
-    monkeypatch.setattr(overlap, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(overlap, "MIN_TOKENS", 16)
     seen = []
     for wish in "01":
         monkeypatch.setenv("NBFLOW_OVERLAP", wish)
@@ -81,7 +81,7 @@ def test_the_same_bits_as_without(checkpoint, monkeypatch, partition, exchange):
 
 
 def test_sums_are_on_their_way_while_the_other_half_is_computed():
-    """The first half's sum ends only when the second half has been computed, and so on."""
+    """Each all-reduce finishes only after the other half has been computed."""
     computed = [threading.Event() for _ in range(4)]
     order = []
 

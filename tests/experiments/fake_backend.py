@@ -113,11 +113,7 @@ class FakeEngine:
 
     def identify(self, model: str) -> backend.ModelIdentity:
         digest = hashlib.sha256(model.encode()).hexdigest()
-        shapes = {"embed.weight": (VOCAB, 8), "layers.0.attn.q.weight": (8, 8)}
-        stored = {"embed.weight": 2 * VOCAB * 8, "layers.0.attn.q.weight": 128}
-        return backend.ModelIdentity(
-            model, digest, self.folder, CONTEXT, VOCAB, shapes, stored, kv_width=32
-        )
+        return backend.ModelIdentity(model, digest, self.folder, CONTEXT, VOCAB)
 
     def load(self, model: str, *, weights: str, partition: str, comm: Any = None, **_: Any) -> Any:
         self.count("load")
@@ -137,7 +133,7 @@ class FakeEngine:
         put(backend, "format_names", lambda: tuple(BITS))
         put(backend, "bits_per_weight", BITS.__getitem__)
         put(backend, "kv_format_names", lambda: ("f32", "f16"))
-        put(backend, "is_quantized", lambda name, shape: name.startswith("layers."))
+        put(backend, "model_bytes", lambda model, weights, *_: (int(1000 * BITS[weights]), 64))
         put(backend, "identify", self.identify)
         put(backend, "load", self.load)
         put(backend, "tokenize", lambda model, text: (np.array(text.split(), np.int64), None))

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from nbflow.distributed import Alone, Comm
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed import Comm, SelfComm
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow_experiments.sweep import rank_barrier
 from nbflow_experiments.sweep.rank_barrier import Interrupted, StepFailed, StopRequest, in_step
 
 
-class Waiting(Alone):
+class Waiting(SelfComm):
     """A rank whose partner never comes to agree, until all are ended."""
 
     size = 2
@@ -44,7 +44,7 @@ def test_a_failed_rank_ends_the_others_that_wait_for_it(
 
 
 def test_results_stay_with_their_rank() -> None:
-    team = RankTeam(3)
+    team = ThreadRanks(3)
     assert team.run(lambda comm: in_step(comm, StopRequest(), lambda: comm.rank)) == [0, 1, 2]
     team.close()
 
@@ -55,7 +55,7 @@ def test_all_failures_are_known_to_all() -> None:
             in_step(comm, StopRequest(), fail if comm.rank else lambda: None)
         return [(f.rank, f.type, f.message) for f in caught.value.failures]
 
-    team = RankTeam(3)
+    team = ThreadRanks(3)
     expected = [(1, "OSError", "disk full"), (2, "OSError", "disk full")]
     assert team.run(main) == [expected] * 3
     team.close()
@@ -69,7 +69,7 @@ def test_a_request_to_one_rank_stops_all() -> None:
             in_step(comm, stop, lambda: None)
         return "stopped"
 
-    team = RankTeam(3)
+    team = ThreadRanks(3)
     assert team.run(main) == ["stopped"] * 3
     team.close()
 
@@ -78,6 +78,6 @@ def test_a_failure_is_recorded_before_the_stop() -> None:
     stop = StopRequest()
     stop.asked = True
     with pytest.raises(StepFailed):
-        in_step(Alone(), stop, fail)
+        in_step(SelfComm(), stop, fail)
     with pytest.raises(Interrupted):
-        in_step(Alone(), stop, lambda: None)
+        in_step(SelfComm(), stop, lambda: None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_backend import HERE, FakeEngine
 
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow_experiments.compare.selection import select
 from nbflow_experiments.store.results_folder import ResultsFolder
 from nbflow_experiments.store.summary import write_summaries
@@ -169,7 +169,7 @@ def test_a_full_disk_stops_all_ranks(
     monkeypatch.setattr(
         os, "fsync", lambda n: full_disk() if fake.counts.get("load", 0) >= 3 else fsync(n)
     )
-    team = RankTeam(2)
+    team = ThreadRanks(2)
     try:
         first, second = team.run(rank)
     finally:

@@ -14,7 +14,6 @@ import pytest
 from mpirun import PYTHONPATH
 
 import nbflow_kernels as nk
-from nbflow_experiments import backend
 from nbflow_experiments.config.points import estimate_bytes, make_points
 from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -65,8 +64,7 @@ def test_the_source_of_a_format_is_part_of_its_points(sweep: Path) -> None:
     after = make_points(load_sweep(sweep))
     same = [a.id == b.id for a, b in zip(before, after, strict=True)]
     assert same == [str(p.config["weights"]) == "q4" for p in before]
-    identity = backend.identify("tiny_python")
-    sizes = [estimate_bytes(p, identity)["weight_bytes"] for p in before]
+    sizes = [estimate_bytes(p)["weight_bytes"] for p in before]
     assert sizes[1] > sizes[0] > sizes[2]
 
 

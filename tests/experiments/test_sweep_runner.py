@@ -8,7 +8,7 @@ import pytest
 from fake_backend import HERE, FakeEngine, FakeModel
 
 from nbflow.distributed import Comm
-from nbflow.distributed.thread_ranks import RankTeam
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
@@ -166,7 +166,7 @@ def run_on_ranks(sweep_file: Path, fake: FakeEngine, size: int) -> list[int]:
         HERE.rank = comm.rank
         return run(sweep_file, comm)
 
-    team = RankTeam(size)
+    team = ThreadRanks(size)
     try:
         codes: list[int] = team.run(main)
     finally:
@@ -221,7 +221,7 @@ def test_a_sweep_that_cannot_start_ends_on_every_rank(fake: FakeEngine, sweep_fi
         else:
             codes.append(run(sweep_file, comm))
 
-    team = RankTeam(2)
+    team = ThreadRanks(2)
     team.run(main)
     team.close()
     assert codes == [2]

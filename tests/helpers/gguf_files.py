@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from nbflow.checkpoint import open_weights
-from nbflow.program.read_operand import read_part
+from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.spec import families, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -40,7 +40,7 @@ def write_gguf(
     _add_numbers(writer, spec)
     names = families_by_arch()[arch].tensors
     with open_weights(source) as file:
-        tensors = {ours: read_part(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
+        tensors = {ours: read_operand(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
     for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
         if not name.endswith(without):
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
@@ -64,7 +64,7 @@ def write_t5(source: Path, path: Path) -> None:
     with open_weights(source) as file:
         for part, side in ((encoder, "enc"), (spec, "dec")):
             for ours in part.tensor_shapes():
-                array = read_part(part, file, Operand(ours)).astype(np.float32)
+                array = read_operand(part, file, Operand(ours)).astype(np.float32)
                 name = _t5_name(ours, side)
                 if name != "token_embd.weight" or side == "dec":
                     writer.add_tensor(name, np.ascontiguousarray(array))

@@ -12,7 +12,7 @@ import pytest
 import nbflow
 from nbflow.checkpoint import open_weights
 from nbflow.executor import ReferenceExecutor, WeightLoader
-from nbflow.program import build, build_memory
+from nbflow.program import build, build_cross_kv
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 
@@ -43,8 +43,8 @@ def test_reference_executor(name):
             return ReferenceExecutor(program, WeightLoader(program, file, None), **options)
 
         states = executor(build(spec.encoder)).logits(wanted["encoder_ids"])
-        memory = executor(build_memory(spec)).remember(states)
-        decoder = executor(build(spec), memory=memory)
+        cross_kv = executor(build_cross_kv(spec)).encode_cross_kv(states)
+        decoder = executor(build(spec), cross_kv=cross_kv)
     pieces = [decoder.logits(wanted["ids"][a:b]) for a, b in ((0, 7), (7, 8), (8, 40))]
     assert error(np.concatenate(pieces), wanted["logits"]) < TOLERANCE[name]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.distributed import Alone, world
+from nbflow.distributed import SelfComm, world
 from nbflow.engine.search import BeamSearch
 from nbflow.sampling import Greedy, Strategy
 from nbflow.sampling.strategy import CompiledState
@@ -26,7 +26,7 @@ PROMPTS = [IDS[i : i + 5 + 31 * i] for i in range(6)]
 def main() -> None:
     folder, *partitions = sys.argv[1:]
     comm = world()
-    with nbflow.load(folder, comm=Alone(), kv="f32") as model:
+    with nbflow.load(folder, comm=SelfComm(), kv="f32") as model:
         expected = [model.generate(p, 12, ignore_eos=True).ids for p in PROMPTS]
     for partition in partitions:
         with nbflow.load(folder, partition=partition, kv="f32") as model:
@@ -46,7 +46,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Failing(Strategy):
-    """Raises on the rank that draws, when it has drawn some tokens."""
+    """Raise on the sampling rank after some tokens."""
 
     compiled = False
 
@@ -62,17 +62,17 @@ class FailingState(CompiledState):
 
 
 def check_wrong_requests(engine, model, expected) -> None:
-    """Each fails alone, beside another one, and the ranks go on."""
-    beside = engine.submit(model.make_request(PROMPTS[4], 12, "greedy", 0, True))
+    """Requests fail alone while another one runs, and the ranks continue."""
+    other = engine.submit(model.make_request(PROMPTS[4], 12, "greedy", 0, True))
     wide = model.make_request(PROMPTS[0], 12, BeamSearch(4))
     drawn = model.make_request(PROMPTS[0], 12, Failing(), 0, True)
     sent = model.make_request(PROMPTS[0], 12, "greedy", 0, True, draft=lambda ids, n: [])
     for request, words in ((wide, "at most 3"), (drawn, "planted where"), (sent, "cannot be sent")):
         with pytest.raises(UsageError, match=words):
             engine.submit(request).result(300)
-    with pytest.raises(UsageError, match="at most 3"):  # past the first check: by every rank alike
+    with pytest.raises(UsageError, match="at most 3"):  # refused by every rank alike
         engine.call("submit", model.make_request(PROMPTS[0], 12, BeamSearch(4)))
-    assert beside.result(300).ids == expected[4]
+    assert other.result(300).ids == expected[4]
 
 
 def lead(engine, model, expected) -> None:
@@ -84,7 +84,7 @@ def lead(engine, model, expected) -> None:
         cancelled.cancel()
         assert [h.result(300).ids for h in handles] == expected
         assert cancelled.result(300).finish_reason in ("abort", "length")
-        time.sleep(0.2)  # the others wait without work
+        time.sleep(0.2)  # the others idle
         again = engine.submit(model.make_request(PROMPTS[5], 12, "greedy", 0, True))
         assert again.result(300).ids == expected[5]
         assert again.cached_tokens > 0

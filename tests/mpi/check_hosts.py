@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 import nbflow
-from nbflow.distributed import Alone, world
+from nbflow.distributed import SelfComm, world
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     names = comm.bcast_object(comm.gather_object(platform.node()))
     assert len(set(names)) > 1, f"all ranks are on {names[0]}"
     ids = np.random.default_rng(3).integers(0, 101, 40)
-    with nbflow.load(folder, comm=Alone(), kv="f32", threads=1) as model:
+    with nbflow.load(folder, comm=SelfComm(), kv="f32", threads=1) as model:
         expected = model.logits(ids)
     for partition in partitions:
         with nbflow.load(folder, partition=partition, kv="f32", threads=1) as model:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 import nbflow
-from nbflow.distributed import Alone, world
+from nbflow.distributed import SelfComm, world
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     ids = np.random.default_rng(3).integers(0, 101, 40)
     for weights, outliers in ((None, 0.0), ("q4", 0.0), ("q4", 0.01)):
         options = {"weights": weights, "outliers": outliers, "kv": "f32"}
-        with nbflow.load(folder, comm=Alone(), **options) as model:
+        with nbflow.load(folder, comm=SelfComm(), **options) as model:
             expected = model.logits(ids)
             text = model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids
             batch = several(model, ids)

@@ -1,4 +1,4 @@
-"""Run on ranks of several hosts by test_hosts.py: each replica is a process of its own host."""
+"""Run on ranks of several hosts by test_hosts.py: one replica per host."""
 
 from __future__ import annotations
 

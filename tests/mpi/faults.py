@@ -1,4 +1,4 @@
-"""Run under mpirun by test_faults.py: a command of nbflow in which one rank goes wrong.
+"""Run under mpirun by test_faults.py: a command of nbflow with a fault on one rank.
 
 mpirun -n N python faults.py FAULT RANK AFTER ARGUMENTS...
 
@@ -17,19 +17,20 @@ import sys
 import time
 
 from nbflow import cli
-from nbflow.distributed.mpi import Mpi
+from nbflow.distributed.mpi import MpiComm
 from nbflow_kernels.errors import UsageError
 
 
 def plant(fault: str, rank: int, after: int) -> None:
-    """Let `fault` happen in front of the call number `after` of what it names."""
+    """Inject `fault` before call number `after` of the function that it names."""
     from nbflow.distributed import world
     from nbflow.engine.outputs import StepOutput
     from nbflow.executor.weight_loader import WeightLoader
 
     where, _, what = fault.rpartition("-")
     owner, name = {
-        "": (Mpi, "Allreduce"), "load": (WeightLoader, "_once"), "draw": (StepOutput, "compute"),
+        "": (MpiComm, "Allreduce"), "load": (WeightLoader, "_once"),
+        "draw": (StepOutput, "compute"),
     }[where]  # fmt: skip
     count, correct = itertools.count(1), getattr(owner, name)
 
@@ -52,7 +53,7 @@ def strike(fault: str) -> None:
         time.sleep(1e6)
     if fault == "memory":
         raise MemoryError("planted")
-    raise UsageError("planted")  # found by one rank alone
+    raise UsageError("planted")  # on one rank only
 
 
 if "FAULTS_PIDS" in os.environ:

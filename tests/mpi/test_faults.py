@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or raises ends all of them soon, with one report."""
+"""A rank that dies, hangs or raises ends all ranks soon, with one report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def _compiled():
-    """Run once without a fault, so that compiling does not look like standing still."""
+    """Run once without a fault, so that compiling does not look like a hang."""
     done = mpirun(2, str(FAULTS), "none", "1", "0", *RUN)
     assert done.returncode == 0, done.stderr
 
@@ -44,27 +44,27 @@ def _compiled():
     ],
 )
 def test_one_rank_goes_wrong(fault, words):
-    # the fourth: after that of the embedding and the two of layer 0; a weight of layer 0
+    # the fourth: after one of the embedding and two of layer 0; a weight of layer 0
     started, rank = time.monotonic(), "0" if fault.startswith("draw") else "1"
     limit = {"NBFLOW_HANG_S": str(HANG_S)}
     done = mpirun(2, str(FAULTS), fault, rank, "4", *RUN, environment=limit)
     assert done.returncode != 0
     assert re.search(words, done.stderr), done.stderr
-    # the ranks tell each other how loading went, so nobody has to stop the others
+    # ranks share the outcome of loading, so no rank must abort the others
     assert done.stderr.count("stopping all ranks") == (fault != "load-memory")
-    assert time.monotonic() - started < 60  # start, HANG_S, the pauses; far below for ever
+    assert time.monotonic() - started < 60  # start, HANG_S and pauses
 
 
 @pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize("fault", ["kill", "crash", "load-kill"])
 def test_a_rank_that_a_signal_ends(fault, tmp_path):
-    """The launcher reports it and ends the others."""
+    """The launcher reports it and ends the other ranks."""
     pids = tmp_path / "pids"
     done = mpirun(2, str(FAULTS), fault, "1", "4", *RUN, environment={"FAULTS_PIDS": str(pids)})
     number = signal.SIGSEGV if fault == "crash" else signal.SIGKILL
     assert done.returncode != 0
     assert f"signal {number:d}" in done.stdout + done.stderr
-    if fault == "crash":  # Python's stack of the crash
+    if fault == "crash":  # faulthandler's traceback
         assert "Fatal Python error: Segmentation fault" in done.stderr
         assert "in strike" in done.stderr
     ranks = [int(line) for line in pids.read_text().split()]

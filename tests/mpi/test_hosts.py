@@ -1,4 +1,4 @@
-"""Ranks on two hosts: the same program over a network, started by a launcher like ssh."""
+"""Ranks on two emulated hosts over a network, started by a launcher like ssh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Return two hosts; skip where this process may not make them."""
+    """Make two hosts; skip without the permission."""
     try:
         with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
             yield made
@@ -46,7 +46,7 @@ def test_replicas_on_two_hosts_find_each_other(hosts: Hosts) -> None:
 def test_a_rank_that_dies_on_another_host_ends_all(hosts: Hosts, tmp_path: Path) -> None:
     run = ("run", "tiny_python", "-p", "def ", "-n", "16", "--partition", "0&1", "-q")
     arguments = (str(HERE / "faults.py"), "kill", "1", "4", *run, "--threads", "1")
-    pids = tmp_path / "pids"  # the hosts share the numbers of processes
+    pids = tmp_path / "pids"  # the hosts share process ids
     done = hosts.mpirun(1, *arguments, timeout=120, environment={"FAULTS_PIDS": str(pids)})
     assert done.returncode != 0
     assert "BAD TERMINATION" in done.stdout + done.stderr

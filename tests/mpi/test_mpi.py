@@ -1,4 +1,4 @@
-"""Real MPI ranks: this process starts mpirun and looks at what comes out."""
+"""Partitions on real MPI ranks, started with mpirun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from mpirun import MPIRUN, PYTHONPATH, mpirun
 from small_models import write_checkpoint, write_llama
 
-from nbflow.planner import Device, Link, Machine, written_machine
+from nbflow.planner import Device, Link, Machine, machine_toml
 
 pytestmark = [
     pytest.mark.mpi,
@@ -117,7 +117,7 @@ def test_the_planner_chooses_a_partition_that_runs(tmp_path):
             "m", (Device("d", 1e9, 1e9, {"f32": 1e12}),) * 2, 2,
             {"host": Link(latency_s, bytes_per_s)},
         )  # fmt: skip
-        (tmp_path / "m.toml").write_text(written_machine(machine))
+        (tmp_path / "m.toml").write_text(machine_toml(machine))
         code = (
             "import nbflow\n"
             "from nbflow.distributed import world\n"

@@ -1,4 +1,4 @@
-"""Plans for encoders and for models with one: what is counted is what is loaded."""
+"""Predictions for encoders and encoder-decoder models: what is counted is what is loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.program import build, build_memory, fuse
-from nbflow.program import partition as cut
-from nbflow.program.cost import held_bytes, kv_token_bytes
+from nbflow.planner.memory import weight_bytes
+from nbflow.program import build, build_cross_kv, fuse
+from nbflow.program import partition as shard
+from nbflow.program.cost import kv_token_bytes
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -43,13 +44,16 @@ def test_every_part_is_counted(name: str, partition: str) -> None:
         parts = [(build(spec), mine, model)]
         if encoder is not None:
             parts.append((build(encoder), make_plan(encoder, partition).ranks[i], model.encoder))
-            parts.append((build_memory(spec), mine, model))
-        held = [held_bytes(fuse(cut(program, plan)), of.bits) for program, plan, of in parts]
+            parts.append((build_cross_kv(spec), mine, model))
+        held = [
+            weight_bytes(fuse(shard(program, plan)), of, False).n_bytes
+            for program, plan, of in parts
+        ]
         assert rank.weight_bytes == sum(held)
         texts = WORK.batch * WORK.prompt
         rooms = [texts] if encoder is None else [WORK.batch * (WORK.generate + 1), texts, texts]
         tokens = [
-            room * kv_token_bytes(cut(program, plan), "f16") * (plan.layers[1] - plan.layers[0])
+            room * kv_token_bytes(shard(program, plan), "f16") * (plan.layers[1] - plan.layers[0])
             for room, (program, plan, _) in zip(rooms, parts, strict=True)
         ]
         assert rank.kv_bytes == sum(tokens)
@@ -61,7 +65,7 @@ def test_what_is_drawn_costs_time_only_where_something_is() -> None:
     reads, draws = (predict(m, "0;1", machine(), WORK) for m in (bert, t5))
     assert (reads.decode_s, reads.decode_tokens_per_s, reads.request_s) == (0, 0, reads.prefill_s)
     assert draws.decode_s > 0
-    assert draws.bubble > 0.4  # two stages in turn
+    assert draws.bubble > 0.4  # two stages take turns
     longer = predict(t5, "0;1", machine(), Workload(3, 32, 6))
     assert longer.prefill_s > draws.prefill_s
     assert longer.decode_s > draws.decode_s  # more keys of the encoder's states

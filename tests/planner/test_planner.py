@@ -1,4 +1,4 @@
-"""The planner: what it counts is what the programs do, and what it predicts behaves as it must."""
+"""Planner: counts agree with the programs, and predictions behave as they must."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from nbflow.planner import (
     compare,
     known_machines,
     load_machine,
+    machine_toml,
     planned_model,
     predict,
     with_shares,
-    written_machine,
 )
 from nbflow.planner.auto_partition import _chosen as chosen_partition
 from nbflow.planner.machine import like
+from nbflow.planner.memory import buffer_bytes, weight_bytes
 from nbflow.planner.stage_cost import RankWork
 from nbflow.program import build, fuse, partition
-from nbflow.program.cost import StepShape, bytes_sent, held_bytes, workspace_bytes
+from nbflow.program.cost import StepShape, bytes_sent
 from nbflow_kernels.errors import UsageError
 
 PARTITIONS = ("0", "0;1", "0&1", "0&1;2&3", "0:3;1", "0:3&1", "2&0;1&3")
@@ -67,15 +68,17 @@ def test_counted_layers_cost_what_the_whole_program_does(text, changes, weights)
     total = 0
     for rank in plan.ranks:
         work, whole = RankWork(planned, rank), fuse(partition(build(planned.spec), rank))
-        assert work.weight_bytes() == held_bytes(whole, planned.bits)
+        for on_device in (False, True):
+            assert work.weight_bytes(on_device) == weight_bytes(whole, planned, on_device)
         assert work.sent_bytes(step) == bytes_sent(whole, rank.rank, 6, 3)
-        assert work.workspace_bytes(step) == workspace_bytes(whole, 6, 3)
-        total += work.weight_bytes()
+        assert work.workspace_bytes(step) == buffer_bytes(whole, planned, "f32", 6, 3, 3)
+        total += work.weight_bytes(True).n_bytes
     shapes = planned.spec.tensor_shapes()
     once = sum(np.prod(shape) * planned.bits(name) / 8 for name, shape in shapes.items())
     vectors = sum(np.prod(s) * planned.bits(n) / 8 for n, s in shapes.items() if len(s) == 1)
-    tied = 2 * np.prod(shapes["embed.weight"])  # ranks of first and last stage each have a part
-    assert once <= total <= once + vectors * len(plan.ranks) + tied
+    tied = 2 * np.prod(shapes["embed.weight"])  # first and last stage hold a shard each
+    if weights is None:  # else layouts pad the rows of this small model
+        assert once <= total <= once + vectors * len(plan.ranks) + tied
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
@@ -171,7 +174,7 @@ def test_replicas_share_the_sequences_out():
 
 
 def test_products_take_what_was_measured_of_their_format():
-    """Of a machine whose memory takes no time; few rows cost more than as many of the others."""
+    """With infinite memory bandwidth, the first rows cost more per row than the others."""
     of = {"q8_0": 2e9, "q4_0": 4e9, "q4_k": 1e9, "f16": 8e9}
     formats = {
         n: {"f32": Rates(w, 1e10, 1e12), "int8": Rates(2 * w, 1e10, 1e12)} for n, w in of.items()
@@ -182,16 +185,16 @@ def test_products_take_what_was_measured_of_their_format():
     for name, same, arithmetic, rate in [
         ("q4_0", "q4_0", "f32", 4e9),
         ("q4_0", "q4_0", "int8", 8e9),
-        ("q4_b32t1a", "q4_0", "f32", 4e9),  # blocks alike, as many bits
+        ("q4_b32t1a", "q4_0", "f32", 4e9),  # similar blocks, same bits
         ("q6_k", "q4_k", "f32", 1e9),
-        ("f32", "f16", "int8", 8e9),  # as float32
+        ("f32", "f16", "int8", 8e9),  # computed as float32
     ]:
         assert like(name, formats) == same
         one, nine = (device.product_s(1e6, 2e6 * n, name, arithmetic) for n in (1, 9))
         assert one == pytest.approx(1e6 / rate + 2e6 / 1e10)
         assert nine == pytest.approx(1e6 / rate + 16e6 / 1e10 + 2e6 / 1e12)
     plain = dataclasses.replace(device, formats={"q4_k": formats["q4_k"]})
-    assert plain.product_s(1e6, 2e6, "q4_0", "f32") == pytest.approx(1.0 + 2e-3)  # none is like it
+    assert plain.product_s(1e6, 2e6, "q4_0", "f32") == pytest.approx(1.0 + 2e-3)  # none similar
     whole = Machine("m", (device,), 1)
     seconds = {w: predict(model(w), "0", whole).decode_s for w in ("q8_0", "q4_0")}
     assert seconds["q4_0"] < seconds["q8_0"]
@@ -216,12 +219,12 @@ def test_cache_on_the_host_moves_bytes_and_costs_time():
         model(), "0", machine(1, **device), Workload(4, 16, 16),
         RunConfig(kv_host=0.5, embedding_on_host=True),
     )  # fmt: skip
-    moved = here.ranks[0].kv_bytes * 2 // 5 + 2 * 101 * 64  # two of five layers are whole
+    moved = here.ranks[0].kv_bytes * 2 // 5 + 2 * 101 * 64  # two of five layers
     assert there.ranks[0].host_bytes == moved
     assert there.ranks[0].free_bytes == here.ranks[0].free_bytes + moved
     assert there.decode_s > here.decode_s
     with pytest.raises(UsageError, match="host_read_bytes_per_s"):
-        predict(model(), "0", machine(1), setting=RunConfig(kv_host=0.5))
+        predict(model(), "0", machine(1), config=RunConfig(kv_host=0.5))
 
 
 # ---- choosing -------------------------------------------------------------------------------
@@ -236,15 +239,15 @@ def test_candidates_divide_the_ranks():
 
 def test_replicas_are_taken_for_throughput_where_they_are_best_and_fit():
     planned = model()
-    slow = machine(link=Link(1e-2, 1e6))  # an exchange costs more than the whole model
+    slow = machine(link=Link(1e-2, 1e6))  # an all-reduce costs more than the whole model
     chosen = [chosen_partition(planned, slow, aim, None) for aim in ("latency", "throughput")]
     assert chosen == ["0", "0/1/2/3"]
     used = predict(planned, "0/1/2/3", slow, Workload(32, 512, 128))
     assert used.request_s < predict(planned, "0", slow, Workload(32, 512, 128)).request_s
-    needed = 1e9 - min(rank.free_bytes for rank in used.ranks)  # a model, a quarter of the cache
+    needed = 1e9 - min(rank.free_bytes for rank in used.ranks)  # a model, 1/4 of the KV cache
     just, short = (machine(link=slow.links["host"], memory_bytes=needed - n) for n in (0, 1))
     assert chosen_partition(planned, just, "throughput", None) == "0/1/2/3"
-    shared = chosen_partition(planned, short, "throughput", None)  # ranks have to, slow as it is
+    shared = chosen_partition(planned, short, "throughput", None)  # slow, but replicas do not fit
     assert shared.count("/") < 3
     assert predict(planned, shared, short, Workload(32, 512, 128)).fits
     with pytest.raises(UsageError, match="no partition of this machine fits"):
@@ -264,7 +267,7 @@ def test_shares_follow_the_devices():
 
 
 def test_hybrid_is_between_layers_and_tensors_on_four_gpus():
-    """The published experiment on paper: latency beats by-layer, throughput beats by-tensor."""
+    """Hybrid partitions beat by-layer in latency and by-tensor in throughput."""
     planned = planned_model("llama2_70b", "q4")
     pcie = load_machine("v100x4_pcie")
     of = {
@@ -303,7 +306,7 @@ def test_packaged_machines_say_where_their_numbers_are_from(name, tmp_path):
     first = load_machine(name)
     assert first.sources
     assert first.description
-    (tmp_path / f"{name}.toml").write_text(written_machine(first))
+    (tmp_path / f"{name}.toml").write_text(machine_toml(first))
     again = load_machine(tmp_path / f"{name}.toml")
     assert dataclasses.replace(again, links=first.links) == first
     assert again.links == first.links
@@ -314,7 +317,7 @@ def test_rates_of_formats_are_written_and_read_again(tmp_path):
     fast = dataclasses.replace(DEVICE, formats=rates)
     whole = Machine("m", (fast, DEVICE), 2, {"host": LINK}, "d", ("s",))
     path = tmp_path / "m.toml"
-    path.write_text(written_machine(whole))
+    path.write_text(machine_toml(whole))
     assert load_machine(path) == whole
     text = path.read_text()
     for change, words in (
@@ -349,11 +352,11 @@ def test_more_ranks_than_a_host_has_need_a_network():
         (("f16 =", "f17 ="), "unknown key 'f17'"),
         (('collective = "best"', 'collective = "tree"'), "unknown collective 'tree'"),
         (("memory_bytes = 25770000000.0\n", ""), "memory_bytes is missing"),
-        (("[[devices]]", "[devices]"), "must describe one device"),
+        (("[[devices]]", "[devices]"), "must describe at least one device"),
     ],
 )
 def test_mistakes_in_a_machine_are_named(change, words, tmp_path):
-    text = written_machine(load_machine("rtx4090")).replace("907000000000.0", "907.0e9")
+    text = machine_toml(load_machine("rtx4090")).replace("907000000000.0", "907.0e9")
     assert change[0] in text
     path = tmp_path / "bad.toml"
     path.write_text(text.replace(*change, 1))
@@ -412,7 +415,7 @@ def test_the_command_gives_json(capsys):
         (["llama2_7b", "--machine", "h200x8", "--kv-host-percent", "150"], "0..100"),
         (["llama2_7b", "--machine", "h200x8", "--shares", "speed"], "needs a --partition"),
         (["llama2_7b", "--machine", "h200x8", "--activations", "f8"], "unknown arithmetic"),
-        (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must hold"),
+        (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must be at least"),
         (["llama2_7b", "--machine", "h200x8", "--prompt", "5000"], "holds 4096"),
         (
             ["facebook_m2m100_418m", "--machine", "h200x8", "--prompt", "5000"],
@@ -427,16 +430,14 @@ def test_wrong_usage(arguments, words, capsys):
 
 
 def test_this_machine_can_be_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        measure_machine, "STREAMED_BYTES", 1 << 20
-    )  # units are right or wrong all the same
+    monkeypatch.setattr(measure_machine, "STREAMED_BYTES", 1 << 20)  # checks units, not values
     path = tmp_path / "mine.toml"
     assert command("--measure", "--ranks", "2", "--weights", "q8_0", "-o", str(path)) == 0
     assert "2 threads of" in capsys.readouterr().out
     measured = load_machine(path)
     assert len(measured.devices) == measured.ranks_per_host == 2
     for device in measured.devices:
-        # a core of anything from the last fifteen years; units would be off by 1e3 at least
+        # any core of the last fifteen years; a wrong unit would be off by at least 1e3
         assert 1e8 < device.read_bytes_per_s < 1e12
         assert all(1e8 < rate < 1e13 for rate in device.operations_per_s.values())
         assert 0 < device.step_s < 1

@@ -266,7 +266,7 @@ def test_the_plan(tmp_path):
 
 def test_the_plan_of_a_server_is_of_the_spec_and_the_encoder(tmp_path):
     from nbflow.cli.serve_plan import model_plan, steps
-    from nbflow.planner.memory import plan_memory
+    from nbflow.planner.memory_plan import plan_memory
     from nbflow.server.config import ModelOptions
 
     (tmp_path / "own.toml").write_text('family = "gemma"\n[override]\nmax_context = 32\n')

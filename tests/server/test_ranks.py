@@ -13,7 +13,7 @@ from mpirun import MPIRUN
 from server_process import CONFIG, Server, eventually
 
 import nbflow
-from nbflow.planner import Device, Link, Machine, written_machine
+from nbflow.planner import Device, Link, Machine, machine_toml
 
 FAILING = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "failing_server.py"))
 PROMPT = [30, 40, 50]
@@ -87,7 +87,7 @@ def test_mpi(offline, tmp_path, partition, n):
     """By tensor; and where an exchange takes long, the planner takes replicas for throughput."""
     device = Device("d", 1e9, 1e9, {"f32": 1e12})
     slow = Machine("slow", (device,) * 2, 2, {"host": Link(1.0, 1e6)})
-    (tmp_path / "slow.toml").write_text(written_machine(slow))
+    (tmp_path / "slow.toml").write_text(machine_toml(slow))
     program = (sys.executable, "-m", "nbflow", "launch", "-n", "2", "serve")
     config = drafted(partition)
     if partition == "auto":

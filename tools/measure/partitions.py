@@ -27,15 +27,15 @@ import nbflow
 from nbflow.benchmark.measure_machine import measure_machine, measure_ranks
 from nbflow.benchmark.timing import time_both
 from nbflow.cli.options import numbers
-from nbflow.distributed import Alone, Comm, world
+from nbflow.distributed import Comm, SelfComm, world
 from nbflow.planner import (
     Machine,
     RunConfig,
     Workload,
     candidates,
+    machine_toml,
     planned_model,
     predict,
-    written_machine,
 )
 from nbflow_kernels.cpu.thread_pool import available_cores
 
@@ -83,7 +83,7 @@ def main() -> None:
     arguments, comm, started = parse(), world(), time.monotonic()
     several: Machine = comm.bcast_object(measure_machine(nbflow.load, arguments.ranks))
     one: Machine = comm.bcast_object(
-        measure_ranks(nbflow.load, Alone()) if comm.rank == 0 else None
+        measure_ranks(nbflow.load, SelfComm()) if comm.rank == 0 else None
     )
     out = Output(arguments, several, one) if comm.rank == 0 else None
     if arguments.again:
@@ -123,7 +123,7 @@ def run(
 ) -> None:
     """Load the model as a case says, and measure each batch; every rank calls it."""
     started = time.monotonic()
-    options: dict[str, Any] = {"comm": Alone()} if case.alone else {}
+    options: dict[str, Any] = {"comm": SelfComm()} if case.alone else {}
     takes_part = comm.rank == 0 or not case.alone
     model = None
     if takes_part:
@@ -174,8 +174,8 @@ class Output:
         self._rows: list[dict[str, Any]] = []
         self._folder: Path = arguments.folder
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "machine.toml").write_text(written_machine(machine))
-        (self._folder / "one_process.toml").write_text(written_machine(one))
+        (self._folder / "machine.toml").write_text(machine_toml(machine))
+        (self._folder / "one_process.toml").write_text(machine_toml(one))
         self._head = (
             f"# Partitions of {Path(arguments.model).stem}\n\n"
             f"{self._model.spec.n_parameters / 1e6:,.0f}e6 parameters, weights "

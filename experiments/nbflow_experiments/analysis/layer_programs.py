@@ -100,7 +100,7 @@ class Stage:
     ) -> Stage:
         """Return a stage with the checkpoint's weights in float32."""
         weights = WeightLoader(program, checkpoint.file, "f32", joined=False)
-        weights.settle(HOST)
+        weights.finalize(HOST)
         return cls(program, weights, tables=tables)
 
     @property
@@ -146,12 +146,12 @@ class Stage:
             for op, exact in zip(self.program.ops, self._exact, strict=True)
         ]
         self._replaced = wanted
-        self._executor.bind_anew()
+        self._executor.release_bindings()
 
     def observe(self, observer: Callable[[CpuExecutor], Observer] | None) -> None:
         """Have an observer called before each op with weights; it is made for the executor."""
         self._executor.observe = None if observer is None else observer(self._executor)
-        self._executor.bind_anew()
+        self._executor.release_bindings()
 
     def run(self, step: Step, x: Floats | None = None) -> Floats:
         """Run the stage once from an empty cache.
@@ -171,7 +171,7 @@ class Stage:
         """
         self._storage.ensure(int(step.pages.kv_indices.max()) + 1)
         if x is not None:
-            self._executor.given = x
+            self._executor.external_rows = x
         self._executor.run(step)
         return self._executor.buffer(self._out, len(step.ids)).copy()
 

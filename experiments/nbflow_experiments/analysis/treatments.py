@@ -15,7 +15,7 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.conversion.importance_names import gguf_names_of, with_our_names
-from nbflow.program.read_operand import quantized_pieces, read_part
+from nbflow.program.read_operand import read_operand, read_quantized_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.importance import read_importance
 from nbflow.spec import resolve
@@ -64,7 +64,7 @@ class Checkpoint:
 
     def matrix(self, name: str) -> NDArray[np.float32]:
         """Return a tensor of the model as float32, rows first."""
-        return np.ascontiguousarray(read_part(self.spec, self.file, Operand(name)), np.float32)
+        return np.ascontiguousarray(read_operand(self.spec, self.file, Operand(name)), np.float32)
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,6 @@ class Stored:
         other = self._other
         dtype = other.file.dtype(other.spec.tensor_layout(name).name)
         if dtype not in ITEM_BYTES:
-            pieces = quantized_pieces(other.spec, other.file, Operand(name))
+            pieces = read_quantized_operand(other.spec, other.file, Operand(name))
             return QuantTensor.concatenate(pieces)
         return nk.quantize(other.matrix(name), dtype if dtype in ("f16", "bf16") else "f32")

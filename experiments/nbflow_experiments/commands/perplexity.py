@@ -16,7 +16,7 @@ from typing import Any
 
 import nbflow
 from nbflow.cli.options import add_model_arguments, load_model, speaks
-from nbflow.distributed import Alone
+from nbflow.distributed import SelfComm
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.estimates import estimate_perplexity
 from nbflow_experiments.scoring.greedy_divergence import Parting, parting
@@ -145,7 +145,7 @@ def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM
         else {}
     )
     options = {**REFERENCE, **same, "threads": arguments.threads, **changes}
-    return nbflow.load(name, comm=Alone(), **options)
+    return nbflow.load(name, comm=SelfComm(), **options)
 
 
 def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.LLM | None:

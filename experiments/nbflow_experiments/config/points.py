@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ _LENGTHS = (
 )
 LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
 """Points that agree in these can use one loaded model."""
-OUTLIER_BITS = 64
-"""Bits of an outlier that is stored outside the format."""
 QUALITY_SETTINGS = (*LOAD_SETTINGS, *_EVALUATION)
 """Points that agree in these have the same errors: the batch and the lengths do not matter."""
 
@@ -194,22 +191,14 @@ def check_world(points: Iterable[Point], size: int) -> None:
             )
 
 
-def estimate_bytes(point: Point, identity: backend.ModelIdentity) -> dict[str, int]:
-    """Return the bytes of weights and of key/value cache that a point needs, all ranks together.
+def estimate_bytes(point: Point) -> dict[str, int]:
+    """Return the bytes of weights and KV cache of a point, as the planner counts them.
 
-    Weights of the quantized matrices count with the format's bits, the other tensors with the bytes
-    they have in the checkpoint; copies that several ranks hold are counted once.
+    All ranks together; copies that several ranks hold count once.
     """
-    bits = backend.bits_per_weight(str(point.config["weights"]))
-    bits += OUTLIER_BITS * float(point.config["outliers"])
-    weights = 0.0
-    for name, shape in identity.shapes.items():
-        if backend.is_quantized(name, shape):
-            weights += math.prod(shape) * bits / 8
-        else:
-            weights += identity.stored_bytes[name]
-    tokens = int(point.config["batch"]) * (
-        int(point.config["prompt"]) + int(point.config["decode"])
+    config = point.config
+    weights, kv_token = backend.model_bytes(
+        str(config["model"]), str(config["weights"]), float(config["outliers"]), str(config["kv"])
     )
-    cache = tokens * identity.kv_width * backend.kv_bits(str(point.config["kv"])) / 8
-    return {"weight_bytes": round(weights), "kv_bytes": round(cache)}
+    tokens = int(config["batch"]) * (int(config["prompt"]) + int(config["decode"]))
+    return {"weight_bytes": weights, "kv_bytes": tokens * kv_token}

@@ -54,7 +54,7 @@ def write_reference(path: Path, model: str, windows: np.ndarray, first: int, thr
         partition=PARTITION,
         max_context=0,
         threads=threads,
-        comm=backend.Alone(),
+        comm=backend.SelfComm(),
     )
     facts = {"model": model, "weights": WEIGHTS, "kv": KV, "eval_context": first}
     try:

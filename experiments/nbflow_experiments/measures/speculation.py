@@ -72,7 +72,7 @@ def proposer(context: Context) -> Iterator[Any]:
         model, weights = text, "f32"
     loaded = backend.load(
         model, weights=weights.lower(), kv="f16", partition="0", max_context=0,
-        threads=context.number("threads"), comm=backend.Alone(),
+        threads=context.number("threads"), comm=backend.SelfComm(),
     )  # fmt: skip
     try:
         yield loaded

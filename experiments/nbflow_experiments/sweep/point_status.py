@@ -16,11 +16,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nbflow_experiments import backend
-from nbflow_experiments.config.points import OUTLIER_BITS, Point
+from nbflow_experiments.config.points import Point
 from nbflow_experiments.measures import Outcome
 from nbflow_experiments.store import provenance
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION
 from nbflow_experiments.sweep.rank_barrier import StepFailed
+
+OUTLIER_BITS = 64
+"""Bits of an outlier that is stored outside the format."""
 
 
 def new_result(point: Point, launch: str, attempt: int) -> dict[str, Any]:

@@ -391,8 +391,7 @@ def _print_points(options: SweepOptions, size: int) -> int:
     sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     check_world(points, size)
-    identities = {p.config["model"]: backend.identify(str(p.config["model"])) for p in points}
-    estimates = [estimate_bytes(p, identities[p.config["model"]]) for p in points]
+    estimates = [estimate_bytes(p) for p in points]
     print_points(points, sweep.factors, estimates)
     print(f"{len(points)} points, {sweep.excluded} excluded; measures: {', '.join(sweep.measures)}")
     largest = max((e["weight_bytes"] + e["kv_bytes"] for e in estimates), default=0)
@@ -403,7 +402,11 @@ def _print_points(options: SweepOptions, size: int) -> int:
         references = {
             (p.config["model"], p.dataset_digest, p.key(_EVALUATION)): p for p in points
         }.values()
-        size_bytes = sum(_reference_bytes(p, identities[p.config["model"]]) for p in references)
+        models = {str(p.config["model"]) for p in references}
+        identities = {model: backend.identify(model) for model in models}
+        size_bytes = sum(
+            _reference_bytes(p, identities[str(p.config["model"])]) for p in references
+        )
         print(f"logits of the reference: about {size_bytes / 1e6:.1f} MB on disk")
     print(options.out.absolute() / sweep.name)
     return 0

@@ -31,7 +31,7 @@ from nbflow.calibration.allocation.divergence import Probe
 from nbflow.calibration.allocation.knapsack import solve
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.conversion.importance_names import known_inputs
-from nbflow.program.read_operand import read_part
+from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
@@ -266,7 +266,7 @@ def _errors(
     lost, whole = dict.fromkeys(formats, 0.0), 0.0
     for first in range(0, n_rows, ROWS):
         part = Operand(name, rows=(first, min(first + ROWS, n_rows)))
-        rows = read_part(spec, file, part).astype(np.float32)
+        rows = read_operand(spec, file, part).astype(np.float32)
         whole += float(output_errors(rows.astype(np.float64), wide).sum())
         for format in formats:
             found = nk.dequantize(encoding.encode(name, rows, format)).astype(np.float64)

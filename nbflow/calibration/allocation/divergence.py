@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.distributed import Alone
+from nbflow.distributed import SelfComm
 from nbflow_kernels.errors import UsageError
 
 
@@ -83,7 +83,7 @@ class Probe:
             return self._compared([_logits(model, w) for w in self.windows])
 
     def _load(self, **changes: Any) -> nbflow.LLM:
-        return nbflow.load(self._model, comm=Alone(), **{**self._options, **changes})
+        return nbflow.load(self._model, comm=SelfComm(), **{**self._options, **changes})
 
     def _compared(self, logits: list[NDArray[np.float32]]) -> Divergence:
         divergences, losses = [], []

@@ -29,9 +29,9 @@ from nbflow.planner import (
     compare,
     known_machines,
     load_machine,
+    machine_toml,
     planned_model,
     with_shares,
-    written_machine,
 )
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -143,7 +143,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     machine = measure_machine(load, arguments.ranks, formats=formats)
     if machine is None:  # another rank writes
         return 0
-    text = written_machine(machine)
+    text = machine_toml(machine)
     if arguments.output is None:
         print(text, end="")
     else:
@@ -185,7 +185,7 @@ def _print(model: PlannedModel, machine: Machine, plans: Plans, detailed: bool) 
     for workload, predictions, _ in plans:
         print(
             f"\nbatch {workload.batch}: prompts of {workload.prompt} tokens, {workload.generate} "
-            f"generated, cache for {workload.room}"
+            f"generated, cache for {workload.kv_tokens}"
         )
         _print_table(predictions)
     for partition, reason in plans[0][2].items():

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
-from nbflow.program.read_operand import read_part
+from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
 from nbflow.quantization.transforms.transform import ChannelScale, Map, WeightTransform
@@ -53,7 +53,7 @@ class _Search:
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Return a tensor as float32."""
-        return read_part(self.spec, self.file, Operand(name)).astype(np.float32)
+        return read_operand(self.spec, self.file, Operand(name)).astype(np.float32)
 
     def scales(
         self, names: Sequence[str], shared: NDArray[np.intp] | None = None

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
-from nbflow.program.read_operand import read_part
+from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
 from nbflow.quantization.transforms.transform import (
@@ -123,5 +123,5 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
 
 def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:
     """Return what a norm multiplies with."""
-    stored = read_part(spec, file, Operand(f"{norm}.weight")).reshape(-1)
+    stored = read_operand(spec, file, Operand(f"{norm}.weight")).reshape(-1)
     return stored.astype(np.float64) + spec.norm_offset

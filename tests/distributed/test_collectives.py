@@ -1,4 +1,4 @@
-"""Exchanges: rounded sums, waiting without work, GPUs where there are none."""
+"""Collectives: q8 all-reduce, idle waiting, and device transports without GPUs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 import pytest
 from mpirun import MPIRUN, mpirun
 
-from nbflow.distributed import Alone
+from nbflow.distributed import SelfComm
 from nbflow.distributed.comm import Comm
-from nbflow.distributed.links import Facts, choose
+from nbflow.distributed.device_comms import RankCapabilities, choose_transport
 from nbflow.distributed.mpi_cuda_aware import cuda_aware
-from nbflow.distributed.nccl import Nccl, has_nccl
+from nbflow.distributed.nccl import NcclComm, has_nccl
 from nbflow.distributed.quantized_all_reduce import q8_pack, q8_packed_bytes, q8_unpack
-from nbflow.distributed.thread_ranks import RankFailure, RankTeam
+from nbflow.distributed.thread_ranks import RankFailure, ThreadRanks
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 100])
-def test_bytes_are_as_near_as_they_say(size):
+def test_q8_error_is_within_its_bound(size):
     x = np.random.default_rng(size).standard_normal(size).astype(np.float32) * 10
     packed = q8_pack(x)
     assert packed.nbytes == q8_packed_bytes(size)
     back = q8_unpack(packed, size)
     for start in range(0, size, 32):
         block = slice(start, start + 32)
-        # half a step of 1/127 of the largest, and the float32 rounding of code times scale
+        # half a step of max / 127, and the float32 rounding of code * scale
         limit = np.abs(x[block]).max() * (0.5 / 127 + 2**-22)
         assert np.abs(back[block] - x[block]).max() <= limit
     assert (q8_unpack(q8_pack(np.zeros(size, np.float32)), size) == 0).all()
 
 
-def test_bytes_are_those_of_numpy():
+def test_q8_codes_agree_with_numpy():
     x = np.random.default_rng(0).standard_normal(32 * 50 + 7).astype(np.float32)
     blocks = np.zeros((51, 32), np.float32)
     blocks.reshape(-1)[: x.size] = x
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_numpy():
     np.testing.assert_array_equal(q8_unpack(q8_pack(x), x.size), rounded)
 
 
-def test_bytes_do_not_hide_what_is_not_finite():
+def test_q8_keeps_nan_and_infinity():
     x = np.ones(64, np.float32)
     x[3], x[40] = np.nan, np.inf
     back = q8_unpack(q8_pack(x), 64)
@@ -54,9 +54,9 @@ def test_bytes_do_not_hide_what_is_not_finite():
     assert not np.isfinite(back[40])
 
 
-def test_rounded_sums_are_the_same_on_every_rank():
+def test_q8_sums_are_equal_on_all_ranks():
     parts = np.random.default_rng(1).standard_normal((3, 5, 64)).astype(np.float32)
-    team = RankTeam(3)
+    team = ThreadRanks(3)
 
     def run(comm: Comm):
         mine = parts[comm.rank].copy()
@@ -70,15 +70,15 @@ def test_rounded_sums_are_the_same_on_every_rank():
     for total, sent, error in results:
         np.testing.assert_array_equal(total, results[0][0])
         assert sent == 2 * q8_packed_bytes(5 * 64) < 2 * 5 * 64 * 4
-        # uniform within a step of max/127: max/127/sqrt(12), max about 2.2 of 32 normal numbers
+        # uniform error in a step of max/127: max/127/sqrt(12), with max of about 2.2 sigma
         assert 0.003 < error < 0.008
     exact = parts.sum(axis=0)
     assert np.abs(results[0][0] - exact).max() < 3 * 0.5 / 127 * np.abs(parts).max()
 
 
-def test_a_rank_that_stands_still_is_given_up(monkeypatch):
+def test_waiting_for_a_hanging_rank_times_out(monkeypatch):
     monkeypatch.setenv("NBFLOW_HANG_S", "0.1")
-    team = RankTeam(2)
+    team = ThreadRanks(2)
 
     def run(comm: Comm):
         if comm.rank == 1:
@@ -87,7 +87,7 @@ def test_a_rank_that_stands_still_is_given_up(monkeypatch):
             comm.Recv(np.empty(1, np.float32), 1)
 
     try:
-        with pytest.raises(RankFailure, match=r"rank 0 has waited for rank 1 of its 2 for 0.3 s"):
+        with pytest.raises(RankFailure, match=r"rank 0 has waited for rank 1 of 2 for 0.3 s"):
             team.run(run)
     finally:
         team.close()
@@ -95,8 +95,8 @@ def test_a_rank_that_stands_still_is_given_up(monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
-def test_ranks_that_wait_do_not_work():
-    """Two ranks wait for one: their processor time is next to none, whatever the cores."""
+def test_waiting_ranks_use_no_cpu_time():
+    """Two ranks wait for one with almost no CPU time, whatever the number of cores."""
     code = (
         "import time\n"
         "from nbflow.distributed import world\n"
@@ -118,7 +118,7 @@ def test_ranks_that_wait_do_not_work():
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_large_messages_move_while_their_sender_computes():
-    """The receiver has them before the sender calls MPI again; the order is kept."""
+    """Messages arrive in order before the sender calls MPI again."""
     code = (
         "import time\n"
         "import numpy as np\n"
@@ -152,7 +152,7 @@ def test_large_messages_move_while_their_sender_computes():
 # ---- GPUs -------------------------------------------------------------------------------------
 
 
-def test_whether_mpi_takes_device_arrays_is_asked():
+def test_cuda_support_of_mpi_is_queried():
     assert cuda_aware() in (False, True)
     code = (
         "import sys; sys.modules['mpi4py'] = None\n"
@@ -165,46 +165,46 @@ def test_whether_mpi_takes_device_arrays_is_asked():
 def test_nccl_needs_cupy_and_nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cuda12\]'"):
-        Nccl(Alone())
+        NcclComm(SelfComm())
     stand_in(monkeypatch, available=False)
     with pytest.raises(MissingExtraError, match="nvidia-nccl-cu12"):
-        Nccl(Alone())
+        NcclComm(SelfComm())
     assert not has_nccl()
     stand_in(monkeypatch)
     assert has_nccl()
 
 
-def test_the_way_between_devices_is_one_that_all_ranks_can_go(monkeypatch):
-    gpus = [Facts("a", str(i), nccl=True, mpi=True) for i in range(2)]
-    gpus.append(Facts("b", "0", nccl=True, mpi=True))  # the same number on another host
-    assert choose(gpus) == "nccl"
-    assert choose([*gpus, gpus[0]]) == "mpi"  # NCCL refuses two ranks on one device
-    assert choose([*gpus, Facts("b", "1", nccl=False, mpi=True)]) == "mpi"
-    assert choose([*gpus, Facts("b", "1", nccl=False, mpi=False)]) == "host"
-    assert choose([*gpus, Facts("b", None, nccl=False, mpi=False)]) == "host"
-    assert choose(gpus, "mpi") == "mpi"
+def test_all_ranks_choose_a_common_transport(monkeypatch):
+    gpus = [RankCapabilities("a", str(i), nccl=True, mpi=True) for i in range(2)]
+    gpus.append(RankCapabilities("b", "0", nccl=True, mpi=True))  # the same number on another host
+    assert choose_transport(gpus) == "nccl"
+    assert choose_transport([*gpus, gpus[0]]) == "mpi"  # NCCL refuses two ranks on one device
+    assert choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=True)]) == "mpi"
+    assert choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=False)]) == "host"
+    assert choose_transport([*gpus, RankCapabilities("b", None, nccl=False, mpi=False)]) == "host"
+    assert choose_transport(gpus, "mpi") == "mpi"
     with pytest.raises(UsageError, match="some share one"):
-        choose([gpus[0], gpus[0]], "nccl")
+        choose_transport([gpus[0], gpus[0]], "nccl")
     with pytest.raises(UsageError, match="not every rank is on a CUDA device"):
-        choose([gpus[0], Facts("b", None, nccl=True, mpi=True)], "mpi")
+        choose_transport([gpus[0], RankCapabilities("b", None, nccl=True, mpi=True)], "mpi")
     with pytest.raises(UsageError, match="did you mean 'nccl'"):
-        choose(gpus, "ncll")
+        choose_transport(gpus, "ncll")
 
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
-def test_an_mpi_that_takes_device_arrays_adds_in_the_same_order():
-    """NumPy stands for CuPy here: the library gets the arrays themselves, once they are ready."""
+def test_cuda_aware_mpi_sums_in_rank_order():
+    """NumPy replaces CuPy: MPI gets the arrays themselves, after a synchronization."""
     code = (
         "from types import SimpleNamespace as Bag\n"
         "import numpy as np\n"
         "from nbflow.distributed import world\n"
-        "from nbflow.distributed.mpi_cuda_aware import DeviceMpi\n"
+        "from nbflow.distributed.mpi_cuda_aware import CudaAwareMpiComm\n"
         "ready = []\n"
         "stream = Bag(synchronize=lambda: ready.append(1))\n"
         "cuda = Bag(get_current_stream=lambda: stream)\n"
         "host = world()\n"
-        "comm = DeviceMpi(host, Bag(cuda=cuda, empty=np.empty))\n"
+        "comm = CudaAwareMpiComm(host, Bag(cuda=cuda, empty=np.empty))\n"
         "for c in (host, comm):\n"
         "    mine = np.random.default_rng(host.rank).standard_normal(99).astype(np.float32)\n"
         "    x, y, z = mine.copy(), np.empty((3, 5), np.float32), mine[:4].copy()\n"
@@ -223,7 +223,7 @@ def test_an_mpi_that_takes_device_arrays_adds_in_the_same_order():
 
 
 def stand_in(monkeypatch, available: bool = True) -> list[tuple]:
-    """Put modules in CuPy's place that write down which calls NCCL gets."""
+    """Replace CuPy by modules that record the calls to NCCL."""
     calls: list[tuple] = []
 
     class Communicator:
@@ -251,7 +251,7 @@ def stand_in(monkeypatch, available: bool = True) -> list[tuple]:
 
 
 class DeviceArray:
-    """What NCCL's calls need to know of an array on a device."""
+    """Device array as far as NCCL calls need it."""
 
     def __init__(self, address: int, size: int, dtype: str = "float32") -> None:
         self.__cuda_array_interface__ = {"version": 3}
@@ -260,24 +260,24 @@ class DeviceArray:
         self.flags = SimpleNamespace(c_contiguous=True)
 
 
-class Three(Alone):
-    """A host communicator that says it is the second of three."""
+class Three(SelfComm):
+    """Host communicator: rank 1 of 3."""
 
     rank, size = 1, 3
 
 
 def test_nccl_gets_addresses_types_and_the_current_stream(monkeypatch):
     calls = stand_in(monkeypatch)
-    comm = Nccl(Three())
+    comm = NcclComm(Three())
     x = DeviceArray(1000, 8, "float16")
     comm.Allreduce(x)
     comm.Send(x, 2)
     comm.Recv(x, 0)
     comm.Bcast(x, 1)
-    comm._exchange(DeviceArray(0, 4), DeviceArray(100, 12), [4, 4, 4])
-    comm._exchange(DeviceArray(0, 4), DeviceArray(100, 9), [2, 4, 3])
+    comm._allgatherv(DeviceArray(0, 4), DeviceArray(100, 12), [4, 4, 4])
+    comm._allgatherv(DeviceArray(0, 4), DeviceArray(100, 9), [2, 4, 3])
     assert calls == [
-        ("init", 3, None, 1),  # the id is rank 0's to make
+        ("init", 3, None, 1),  # rank 0 makes the id
         ("allReduce", 1000, 1000, 8, 6, 0, 77),
         ("send", 1000, 8, 6, 2, 77),
         ("recv", 1000, 8, 6, 0, 77),

@@ -1,4 +1,4 @@
-"""What is planned is what an engine then takes."""
+"""Memory plans agree with the memory that engines take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 from nbflow.options import OffloadConfig
-from nbflow.planner.memory import PAGE_SIZE, plan_memory
+from nbflow.planner import planned_model
+from nbflow.planner.memory import PAGE_SIZE, model_bytes
+from nbflow.planner.memory_plan import plan_memory
 from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.errors import UsageError
 
@@ -22,7 +24,7 @@ FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Return a model whose sizes are multiples of what layouts round up to, as a real one's are."""
+    """Write a model whose sizes need no padding in any layout, like real ones."""
     folder = tmp_path_factory.mktemp("wide")
     write_llama(
         folder, n_layers=2, hidden_size=512, intermediate_size=1024, n_heads=8, n_kv_heads=4,
@@ -76,7 +78,7 @@ OTHERS = (
     ids=["as_stored", "by_layer", "int8"],
 )
 def test_every_kind_of_model_to_the_byte(name, options):
-    """Encoders, both, experts, latent attention; tables that are computed; padded small sizes."""
+    """Decoders, encoders, both, MoE, MLA; computed tables; padded small sizes."""
     options = {**options, "max_step_tokens": 64}
     plan = plan_memory(FAMILIES / name, max_sequences=3, **options)
     with nbflow.load(FAMILIES / name, threads=1, **options) as model:
@@ -84,6 +86,20 @@ def test_every_kind_of_model_to_the_byte(name, options):
     for found, planned in zip(taken, plan.ranks, strict=True):
         for key in ("weight_bytes", "kv_bytes", "workspace_bytes", "host_bytes"):
             assert found[key] == getattr(planned, key), key
+
+
+@pytest.mark.parametrize("name", ["llama31", "deepseek_v2", "t5"])
+@pytest.mark.parametrize("options", [{}, {"weights": "q4", "outliers": 0.01, "kv": "q8_0/f16"}])
+def test_bytes_of_a_model_are_those_of_its_plan(name, options):
+    plan = plan_memory(FAMILIES / name, **options)
+    found = model_bytes(
+        planned_model(FAMILIES / name, options.get("weights")),
+        options.get("kv", "f16"),
+        options.get("outliers", 0.0),
+    )
+    assert found[0] == plan.ranks[0].weight_bytes
+    if name != "t5":  # its plan includes the KV cache of the encoder's states
+        assert found[1] * plan.kv_tokens == plan.ranks[0].kv_bytes
 
 
 def test_formats_of_a_policy_lie_in_matrices_of_their_own(tmp_path):
@@ -106,7 +122,7 @@ TIED = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"encoder": "hadamard", "weights": "q8"},  # its tied head comes apart
+        {"encoder": "hadamard", "weights": "q8"},  # unties the head
         {"encoder": "hadamard+hqq", "weights": "q4", "partition": "0;1"},
         {"spec": 'family = "llama"\n[override]\nmax_context = 32\n'},
     ],
@@ -137,7 +153,7 @@ def test_an_encoder_needs_a_format_in_the_plan_too():
 
 
 def held_after_use(model, plan, name):
-    """Return what a model holds after work on as many full contexts as the plan has room for."""
+    """Fill the KV cache of the plan, then return the memory of each rank."""
     if name in ENCODERS:
         longest = (np.arange(model.spec.max_context) % 50).tolist()
         model.embed_batch([longest] * plan.max_sequences)
@@ -154,12 +170,12 @@ def held_after_use(model, plan, name):
 
 
 def test_arrays_take_what_the_counts_say(wide, monkeypatch):
-    """Allocated bytes as Python's tracing of NumPy sees them, against the plan: within 2 %."""
-    monkeypatch.setattr(huge_pages, "LEAST", 1 << 62)  # it sees NumPy's memory alone
+    """Bytes that tracemalloc sees in NumPy arrays agree with the plan within 2 %."""
+    monkeypatch.setattr(huge_pages, "LEAST", 1 << 62)  # tracemalloc sees NumPy's memory only
     options = {"weights": "q3h", "kv": "q8_0/q4_0", "max_step_tokens": 128}
     plan = plan_memory(wide, max_sequences=16, **options)
     with nbflow.load(wide, threads=1, **options) as model, engine_of(model, plan):
-        pass  # kernels are compiled
+        pass  # compiles the kernels
     gc.collect()
     tracemalloc.start()
     try:
@@ -176,7 +192,7 @@ def test_arrays_take_what_the_counts_say(wide, monkeypatch):
 
 @contextlib.contextmanager
 def engine_of(model, plan):
-    """Run an engine with the plan's limits, after it has worked on a request."""
+    """Yield an engine with the plan's limits after one request."""
     kv = plan.ranks[0].kv_bytes
     with nbflow.LLMEngine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
         engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
@@ -190,7 +206,7 @@ def test_devices_and_the_host_are_counted_apart(wide):
     plan = plan_memory(wide, **options, kv_host_percent=50, embeddings_on_host=True)
     (rank,) = plan.ranks
     assert rank.host_bytes == here.kv_bytes // 2 + 1024 * 512 * 4  # one of two layers; the table
-    assert rank.place_bytes == here.total_bytes - rank.host_bytes
+    assert rank.device_bytes == here.total_bytes - rank.host_bytes
     assert plan.host_bytes == rank.host_bytes
     assert "on the host" in str(plan)
     first = plan_memory(wide, **options, cpu_layers=1)
@@ -211,7 +227,7 @@ def test_documented_plans_for_24_gb(name, options):
     text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     for line in str(plan).splitlines()[:2]:
         assert f"    {line}\n" in text
-    assert plan.ranks[0].place_bytes + 1e9 < 24 * 2**30  # 1 GB for what is not planned
+    assert plan.ranks[0].device_bytes + 1e9 < 24 * 2**30  # 1 GB for unplanned memory
 
 
 def test_the_table_says_what_changes_nothing(wide):

@@ -1,0 +1,260 @@
+"""Memory plan: bytes that a model takes on each rank, before any weight is read.
+
+Not counted are the interpreter, libraries and compiled kernels (some 200 MB per process), block
+tables and index arrays of a step, and scratch of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from nbflow.distributed import make_plan, split_replicas, world
+from nbflow.distributed.device import is_host, split_host_layers
+from nbflow.distributed.plan import RankPlan
+from nbflow.kv_cache.block_table import grown
+from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
+from nbflow.planner.auto_partition import Measure, choose_partition
+from nbflow.planner.memory import PAGE_SIZE, buffer_bytes, weight_bytes
+from nbflow.planner.planned_model import PlannedModel, planned_model
+from nbflow.planner.stage_cost import RunConfig
+from nbflow.program import build, build_cross_kv, fuse
+from nbflow.program.cost import kv_token_bytes
+from nbflow.program.partition import partition as shard
+from nbflow.program.records import Program
+from nbflow.utils.system import available_memory_bytes
+from nbflow.utils.tables import text_table
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    host_bytes: int = 0
+    """Weights and KV cache that a device rank keeps in host memory."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights, KV cache and buffers."""
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes in the memory of its device; for a CPU rank, the host's."""
+        return self.total_bytes - self.host_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of a model by rank."""
+
+    partition: str
+    """Partition string."""
+    ranks: tuple[RankMemory, ...]
+    devices: tuple[str, ...]
+    """Device of each rank."""
+    max_sequences: int
+    """Requests that run at once, per replica."""
+    kv_tokens: int
+    """Tokens that the KV cache holds."""
+    available_bytes: int
+    """Memory that is available on this machine."""
+    note: str
+    """Options that have no effect here; empty for none."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks."""
+        return sum(
+            r.total_bytes if device == "cpu" else r.host_bytes
+            for r, device in zip(self.ranks, self.devices, strict=True)
+        )
+
+    def __str__(self) -> str:
+        """Return the plan as a table in MB."""
+        on_devices = any(device != "cpu" for device in self.devices)
+        columns = ["rank", "weights", "KV", "workspace", "total"]
+        if on_devices:
+            columns += ["device", "on it", "on the host"]
+        rows = []
+        for r, device in zip(self.ranks, self.devices, strict=True):
+            sizes = [r.weight_bytes, r.kv_bytes, r.workspace_bytes, r.total_bytes]
+            row = [str(r.rank), *map(_megabytes, sizes)]
+            if on_devices:
+                on_device = 0 if device == "cpu" else r.device_bytes
+                row += [device, *map(_megabytes, (on_device, r.total_bytes - on_device))]
+            rows.append(row)
+        lines = [text_table(columns, rows)]
+        total = sum(r.total_bytes for r in self.ranks)
+        host = f", of that on the host {_megabytes(self.host_bytes)} MB" if on_devices else ""
+        lines.append(
+            f"in MB; partition {self.partition!r}; KV for {self.kv_tokens:,} tokens, at most "
+            f"{self.max_sequences} requests at once; all ranks {_megabytes(total)} MB{host}, "
+            f"available on this machine {_megabytes(self.available_bytes)} MB"
+        )
+        if self.host_bytes > self.available_bytes:
+            lines.append("this does not fit if all ranks share this machine")
+        return "\n".join(lines + ([f"note: {self.note}"] if self.note else []))
+
+
+def _megabytes(n: int) -> str:
+    return f"{n / 1e6:,.1f}"
+
+
+def plan_memory(
+    model: str | Path,
+    options: LoadOptions | None = None,
+    *,
+    max_sequences: int = 1,
+    kv_bytes: int | None = None,
+    measure: Measure | None = None,
+    **changes: Any,
+) -> MemoryPlan:
+    """Return the memory that a model takes on each rank, from its header alone.
+
+    Parameters
+    ----------
+    model : str or Path
+        As for `nbflow.load`, or a ``config.json`` alone.
+    options, **changes
+        As for `nbflow.load`.  Devices need not exist; partition "auto" is chosen for the ranks that
+        mpirun has started.
+    measure
+        As for `nbflow.planner.choose_partition`.
+    max_sequences, kv_bytes
+        As for `nbflow.LLMEngine`; by default the cache holds `max_sequences` full contexts.  For an
+        encoder: texts as long as its context, as many as fit into a step.
+
+    Examples
+    --------
+    >>> plan = plan_memory("tiny_python", weights="q4", max_sequences=2)
+    >>> plan.kv_tokens, len(plan.ranks)
+    (1024, 1)
+    """
+    given = (options or LoadOptions()).replaced(changes)
+    weights, exchange = cast(str | None, given.weights), given.exchange
+    planned = planned_model(model, weights, given.spec).shortened(given.max_context)
+    planned = planned.encoded_by(given.encoder)
+    partition = given.partition
+    if partition == "auto":
+        config = RunConfig(kv=given.kv, activations=given.activations, exchange=exchange)
+        partition = choose_partition(
+            planned, world(), given.optimize, given.machine, config, measure
+        )
+    partition, device = split_host_layers(given, planned.spec.n_layers, partition, given.device)
+    replicas = split_replicas(partition)
+    plans = [make_plan(planned.spec, part, planned.block_size, exchange) for part in replicas]
+    held = [rank for plan in plans for rank in plan.ranks]
+    devices = _devices(device, len(held))
+    sequences = min(max_sequences, given.max_step_tokens, MAX_SEQUENCES)
+    memory = _ModelMemory(planned, given, sequences)
+    if kv_bytes is not None:
+        memory.pages = min(kv_bytes // memory.page_bytes(r) for r in held)
+    encoders: list[RankPlan] = []
+    if planned.spec.encoder is not None:
+        encoder_plans = [
+            make_plan(planned.spec.encoder, part, planned.block_size) for part in replicas
+        ]
+        encoders = [rank for plan in encoder_plans for rank in plan.ranks]
+    ranks = []
+    for index, (rank, on) in enumerate(zip(held, devices, strict=True)):
+        offload = OffloadConfig() if on == "cpu" else given.offload
+        parts = [memory.rank(rank, on, offload)]
+        if encoders:
+            parts += memory.encoded(rank, encoders[index], on, offload)
+        sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
+        ranks.append(RankMemory(rank.rank, *sums))
+    note = given.unused_note if is_host(given.device) else ""
+    tokens = memory.pages * PAGE_SIZE
+    return MemoryPlan(
+        partition, tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note
+    )  # fmt: skip
+
+
+def _devices(device: str, n_ranks: int) -> tuple[str, ...]:
+    """Return the device of each rank: "cpu", or the name of a device."""
+    names = [name.strip().replace("auto", "cpu") for name in device.split(",")]
+    if len(names) not in (1, n_ranks):
+        raise UsageError(
+            f"device={device!r} names {len(names)} devices for {n_ranks} ranks; give one for all, "
+            "or one for each"
+        )
+    return tuple(names * n_ranks if len(names) == 1 else names)
+
+
+Sizes = tuple[int, int, int, int]
+"""Bytes of weights, KV cache and buffers, and the part of the first two in host memory."""
+
+
+class _ModelMemory:
+    """Memory of a model with its load options."""
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        options: LoadOptions,
+        sequences: int,
+    ) -> None:
+        self._model, self._options, self._sequences = model, options, sequences
+        max_step_tokens = options.max_step_tokens
+        context = model.spec.max_context
+        if model.spec.causal:
+            self._rows = max_step_tokens, sequences, sequences
+            self.pages = sequences * -(-context // PAGE_SIZE)
+        else:  # texts stay whole, and embeddings need all hidden states
+            texts = self._texts_per_step(model, max_step_tokens)
+            self._rows = texts * context, texts * context, 0
+            self.pages = grown(texts * -(-context // PAGE_SIZE))
+
+    def page_bytes(self, rank: RankPlan) -> int:
+        """Return the bytes of a KV page over all layers of a rank."""
+        return self._page_bytes(shard(build(self._model.spec), rank))
+
+    def rank(self, rank: RankPlan, device: str, offload: OffloadConfig) -> Sizes:
+        """Return the bytes of a rank's shard of the model itself."""
+        program = fuse(shard(build(self._model.spec), rank))
+        return self._sizes(program, self._model, self.pages, self._rows, device, offload)
+
+    def encoded(
+        self, rank: RankPlan, encoder: RankPlan, device: str, offload: OffloadConfig
+    ) -> list[Sizes]:
+        """Return the bytes of a rank's shard of the encoder, and of its cross-attention."""
+        model = self._model.encoder
+        assert model is not None
+        context = model.spec.max_context
+        encoder_memory = _ModelMemory(model, self._options, self._sequences)
+        program = fuse(shard(build_cross_kv(self._model.spec), rank))
+        pages = grown(self._sequences * -(-context // PAGE_SIZE))
+        rows = self._texts_per_step(model, self._options.max_step_tokens) * context, 0, 0
+        kept = self._sizes(program, self._model, pages, rows, device, offload)
+        return [encoder_memory.rank(encoder, device, offload), kept]
+
+    def _texts_per_step(self, model: PlannedModel, max_tokens: int) -> int:
+        """Return the number of texts of full length in a step, at least one."""
+        return max(1, min(self._sequences, max_tokens // model.spec.max_context))
+
+    def _page_bytes(self, program: Program) -> int:
+        return PAGE_SIZE * len(program.layers) * kv_token_bytes(program, self._options.kv)
+
+    def _sizes(
+        self,
+        program: Program,
+        model: PlannedModel,
+        pages: int,
+        rows: tuple[int, int, int],
+        device: str,
+        offload: OffloadConfig,
+    ) -> Sizes:
+        weights = weight_bytes(program, model, device != "cpu", self._options.outliers)
+        kv = pages * self._page_bytes(program)
+        n_layers = len(program.layers)
+        host = kv * offload.host_layers(n_layers) // n_layers if n_layers else 0
+        host += weights.table_bytes if offload.embeddings_on_host else 0
+        buffers = buffer_bytes(program, model, self._options.activations, *rows, device != "cpu")
+        return weights.n_bytes, kv, buffers, host
