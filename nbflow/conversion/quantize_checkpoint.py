@@ -23,8 +23,12 @@ from nbflow.quantization.policy import WeightFormats
 from nbflow.quantization.transforms import Prepared, check_encoder, prepare
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
+from nbflow.utils.atomic_write import (
+    check_output,
+    replace_atomically,
+    replace_folder_atomically,
+)
 from nbflow.utils.json_file import read_object
-from nbflow.utils.output_file import check_output, new_file, new_folder
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING
 
@@ -172,7 +176,7 @@ def _write_gguf(task: _Task) -> WrittenCheckpoint:
     notes += [*more, *twice_note(tensors)]
     _check_output(task)
     if not task.dry_run:
-        with new_file(out) as stream:
+        with replace_atomically(out) as temporary, temporary.open("wb") as stream:
             write_gguf(stream, metadata, tensors, task.prepared.encoding)
     return WrittenCheckpoint(out, "gguf", tuple(tensors), tuple(notes))
 
@@ -206,14 +210,14 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
         return done
     encoding = task.prepared.encoding
     if is_file:
-        with new_file(out) as stream:
+        with replace_atomically(out) as temporary, temporary.open("wb") as stream:
             write_safetensors(stream, tensors, encoding)
         return done
-    with new_folder(out) as folder:
+    with replace_folder_atomically(out) as folder:
         for original in beside:
             shutil.copyfile(original, folder / original.name)
         _change_config(folder / "config.json", unties)
-        with new_file(folder / _WEIGHTS) as stream:
+        with (folder / _WEIGHTS).open("wb") as stream:
             write_safetensors(stream, tensors, encoding)
     return done
 

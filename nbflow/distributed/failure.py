@@ -22,7 +22,7 @@ import traceback
 from types import TracebackType
 
 from nbflow.distributed.launch import launched_as
-from nbflow.utils.rank_status import WAITING, Status, hang_seconds, status
+from nbflow.utils.rank_status import WAITING, RankStatus, hang_seconds, status
 
 FORWARD_S = 2.0
 """Pause after a report: launchers drop what still lies in their pipes when a rank ends badly."""
@@ -58,10 +58,10 @@ def stop_all(text: str) -> None:
     """
     from mpi4py import MPI
 
-    place = status.place()
+    activity = status.activity
     status.failed()  # the pause is not a hang
     world = MPI.COMM_WORLD
-    where = f"nbflow: rank {world.rank} of {world.size} failed {place} (see above)"
+    where = f"nbflow: rank {world.rank} of {world.size} failed {activity} (see above)"
     sys.stdout.flush()
     sys.stderr.write(f"{text}{where}; stopping all ranks\n")  # one write, or ranks mix lines
     sys.stderr.flush()
@@ -80,14 +80,14 @@ def _excepthook(
     sys.__excepthook__(kind, error, trace)
 
 
-def _watch(status: Status, limit: float, rank: int, size: int) -> None:
+def _watch(status: RankStatus, limit: float, rank: int, size: int) -> None:
     """Poll until the rank hangs; then report it and end all ranks."""
     found, n_found = "", 0
     while n_found < 2:  # a process that was suspended may give a sign of life before the second
         time.sleep(min(MOST_POLL_S, limit / 20))
         found = status.overdue(limit)
         n_found = n_found + 1 if found else 0
-    if status.place().state == WAITING:  # as others do: the lowest rank reports, and ends them
+    if status.activity.state == WAITING:  # as others do: the lowest rank reports, and ends them
         time.sleep(rank * (FORWARD_S + MOST_POLL_S))
     needed = status.is_needed
     others = "stopping all ranks" if needed else "the other replicas continue"

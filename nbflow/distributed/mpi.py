@@ -99,7 +99,7 @@ class Mpi(Comm):
             if waited < 2e-3:
                 os.sched_yield()
             else:
-                status.beat()
+                status.heartbeat()
                 time.sleep(5e-5 if waited < 0.5 else 2e-3)
 
     def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class Mpi(Comm):
                 self._drop_received()
                 if len(self._posted) < MOST_POSTED:
                     break
-            status.beat()
+            status.heartbeat()
             time.sleep(PUSH_S)
         kept = array.copy()
         with self._lock:

@@ -115,7 +115,7 @@ class WeightLoader:
                 return None
             if id(operand) in moved:
                 return moved[id(operand)][1]
-            status.beat()
+            status.heartbeat()
             looked_up = id(operand) in tables
             stays = embeddings_on_host and looked_up and id(operand) not in others
             where = far if stays else place

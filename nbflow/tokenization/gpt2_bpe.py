@@ -10,7 +10,7 @@ from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.pre_tokenizers import PRE_TOKENIZERS
 from nbflow.tokenization.special_tokens import MAX_VOCABULARY, SpecialIds
 from nbflow.tokenization.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_text
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
@@ -64,15 +64,7 @@ def from_file(path: Path) -> HfTokenizer:
 
 def _merges(path: Path) -> list[tuple[str, str]]:
     """Return the merges, one pair a line after a comment."""
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(f"{path}: may have at most {_MAX_FILE_BYTES} bytes, got {file.size}")
-        lines = file.read(0, file.size).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    finally:
-        file.close()
+    lines = read_text(path, _MAX_FILE_BYTES, "a list of merges").split("\n")
     merges = []
     for number, line in enumerate(lines, 1):
         pair = line.rstrip("\r").split(" ")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nbflow.tokenization.sentencepiece_bpe import score_bpe
 from nbflow.tokenization.tokenizer import Tokenizer, check_text, encode_runs
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_file
 from nbflow_kernels.errors import UsageError
 
 BOS, EOS = 1, 2
@@ -179,15 +179,7 @@ def read_pieces(path: Path) -> tuple[list[bytes], list[float]]:
     UsageError
         If the file is truncated, too large, or a length or score makes no sense.
     """
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(
-                f"{path}: a llama2.c tokenizer has at most {_MAX_FILE_BYTES} bytes, got {file.size}"
-            )
-        data = file.read(0, file.size)
-    finally:
-        file.close()
+    data = read_file(path, _MAX_FILE_BYTES, "a llama2.c tokenizer")
     longest = int.from_bytes(data[:4], "little")
     if len(data) < 4 or not 1 <= longest <= _MAX_PIECE_BYTES:
         raise UsageError(

@@ -14,7 +14,7 @@ from nbflow.tokenization.sentencepiece_proto import read_spaces
 from nbflow.tokenization.special_tokens import SpecialIds, special_ids
 from nbflow.tokenization.tokenizer import encode_runs
 from nbflow.tokenization.tokenizer_config import AddedToken, TokenizerConfig, read_tokenizer_config
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_file
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 _MAX_FILE_BYTES = 1 << 28
@@ -166,16 +166,7 @@ def load_processor(model: bytes, where: str) -> Any:
 
 def read_model(path: Path) -> bytes:
     """Return the bytes of a SentencePiece file."""
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(
-                f"{path}: a SentencePiece model may have at most {_MAX_FILE_BYTES} bytes, "
-                f"got {file.size}"
-            )
-        return file.read(0, file.size)
-    finally:
-        file.close()
+    return read_file(path, _MAX_FILE_BYTES, "a SentencePiece model")
 
 
 def from_file(path: Path) -> SpTokenizer:

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbflow.tokenization.special_tokens import MAX_VOCABULARY
 from nbflow.tokenization.tokenizer import is_valid
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_text
 from nbflow.utils.json_file import read_object
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
@@ -166,16 +166,5 @@ def _templates(folder: Path, values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_template(path: Path) -> str:
-    """Read a template file, at most `MAX_TEMPLATE_BYTES` of UTF-8."""
-    file = ByteFile(path)
-    try:
-        if file.size > MAX_TEMPLATE_BYTES:
-            raise UsageError(
-                f"{path}: a chat template may have at most {MAX_TEMPLATE_BYTES} bytes, "
-                f"got {file.size}"
-            )
-        return file.read(0, file.size).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    finally:
-        file.close()
+    """Read a template file."""
+    return read_text(path, MAX_TEMPLATE_BYTES, "a chat template")

@@ -10,7 +10,7 @@ from nbflow.tokenization.huggingface import HfTokenizer, beside, put_around
 from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.special_tokens import SpecialIds
 from nbflow.tokenization.tokenizer_config import read_tokenizer_config
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_text
 from nbflow_kernels.errors import UsageError
 
 _MAX_FILE_BYTES = 1 << 28
@@ -70,17 +70,7 @@ def from_file(path: Path) -> HfTokenizer:
 
 def _read(path: Path) -> dict[str, int]:
     """Return the ids by token; the line is the id."""
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(
-                f"{path}: a vocabulary may have at most {_MAX_FILE_BYTES} bytes, got {file.size}"
-            )
-        lines = file.read(0, file.size).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    finally:
-        file.close()
+    lines = read_text(path, _MAX_FILE_BYTES, "a vocabulary").split("\n")
     if lines[-1] == "":
         lines.pop()
     # the last of two equal lines has the token, as in transformers

@@ -1,4 +1,4 @@
-"""JSON objects from outside: bounded, without repeated names, with errors that name the file."""
+"""Untrusted JSON objects: bounded, without repeated names, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_file
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
@@ -15,14 +15,14 @@ MAX_JSON_BYTES = 100_000_000
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object; `where` begins the error messages.
+    """Parse one JSON object.
 
     Parameters
     ----------
     data : bytes
         UTF-8 text.
     where : str
-        The file, and which part of it.
+        File and part of it, for messages.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def read_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any] | Non
     path : Path
         The file.
     missing_ok : bool
-        Return None instead of raising if there is no such file.
+        Return None if the file does not exist.
 
     Returns
     -------
@@ -79,12 +79,4 @@ def read_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any] | Non
     """
     if missing_ok and not path.exists():
         return None
-    file = ByteFile(path)
-    try:
-        if file.size > MAX_JSON_BYTES:
-            raise UsageError(
-                f"{path}: a JSON file may have at most {MAX_JSON_BYTES} bytes, got {file.size}"
-            )
-        return parse_object(file.read(0, file.size), str(path))
-    finally:
-        file.close()
+    return parse_object(read_file(path, MAX_JSON_BYTES, "a JSON file"), str(path))
