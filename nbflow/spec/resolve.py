@@ -22,7 +22,7 @@ from nbflow.spec.model_file import (
 )
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
-from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_beside
+from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_of_weights
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -103,7 +103,7 @@ def resolve(
         resolved = _build(structure, weights, _with_ids(config, generation), where)
     tokenizer = model_file.tokenizer if model_file else None
     if tokenizer is None:
-        tokenizer = tokenizer_beside(path, weights.format, resolved.vocab_size, config)
+        tokenizer = tokenizer_of_weights(path, weights.format, resolved.vocab_size, config)
     elif not tokenizer.is_file():
         raise UsageError(f"{tokenizer}: the model file names this tokenizer, which does not exist")
     defaults = _defaults(generation, str(folder / "generation_config.json"))
@@ -154,7 +154,7 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
         path, template = resolved.tokenizer, resolved.prompt_template
         if path is None:
             raise UsageError(
-                f"{resolved.path}: no tokenizer lies beside the weights; wanted one of "
+                f"{resolved.path}: no tokenizer file next to the weights; expected one of "
                 f"{', '.join(NAMES)}, or tokenizer.bin for llama2.c; name the tokenizer file itself"
             )
     tokenizer = load_tokenizer_file(path, kind)

@@ -48,7 +48,9 @@ def replace_folder_atomically(path: Path) -> Iterator[Path]:
     An existing folder is moved aside first and removed last.  After an error it is back under its
     name, and the temporary folder is removed.
     """
-    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("part", "old"))
+    temporary, old = (
+        path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("part", "old")
+    )
     try:
         temporary.mkdir()
         yield temporary

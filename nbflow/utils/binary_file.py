@@ -86,9 +86,7 @@ def read_file(path: Path, max_bytes: int, kind: str) -> bytes:
     """
     with closing(ByteFile(path)) as file:
         if file.size > max_bytes:
-            raise UsageError(
-                f"{path}: {kind} may have at most {max_bytes} bytes, got {file.size}"
-            )
+            raise UsageError(f"{path}: {kind} may have at most {max_bytes} bytes, got {file.size}")
         return file.read(0, file.size)
 
 

@@ -39,7 +39,7 @@ class Activity(NamedTuple):
     """Current phase of a rank within a step, or within loading."""
 
     state: int
-    """IDLE, WORKING (after an exchange), WAITING (in one) or LOADING; plus FAILED after an error."""
+    """IDLE, WORKING (after an exchange), WAITING (in one), LOADING; plus FAILED after an error."""
     kind: str
     """Last exchange, e.g. "all_reduce", or the tensor being loaded; empty before the first."""
     layer: int

@@ -402,7 +402,7 @@ def test_tokenizer_that_the_model_file_promises(tmp_path: Path) -> None:
     path = toml(tmp_path / "s.toml", 'family = "llama"\ntokenizer = "no.json"\n')
     with pytest.raises(UsageError, match=r"no\.json: the model file names this tokenizer"):
         resolve(tmp_path, spec=path)
-    with pytest.raises(UsageError, match=r"none\.toml: cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"none\.toml: cannot be opened: No such file"):
         resolve(tmp_path, spec=tmp_path / "none.toml")
 
 
