@@ -214,7 +214,7 @@ class WeightLoader:
         """Return the block format a tensor keeps from the checkpoint, or None."""
         place = self._program.spec.tensor_layout(part.name)
         dtype = self._file.dtype(place.name)
-        as_floats = dtype in ITEM_BYTES or self._converted(part) or place.turned
+        as_floats = dtype in ITEM_BYTES or self._converted(part) or place.head_rows
         return None if as_floats else dtype
 
     def _weight(self, parts: tuple[Operand, ...]) -> Any:

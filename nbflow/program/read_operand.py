@@ -40,7 +40,7 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
     if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
         row = None if place.rows is None else place.rows[0]  # that of one head
         return file.array(place.name, row).reshape(-1)[slice(*(part.rows or (None,)))]
-    if place.turned:
+    if place.head_rows:
         return _turned(spec, file, part, place)
     spans = _spans(spec, part, place)
     if place.transposed:
@@ -57,7 +57,7 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
 
 def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: TensorLayout) -> np.ndarray:
     """Return the matrices of some heads whose rows are columns in the checkpoint."""
-    n_rows, width = place.turned, place.shape[-1]  # of a head in the checkpoint, and its rows here
+    n_rows, width = place.head_rows, place.shape[-1]  # of a head in the checkpoint, and its rows here
     first, end = (row // width for row in part.rows or (0, spec.shape_of(part.name)[0]))
     spans = place.cut((first * n_rows, end * n_rows))
     heads = [file.array(place.name, span, flat=True).T for span in spans]
