@@ -57,7 +57,7 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
 
 def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: TensorLayout) -> np.ndarray:
     """Return the matrices of some heads whose rows are columns in the checkpoint."""
-    n_rows, width = place.head_rows, place.shape[-1]  # of a head in the checkpoint, and its rows here
+    n_rows, width = place.head_rows, place.shape[-1]  # of a head in the checkpoint
     first, end = (row // width for row in part.rows or (0, spec.shape_of(part.name)[0]))
     spans = place.cut((first * n_rows, end * n_rows))
     heads = [file.array(place.name, span, flat=True).T for span in spans]
