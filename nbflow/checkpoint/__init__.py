@@ -107,7 +107,7 @@ def _reader(path: Path) -> Reader:
 
 
 def is_weight_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a reader recognises the content of the file at `path`.
+    """Return whether a reader recognizes the content of the file at `path`.
 
     Parameters
     ----------

@@ -54,17 +54,17 @@ def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     >>> widen(np.array([0x38, 0xC0, 0x7E], np.uint8), "f8_e4m3")
     array([  1.,  -2., 448.], dtype=float32)
     """
-    wide = np.empty(bits.shape, np.float32)
+    floats = np.empty(bits.shape, np.float32)
     if dtype != "bf16":
-        codes, values, table = bits.reshape(-1), wide.reshape(-1), _float8_values(dtype)
+        codes, values, table = bits.reshape(-1), floats.reshape(-1), _float8_values(dtype)
         for start in range(0, codes.size, _CHUNK):  # np.take allocates 8-byte indices
             chunk = slice(start, start + _CHUNK)
             np.take(table, codes[chunk], out=values[chunk], mode="clip")
-        return wide
-    pattern = wide.view(np.uint32)
+        return floats
+    pattern = floats.view(np.uint32)
     pattern[...] = bits
     pattern <<= 16
-    return wide
+    return floats
 
 
 @cache

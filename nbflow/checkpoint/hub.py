@@ -18,7 +18,7 @@ from typing import Any
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 __all__ = [
-    "BESIDE",
+    "AUXILIARY_FILES",
     "HubFile",
     "choose_files",
     "find_cached",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ENDPOINT = "https://huggingface.co"
-BESIDE = (
+AUXILIARY_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja",
@@ -84,8 +84,8 @@ def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> li
     if weights[0].endswith(".gguf"):  # it holds its configuration and its tokenizer
         return [by_name[name] for name in weights]
     index = re.sub(_SHARD, "", weights[0]) + ".index.json"
-    beside = [name for name in (*BESIDE, index) if name in by_name]
-    return [by_name[name] for name in (*beside, *sorted(weights))]
+    others = [name for name in (*AUXILIARY_FILES, index) if name in by_name]
+    return [by_name[name] for name in (*others, *sorted(weights))]
 
 
 def _stays_inside(name: str) -> bool:

@@ -179,25 +179,7 @@ def _group(group: Any, at: str) -> tuple[int, int] | None:
 def with_scales(
     entries: Sequence[TensorEntry], quantization: Quantization
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Join tensors with their scales.
-
-    Parameters
-    ----------
-    entries : sequence of TensorEntry
-        All tensors of the checkpoint.
-    quantization : Quantization
-        Storage of the tensors.
-
-    Returns
-    -------
-    list, list
-        Tensors with values, and scales.
-
-    Raises
-    ------
-    UsageError
-        If a tensor lacks its scales, or they do not fit it.
-    """
+    """Join tensors with their scales; return the tensors with values, and the scales."""
     held = {entry.name: entry for entry in entries}
     join = _with_fp8_scales if quantization.format == "fp8" else _with_mxfp4_scales
     joined = {entry.name: join(entry, held, quantization.block) for entry in entries}

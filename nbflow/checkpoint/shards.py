@@ -36,14 +36,7 @@ def open_checkpoint(
 ) -> WeightFile:
     """Open an index with its shards, or one file, with the config.json of its folder.
 
-    Parameters
-    ----------
-    path : Path
-        The index or the file.
-    format : str
-        Value of `WeightFile.format`.
-    read_header : callable
-        Returns the tensors of one file.
+    `read_header` returns the tensors of one file.
     """
     entries: list[TensorEntry] = []
     files: list[ByteFile] = []
@@ -90,14 +83,7 @@ def open_shards(
 ) -> None:
     """Open all shards of an index and check their tensors.
 
-    Parameters
-    ----------
-    index : Path
-        JSON with a ``weight_map`` from tensor names to file names.
-    read_header : callable
-        Returns the tensors of one file.
-    files, entries : list
-        Opened files (also before an error) and tensors are appended.
+    Opened files (also before an error) and tensors are appended to `files` and `entries`.
     """
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -342,8 +342,8 @@ class WeightFile:
         block = FORMATS[entry.dtype].block_size
         first = columns[0] // block * block
         around = (first, -(-columns[1] // block) * block)
-        wide = dequantize(self.quantized(entry.name, rows, around, flat=flat))
-        return np.ascontiguousarray(wide[:, columns[0] - first : columns[1] - first])
+        values = dequantize(self.quantized(entry.name, rows, around, flat=flat))
+        return np.ascontiguousarray(values[:, columns[0] - first : columns[1] - first])
 
     def close(self) -> None:
         """Close the files; closing twice does nothing."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbflow.checkpoint import WeightFile, open_weights
-from nbflow.checkpoint.hub import BESIDE
+from nbflow.checkpoint.hub import AUXILIARY_FILES
 from nbflow.checkpoint.quantization_config import CONFIG_KEYS
 from nbflow.checkpoint.writers.gguf import write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
@@ -197,14 +197,14 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
         )
     tensors, notes = weigh(plan_as_stored(resolved.spec, file, task.choice), task.importance)
     source = resolved.path if resolved.path.is_dir() else resolved.path.parent
-    beside = [source / name for name in BESIDE if (source / name).is_file()]
+    beside = [source / name for name in AUXILIARY_FILES if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
     unties = resolved.spec != task.prepared.before[0] if task.prepared.before else False
     notes += _notes(tensors, out, is_file)
     if is_file and unties:
         notes.append("config.json beside the file must say tie_word_embeddings = false")
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
-    may_hold = frozenset() if is_file else frozenset({*BESIDE, _WEIGHTS})
+    may_hold = frozenset() if is_file else frozenset({*AUXILIARY_FILES, _WEIGHTS})
     _check_output(task, may_hold)
     if task.dry_run:
         return done

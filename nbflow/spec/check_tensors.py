@@ -24,36 +24,22 @@ WITH_BLOCKS = ("llama2c", "gguf", "ggml")
 def check(spec: ModelSpec, weights: WeightFile) -> None:
     """Raise unless the checkpoint holds exactly the tensors of the specification.
 
-    Parameters
-    ----------
-    spec : ModelSpec
-        Specification of the model.
-    weights : WeightFile
-        An open checkpoint; only its table of tensors is read.
-
-    Raises
-    ------
-    UsageError
-        One message that lists every tensor that is missing, of another shape, not of floats, or
-        unused and not in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a
-        line.
-
-    Notes
-    -----
-    An unused head in the file is allowed if ``spec.tied_head``.
+    The error lists all tensors that are missing, of another shape, not of floats, or unused and not
+    in ``spec.ignored_tensors``; those that differ in the layer only share a line.  With
+    ``spec.tied_head`` an unused head is allowed.
     """
     present = set(weights.names())
     missing, shapes, types, used = [], [], [], set()
     for part, ours in _tensors(spec):
         try:
-            place = part.tensor_layout(ours)
+            layout = part.tensor_layout(ours)
         except KeyError:
             missing.append(
                 f"{ours} {part.shape_of(ours)} (family {part.family!r} does not name it: state the "
                 "checkpoint's name under [tensors])"
             )
             continue
-        name, shape = place.name, place.shape
+        name, shape = layout.name, layout.shape
         if name in used:  # another part of a fused tensor
             continue
         used.add(name)

@@ -20,23 +20,9 @@ OPEN = "must be overridden"
 
 
 def explain(path: Path) -> tuple[ModelFile, list[Row]]:
-    """Check a file and return the source of every field.
+    """Check a family or model file and return the source of every field.
 
-    Parameters
-    ----------
-    path : Path
-        A family file or a model file.
-
-    Returns
-    -------
-    model_file : ModelFile
-        The file; a family file is a model of that family without differences.
-    rows : list of (field, source, meaning)
-
-    Raises
-    ------
-    UsageError
-        If the file is wrong; the message names the key.
+    A family file is a model of that family without differences.
     """
     model_file = load_model_file(path)
     family, override = model_file.family, model_file.override

@@ -1,6 +1,6 @@
 """Family files (`families/*.toml`): an architecture as a choice of known parts.
 
-`PARTS` lists the tables of a file, `ConfigRule` and `OnlyRule` the keys of a rule;
+`FAMILY_KEYS` lists the tables of a file, `ConfigRule` and `OnlyRule` the keys of a rule;
 docs/bring_your_own_architecture.md explains both with an example.
 """
 
@@ -28,7 +28,7 @@ STORED = "stored"
 """Switch of biases that the checkpoint decides."""
 ANY = "any"
 """Value in ``[only]`` that removes the base's rule."""
-PARTS = {
+FAMILY_KEYS = {
     "description": "one line",
     "model_types": "values of model_type that the family serves; none for a mere base",
     "extends": "family whose rules hold where this file says nothing",
@@ -163,7 +163,7 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
             f"{path}: {key} is a field; it stands under [structure], or under [config] with the "
             "key of config.json that says it"
         )
-    check_keys(table, str(path), PARTS)
+    check_keys(table, str(path), FAMILY_KEYS)
     tables = ("structure", "config", "biases", "only", "tensors", "ignored")
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})

@@ -61,21 +61,9 @@ class Field:
 
 
 def check_field(value: Any, where: str, field: Field) -> Any:
-    """Return a value of the type and within the bounds of a field, None for an absent number.
+    """Return a value with the type and within the bounds of a field, None for an absent number.
 
-    Parameters
-    ----------
-    value : object
-        From a file; not None.
-    where : str
-        File and key; begins the error messages.
-    field : Field
-        Required type and bounds.
-
-    Raises
-    ------
-    UsageError
-        If the type is another one, or a number is not finite or out of bounds.
+    `where` (file and key) begins the error messages.
     """
     checked = check_value(value, where, field.kind)
     if field.kind is dict:
@@ -384,19 +372,19 @@ LAYER_NORMS = (
 )
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Divisors of the rotary frequencies; the latter two are LongRoPE's."""
-EXPERT_PARTS = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
+EXPERT_MATRICES = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
 """Matrices of expert j; a checkpoint's name without {j} is a fused tensor of all experts."""
 HEAD_NORMS = ("attn.q_norm.{j}", "attn.k_norm.{j}")
 """Norms of the queries or keys of head j; a checkpoint's name without {j} is a fused tensor
 (heads, columns)."""
-SHARED_PARTS = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
+SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
-HEAD_PARTS = ("attn.k_b", "attn.v_b")
+LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 """Up projections of latent attention, stacked by head, without bias."""
 
-_LAYER_PARTS = (
-    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS,
-    "moe.gate_up", *SHARED_PARTS, "shared_gate",
+_IN_LAYERS = (
+    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES,
+    "moe.gate_up", *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
@@ -411,7 +399,7 @@ _OUTSIDE = (
 TENSOR_NAMES = (
     *(
         f"{part}.{kind}"
-        for part in (*_OUTSIDE, *(f"layers.{{i}}.{part}" for part in _LAYER_PARTS))
+        for part in (*_OUTSIDE, *(f"layers.{{i}}.{part}" for part in _IN_LAYERS))
         for kind in ("weight", "bias")
         if part.removeprefix("layers.{i}.") not in _ONE_KIND[kind]
     ),

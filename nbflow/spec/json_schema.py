@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from nbflow.spec.family import ANY, PARTS, ConfigRule, OnlyRule
+from nbflow.spec.family import ANY, FAMILY_KEYS, ConfigRule, OnlyRule
 from nbflow.spec.fields import FIELDS, LINEARS, REQUIRED, TENSOR_NAMES, show
-from nbflow.spec.model_file import GENERATION, TABLES, WORDS
+from nbflow.spec.model_file import GENERATION, MODEL_TABLES, MODEL_KEYS
 from nbflow.utils.toml_schema import Kind
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -52,7 +52,7 @@ def family_schema() -> dict[str, Any]:
                 "tensors": _tensors_schema(),
                 "ignored": _table({"tensors": _STRINGS}),
             },
-            docs=PARTS,
+            docs=FAMILY_KEYS,
         ),
         "required": ["description"],
     }
@@ -60,7 +60,7 @@ def family_schema() -> dict[str, Any]:
 
 def model_schema() -> dict[str, Any]:
     """Return the schema of a model file."""
-    words: dict[str, Any] = {word: {"type": "string"} for word in WORDS}
+    words: dict[str, Any] = {word: {"type": "string"} for word in MODEL_KEYS}
     return {
         "$schema": DRAFT,
         "title": "nbflow model file: a model as a family and its differences",
@@ -73,7 +73,7 @@ def model_schema() -> dict[str, Any]:
                 "ignored": _table({"tensors": _STRINGS}),
                 "defaults": _table({name: _kind(field.kind) for name, field in GENERATION.items()}),
             },
-            docs=WORDS | TABLES,
+            docs=MODEL_KEYS | MODEL_TABLES,
         ),
         "required": ["family"],
     }

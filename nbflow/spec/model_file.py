@@ -1,6 +1,6 @@
 """Model files: one released model, or a user's own, as a family and its differences.
 
-`WORDS` and `TABLES` list the keys.  A family file (`nbflow.spec.family`) can stand for a model file
+`MODEL_KEYS` and `MODEL_TABLES` list the keys.  A family file (`nbflow.spec.family`) can stand for a model file
 without differences.
 """
 
@@ -27,7 +27,7 @@ from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import MODELS
 
-WORDS = {
+MODEL_KEYS = {
     "name": "name of the model; by default that of the file",
     "description": "one line",
     "family": "name of the family, or path of a family file",
@@ -36,7 +36,7 @@ WORDS = {
     "prompt_template": "name or text of a chat template, for tokenizers without one",
 }
 """Keys at the top of a model file."""
-TABLES = {
+MODEL_TABLES = {
     "config": "the published config.json, for weights without one",
     "override": "fields that win over config.json",
     "tensors": "tensor names that differ from the family's",
@@ -54,7 +54,7 @@ GENERATION = {
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One model file, checked; `WORDS` and `TABLES` describe the fields."""
+    """One model file, checked; `MODEL_KEYS` and `MODEL_TABLES` describe the fields."""
 
     name: str
     description: str
@@ -140,9 +140,11 @@ def load_model_file(path: Path) -> ModelFile:
     if "family" not in table and {"structure", "config", "extends", "model_types"} & set(table):
         family = load_family(path)
         return ModelFile(path.stem, family.description, family)
-    check_keys(table, where, (*WORDS, *TABLES))
+    check_keys(table, where, (*MODEL_KEYS, *MODEL_TABLES))
     values = {
-        word: check_value(table[word], f"{where}: {word}", str) for word in WORDS if word in table
+        word: check_value(table[word], f"{where}: {word}", str)
+        for word in MODEL_KEYS
+        if word in table
     }
     if "family" not in values:
         raise UsageError(f"{where}: family is missing; it must name a family")

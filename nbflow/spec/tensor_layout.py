@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbflow.spec.architecture import Architecture
-from nbflow.spec.fields import FUSED, HEAD_PARTS
+from nbflow.spec.fields import FUSED, LATENT_MATRICES
 
 Span = tuple[int, int]
 
@@ -75,7 +75,7 @@ def find_layout(
         return _head_norm(spec, layer, parts[3], parts[4], our_shape)
     whole, kind = inner.rsplit(".", 1)
     pattern = spec.tensors.get(f"layers.{{i}}.{inner}")
-    if whole in HEAD_PARTS:
+    if whole in LATENT_MATRICES:
         return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
     if pattern is not None:

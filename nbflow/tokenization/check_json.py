@@ -26,12 +26,7 @@ _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 def check_json(content: dict[str, Any], where: str) -> None:
     """Raise `UsageError` for an id, piece or table that needs too much memory.
 
-    Parameters
-    ----------
-    content : dict
-        A tokenizer.json; the package reports values of a wrong type.
-    where : str
-        The file; begins the error messages.
+    The package reports values of a wrong type.
     """
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None

@@ -26,25 +26,10 @@ _SENTENCEPIECE = b"\x0a"  # field 1, length-delimited: the first piece
 def tokenizer_of_weights(
     weights: Path, format: str, vocab_size: int, config: Mapping[str, Any]
 ) -> Path | None:
-    """Return the tokenizer file of a model, or None.
+    """Return the tokenizer file of a model's weights, or None.
 
-    Parameters
-    ----------
-    weights : Path
-        The weights: a folder or a file.
-    format : str
-        Their format.
-    vocab_size : int
-        Entries of the vocabulary; llama2.c calls a small one ``tok{vocab_size}.bin``.
-    config : mapping
-        Configuration of the weights; ``tokenizer.ggml.model`` of a GGUF file says whether it has a
-        vocabulary.
-
-    Returns
-    -------
-    Path or None
-        For llama2.c ``tok{vocab_size}.bin`` or ``tokenizer.bin``; for GGUF the file itself if it
-        has a vocabulary; else the first of `NAMES` in the folder of the weights.
+    For llama2.c this is ``tok{vocab_size}.bin`` or ``tokenizer.bin``; for GGUF the file itself if
+    its configuration has a vocabulary; else the first of `NAMES` in the folder of the weights.
     """
     if format == "gguf" and weights.is_file():
         table: Any = config

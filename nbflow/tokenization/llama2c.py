@@ -29,24 +29,8 @@ _MAX_FILE_BYTES = 1 << 28
 _LOWEST_SCORE = -1e10  # run.c joins nothing at or below it
 
 
-def from_file(path: Path) -> Llama2cTokenizer:
-    """Read a llama2.c ``tokenizer.bin``; see `Llama2cTokenizer`."""
-    return Llama2cTokenizer(path)
-
-
 class Llama2cTokenizer(ByteVocabularyTokenizer):
-    """A llama2.c ``tokenizer.bin``.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Raises
-    ------
-    UsageError
-        If the file is damaged or not of this format.
-    """
+    """A llama2.c ``tokenizer.bin``."""
 
     def __init__(self, path: Path) -> None:
         pieces, scores = read_pieces(path)
@@ -123,3 +107,6 @@ def read_pieces(path: Path) -> tuple[list[bytes], list[float]]:
             f"256 bytes), got {len(pieces)}"
         )
     return pieces, scores
+
+
+from_file = Llama2cTokenizer

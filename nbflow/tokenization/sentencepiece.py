@@ -47,13 +47,6 @@ class SpTokenizer(ByteVocabularyTokenizer):
         Ids by piece where they are not those of the model (M2M100).
     where : str
         The file, for messages.
-
-    Raises
-    ------
-    UsageError
-        If the model is damaged.
-    MissingExtraError
-        If the package is not installed.
     """
 
     def __init__(

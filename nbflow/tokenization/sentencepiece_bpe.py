@@ -46,11 +46,6 @@ class SpmTokenizer(ByteVocabularyTokenizer):
         Ids that swallow the white space after them.
     where : str
         The file, for messages.
-
-    Raises
-    ------
-    UsageError
-        If a byte piece is not spelled ``<0x0A>``.
     """
 
     def __init__(

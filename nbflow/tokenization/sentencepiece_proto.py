@@ -23,22 +23,7 @@ def unigram_model(
     add_dummy_prefix: bool,
     remove_extra_whitespaces: bool,
 ) -> bytes:
-    """Return the model file of a unigram vocabulary.
-
-    Parameters
-    ----------
-    pieces, scores, types : sequence
-        Of each id.
-    charsmap : bytes
-        Compiled rules that normalize the text; may be empty.
-    add_dummy_prefix, remove_extra_whitespaces : bool
-        Settings of the normalizer.
-
-    Returns
-    -------
-    bytes
-        The file.
-    """
+    """Return a model file; `charsmap` are the compiled normalization rules, possibly empty."""
     data = bytearray()
     for piece, score, kind in zip(pieces, scores, types, strict=True):
         text = piece.encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What all kinds of tokenizers promise: streams, special tokens, parts; and errors."""
+"""Properties of all kinds of tokenizers: streams, special tokens, parts; and errors."""
 
 from __future__ import annotations
 

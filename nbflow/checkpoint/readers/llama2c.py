@@ -109,9 +109,9 @@ class _Int8WeightFile(WeightFile):
         self._fill(entry.file, values, entry.offset + first * size)
         scales_offset = entry.offset + n_rows * n_columns
         self._fill(entry.file, scales, scales_offset + first * 4)
-        wide = values.astype(np.float32)
-        wide *= scales
-        flat = wide.reshape(-1)
+        floats = values.astype(np.float32)
+        floats *= scales
+        flat = floats.reshape(-1)
         skip = start * n_columns - first * size
         whole = flat[skip : skip + (stop - start) * n_columns].reshape(stop - start, n_columns)
         return np.ascontiguousarray(whole if columns is None else whole[:, slice(*columns)])
@@ -154,9 +154,19 @@ def _header(path: Path, head: bytes) -> _Header:
         raise UsageError(
             f"{path}: a llama2.c header has {n_bytes} bytes, got {len(head)}; the file is truncated"
         )
-    *sizes, vocab, context = struct.unpack_from("<7i", head, 0 if is_legacy else 8)
+    numbers = struct.unpack_from("<7i", head, 0 if is_legacy else 8)
+    dim, hidden, n_layers, n_heads, n_kv_heads, vocab, context = numbers
+    sizes = (
+        dim,
+        hidden,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        abs(vocab) if is_legacy else vocab,
+        context,
+    )
     if is_legacy:
-        return _checked(path, _Header(*sizes, abs(vocab), context, vocab > 0, 0, 0, n_bytes))
+        return _checked(path, _Header(*sizes, vocab > 0, 0, 0, n_bytes))
     (version,) = struct.unpack_from("<i", head, 4)
     shared, group_size = struct.unpack_from("<Bi", head, 36)
     if version not in (1, 2):
@@ -165,11 +175,11 @@ def _header(path: Path, head: bytes) -> _Header:
         raise UsageError(f"{path}: the shared classifier byte must be 0 or 1, got {shared}")
     if version == 1:
         group_size = 0
-    elif not (1 <= group_size <= sizes[0] and sizes[0] % group_size == 0):
+    elif not (1 <= group_size <= dim and dim % group_size == 0):
         raise UsageError(
-            f"{path}: group_size must divide dim = {sizes[0]}, got {group_size} in the header"
+            f"{path}: group_size must divide dim = {dim}, got {group_size} in the header"
         )
-    header = _Header(*sizes, vocab, context, bool(shared), version, group_size, n_bytes)
+    header = _Header(*sizes, bool(shared), version, group_size, n_bytes)
     return _checked(path, header)
 
 

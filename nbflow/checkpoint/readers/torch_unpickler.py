@@ -272,15 +272,7 @@ _NAMES = {name.name: name for name in _names()}
 
 
 class Pickles:
-    """The bytes of one pickle or several in a row.
-
-    Parameters
-    ----------
-    file : ByteFile
-        The file.
-    start, stop : int
-        Bytes in the file; the last pickle may end earlier.
-    """
+    """One or more consecutive pickles in a range of a file, which may exceed the last one."""
 
     def __init__(self, file: ByteFile, start: int, stop: int) -> None:
         self.file = file
@@ -339,19 +331,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(pickles: Pickles, storage: Callable[[Any], Storage]) -> Any:
-    """Return the value of the next pickle.
+    """Return the value of the next pickle, of tensors and plain values, and advance `pickles`.
 
-    Parameters
-    ----------
-    pickles : Pickles
-        Position of the pickle, which is advanced to the next one.
-    storage : callable
-        Returns the storage of a persistent id, or raises `Refused`.
-
-    Raises
-    ------
-    UsageError
-        If it contains anything but tensors and plain values.
+    `storage` returns the storage of a persistent id, or raises `Refused`.
     """
     what = f"the pickle at byte {pickles.start + pickles.used}"
     try:
