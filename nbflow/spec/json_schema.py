@@ -12,7 +12,7 @@ from typing import Any
 
 from nbflow.spec.family import ANY, FAMILY_KEYS, ConfigRule, OnlyRule
 from nbflow.spec.fields import FIELDS, LINEARS, REQUIRED, TENSOR_NAMES, show
-from nbflow.spec.model_file import GENERATION, MODEL_TABLES, MODEL_KEYS
+from nbflow.spec.model_file import GENERATION, MODEL_KEYS, MODEL_TABLES
 from nbflow.utils.toml_schema import Kind
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

@@ -1,7 +1,7 @@
 """Model files: one released model, or a user's own, as a family and its differences.
 
-`MODEL_KEYS` and `MODEL_TABLES` list the keys.  A family file (`nbflow.spec.family`) can stand for a model file
-without differences.
+`MODEL_KEYS` and `MODEL_TABLES` list the keys.  A family file (`nbflow.spec.family`) can stand for a
+model file without differences.
 """
 
 from __future__ import annotations
