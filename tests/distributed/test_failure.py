@@ -16,10 +16,10 @@ from nbflow.utils.rank_status import IDLE, LOADING, WAITING, WORKING, RankStatus
 
 HANGS = (
     "import time\n"
-    "from nbflow import supervise\n"
+    "from nbflow.distributed import failure\n"
     "from nbflow.utils.rank_status import WORKING, status\n"
     "status.is_needed = {needed}\n"
-    "supervise.install()\n"
+    "failure.install()\n"
     "status.set(WORKING, 'all_reduce', 3)\n"
     "time.sleep(60)\n"
 )
@@ -34,7 +34,7 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_error_of_a_process_without_other_ranks_is_pythons():
-    done = python("from nbflow import supervise; supervise.install(); 1 / 0")
+    done = python("from nbflow.distributed import failure; failure.install(); 1 / 0")
     assert done.returncode == 1
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "stopping" not in done.stderr
