@@ -31,7 +31,7 @@ from nbflow.conversion.gguf import ArrayRows
 from nbflow.conversion.plan import TensorPlan
 from nbflow.quantization.encoding import BEST
 from nbflow.quantization.importance import read_sums
-from nbflow.utils.output_file import check_output, new_file
+from nbflow.utils.atomic_write import check_output, replace_atomically
 from nbflow_kernels.errors import UsageError
 
 Sums = Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
@@ -143,7 +143,7 @@ def check_ending(out: str | os.PathLike[str]) -> Path:
 def new_inputs_file(path: Path, force: bool) -> Iterator[BinaryIO]:
     """Open a new importance file, which gets its name at the end."""
     check_output(path, path.with_name(path.name + ".source"), force=force, may_hold=frozenset())
-    with new_file(path) as stream:
+    with replace_atomically(path) as temporary, temporary.open("wb") as stream:
         yield stream
 
 

@@ -1,8 +1,8 @@
-"""Readers of weight files: one API for every format, lazy, by exact byte ranges.
+"""Lazy readers of weight files with one API for all formats, by exact byte ranges.
 
-A reader is one module with ``FORMAT``, ``matches(path, head)`` and ``open_file(path)``; it joins by
-one line in `READERS`.  Files are recognised by content; the suffix only decides whose error message
-a damaged file gets.
+A reader is a module with ``FORMAT``, ``matches(path, head)`` and ``open_file(path)``, listed in
+`READERS`.  The content identifies the format; the suffix only selects the error message of a
+damaged file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["TensorEntry", "WeightFile", "is_weight_file", "open_weights"]
 
 
 class Reader(Protocol):
-    """What a reader's module offers."""
+    """Interface of a reader's module."""
 
     FORMAT: str
     """Name of the format, `WeightFile.format`."""
 
     def matches(self, path: Path, head: bytes) -> bool:
-        """Return whether the file at `path`, which begins with `head`, is of this format."""
+        """Return whether the file at `path`, which begins with `head`, has this format."""
 
     def open_file(self, path: Path) -> WeightFile:
         """Open the file, or the index of several, at `path`."""
@@ -64,7 +64,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     Raises
     ------
     UsageError
-        If the file is missing, of no known format, or damaged; the message names file and tensor.
+        If the file is missing, damaged or of an unknown format; the message names file and tensor.
 
     Examples
     --------
@@ -93,8 +93,8 @@ def _reader(path: Path) -> Reader:
             return reader
     if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         raise UsageError(
-            f"{path}: a plain pickle and not a file of torch.save; it cannot be read without "
-            "executing it, so it is refused"
+            f"{path}: a plain pickle, not a file of torch.save; reading it would execute it, so it "
+            "is refused"
         )
     if head[257:262] == b"ustar":
         raise UsageError(
@@ -107,7 +107,7 @@ def _reader(path: Path) -> Reader:
 
 
 def is_weight_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a reader recognises the content of the file at `path`.
+    """Return whether a reader recognizes the content of the file at `path`.
 
     Parameters
     ----------

@@ -1,13 +1,13 @@
-"""Values of tensors that a checkpoint stores in two: small numbers, and scales beside them."""
+"""Dequantization of tensors with separate scale tensors (FP8, MXFP4)."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-_PIECE = 1 << 20  # elements whose factors are made at once
+_CHUNK = 1 << 20  # elements whose scales are expanded at once
 MXFP4_BLOCK = 32
-"""Weights that share a scale."""
+"""Weights per scale."""
 
 
 def multiply_scales(
@@ -23,11 +23,11 @@ def multiply_scales(
     values : array of float32, shape (N, K)
         The rectangle.
     scales : array of float32, shape (n, k)
-        Scales of the blocks that its rows lie in, of all columns of the matrix.
+        Scales of the blocks of its rows, for all columns of the matrix.
     block : (int, int)
-        Rows and columns of the matrix that share a scale; the last ones may have fewer.
+        Rows and columns per scale; the last blocks may have fewer.
     first : (int, int)
-        Row and column of the matrix where the rectangle begins; the row within its first block.
+        First row of the rectangle, relative to its first block, and first column.
     """
     n_rows, n_columns = values.shape
     columns = (np.arange(n_columns) + first[1]) // block[1]
@@ -38,9 +38,9 @@ def multiply_scales(
             values[start:end] *= factors[columns]
             start = end
         return
-    each = max(1, _PIECE // max(1, n_columns))
+    each = max(1, _CHUNK // max(1, n_columns))
     for start in range(0, n_rows, each):
-        factors = scales[start : start + each]  # a column alone goes with all columns
+        factors = scales[start : start + each]  # a single column is broadcast
         values[start : start + each] *= factors if scales.shape[1] == 1 else factors[:, columns]
 
 

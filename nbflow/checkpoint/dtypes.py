@@ -1,4 +1,4 @@
-"""Element types that a weight file may hold: their sizes, and how they become NumPy arrays."""
+"""Element types of weight files: sizes, and conversion to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,60 +8,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_WIDTHS = (8, 16, 32, 64)
+_FLOAT8_TYPES = ("f8_e4m3", "f8_e5m2", "f8_e8m0", "f8_e4m3fnuz", "f8_e5m2fnuz")
+
 ITEM_BITS: dict[str, int] = {
     "bool": 8,
-    "u8": 8,
-    "i8": 8,
-    "u16": 16,
-    "i16": 16,
-    "u32": 32,
-    "i32": 32,
-    "u64": 64,
-    "i64": 64,
-    "f4": 4,
-    "f6_e2m3": 6,
-    "f6_e3m2": 6,
-    "f8_e4m3": 8,
-    "f8_e5m2": 8,
-    "f8_e8m0": 8,
-    "f8_e4m3fnuz": 8,
-    "f8_e5m2fnuz": 8,
-    "f16": 16,
-    "bf16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c32": 32,
-    "c64": 64,
-    "c128": 128,
+    **{f"{kind}{bits}": bits for bits in _WIDTHS for kind in "ui"},
+    **{"f4": 4, "f6_e2m3": 6, "f6_e3m2": 6},
+    **dict.fromkeys(_FLOAT8_TYPES, 8),
+    **{"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c32": 32, "c64": 64, "c128": 128},
 }
-"""Bits of one element of every plain type a reader may meet (anything else is a block format)."""
+"""Bits per element of every plain type; other names are block formats."""
 
 ITEM_BYTES: dict[str, int] = {name: -(-bits // 8) for name, bits in ITEM_BITS.items()}
-"""Bytes of one element, rounded up."""
+"""Bytes per element, rounded up."""
 
 NUMPY: dict[str, str] = {
     "bool": "b1",
-    "u8": "u1",
-    "i8": "i1",
-    "u16": "u2",
-    "i16": "i2",
-    "u32": "u4",
-    "i32": "i4",
-    "u64": "u8",
-    "i64": "i8",
-    "f8_e4m3": "u1",
-    "f8_e5m2": "u1",
-    "f8_e8m0": "u1",
-    "f8_e4m3fnuz": "u1",
-    "f8_e5m2fnuz": "u1",
-    "f16": "f2",
-    "bf16": "u2",
-    "f32": "f4",
-    "f64": "f8",
+    **{f"{kind}{bits}": f"{kind}{bits // 8}" for bits in _WIDTHS for kind in "ui"},
+    **dict.fromkeys(_FLOAT8_TYPES, "u1"),
+    **{"f16": "f2", "bf16": "u2", "f32": "f4", "f64": "f8"},
 }
-"""Types that can be read, and the NumPy type (without byte order) of their bits."""
+"""Readable types -> NumPy type of their bits, without byte order."""
 
-WIDENED = frozenset({"bf16", "f8_e4m3", "f8_e5m2", "f8_e8m0", "f8_e4m3fnuz", "f8_e5m2fnuz"})
+WIDENED = frozenset({"bf16", *_FLOAT8_TYPES})
 """Types without a NumPy equivalent, read as float32, which is exact."""
 
 # kind: exponent bits, mantissa bits, bias; OCP 8-bit Floating Point Specification 1.0, section 5,
@@ -72,9 +42,7 @@ _FLOAT8 = {
     "f8_e4m3fnuz": (4, 3, 8),
     "f8_e5m2fnuz": (5, 2, 16),
 }
-
-
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
 
 
 def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
@@ -86,17 +54,17 @@ def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     >>> widen(np.array([0x38, 0xC0, 0x7E], np.uint8), "f8_e4m3")
     array([  1.,  -2., 448.], dtype=float32)
     """
-    wide = np.empty(bits.shape, np.float32)
+    floats = np.empty(bits.shape, np.float32)
     if dtype != "bf16":
-        codes, values, table = bits.reshape(-1), wide.reshape(-1), _float8_values(dtype)
-        for start in range(0, codes.size, _PIECE):  # np.take makes indices of 8 bytes
-            piece = slice(start, start + _PIECE)
-            np.take(table, codes[piece], out=values[piece], mode="clip")
-        return wide
-    pattern = wide.view(np.uint32)
+        codes, values, table = bits.reshape(-1), floats.reshape(-1), _float8_values(dtype)
+        for start in range(0, codes.size, _CHUNK):  # np.take allocates 8-byte indices
+            chunk = slice(start, start + _CHUNK)
+            np.take(table, codes[chunk], out=values[chunk], mode="clip")
+        return floats
+    pattern = floats.view(np.uint32)
     pattern[...] = bits
     pattern <<= 16
-    return wide
+    return floats
 
 
 @cache

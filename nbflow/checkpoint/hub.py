@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub: the files a model needs, downloading and finding them.
+"""Models of the Hugging Face Hub: select, download and find their files.
 
-`huggingface_hub` (extra ``hub``) downloads, resumes and keeps the files, in its cache, which other
-programs share, or in a folder.  Finding a model in the cache does not need it.
+`huggingface_hub` (extra ``hub``) downloads files to its cache or to a folder.  Finding a model in
+the cache does not need the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 __all__ = [
-    "BESIDE",
+    "AUXILIARY_FILES",
     "HubFile",
     "choose_files",
     "find_cached",
@@ -28,17 +28,17 @@ __all__ = [
 ]
 
 ENDPOINT = "https://huggingface.co"
-BESIDE = (
+AUXILIARY_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja",
 )  # fmt: skip
-"""Files of a Hugging Face folder that go with the weights."""
+"""Files of a Hugging Face folder besides the weights."""
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.)")
-"""What the name of one part of several has before its suffix."""
+"""Part number in the name of a shard, before its suffix."""
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-"""Weights of a folder, in order of preference; a safetensors file needs no unpickling."""
+"""Weights of a folder, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class HubFile:
     name: str
     """Path within the repository."""
     n_bytes: int | None
-    """Its size, None if the server does not say it."""
+    """Size, None if the server does not state it."""
 
 
 def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> list[HubFile]:
-    """Return the files of a repository that a model needs, weights last.
+    """Select the files of a repository that a model needs, weights last.
 
     Parameters
     ----------
@@ -61,12 +61,12 @@ def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> li
     files : sequence of HubFile
         All its files.
     pattern : str, optional
-        Shell pattern of the weights that are meant.
+        Shell pattern of the weights.
 
     Raises
     ------
     UsageError
-        If there are no weights, or it is not clear which are meant.
+        If there are no weights, or several and no pattern selects one.
 
     Examples
     --------
@@ -84,18 +84,18 @@ def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> li
     if weights[0].endswith(".gguf"):  # it holds its configuration and its tokenizer
         return [by_name[name] for name in weights]
     index = re.sub(_SHARD, "", weights[0]) + ".index.json"
-    beside = [name for name in (*BESIDE, index) if name in by_name]
-    return [by_name[name] for name in (*beside, *sorted(weights))]
+    others = [name for name in (*AUXILIARY_FILES, index) if name in by_name]
+    return [by_name[name] for name in (*others, *sorted(weights))]
 
 
 def _stays_inside(name: str) -> bool:
-    """Return whether a name that a server says is one of a file within the folder it goes to."""
+    """Return whether the name of a remote file stays within its folder."""
     parts = name.replace("\\", "/").split("/")
     return not {"", ".", ".."} & set(parts) and ":" not in parts[0]
 
 
 def _default_weights(repo: str, by_name: dict[str, HubFile]) -> list[str]:
-    """Return the weights of a folder, else the one GGUF file."""
+    """Return the weights of the repository, else its only GGUF file."""
     for stem, suffix in _WEIGHTS:
         whole = f"{stem}{suffix}"
         if whole in by_name:
@@ -115,9 +115,9 @@ def _default_weights(repo: str, by_name: dict[str, HubFile]) -> list[str]:
 
 
 def _check_one(repo: str, weights: list[str], what: str, others: list[str]) -> None:
-    """Raise unless the names are one file, or all parts of one."""
+    """Raise unless the names are one file, or all shards of one."""
     if not weights:
-        raise UsageError(f"{repo}: {what} no file; there are {_shortened(others)}")
+        raise UsageError(f"{repo}: {what} no file; its files: {_shortened(others)}")
     wholes = {re.sub(_SHARD, "", name) for name in weights}
     if len(wholes) > 1:
         raise UsageError(
@@ -133,19 +133,19 @@ def _check_one(repo: str, weights: list[str], what: str, others: list[str]) -> N
 
 
 def _shortened(names: Iterable[str], most: int = 12) -> str:
-    """Return names for a message, not more than a few."""
+    """Return at most a few names for a message."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more if listed else "none"
 
 
 def is_repo_name(name: str) -> bool:
-    """Return whether a name has the form of a repository's, ``org/name``."""
+    """Return whether a name has the form ``org/name``."""
     return _REPO.fullmatch(name) is not None
 
 
 def _cache_folder() -> Path:
-    """Return the cache of huggingface_hub, which need not be installed."""
+    """Return the cache folder of huggingface_hub, without the package."""
     home = os.environ.get("HF_HOME")
     if home is None:
         above = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
@@ -154,12 +154,12 @@ def _cache_folder() -> Path:
 
 
 def find_cached(repo: str) -> Path | None:
-    """Return a model that lies in the cache: its folder, or its GGUF file.
+    """Return a cached model: its folder or GGUF file, or None.
 
     Raises
     ------
     UsageError
-        If several GGUF files of the repository lie there.
+        If several GGUF files of the repository are cached.
     """
     folder = _cache_folder() / f"models--{repo.replace('/', '--')}"
     ref = folder / "refs" / "main"
@@ -179,7 +179,7 @@ def find_cached(repo: str) -> Path | None:
 
 
 def repo_of(path: Path) -> str | None:
-    """Return the name of the repository that a file or folder in the cache belongs to."""
+    """Return the repository of a file or folder in the cache, or None."""
     for parent in (path, *path.parents):
         if parent.parent.name == "snapshots" and parent.parent.parent.name.startswith("models--"):
             return parent.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
@@ -194,36 +194,36 @@ def pull(
     folder: str | os.PathLike[str] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Download the files that running a model needs, and no others.
+    """Download the files of a model that are needed to run it.
 
-    These are the configuration, the tokenizer, and the weights: safetensors if there are any, else
-    a torch checkpoint, else the one GGUF file.  Files that are there already are kept.
+    These are the configuration, the tokenizer, and the weights: safetensors if available, else a
+    torch checkpoint, else the only GGUF file.  Complete files are not downloaded again.
 
     Parameters
     ----------
     repo : str
         ``org/name``.
     files : str, optional
-        Shell pattern of the weights that are meant, e.g. ``"*Q4_K_M.gguf"``; it must match one
-        file, or the parts of one.
+        Shell pattern of the weights, e.g. ``"*Q4_K_M.gguf"``; it must match one file, or the
+        shards of one.
     revision : str
         Branch, tag or commit.
     folder : path, optional
-        Where to put the files; by default the cache of huggingface_hub, where `nbflow.load`
-        finds the model by its name.
+        Target folder; by default the cache of huggingface_hub, where `nbflow.load` finds the model
+        by its name.
     report : callable
-        Given a line for every file.
+        Called with a line for every file.
 
     Returns
     -------
     Path
-        The folder, or the GGUF file: what `nbflow.load` takes.
+        The folder or the GGUF file, for `nbflow.load`.
 
     Raises
     ------
     UsageError
-        If there is no such repository, revision or file, access is not granted, the server cannot
-        be reached, or it is not clear which weights are meant.
+        If the repository, revision or file does not exist, access is denied, the server cannot be
+        reached, or the selection of weights is ambiguous.
     MissingExtraError
         If huggingface_hub is not installed.
     """
@@ -252,7 +252,7 @@ def pull(
         )
     except UsageError:
         raise
-    except Exception as error:  # of the HTTP library too, which depends on the version
+    except Exception as error:  # also of its HTTP library, which depends on the version
         raise UsageError(_explained(error, hub.utils, endpoint, repo, revision)) from error
     weights = wanted[-1].name
     first = min(file.name for file in wanted) if weights.endswith(".gguf") else ""
@@ -274,8 +274,8 @@ def _explained(error: Exception, known: Any, endpoint: str, repo: str, revision:
         )
     if isinstance(error, known.RepositoryNotFoundError):
         return (
-            f"there is no model {repo} at {endpoint}, or it is private: check the name; for a "
-            "private one set HF_TOKEN to an access token"
+            f"model {repo} does not exist at {endpoint}, or is private: check the name; for a "
+            "private model set HF_TOKEN to an access token"
         )
     if isinstance(error, known.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}; see {endpoint}/{repo}/tree/main"

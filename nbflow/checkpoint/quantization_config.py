@@ -1,4 +1,4 @@
-"""What ``quantization_config`` of config.json says of how the tensors of a checkpoint are stored.
+"""``quantization_config`` of config.json: storage of FP8 and MXFP4 checkpoints.
 
 ==================  ================================  =============================================
 quant_method        tensors                           value of a weight
@@ -12,8 +12,8 @@ compressed-tensors  X.weight, X.weight_scale          the same, by ``strategy``:
 mxfp4               X_blocks, X_scales of bytes       those of the format of that name
 ==================  ================================  =============================================
 
-"scale_inv" is what codes are multiplied with, too.  Scales of activations and of keys and values
-say how a program may round these; they change no weight, and are not used.
+"scale_inv" is a factor, too, despite its name.  Scales of activations, keys and values do not
+affect weights and are ignored.
 
 Sources: transformers 5.23, ``integrations/finegrained_fp8.py`` (Fp8Dequantize) and
 ``integrations/mxfp4.py``; compressed-tensors 0.20, ``quantization/lifecycle/forward.py``; for
@@ -35,13 +35,13 @@ from nbflow_kernels.errors import UsageError
 
 KEY = "quantization_config"
 CONFIG_KEYS = (KEY, "compression_config")
-"""Where it may stand; the latter is what early compressed-tensors wrote."""
+"""Its keys; the latter is from early versions of compressed-tensors."""
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")
 FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
 """Element types of FP8 weights."""
 _SCALE_TYPES = ("f32", "bf16", "f16", "f8_e8m0")
 _WEIGHT_SCALES = ("_scale_inv", "_scale")
-"""What follows the name of a weight in that of its scales."""
+"""Suffixes of the scales of a weight."""
 _OTHER_SCALES = (
     ".input_scale", ".input_scale_ub", ".output_scale", ".activation_scale", ".q_scale", ".k_scale",
     ".v_scale",
@@ -51,28 +51,28 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's matrices are stored."""
+    """Storage of a checkpoint's matrices."""
 
     format: str
     """``"fp8"`` or ``"mxfp4"``."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None: those of a row, or all."""
+    """Rows and columns per scale; None: a row, or the whole tensor."""
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """Return what a configuration says of how matrices are stored, None if nothing.
+    """Return the storage of matrices that a configuration states, or None.
 
     Parameters
     ----------
     config : mapping
         The content of config.json.
     where : str
-        Where it comes from; begins the error messages.
+        Source of `config`; begins the error messages.
 
     Raises
     ------
     UsageError
-        If they are stored in a way that cannot be read; the message names the key.
+        If the storage is not supported; the message names the key.
 
     Examples
     --------
@@ -99,18 +99,18 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
 def _check(
     table: Mapping[str, Any], at: str, known: Mapping[str, Sequence[Any]], required: bool = False
 ) -> None:
-    """Raise for the first key whose value cannot be read; an absent one can unless required."""
+    """Raise for the first key with an unsupported value, or missing if required."""
     for key, allowed in known.items():
         value = table.get(key)
         if (value is not None or required) and value not in allowed:
             raise UsageError(
-                f"{at}.{key} = {shown(value)}: weights stored so cannot be read; it must be "
+                f"{at}.{key} = {shown(value)} is not supported; it must be "
                 + " or ".join(map(repr, allowed))
             )
 
 
 def _fp8(table: Mapping[str, Any], at: str) -> Quantization:
-    """Return what quant_method fp8 means."""
+    """Read quant_method fp8."""
     known = {
         "activation_scheme": ("dynamic", "static"),
         "fmt": ("e4m3", "e5m2"),
@@ -132,7 +132,7 @@ def _block(value: Any, at: str) -> tuple[int, int] | None:
 
 
 def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
-    """Return what quant_method compressed-tensors means."""
+    """Read quant_method compressed-tensors."""
     known = {
         "format": ("float-quantized", "naive-quantized"),
         "quantization_status": ("compressed", "frozen"),
@@ -143,14 +143,14 @@ def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
         raise UsageError(f"{at}.sparsity_config must be a table, got {shown(sparsity)}")
     _check(sparsity, f"{at}.sparsity_config", {"format": ("dense",)})
     if table.get("transform_config"):
-        raise UsageError(f"{at}.transform_config: weights that are transformed cannot be read")
+        raise UsageError(f"{at}.transform_config: transformed weights are not supported")
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UsageError(f"{at}.config_groups must be a table of groups, got {shown(groups)}")
     blocks = {name: _group(g, f"{at}.config_groups.{name}") for name, g in groups.items()}
     if len(set(blocks.values())) > 1:
         raise UsageError(
-            f"{at}.config_groups: groups with different blocks of weights cannot be read, got "
+            f"{at}.config_groups: groups with different blocks are not supported, got "
             + ", ".join(f"{name} {block}" for name, block in blocks.items())
         )
     return Quantization("fp8", next(iter(blocks.values())))
@@ -179,25 +179,7 @@ def _group(group: Any, at: str) -> tuple[int, int] | None:
 def with_scales(
     entries: Sequence[TensorEntry], quantization: Quantization
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Join tensors with their scales.
-
-    Parameters
-    ----------
-    entries : sequence of TensorEntry
-        All tensors of the checkpoint.
-    quantization : Quantization
-        How they are stored.
-
-    Returns
-    -------
-    list, list
-        The tensors that have values of their own, and the scales.
-
-    Raises
-    ------
-    UsageError
-        If a tensor lacks its scales, or they do not fit it.
-    """
+    """Join tensors with their scales; return the tensors with values, and the scales."""
     held = {entry.name: entry for entry in entries}
     join = _with_fp8_scales if quantization.format == "fp8" else _with_mxfp4_scales
     joined = {entry.name: join(entry, held, quantization.block) for entry in entries}
@@ -211,7 +193,7 @@ def with_scales(
 def _with_fp8_scales(
     entry: TensorEntry, held: Mapping[str, TensorEntry], block: tuple[int, int] | None
 ) -> TensorEntry:
-    """Return a tensor as float32 that is made of FP8 and scales; others as they are."""
+    """Return an FP8 tensor with scales as float32; others unchanged."""
     if entry.dtype not in FLOAT8:
         return entry
     where = f"{entry.file.path}: tensor {shown(entry.name)}"
@@ -220,7 +202,7 @@ def _with_fp8_scales(
     if scales is None:
         raise UsageError(
             f"{where} is stored as {entry.dtype} and needs scales, {' or '.join(names)}, which are "
-            "not there; open the whole checkpoint, not one file of it"
+            "missing; open the whole checkpoint, not one file of it"
         )
     if scales.dtype not in _SCALE_TYPES:
         raise UsageError(f"{where}: scales must be floats, got {scales.dtype}")
@@ -240,10 +222,10 @@ def _with_fp8_scales(
 
 
 def _as_matrix(entry: TensorEntry, shape: tuple[int, int]) -> TensorEntry:
-    """Return a tensor as a matrix of the same elements."""
+    """Return a contiguous tensor reshaped to a matrix."""
     if entry.strides is not None and not is_contiguous(entry.shape, entry.strides):
         raise UsageError(
-            f"{entry.file.path}: tensor {shown(entry.name)} must be stored row after row, got "
+            f"{entry.file.path}: tensor {shown(entry.name)} must be contiguous, got "
             f"strides {entry.strides}"
         )
     return replace(entry, shape=shape, strides=None)
@@ -256,7 +238,7 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _with_mxfp4_scales(
     entry: TensorEntry, held: Mapping[str, TensorEntry], block: tuple[int, int] | None
 ) -> TensorEntry:
-    """Return a tensor of MXFP4 that is made of codes and scales; others as they are."""
+    """Return an MXFP4 tensor with scales as one; others unchanged."""
     stem = entry.name.removesuffix(_BLOCKS)
     scales = held.get(stem + _SCALES)
     if stem == entry.name or scales is None:

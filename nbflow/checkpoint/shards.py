@@ -1,4 +1,4 @@
-"""Checkpoints in several files: the folder, and the index that says which tensor is where."""
+"""Sharded checkpoints: the folder and the index of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbflow_kernels.errors import UsageError
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 NAMES = (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin")
-"""What a Hugging Face folder may hold, the first one present counts."""
+"""Weights of a Hugging Face folder, in order of preference."""
 
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
@@ -34,16 +34,9 @@ def find_in_folder(folder: Path) -> Path:
 def open_checkpoint(
     path: Path, format: str, read_header: Callable[[ByteFile], list[TensorEntry]]
 ) -> WeightFile:
-    """Open an index with its shards, or one file, with the config.json beside it.
+    """Open an index with its shards, or one file, with the config.json of its folder.
 
-    Parameters
-    ----------
-    path : Path
-        The index or the file.
-    format : str
-        What `WeightFile.format` says.
-    read_header : callable
-        Gives the tensors of one file.
+    `read_header` returns the tensors of one file.
     """
     entries: list[TensorEntry] = []
     files: list[ByteFile] = []
@@ -69,8 +62,8 @@ def _joined(
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Return the tensors joined with their scales, and the scales.
 
-    Where config.json says something else than we know, all stay as they are: they can be listed,
-    and whoever wants to run the model is told what cannot be read (`nbflow.spec.resolve`).
+    With an unknown quantization all stay separate: they can be listed, and `nbflow.spec.resolve`
+    reports the error to users who run the model.
     """
     if not any(entry.dtype in FLOAT8 or entry.name.endswith("_blocks") for entry in entries):
         return entries, []
@@ -88,16 +81,9 @@ def open_shards(
     files: list[ByteFile],
     entries: list[TensorEntry],
 ) -> None:
-    """Open every shard the index names and check that it holds what the index says.
+    """Open all shards of an index and check their tensors.
 
-    Parameters
-    ----------
-    index : Path
-        JSON with a ``weight_map`` from tensor names to file names.
-    read_header : callable
-        Gives the tensors of one file.
-    files, entries : list
-        Where opened files, also before an error, and tensors are added.
+    Opened files (also before an error) and tensors are appended to `files` and `entries`.
     """
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -136,7 +122,7 @@ def open_shards(
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether there is such a file; a name that no file can have is none."""
+    """Return whether a file exists; False for names that the system refuses."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # too long, or with a zero byte

@@ -1,4 +1,4 @@
-"""Reading a box of elements that do not lie one after the other in the file."""
+"""Strided reads: a box of elements that are not contiguous in the file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-_GAP_BYTES = 1 << 16  # a span this short is read with its gaps in one call
-_SPAN_BYTES = 1 << 26  # a span longer than this is read in parts
+_GAP_BYTES = 1 << 16  # spans up to this are read with their gaps in one call
+_SPAN_BYTES = 1 << 26  # longer spans are read in parts
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -25,7 +25,7 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def n_elements_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the elements between the first and the last one, both included; 0 if there are none.
+    """Return the number of elements from the first to the last one, gaps included.
 
     Examples
     --------
@@ -49,11 +49,11 @@ def read_strided(
     Parameters
     ----------
     fill : callable
-        Fills a contiguous array from a byte of the file on.
+        ``fill(array, offset)`` reads a contiguous array at a byte offset.
     dtype : numpy.dtype
         Type of the elements.
     first : int
-        Byte of the box's first element in the file.
+        Byte offset of the first element.
     shape : tuple of int
         Elements of the box along each axis.
     strides : tuple of int
@@ -67,7 +67,7 @@ def read_strided(
     out: NDArray[Any] = np.empty(shape, dtype)
     if out.size == 0:
         return out
-    # Walk the axes from the longest stride to the shortest, as the elements lie in the file.
+    # from the longest stride to the shortest, in file order
     box = out.squeeze()
     kept = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n > 1]
     axes = sorted(range(len(kept)), key=lambda a: -kept[a][1])
@@ -84,7 +84,7 @@ def _read_box(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> None:
-    """Read a box whose strides fall, in one call where it is dense enough, else part by part."""
+    """Read a box with descending strides, in one call if it is dense enough, else in parts."""
     size = out.dtype.itemsize
     n_span = n_elements_spanned(shape, strides)
     dense = n_span <= 2 * math.prod(shape) and n_span * size <= _SPAN_BYTES

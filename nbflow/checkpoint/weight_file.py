@@ -1,4 +1,4 @@
-"""What every reader of weights offers: a table of tensors, and arrays cut from it on demand."""
+"""Open weight file: a table of tensors, and arrays read on demand."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["ITEM_BYTES", "Scaled", "Span", "TensorEntry", "WeightFile", "tensor_
 
 Span = tuple[int, int]
 
-_CHUNK_BYTES = 1 << 24  # of a tensor that is read piece by piece
+_CHUNK_BYTES = 1 << 24  # of a tensor that is read in chunks
 _MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
-_REPEATED_BYTES = 1 << 20  # what a tensor that repeats its elements may always take
+_REPEATED_BYTES = 1 << 20  # allowed for every tensor that repeats its elements
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
@@ -37,15 +37,17 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
     Raises
     ------
     UsageError
-        If the type is unknown, the rows are not whole blocks, or the shape is absurd; the message
-        begins with `where`.
+        If the type is unknown, the rows are not whole blocks, or the shape is too large; the
+        message begins with `where`.
     """
     if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise UsageError(f"{where}: shape {shape} is too large for any tensor")
     if dtype in ITEM_BITS:
         n_bits = math.prod(shape) * ITEM_BITS[dtype]
         if n_bits % 8:
-            raise UsageError(f"{where}: shape {shape} of {dtype} is no whole number of bytes")
+            raise UsageError(
+                f"{where}: shape {shape} of {dtype} does not fill a whole number of bytes"
+            )
         return n_bits // 8
     from nbflow_kernels.formats import FORMATS
 
@@ -60,7 +62,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
 
 
 def _check_repeats(entry: TensorEntry, n_bytes: int) -> None:
-    """Refuse to make more bytes of a view than its file has; only repeated elements can."""
+    """Refuse a view with more bytes than its file, which repeated elements (stride 0) allow."""
     if n_bytes > max(entry.file.size, _REPEATED_BYTES):
         raise UsageError(
             f"{entry.file.path}: tensor {entry.name!r} repeats its elements (strides "
@@ -71,29 +73,29 @@ def _check_repeats(entry: TensorEntry, n_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies."""
+    """Location, type and shape of one tensor."""
 
     name: str
     """Name in the file's own terms."""
     dtype: str
-    """Stored element type, a key of `ITEM_BYTES`, or the name of a block format; of what is made of
-    two tensors, what it is read as."""
+    """Stored element type, a key of `ITEM_BYTES`, or the name of a block format; with separate
+    scales, the type that it is read as."""
     shape: tuple[int, ...]
-    """Rows first, as the file says."""
+    """Shape, rows first."""
     file: ByteFile
     """The file that holds it."""
     offset: int
-    """First byte, counted from the beginning of the file."""
+    """Offset of the first byte in the file."""
     strides: tuple[int, ...] | None = None
-    """Distances of neighbours along each axis, in elements; None means row after row."""
+    """Strides in elements; None if contiguous."""
     order: str = "<"
     """Byte order of the elements, as in `struct`."""
     scaled: Scaled | None = None
-    """The two tensors that it is made of, if it is."""
+    """Its codes and scales, if stored separately."""
 
     @property
     def stored_dtype(self) -> str:
-        """The type of the numbers without their scales: FP8's, where `dtype` is f32."""
+        """Type of the codes without scales: FP8 where `dtype` is f32."""
         if self.scaled is None or self.dtype not in ITEM_BITS:
             return self.dtype
         return self.scaled.codes.dtype
@@ -101,14 +103,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Small numbers and their scales, which together are one tensor."""
+    """One tensor stored as two: codes and scales."""
 
     codes: TensorEntry
-    """The numbers, a matrix."""
+    """Codes, a matrix."""
     scales: TensorEntry
-    """The scales, a matrix with a row for each row of blocks."""
+    """Scales, a matrix with a row for each row of blocks."""
     block: tuple[int, int]
-    """Rows and columns of the tensor that share a scale."""
+    """Rows and columns per scale."""
 
 
 class WeightFile:
@@ -121,15 +123,15 @@ class WeightFile:
     Parameters
     ----------
     path : Path
-        What the user named: a file or a folder.
+        Path that the user named: a file or a folder.
     format : str
         Name of the file format.
     entries : sequence of TensorEntry
         The tensors, in the file's order.
     config : callable
-        Gives the model configuration that belongs to the weights, or None.
+        Returns the model configuration, or None.
     scales : sequence of TensorEntry
-        Tensors that are nothing by themselves: scales of others.
+        Scales of other tensors.
     """
 
     def __init__(
@@ -142,11 +144,11 @@ class WeightFile:
         scales: Sequence[TensorEntry] = (),
     ) -> None:
         self.path = path
-        """What was opened: a file or a folder."""
+        """Opened file or folder."""
         self.format = format
         """Name of the file format."""
         self.bytes_read = 0
-        """Bytes of tensor data read so far; headers do not count."""
+        """Bytes of tensor data read so far, without headers."""
         self._entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in entries}
         self._scales: Mapping[str, TensorEntry] = {entry.name: entry for entry in scales}
         self._files = tuple(files)
@@ -158,7 +160,7 @@ class WeightFile:
         return list(self._entries)
 
     def scales(self) -> list[str]:
-        """Return the names of tensors that are only scales of others, and not in `names`."""
+        """Return the names of scales of other tensors, which `names` omits."""
         return list(self._scales)
 
     def files(self) -> list[Path]:
@@ -183,7 +185,7 @@ class WeightFile:
     def dtype(self, name: str) -> str:
         """Return the stored element type of tensor `name`, e.g. ``"bf16"``.
 
-        FP8 with scales counts as ``"f32"``, which is what `array` makes of it.
+        FP8 with scales counts as ``"f32"``, the type that `array` returns.
         """
         return self.entry(name).dtype
 
@@ -195,7 +197,7 @@ class WeightFile:
         )
 
     def entry(self, name: str) -> TensorEntry:
-        """Return where tensor `name` lies, or raise `UsageError` with close names."""
+        """Return the entry of tensor `name`."""
         found = self._entries.get(name) or self._scales.get(name)
         if found is None:
             raise UsageError(f"{self.path}: {unknown_name('tensor', name, self._some(name))}")
@@ -216,11 +218,11 @@ class WeightFile:
         name : str
             Name of the tensor in the file's terms.
         rows : (start, stop), optional
-            Which rows (first dimension) to read; all by default.
+            Rows (first dimension) to read; all by default.
         columns : (start, stop), optional
-            Which columns to read, for a tensor of two dimensions; all by default.
+            Columns to read, for a tensor of two dimensions; all by default.
         flat : bool
-            Count all dimensions but the last as rows of a matrix.
+            Flatten all dimensions but the last into rows.
 
         Returns
         -------
@@ -231,7 +233,7 @@ class WeightFile:
         Raises
         ------
         UsageError
-            If there is no such tensor, the range does not fit, the element type has no NumPy
+            If the tensor does not exist, the range does not fit, the element type has no NumPy
             equivalent, or the file cannot be read.
         """
         entry = _flat(self.entry(name)) if flat else self.entry(name)
@@ -251,7 +253,7 @@ class WeightFile:
         *,
         flat: bool = False,
     ) -> QuantTensor:
-        """Read a tensor that is stored in a block format, as it is.
+        """Read a tensor in a block format, without dequantizing.
 
         Parameters
         ----------
@@ -304,7 +306,7 @@ class WeightFile:
         return QuantTensor(entry.dtype, shape, self._host_blocks(entry, blocks))
 
     def _joined(self, scaled: Scaled, rows: Span, blocks: Span) -> np.ndarray[Any, Any]:
-        """Read some rows and blocks of MXFP4 whose scales lie apart."""
+        """Read rows and blocks of MXFP4 with separate scales."""
         columns = 16 * blocks[0], 16 * blocks[1]
         codes = self._decode(scaled.codes, rows, columns)
         return mxfp4_blocks(codes, self._decode(scaled.scales, rows, blocks))
@@ -312,7 +314,7 @@ class WeightFile:
     def _multiplied(
         self, shape: tuple[int, ...], scaled: Scaled, rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
-        """Read a rectangle of FP8 times its scales."""
+        """Read a rectangle of FP8 and multiply by its scales."""
         values = self._decode(scaled.codes, rows, columns)
         start, stop = rows or (0, shape[0])
         per = scaled.block[0]
@@ -323,7 +325,7 @@ class WeightFile:
         return values
 
     def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
-        """Return blocks (rows, bytes) with their numbers in the byte order we compute with."""
+        """Return blocks (rows, bytes) in little-endian byte order."""
         if entry.order != "<":
             raise UsageError(f"{self.path}: {entry.dtype} cannot be read in another byte order")
         return blocks
@@ -331,7 +333,7 @@ class WeightFile:
     def _dequantized(
         self, entry: TensorEntry, rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
-        """Read the whole blocks around a rectangle and cut it out."""
+        """Read and dequantize the whole blocks around a rectangle, then cut it out."""
         from nbflow_kernels.formats import FORMATS, dequantize
 
         flat = entry.shape != self.entry(entry.name).shape
@@ -340,8 +342,8 @@ class WeightFile:
         block = FORMATS[entry.dtype].block_size
         first = columns[0] // block * block
         around = (first, -(-columns[1] // block) * block)
-        wide = dequantize(self.quantized(entry.name, rows, around, flat=flat))
-        return np.ascontiguousarray(wide[:, columns[0] - first : columns[1] - first])
+        values = dequantize(self.quantized(entry.name, rows, around, flat=flat))
+        return np.ascontiguousarray(values[:, columns[0] - first : columns[1] - first])
 
     def close(self) -> None:
         """Close the files; closing twice does nothing."""
@@ -363,7 +365,7 @@ class WeightFile:
         return f"WeightFile({str(self.path)!r}, {self.format}, {len(self._entries)} tensors)"
 
     def _some(self, name: str, limit: int = 8) -> list[str]:
-        """Return the names closest to a misspelt one, so that the message stays readable."""
+        """Return a few names close to a misspelled one."""
         import difflib
 
         names = list(self._entries)
@@ -391,7 +393,7 @@ class WeightFile:
     def _decode(
         self, entry: TensorEntry, rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
-        """Read the elements of a rectangle and give them a NumPy type."""
+        """Read the elements of a rectangle as a NumPy type."""
         if entry.dtype not in NUMPY:
             raise UsageError(
                 f"{entry.file.path}: tensor {entry.name!r} is stored as {entry.dtype}, which "
@@ -405,7 +407,7 @@ class WeightFile:
     def _read(
         self, entry: TensorEntry, dtype: np.dtype[Any], rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
-        """Read a rectangle of plain elements, and nothing else of the file."""
+        """Read a rectangle of plain elements."""
         shape = list(entry.shape)
         for axis, span in enumerate((rows, columns)):
             if span is not None:
@@ -430,7 +432,7 @@ class WeightFile:
         spans: Sequence[Span | None],
         shape: tuple[int, ...],
     ) -> np.ndarray[Any, Any]:
-        """Read a rectangle of a view: transposed, with gaps, or with repeated elements."""
+        """Read a rectangle of a strided view."""
         assert entry.strides is not None
         _check_repeats(entry, math.prod(shape) * dtype.itemsize)
         cuts = zip(spans, entry.strides, strict=False)
@@ -444,10 +446,10 @@ class WeightFile:
         )
 
     def stored_chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of tensor `name` as they are stored, in pieces of at most 16 MiB.
+        """Yield the stored bytes of tensor `name` in chunks of at most 16 MiB.
 
-        The elements of a view of a larger tensor come row after row; a single row may be longer
-        than a piece.  Scales follow what they belong to.
+        A strided view is yielded row by row; a single row may exceed a chunk.  Scales follow their
+        codes.
         """
         entry = self.entry(name)
         if entry.scaled is None:
@@ -474,7 +476,7 @@ class WeightFile:
             yield self._read(entry, item, (start, stop), None).tobytes()
 
     def sha256(self, name: str) -> str:
-        """Return the SHA-256 of the bytes of tensor `name` (`stored_chunks`), in hexadecimal."""
+        """Return the hexadecimal SHA-256 of the stored bytes of tensor `name`."""
         import hashlib
 
         digest = hashlib.sha256()
@@ -492,12 +494,12 @@ class WeightFile:
 
 
 def _parts(entry: TensorEntry) -> tuple[TensorEntry, ...]:
-    """Return what is stored of a tensor: itself, or numbers and scales."""
+    """Return the stored tensors of an entry: itself, or codes and scales."""
     return (entry,) if entry.scaled is None else (entry.scaled.codes, entry.scaled.scales)
 
 
 def _flat(entry: TensorEntry) -> TensorEntry:
-    """Return an entry with all dimensions but the last as one; vectors stay as they are."""
+    """Return an entry with all dimensions but the last flattened."""
     if len(entry.shape) < 3:
         return entry
     return dataclasses.replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1]))

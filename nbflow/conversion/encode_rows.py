@@ -128,7 +128,7 @@ class ModelRows:
         """Stored type; what is not stored as rows is read as float32."""
         place = self.spec.tensor_layout(self.name)
         dtype = self.file.dtype(place.name)
-        return "f32" if place.turned and dtype not in ITEM_BYTES else dtype
+        return "f32" if place.head_rows and dtype not in ITEM_BYTES else dtype
 
     def _part(self, start: int, stop: int) -> Operand:
         is_vector = len(self.spec.shape_of(self.name)) < 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbflow.checkpoint import WeightFile, open_weights
-from nbflow.checkpoint.hub import BESIDE
+from nbflow.checkpoint.hub import AUXILIARY_FILES
 from nbflow.checkpoint.quantization_config import CONFIG_KEYS
 from nbflow.checkpoint.writers.gguf import write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
@@ -23,8 +23,12 @@ from nbflow.quantization.policy import WeightFormats
 from nbflow.quantization.transforms import Prepared, check_encoder, prepare
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
+from nbflow.utils.atomic_write import (
+    check_output,
+    replace_atomically,
+    replace_folder_atomically,
+)
 from nbflow.utils.json_file import read_object
-from nbflow.utils.output_file import check_output, new_file, new_folder
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING
 
@@ -172,7 +176,7 @@ def _write_gguf(task: _Task) -> WrittenCheckpoint:
     notes += [*more, *twice_note(tensors)]
     _check_output(task)
     if not task.dry_run:
-        with new_file(out) as stream:
+        with replace_atomically(out) as temporary, temporary.open("wb") as stream:
             write_gguf(stream, metadata, tensors, task.prepared.encoding)
     return WrittenCheckpoint(out, "gguf", tuple(tensors), tuple(notes))
 
@@ -193,27 +197,27 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
         )
     tensors, notes = weigh(plan_as_stored(resolved.spec, file, task.choice), task.importance)
     source = resolved.path if resolved.path.is_dir() else resolved.path.parent
-    beside = [source / name for name in BESIDE if (source / name).is_file()]
+    beside = [source / name for name in AUXILIARY_FILES if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
     unties = resolved.spec != task.prepared.before[0] if task.prepared.before else False
     notes += _notes(tensors, out, is_file)
     if is_file and unties:
         notes.append("config.json beside the file must say tie_word_embeddings = false")
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
-    may_hold = frozenset() if is_file else frozenset({*BESIDE, _WEIGHTS})
+    may_hold = frozenset() if is_file else frozenset({*AUXILIARY_FILES, _WEIGHTS})
     _check_output(task, may_hold)
     if task.dry_run:
         return done
     encoding = task.prepared.encoding
     if is_file:
-        with new_file(out) as stream:
+        with replace_atomically(out) as temporary, temporary.open("wb") as stream:
             write_safetensors(stream, tensors, encoding)
         return done
-    with new_folder(out) as folder:
+    with replace_folder_atomically(out) as folder:
         for original in beside:
             shutil.copyfile(original, folder / original.name)
         _change_config(folder / "config.json", unties)
-        with new_file(folder / _WEIGHTS) as stream:
+        with (folder / _WEIGHTS).open("wb") as stream:
             write_safetensors(stream, tensors, encoding)
     return done
 

@@ -21,7 +21,7 @@ import traceback
 from types import TracebackType
 
 from nbflow.distributed.launch import launched_as
-from nbflow.utils.rank_status import WAITING, Status, hang_seconds, status
+from nbflow.utils.rank_status import WAITING, RankStatus, hang_seconds, status
 
 FORWARD_S = 2.0
 """Pause after a report: launchers drop output in their pipes when a rank aborts."""
@@ -57,7 +57,7 @@ def stop_all(text: str) -> None:
     """
     from mpi4py import MPI
 
-    state = status.place()
+    state = status.activity
     status.failed()  # the pause is not a hang
     world = MPI.COMM_WORLD
     where = f"nbflow: rank {world.rank} of {world.size} failed {state} (see above)"
@@ -79,14 +79,14 @@ def _excepthook(
     sys.__excepthook__(kind, error, trace)
 
 
-def _watch(status: Status, limit: float, rank: int, size: int) -> None:
+def _watch(status: RankStatus, limit: float, rank: int, size: int) -> None:
     """Poll until the rank hangs; then report it and end all ranks."""
     found, n_found = "", 0
     while n_found < 2:  # a resumed process may send a heartbeat before the second poll
         time.sleep(min(MAX_POLL_S, limit / 20))
         found = status.overdue(limit)
         n_found = n_found + 1 if found else 0
-    if status.place().state == WAITING:  # like others: the lowest rank reports and aborts
+    if status.activity.state == WAITING:  # like others: the lowest rank reports and aborts
         time.sleep(rank * (FORWARD_S + MAX_POLL_S))
     needed = status.is_needed
     others = "stopping all ranks" if needed else "the other replicas continue"

@@ -98,7 +98,7 @@ class MpiComm(Comm):
             if waited < 2e-3:
                 os.sched_yield()
             else:
-                status.beat()
+                status.heartbeat()
                 time.sleep(5e-5 if waited < 0.5 else 2e-3)
 
     def _allgatherv(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class MpiComm(Comm):
                 self._drop_received()
                 if len(self._in_flight) < MAX_IN_FLIGHT:
                     break
-            status.beat()
+            status.heartbeat()
             time.sleep(PROGRESS_S)
         copy = array.copy()
         with self._lock:

@@ -92,7 +92,7 @@ class ThreadComm(Comm):
         except Empty:
             raise RankFailure(
                 f"rank {self.rank} has waited for rank {source} of {self.size} for {limit:g} s "
-                f"{status.place()}"
+                f"{status.activity}"
             ) from None
         if value is _FAILED:
             queue.put(_FAILED)

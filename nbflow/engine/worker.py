@@ -173,7 +173,7 @@ class Worker:
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         """Return what a step is run in: on this rank's device, and noticed if it never ends."""
         self.executor.device.activate()  # the thread may have made no other step
-        return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
+        return status.step() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
         self,

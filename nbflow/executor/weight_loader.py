@@ -119,7 +119,7 @@ class WeightLoader:
                 return None
             if id(operand) in moved:
                 return moved[id(operand)][1]
-            status.beat()
+            status.heartbeat()
             looked_up = id(operand) in tables
             stays = embeddings_on_host and looked_up and id(operand) not in others
             target = mapped if stays else device
@@ -218,7 +218,7 @@ class WeightLoader:
         """Return the block format that a tensor keeps from the checkpoint, or None."""
         layout = self._program.spec.tensor_layout(operand.name)
         dtype = self._file.dtype(layout.name)
-        as_floats = dtype in ITEM_BYTES or self._target_format(operand) or layout.turned
+        as_floats = dtype in ITEM_BYTES or self._target_format(operand) or layout.head_rows
         return None if as_floats else dtype
 
     def _weight(self, operands: tuple[Operand, ...]) -> Any:

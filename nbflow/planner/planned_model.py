@@ -86,7 +86,7 @@ class PlannedModel:
         """Return the block format that a tensor keeps from the checkpoint, or None."""
         dtype = self.stored.get(name, PUBLISHED_AS)
         converted = self.formats and self.formats.of(name, self.spec.shape_of(name))
-        if dtype in ITEM_BYTES or converted or self.spec.tensor_layout(name).turned:
+        if dtype in ITEM_BYTES or converted or self.spec.tensor_layout(name).head_rows:
             return None
         return dtype
 

@@ -40,7 +40,7 @@ def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndar
     if len(spec.shape_of(operand.name)) == 1 and len(file.shape(layout.name)) > 1:
         row = None if layout.rows is None else layout.rows[0]  # one head
         return file.array(layout.name, row).reshape(-1)[slice(*(operand.rows or (None,)))]
-    if layout.turned:
+    if layout.head_rows:
         return _per_head_transposed(spec, file, operand, layout)
     spans = _spans(spec, operand, layout)
     if layout.transposed:
@@ -59,7 +59,7 @@ def _per_head_transposed(
     spec: ModelSpec, file: WeightFile, operand: Operand, layout: TensorLayout
 ) -> np.ndarray:
     """Return matrices of heads that the checkpoint stores transposed per head."""
-    n_rows, width = layout.turned, layout.shape[-1]  # of a head: rows stored, rows returned
+    n_rows, width = layout.head_rows, layout.shape[-1]  # of a head: rows stored, rows returned
     first, end = (row // width for row in operand.rows or (0, spec.shape_of(operand.name)[0]))
     spans = layout.cut((first * n_rows, end * n_rows))
     heads = [file.array(layout.name, span, flat=True).T for span in spans]

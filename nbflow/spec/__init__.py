@@ -1,4 +1,4 @@
-"""What a model is made of, from its family, its checkpoint and the user's own file."""
+"""Specification of a model, from its family, its checkpoint and a model file."""
 
 from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.check_tensors import check

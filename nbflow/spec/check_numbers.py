@@ -1,6 +1,8 @@
-"""Whether the numbers of a `ModelSpec` can belong to one model that can be run."""
+"""Consistency of the numbers of a `ModelSpec`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -9,11 +11,11 @@ from nbflow.spec.fields import EXPERT_BIASES, FIELDS, MAX_FLOAT, MAX_INT, check_
 from nbflow_kernels.errors import UsageError
 
 MAX_EXPERT_LAYERS = 1 << 17
-"""Most experts of all layers: published models have some 23,000; each has names and shapes."""
+"""Bound on the experts of all layers, each of which has names and shapes; published: 23,000."""
 
 
 def check_numbers(spec: Architecture) -> None:
-    """Raise `UsageError` if the numbers of `spec` cannot belong to one model."""
+    """Raise `UsageError` if the numbers of `spec` contradict each other or exceed their bounds."""
     for name, field in FIELDS.items():
         value = getattr(spec, name, None)
         if value is None or field.kind not in (int, float):
@@ -21,130 +23,120 @@ def check_numbers(spec: Architecture) -> None:
         if field.kind is int and not isinstance(value, int):
             raise UsageError(f"{spec.name}: {name} must be a whole number, got {value!r:.80}")
         check_bounds(value, f"{spec.name}: {name}", field)
+    problem = next(_problems(spec), None)
+    if problem is not None:
+        raise UsageError(f"{spec.name}: {problem}")
+
+
+def _problems(spec: Architecture) -> Iterator[str]:
+    """Yield contradictions; only the first is reported, as later checks may depend on it."""
     if spec.n_heads % spec.n_kv_heads:
-        raise UsageError(
-            f"{spec.name}: n_heads must be a multiple of n_kv_heads, "
-            f"got {spec.n_heads} and {spec.n_kv_heads}"
+        yield (
+            f"n_heads must be a multiple of n_kv_heads, got {spec.n_heads} and {spec.n_kv_heads}"
         )
     for rope in (spec.rope, spec.local_rope):
         if rope and (rope.dim > spec.head_dim or rope.dim % 2 or rope.dim < 0):
-            raise UsageError(
-                f"{spec.name}: rope.dim must be even and at most head_dim = {spec.head_dim}, "
-                f"got {rope.dim}"
-            )
+            yield f"rope.dim must be even and at most head_dim = {spec.head_dim}, got {rope.dim}"
         if rope and rope.scaling is not None:
-            _check_scaling(spec, rope)
+            yield from _scaling_problems(spec, rope)
     if spec.residual != "sequential" and spec.norm_place != "pre":
-        raise UsageError(
-            f"{spec.name}: residual {spec.residual!r} needs norm_place 'pre', "
-            f"got {spec.norm_place!r}"
-        )
+        yield f"residual {spec.residual!r} needs norm_place 'pre', got {spec.norm_place!r}"
     if spec.position == "relative" and (
         not 4 <= spec.bias_buckets <= 2**16 or spec.bias_max_distance <= spec.bias_buckets // 2
     ):
-        raise UsageError(
-            f"{spec.name}: bias_buckets must be 4..65536 and bias_max_distance more than half of "
+        yield (
+            f"bias_buckets must be 4..65536 and bias_max_distance more than half of "
             f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
         )
     wrong = [i for i in spec.banned_token_ids if not 0 <= i < spec.vocab_size]
     if wrong:
-        raise UsageError(
-            f"{spec.name}: banned_token_ids must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
-        )
+        yield f"banned_token_ids must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
     if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":
-        raise UsageError(f"{spec.name}: qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'")
-    if spec.encoder is not None:
-        _check_encoder(spec)
+        yield "qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'"
+    if spec.encoder is not None and (
+        spec.residual != "sequential" or spec.norm_place not in ("pre", "post")
+    ):
+        yield (
+            "a decoder with an encoder needs residual 'sequential' and norm_place 'pre' or 'post', "
+            f"got {spec.residual!r} and {spec.norm_place!r}"
+        )
     if spec.latent is not None:
-        _check_latent(spec, spec.latent)
+        yield from _latent_problems(spec, spec.latent)
     if not spec.causal and spec.window is not None:
-        raise UsageError(f"{spec.name}: a window needs causal attention")
+        yield "a window needs causal attention"
     if spec.attention_sinks and (spec.latent is not None or spec.encoder is not None):
-        raise UsageError(f"{spec.name}: attention_sinks go without latent attention and encoders")
-    _check_experts(spec)
+        yield "attention_sinks go without latent attention and encoders"
+    yield from _expert_problems(spec)
 
 
-def _check_scaling(spec: Architecture, rope: RopeSpec) -> None:
-    """Raise unless a scaling gives finite angles for short and for long sequences."""
+def _scaling_problems(spec: Architecture, rope: RopeSpec) -> Iterator[str]:
+    """Yield problems of a scaling, which must give finite angles for short and long sequences."""
     assert rope.scaling is not None
     for length in (1, spec.max_context):
         try:
             with np.errstate(all="ignore"):
                 found, factor = rope.scaling.frequencies(rope.dim, rope.theta, length)
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise UsageError(f"{spec.name}: rope_scaling: {error}") from error
+            yield f"rope_scaling: {error}"
+            return
         if not (np.abs(found) <= MAX_FLOAT).all() or not 0 < factor <= MAX_FLOAT:
-            raise UsageError(
-                f"{spec.name}: rope_scaling gives angles that are not finite, for {length} "
+            yield (
+                f"rope_scaling gives angles that are not finite, for {length} "
                 "positions; its numbers are too large or too small"
             )
 
 
-def _check_latent(spec: Architecture, latent: LatentSpec) -> None:
+def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
     for name in ("kv_rank", "q_rank", "value_dim"):
         least = 0 if name == "q_rank" else 1
         if not least <= getattr(latent, name) <= MAX_INT:
-            raise UsageError(
-                f"{spec.name}: {name} must be {least} or more, got {getattr(latent, name)}"
-            )
+            yield f"{name} must be {least} or more, got {getattr(latent, name)}"
     if not 0 < spec.rope.dim < spec.head_dim:
-        raise UsageError(
-            f"{spec.name}: latent attention (kv_rank) needs rope_dim, the rotated columns at the "
+        yield (
+            f"latent attention (kv_rank) needs rope_dim, the rotated columns at the "
             f"end of each head, between 0 and head_dim = {spec.head_dim}, got {spec.rope.dim}"
         )
     for name, wanted in (("n_kv_heads", 1), ("qk_norm", "none"), ("causal", True)):
         if getattr(spec, name) != wanted:
-            raise UsageError(
-                f"{spec.name}: latent attention (kv_rank) needs {name} = {wanted!r}, "
-                f"got {getattr(spec, name)!r}"
+            yield (
+                f"latent attention (kv_rank) needs {name} = {wanted!r}, got {getattr(spec, name)!r}"
             )
     if spec.encoder is not None or spec.unrotated_layers:
-        raise UsageError(
-            f"{spec.name}: latent attention (kv_rank) has no encoder, and rotates in every layer"
-        )
+        yield "latent attention (kv_rank) has no encoder, and rotates in every layer"
 
 
-def _check_encoder(spec: Architecture) -> None:
-    if spec.residual != "sequential" or spec.norm_place not in ("pre", "post"):
-        raise UsageError(
-            f"{spec.name}: a decoder with an encoder needs residual 'sequential' and norm_place "
-            f"'pre' or 'post', got {spec.residual!r} and {spec.norm_place!r}"
-        )
-
-
-def _check_experts(spec: Architecture) -> None:
+def _expert_problems(spec: Architecture) -> Iterator[str]:
     moe = spec.moe
     if spec.activation == "swigluoai" and not spec.gated:
-        raise UsageError(f"{spec.name}: activation 'swigluoai' needs gated = true")
+        yield "activation 'swigluoai' needs gated = true"
     if moe is None:
         return
     if not spec.gated:
-        raise UsageError(f"{spec.name}: experts must be gated")
+        yield "experts must be gated"
     if moe.n_experts < 1 or moe.expert_size < 1:
-        raise UsageError(
-            f"{spec.name}: n_experts and expert_size must be positive, "
-            f"got {moe.n_experts} and {moe.expert_size}"
+        yield (
+            f"n_experts and expert_size must be positive, got {moe.n_experts} and {moe.expert_size}"
         )
     if moe.n_experts * len(moe.layers) > MAX_EXPERT_LAYERS:
-        raise UsageError(
-            f"{spec.name}: all layers together may have at most {MAX_EXPERT_LAYERS} experts, "
+        yield (
+            f"all layers together may have at most {MAX_EXPERT_LAYERS} experts, "
             f"got {moe.n_experts} in each of {len(moe.layers)} layers"
         )
     if moe.router_bias and "router" in spec.biases:
-        raise UsageError(
-            f"{spec.name}: router.bias is added to the scores for the choice (router_bias) or to "
+        yield (
+            "router.bias is added to the scores for the choice (router_bias) or to "
             "the router's results ([biases] router), not both"
         )
     if spec.biases.intersection(EXPERT_BIASES) not in (set(), set(EXPERT_BIASES)):
-        raise UsageError(
-            f"{spec.name}: of {', '.join(EXPERT_BIASES)} all or none must have biases, got "
+        yield (
+            f"of {', '.join(EXPERT_BIASES)} all or none must have biases, got "
             f"{', '.join(sorted(spec.biases))}"
         )
     if moe.groups < 1 or moe.n_experts % moe.groups or not 1 <= moe.groups_used <= moe.groups:
-        raise UsageError(
-            f"{spec.name}: {moe.n_experts} experts cannot be in {moe.groups} groups of which "
+        yield (
+            f"{moe.n_experts} experts cannot be in {moe.groups} groups of which "
             f"{moe.groups_used} are used"
         )
     most = moe.n_experts // moe.groups * moe.groups_used
     if not 1 <= moe.top_k <= most:
-        raise UsageError(f"{spec.name}: experts_per_token must be 1..{most}, got {moe.top_k}")
+        yield f"experts_per_token must be 1..{most}, got {moe.top_k}"

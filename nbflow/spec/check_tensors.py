@@ -16,45 +16,31 @@ from nbflow_kernels.errors import UsageError
 _LAYER = re.compile(r"\d+")
 _MAX_LINES = 40
 FLOAT_TYPES = ("f64", "f32", "f16", "bf16", *FLOAT8)
-"""Types of weights, besides block formats and int8 as llama2.c stores it."""
+"""Types of weights, besides block formats and the int8 of llama2.c."""
 WITH_BLOCKS = ("llama2c", "gguf", "ggml")
-"""File formats with other types of weights."""
+"""File formats with further types of weights."""
 
 
 def check(spec: ModelSpec, weights: WeightFile) -> None:
-    """Raise unless the checkpoint holds exactly the tensors that the specification asks for.
+    """Raise unless the checkpoint holds exactly the tensors of the specification.
 
-    Parameters
-    ----------
-    spec : ModelSpec
-        What the model is made of.
-    weights : WeightFile
-        An open checkpoint; only its table of tensors is looked at.
-
-    Raises
-    ------
-    UsageError
-        One message that lists every tensor that is missing, of another shape, not of floats, or
-        unused and not in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a
-        line.
-
-    Notes
-    -----
-    A head in the file is no problem if ``spec.tied_head`` says that it is not used.
+    The error lists all tensors that are missing, of another shape, not of floats, or unused and not
+    in ``spec.ignored_tensors``; those that differ in the layer only share a line.  With
+    ``spec.tied_head`` an unused head is allowed.
     """
     present = set(weights.names())
     missing, shapes, types, used = [], [], [], set()
     for part, ours in _tensors(spec):
         try:
-            place = part.tensor_layout(ours)
+            layout = part.tensor_layout(ours)
         except KeyError:
             missing.append(
-                f"{ours} {part.shape_of(ours)} (family {part.family!r} has no name for it: state "
-                "the checkpoint's under [tensors])"
+                f"{ours} {part.shape_of(ours)} (family {part.family!r} does not name it: state the "
+                "checkpoint's name under [tensors])"
             )
             continue
-        name, shape = place.name, place.shape
-        if name in used:  # a part of a fused tensor that was looked at
+        name, shape = layout.name, layout.shape
+        if name in used:  # another part of a fused tensor
             continue
         used.add(name)
         if name not in present:
@@ -91,14 +77,14 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
 
 
 def _can_be_weights(weights: WeightFile, name: str) -> bool:
-    """Return whether a tensor is of a type that weights have."""
+    """Return whether a tensor has a type of weights."""
     dtype = weights.dtype(name)
     is_block_format = dtype not in ITEM_BITS
     return is_block_format or dtype in FLOAT_TYPES or weights.format in WITH_BLOCKS
 
 
 def _tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
-    """Return our names of all tensors, with the specification they belong to."""
+    """Return our names of all tensors, each with its specification."""
     parts = [spec] if spec.encoder is None else [spec, spec.encoder]
     return [(part, name) for part in parts for name in part.tensor_shapes()]
 

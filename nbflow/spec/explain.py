@@ -1,4 +1,4 @@
-"""What a family or model file says, in words, without any weights."""
+"""Explain a family or model file: the source of every field, without weights."""
 
 from __future__ import annotations
 
@@ -7,45 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.spec.family import ConfigRule, Family
-from nbflow.spec.fields import FIELDS, REQUIRED, SIZES
+from nbflow.spec.fields import FIELDS, REQUIRED, SIZES, show
 from nbflow.spec.formula import names_in
 from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import ModelFile, load_model_file
 from nbflow_kernels.errors import UsageError
 
 Row = tuple[str, str, str]
-"""A field, where its value comes from, what it means."""
-
-
+"""A field, the source of its value, its meaning."""
 OPEN = "must be overridden"
-"""Source of a field that every model must state, and this family does not."""
+"""Source of a mandatory field that the family leaves open."""
 
 
 def explain(path: Path) -> tuple[ModelFile, list[Row]]:
-    """Check a file and return, for every field, where its value comes from.
+    """Check a family or model file and return the source of every field.
 
-    Parameters
-    ----------
-    path : Path
-        A family file or a model file.
-
-    Returns
-    -------
-    model_file : ModelFile
-        The file; a family file is a model of that family with nothing else.
-    rows : list of (field, source, meaning)
-
-    Raises
-    ------
-    UsageError
-        If the file is wrong; the message names the place.
+    A family file is a model of that family without differences.
     """
     model_file = load_model_file(path)
     family, override = model_file.family, model_file.override
     rows = []
     for name, field in FIELDS.items():
         if name in override:
-            source = f"= {_shown(override[name])}  (override)"
+            source = f"= {show(override[name])}  (override)"
         else:
             source = _source(family, name, field.default)
         rows.append((name, source, field.doc))
@@ -55,7 +39,7 @@ def explain(path: Path) -> tuple[ModelFile, list[Row]]:
 
 
 def _check_complete(path: Path, family: Family, sources: dict[str, str]) -> None:
-    """Raise if a family that serves models leaves fields open that every model must state."""
+    """Raise if a family that serves models leaves mandatory fields or tensor names open."""
     open_fields = [name for name, source in sources.items() if source == OPEN]
     if open_fields:
         name = open_fields[0]
@@ -73,14 +57,14 @@ def _check_complete(path: Path, family: Family, sources: dict[str, str]) -> None
 
 
 def _nameless(path: Path, family: Family) -> list[str]:
-    """Return our names of tensors that every member has and the family does not name."""
+    """Return the tensors of every member that the family does not name."""
     numbers: dict[str, Any] = {name: 8 for name in SIZES if FIELDS[name].default is REQUIRED}
     numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
     try:
         spec = build_spec(
             family, {}, name=family.name, where=str(path), override=numbers, checkpoint_tensors=None
         )
-    except UsageError:  # what it takes from config.json decides too
+    except UsageError:  # it also depends on config.json
         return []
     missing = []
     for name in spec.tensor_shapes():
@@ -92,18 +76,18 @@ def _nameless(path: Path, family: Family) -> list[str]:
 
 
 def _source(family: Family, name: str, default: Any) -> str:
-    """Return how a family comes by a field."""
+    """Return the source of a field in a family."""
     if name in family.structure:
-        return f"= {_shown(family.structure[name])}"
+        return f"= {show(family.structure[name])}"
     rules = family.config.get(name, ())
     if not rules:
-        return OPEN if default is REQUIRED else f"= {_shown(default)}  (default)"
+        return OPEN if default is REQUIRED else f"= {show(default)}  (default)"
     return "; else ".join(" or ".join(_ways(rule)) or "none" for rule in rules)
 
 
 def _ways(rule: ConfigRule) -> Iterator[str]:
-    """Yield the ways in which a rule finds a value."""
-    when = ", ".join(f"{key} is {_shown(value)}" for key, value in rule.when.items())
+    """Yield the sources of a rule's value, in order."""
+    when = ", ".join(f"{key} is {show(value)}" for key, value in rule.when.items())
     if rule.stored is not None:
         when = ", ".join(filter(None, (when, f"the checkpoint has {rule.stored}")))
     prefix = f"if {when}: " if when else ""
@@ -115,13 +99,7 @@ def _ways(rule: ConfigRule) -> Iterator[str]:
         prefix += f"with {', '.join(others)} of config.json: "
     for sign, value in (("as ", rule.same_as), ("= ", rule.formula), ("= ", rule.default)):
         if value is not None:
-            yield f"{prefix}{sign}{_shown(value)}"
+            yield f"{prefix}{sign}{show(value)}"
             prefix = ""
     if rule.optional:
         yield f"{prefix}none"
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == ():
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

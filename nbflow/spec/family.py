@@ -1,51 +1,7 @@
-"""Families: how an architecture is made of known parts, as `families/*.toml`.
+"""Family files (`families/*.toml`): an architecture as a choice of known parts.
 
-A family file has these parts, and no others:
-
-description, model_types
-    One line, and the ``model_type`` values of config.json that it serves; none if the family only
-    serves others as their base.
-extends
-    Another family: its rules hold wherever this file says nothing else.
-encoder
-    The family that describes the encoder, read from the same checkpoint; this file is then the
-    decoder, whose layers attend to the encoder's last hidden states too.
-prefix
-    A prefix that some checkpoints put before tensor names, and others do not.
-[structure]
-    Our fields (`nbflow.spec.fields`) that are the same for all members.
-[config]
-    Our field = a rule, or a list of rules of which the first that gives a value counts:
-
-    ``keys``
-        Names in config.json, the first one present counts; a dot goes into a table, and ``{arch}``
-        stands for a GGUF file's architecture.
-    ``default``, ``same_as``, ``formula``
-        If no key is there: a value, a field listed above, or arithmetic on fields listed above and
-        keys, e.g. ``"hidden_size / n_heads"`` (`nbflow.spec.formula`).
-    ``optional``
-        Whether the field may stay without a value.
-    ``values``
-        The checkpoint's word = ours; ``true``, ``false`` and numbers are written as words.
-    ``when``
-        Keys of config.json and the values that they must have (``"absent"``: none), else the rule
-        gives nothing.
-    ``stored``
-        A checkpoint's tensor; without it the rule gives nothing.
-[biases]
-    Switches of config.json, and the matrices that have a bias when they are true.  ``always`` is
-    true, and ``stored`` is where the checkpoint has the bias.
-[only]
-    Keys of config.json that change the computation, and the values that can be run; ``"any"``
-    takes away what the base says.  A table ``{ values, when }`` holds only where ``when`` does, as
-    above: the key has no effect elsewhere.
-[tensors]
-    Our tensor name = the checkpoint's, or a list of names of which the first present counts;
-    ``{i}`` for the layer, ``{j}`` for the expert or head.  Empty: taken out of the base's table.
-[ignored]
-    ``tensors``: shell patterns of checkpoint tensors that are not weights.
-
-A new architecture made of known parts is a new file in `families/`, and nothing else.
+`FAMILY_KEYS` lists the tables of a file, `ConfigRule` and `OnlyRule` the keys of a rule;
+docs/bring_your_own_architecture.md explains both with an example.
 """
 
 from __future__ import annotations
@@ -65,85 +21,86 @@ from nbflow_specs import FAMILIES
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 ABSENT = "absent"
-"""Value of a key that is null or not there, in ``when``."""
+"""Value in ``when`` of a key that is null or missing."""
 ALWAYS = "always"
-"""The switch of biases that every member has."""
+"""Switch of biases that every member has."""
 STORED = "stored"
-"""The switch of biases that are there if the checkpoint has them."""
+"""Switch of biases that the checkpoint decides."""
 ANY = "any"
-"""In place of the values of ``[only]``: the base's rule does not hold here."""
-PARTS = {
+"""Value in ``[only]`` that removes the base's rule."""
+FAMILY_KEYS = {
     "description": "one line",
-    "model_types": "values of model_type that the family serves",
+    "model_types": "values of model_type that the family serves; none for a mere base",
     "extends": "family whose rules hold where this file says nothing",
-    "encoder": "family that describes the encoder, read from the same checkpoint",
+    "encoder": "family of the encoder in the same checkpoint; this file is then the decoder",
     "prefix": "prefix that some checkpoints put before tensor names",
     "structure": "fields that are the same for all members",
-    "config": "field = where config.json says it",
-    "biases": "switch of config.json, or always = matrices with a bias",
-    "only": "key of config.json = values that can be run",
-    "tensors": "our tensor name = the checkpoint's",
-    "ignored": "checkpoint tensors that are not weights",
+    "config": "field = rule for config.json, or a list of rules of which the first value counts",
+    "biases": "switch of config.json, always or stored = matrices with a bias",
+    "only": "key of config.json = supported values, or { values, when }",
+    "tensors": "our tensor name = the checkpoint's, or several of which the first present counts",
+    "ignored": "tensors = shell patterns of checkpoint tensors that are not weights",
 }
 """Parts of a family file."""
 
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """Where config.json says one of our fields; see the module's docstring."""
+    """Source of a field in config.json."""
 
     keys: tuple[str, ...] = ()
-    """Names in config.json, the first one present counts."""
+    """Keys, of which the first present one counts; a dot enters a table, ``{arch}`` stands for a
+    GGUF file's architecture."""
     default: Any = None
-    """Value if no key is there."""
+    """Value without a key."""
     same_as: str | None = None
-    """Field to copy if no key is there."""
+    """Field above to copy without a key."""
     formula: str | None = None
-    """Arithmetic if no key is there."""
+    """Arithmetic on fields above and keys, without a key (`nbflow.spec.formula`)."""
     optional: bool = False
-    """Whether the field may stay without a value."""
+    """The field may have no value."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The checkpoint's word -> ours; empty means as it is."""
+    """The checkpoint's word -> ours, true, false and numbers as words; empty: unchanged."""
     when: dict[str, Any] = field(default_factory=dict)
-    """Keys of config.json and the values they must have."""
+    """Required values of keys (`ABSENT`: none); else the rule does not apply."""
     stored: str | None = None
-    """Tensor that the checkpoint must have."""
+    """Tensor that the checkpoint must have; else the rule does not apply."""
 
 
 @dataclass(frozen=True)
 class OnlyRule:
-    """Values of a key of config.json that can be run; see the module's docstring."""
+    """Supported values of a key that changes the computation."""
 
     values: tuple[Any, ...] = ()
     """These, besides null."""
     when: dict[str, Any] = field(default_factory=dict)
-    """Keys of config.json and the values they have where the key matters."""
+    """Values of other keys without which the key has no effect."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family file; see the module's docstring for its parts."""
+    """One family file, merged with those that it extends."""
 
     name: str
     """Name of the file without suffix."""
     description: str
     """One line."""
     model_types: tuple[str, ...]
-    """Values of ``model_type`` that it serves."""
+    """Values of ``model_type``."""
     encoder: str | None
-    """Family of the encoder, if there is one."""
+    """Family of the encoder, or None."""
     prefix: str
-    """Prefix that tensor names may or may not have."""
+    """Optional prefix of tensor names."""
     structure: dict[str, Any]
-    """Fields that all members share."""
+    """Fields of all members."""
     config: dict[str, tuple[ConfigRule, ...]]
-    """Field -> where config.json says it."""
+    """Field -> its rules, in order."""
     biases: dict[str, tuple[str, ...]]
-    """Switch of config.json -> matrices that then have a bias."""
+    """Switch -> matrices with a bias."""
     only: dict[str, OnlyRule]
-    """Key of config.json -> the values that can be run."""
+    """Key of config.json -> supported values."""
     tensors: dict[str, tuple[str, ...]]
-    """Our tensor name -> what checkpoints call it."""
+    """Our tensor name -> names in checkpoints."""
     ignored_tensors: tuple[str, ...]
     """Patterns of checkpoint tensors that are not weights."""
 
@@ -155,14 +112,14 @@ def families() -> dict[str, Family]:
 
 
 def get_family(name: str, where: str) -> Family:
-    """Return a family by its name, or raise `UsageError` with close names."""
+    """Return a family by its name."""
     if name not in families():
         raise UsageError(f"{where}: {unknown_name('family', name, families())}")
     return families()[name]
 
 
 def family_of(model_type: Any, where: str) -> Family:
-    """Return the family that serves a ``model_type``, or raise `UsageError` with what exists."""
+    """Return the family of a ``model_type``."""
     served = {kind: family for family in families().values() for kind in family.model_types}
     if not isinstance(model_type, str) or model_type not in served:
         raise UsageError(
@@ -173,7 +130,7 @@ def family_of(model_type: Any, where: str) -> Family:
 
 
 def load_family(path: Path) -> Family:
-    """Read one family file, and those it extends, and check all of it."""
+    """Read and check a family file and those that it extends."""
     table = _extended(path, ())
     config = _rules(table["config"], f"{path}: [config]")
     biases, encoder = table["biases"], table.get("encoder")
@@ -199,14 +156,14 @@ def load_family(path: Path) -> Family:
 
 
 def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
-    """Return the table of a file over that of the family it extends."""
+    """Return the table of a file, merged over that of the family it extends."""
     table = read_toml(path)
     for key in set(table) & set(FIELDS):
         raise UsageError(
             f"{path}: {key} is a field; it stands under [structure], or under [config] with the "
             "key of config.json that says it"
         )
-    check_keys(table, str(path), PARTS)
+    check_keys(table, str(path), FAMILY_KEYS)
     tables = ("structure", "config", "biases", "only", "tensors", "ignored")
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})
@@ -224,7 +181,7 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
         raise UsageError(f"{path}: extends: {unknown_name('other family', base, names)}")
     below = _extended(FAMILIES / f"{base}.toml", (*seen, path.stem))
     merged = {part: {**below[part], **table[part]} for part in tables}
-    # what a member fixes or reads from its configuration replaces how the base came by it
+    # a field in one of these tables replaces the base's entry in the other
     for part, other in (("structure", "config"), ("config", "structure")):
         merged[part] = {k: v for k, v in merged[part].items() if k not in table[other]}
     # in the base's order, so that a rule may refer to the fields above it
@@ -232,7 +189,7 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
 
 
 def config_keys(family: Family) -> list[str]:
-    """Return the keys at the top of config.json that a family, or its encoder's, looks at."""
+    """Return the top-level keys of config.json that a family and its encoder read."""
     names = [*family.biases, *family.only, QUANTIZATION]
     for only in family.only.values():
         names += only.when
@@ -245,7 +202,7 @@ def config_keys(family: Family) -> list[str]:
 
 
 def check_fields(table: Any, where: str) -> dict[str, Any]:
-    """Return a table of our fields with the values checked against their types."""
+    """Return a table of our fields with checked values."""
     check_keys(table, where, FIELDS)
     return {
         name: check_field(value, f"{where} {name}", FIELDS[name]) for name, value in table.items()

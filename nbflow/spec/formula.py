@@ -24,14 +24,14 @@ _MOST = 2**63 - 1
 
 
 def check_formula(formula: Any, where: str) -> str:
-    """Return a formula, or raise `UsageError` if it is none; names may have any value."""
+    """Return a formula if its syntax is valid; names may have any value."""
     if not isinstance(formula, str):
         raise UsageError(f"{where}: must be text in quotes, got {formula!r:.80}")
     try:
         evaluate(formula, where, lambda name: 1)
     except UsageError as error:
         if isinstance(error.__cause__, ValueError | ZeroDivisionError | OverflowError):
-            return formula  # not with these values, but it is one
+            return formula  # valid, though not with these values
         raise
     return formula
 
@@ -54,7 +54,7 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
     where : str
         Begins the error messages.
     value_of : callable
-        Gives the number of a name, or None; then the result is None.
+        Returns the number of a name, or None, which makes the result None.
 
     Returns
     -------

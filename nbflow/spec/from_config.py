@@ -1,9 +1,10 @@
-"""From a family and a checkpoint's configuration to a `ModelSpec`."""
+"""Build a `ModelSpec` from a family and a checkpoint's configuration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
@@ -16,19 +17,6 @@ from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
-
-_SAME = (
-    "vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads",
-    "head_dim", "max_context", "norm", "norm_eps", "activation", "gated", "window",
-    "logits_soft_cap", "attention_sinks", "bos_token_id", "eos_token_ids", "causal",
-    "type_vocab_size", "norm_offset", "gate_up_layout", "experts_transposed",
-    "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
-    "qk_norm_kind", "sinusoids", "banned_token_ids",
-    "position", "position_offset", "alibi_scaled", "bias_buckets", "bias_max_distance", "residual",
-    "transposed", "embed_scale", "residual_scale", "logits_scale", "head_soft_cap",
-    "head_bias", "normalize_head", "head_transform", "head", "decoder_start_id",
-)  # fmt: skip
-"""Fields that a `ModelSpec` has under the same name."""
 
 
 def build_spec(
@@ -48,31 +36,29 @@ def build_spec(
     Parameters
     ----------
     family : Family
-        How the architecture is made.
+        Structure, config keys and tensor names of the architecture.
     config : mapping
-        The checkpoint's configuration (config.json, or a header's numbers).
+        The checkpoint's configuration (config.json, or the header of a file).
     name : str
-        What the model is called.
+        Name of the model.
     where : str
-        Where `config` comes from; begins the error messages.
+        Source of `config`; begins the error messages.
     override : mapping, optional
         Our fields that win over `config`.
     tensors : mapping, optional
         Tensor names that win over the family's.
     ignored_tensors : tuple of str
-        Patterns of tensors to ignore, besides the family's.
+        Further patterns of tensors to ignore.
     checkpoint_tensors : collection of str
-        Names the checkpoint holds; they decide between names that a family allows, and whether the
-        head is tied if nothing else does.  None if there is no checkpoint: then the first name is
-        taken, and what the configuration says.
+        Tensor names of the checkpoint, which select among the names that a family allows and tell
+        a tied head.  None without a checkpoint: the first name and the configuration decide.
     rope_divisors : mapping, optional
-        Divisors of the rotary frequencies from tensors of the checkpoint, by our names of these
+        Divisors of the rotary frequencies stored in the checkpoint, by our names
         (`nbflow.spec.fields.DIVISORS`).
 
     Returns
     -------
     ModelSpec
-        The description the engine works from.
 
     Raises
     ------
@@ -99,38 +85,34 @@ def build_spec(
     if values["head_transform"] and no_transform:
         # an encoder without the head it was trained with
         values |= {"head": False, "head_transform": False, "head_bias": False}
-    stated = values["tied_head"]
     rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
-    head_dim = values["head_dim"]
-    sm_scale = 1 / math.sqrt(head_dim) if values["sm_scale"] is None else values["sm_scale"]
+    sm_scale = values["sm_scale"]
     full_layers = _full_layers(values, where)
-    numbers = {field: values[field] for field in _SAME}
-    return _checked(
-        where,
-        **numbers,
-        name=name,
-        family=family.name,
-        embed_size=values["embed_size"] or 0,
-        encoder=encoder,
-        rope=rope,
-        local_rope=local_rope,
-        sm_scale=sm_scale * softmax_factor,
-        full_layers=full_layers,
-        unrotated_layers=_unrotated(values, full_layers, where),
-        latent=_latent(values),
-        moe=_moe(values),
+    same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
+    derived = {
+        "embed_size": values["embed_size"] or 0,
+        "sm_scale": softmax_factor / math.sqrt(values["head_dim"])
+        if sm_scale is None
+        else sm_scale * softmax_factor,
         # the file's head if it has one; else tied, unless the configuration forbids it
-        tied_head=names.get("head.weight") not in held and stated is not False,
-        tensors=names,
-        ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
-        biases=_biases(family, config, where, names, held, values),
-    )
-
-
-def _checked(where: str, **fields: Any) -> ModelSpec:
-    """Return the specification with these fields; an error names the configuration."""
+        "tied_head": names.get("head.weight") not in held and values["tied_head"] is not False,
+    }
     try:
-        return ModelSpec(**fields)
+        return ModelSpec(
+            **(same | derived),
+            name=name,
+            family=family.name,
+            encoder=encoder,
+            rope=rope,
+            local_rope=local_rope,
+            full_layers=full_layers,
+            unrotated_layers=_unrotated(values, full_layers, where),
+            latent=_latent(values),
+            moe=_moe(values),
+            tensors=names,
+            ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
+            biases=_biases(family, config, where, names, held, values),
+        )
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
 
@@ -144,7 +126,7 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _full(config: Mapping[str, Any], key: str) -> str:
-    """Return a key with the architecture that a GGUF file's keys begin with."""
+    """Return a key with ``{arch}`` replaced by the architecture of a GGUF file."""
     if "{arch}" not in key:
         return key
     return key.replace("{arch}", str(lookup(config, "general.architecture")))
@@ -154,7 +136,7 @@ def _full(config: Mapping[str, Any], key: str) -> str:
 
 
 def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
-    """Raise for the first key whose value changes the computation in a way the family lacks."""
+    """Raise for the first key whose value asks for an unsupported computation."""
     read_quantization(config, where)
     for key, rule in family.only.items():
         value = lookup(config, key)
@@ -170,13 +152,13 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
 
 
 def _holds(when: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return whether keys of the configuration have the values that a rule wants."""
+    """Return whether the configuration meets the conditions of a rule."""
     found = ((lookup(config, key), wanted) for key, wanted in when.items())
     return all(v is None if wanted == ABSENT else _same(v, wanted) for v, wanted in found)
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two configuration values are equal; true is not 1 here."""
+    """Return whether two configuration values are equal; true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
@@ -187,7 +169,7 @@ def _values(
     override: Mapping[str, Any],
     held: Collection[str],
 ) -> dict[str, Any]:
-    """Return the value of every field, or name those that are missing."""
+    """Return the value of every field, or raise for missing ones."""
     values: dict[str, Any] = {}
     missing = []
     for field in dict.fromkeys([*family.config, *FIELDS]):
@@ -217,26 +199,26 @@ def _values(
 
 
 def _sources(rules: Sequence[ConfigRule]) -> str:
-    """Return what the rules of a field would have taken, for messages."""
+    """Return the keys and formulas of the rules of a field, for messages."""
     found = [key for rule in rules for key in rule.keys]
     found += [f"the formula {rule.formula!r}" for rule in rules if rule.formula and not rule.keys]
     return " or ".join(found)
 
 
 def _optional(rules: Sequence[ConfigRule]) -> bool:
-    """Return whether a field may stay without a value although the family has rules for it."""
+    """Return whether the rules of a field allow it to have no value."""
     return any(rule.optional or rule.when or rule.stored for rule in rules)
 
 
 def _from_config(
     field: str, rule: ConfigRule, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
 ) -> Any:
-    """Return one field by a rule, None if the rule gives no value."""
+    """Return the value of a field by one rule, or None."""
     if not _holds(rule.when, config):
         return None
     for key in rule.keys:
         value = lookup(config, key)
-        if value is None or value == {}:  # an empty table of scalings is none
+        if value is None or value == {}:  # an empty table of scalings is absent
             continue
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value
@@ -258,7 +240,7 @@ def _from_config(
 def _computed(
     field: str, formula: str, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
 ) -> Any:
-    """Return a field by its formula, None if a name in it has no value."""
+    """Return the value of a field by a formula, None if a name in it has no value."""
 
     def value_of(name: str) -> Any:
         value = values.get(name)
@@ -272,7 +254,7 @@ def _computed(
             names = [n for n in formula.replace("/", " ").split() if value_of(n) is not None]
             found = ", ".join(f"{name} = {value_of(name)}" for name in names)
             raise UsageError(
-                f"{where}: {field} is not stated, and {formula} is no whole number with {found}"
+                f"{where}: {field} is not stated, and {formula} is not a whole number with {found}"
             )
         value = int(value)
     return check_field(value, f"{where}: {field}", FIELDS[field])
@@ -281,7 +263,7 @@ def _computed(
 def _check_layers(
     n: int, family: Family, config: Mapping[str, Any], held: Collection[str], where: str
 ) -> None:
-    """Refuse more layers than the checkpoint has tensors, before there is work for each layer."""
+    """Refuse more layers than the checkpoint has tensors, before any work per layer."""
     if held and n > len(held):
         keys = _full(config, _sources(family.config.get("n_layers", ())) or "n_layers")
         raise UsageError(
@@ -299,7 +281,7 @@ def _ropes(
     where: str,
     divisors: Mapping[str, Sequence[float]] | None,
 ) -> tuple[RopeSpec, RopeSpec | None, float]:
-    """Return the rotary embedding, that of layers with a window, and the factor on the scores."""
+    """Return the rotary embeddings of all layers and of local layers, and the softmax factor."""
     style, theta = values["rope_style"], values["rope_theta"]
     if values["position"] != "rope":
         return RopeSpec(style, theta, 0), None, 1.0
@@ -326,7 +308,7 @@ def _ropes(
 def _stored_scaling(
     values: Mapping[str, Any], divisors: Mapping[str, Sequence[float]], where: str
 ) -> RopeScaling:
-    """Return the scaling that tensors of the checkpoint say."""
+    """Return the scaling of divisors stored in the checkpoint."""
     each = {name: tuple(map(float, numbers)) for name, numbers in divisors.items()}
     max_context = values["max_context"]
     if "rope_divisors" in each:
@@ -353,14 +335,14 @@ _GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
 
 
 def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> dict[str, Any] | None:
-    """Return a rotary scaling in the words of config.json; GGUF has some of its own."""
+    """Return a rotary scaling with the keys of config.json; GGUF has other ones."""
     if not table:
         return None
     words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
     if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
-        return None  # numbers that go with tensors
+        return None  # parameters of stored divisors
     log_multiplier = words.pop("yarn_log_multiplier", None)
-    if log_multiplier:  # as llama.cpp has it: all of the temperature is in the softmax
+    if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
         words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
     if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
         words["truncate"] = truncate
@@ -368,7 +350,7 @@ def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> di
 
 
 def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
-    """Return the layers that see everything although there is a window."""
+    """Return the layers with full attention in a model with a window."""
     n, every = values["n_layers"], values["full_layer_every"]
     types = values["layer_types"]
     if values["window"] is None:
@@ -387,7 +369,7 @@ def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
 def _unrotated(
     values: Mapping[str, Any], full_layers: frozenset[int], where: str
 ) -> frozenset[int]:
-    """Return the layers that do not rotate although others do."""
+    """Return the layers without rotation in a model with rotation."""
     n, every, flags = values["n_layers"], values["unrotated_every"], values["rope_layers"]
     if values["position"] != "rope":
         return frozenset()
@@ -404,7 +386,7 @@ def _unrotated(
 
 
 def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
-    """Return the latent attention, if there is one."""
+    """Return the latent attention, or None."""
     if not values["kv_rank"]:
         return None
     eps, value_dim = values["latent_norm_eps"], values["value_dim"]
@@ -417,7 +399,7 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
 
 
 def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
-    """Return the mixture of experts, if there is one."""
+    """Return the mixture of experts, or None."""
     if not values["n_experts"]:
         return None
     every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
@@ -452,7 +434,7 @@ def _names(
     n_layers: int,
     checkpoint: Collection[str],
 ) -> dict[str, str]:
-    """Return the name of each tensor: the first of those allowed that the checkpoint has."""
+    """Return the name of each tensor: the first allowed one that the checkpoint has."""
 
     def present(name: str) -> bool:
         layers = (0, n_layers - 1)  # the first layers may be of another kind than the last
@@ -472,7 +454,7 @@ def _names(
 
 
 def _prefer_stored(names: dict[str, str], present: Any) -> None:
-    """Where a family knows a fused matrix and its parts, keep what the checkpoint has."""
+    """Keep either a fused matrix or its members, as the checkpoint stores them."""
     for fused, parts in FUSED.items():
         for kind in ("weight", "bias"):
             whole = f"layers.{{i}}.{fused}.{kind}"
@@ -484,7 +466,7 @@ def _prefer_stored(names: dict[str, str], present: Any) -> None:
 
 
 def _name_biases(names: dict[str, str]) -> None:
-    """Call the bias of a tensor as its weight, with .bias for .weight, unless it has a name."""
+    """Name each bias like its weight, unless the family names it."""
     for ours, theirs in list(names.items()):
         if ours.endswith(".weight") and theirs.endswith(".weight"):
             bias = ours.removesuffix(".weight") + ".bias"
@@ -499,7 +481,7 @@ def _biases(
     checkpoint: Collection[str],
     values: Mapping[str, Any],
 ) -> frozenset[str]:
-    """Return the layers' matrices that have a bias."""
+    """Return the matrices with a bias."""
     biases: set[str] = set()
     for switch, parts in family.biases.items():
         if switch == STORED:
@@ -510,13 +492,13 @@ def _biases(
 
 
 def _bias_stored(part: str, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
-    """Return whether the checkpoint has the bias of a matrix, by itself or in a fused one."""
+    """Return whether the checkpoint has the bias of a matrix, possibly fused."""
     wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
     keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
     return any(key is not None and key.replace("{i}", "0") in checkpoint for key in keys)
 
 
 def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
-    """Return the value of a switch, false if absent."""
+    """Return a boolean key, false if absent."""
     value = lookup(config, key)
     return value is not None and bool(check_value(value, f"{where}: {key}", bool))

@@ -1,33 +1,14 @@
-"""Model files: one released model, or a user's own, as a family and what differs.
+"""Model files: one released model, or a user's own, as a family and its differences.
 
-``name``, ``description``
-    What the model is called (default: the file's name), one line about it.
-``family``
-    Name of the family, or the path of a family file, relative to the file; required.
-``path``, ``tokenizer``
-    Weights and tokenizer, relative to the file.  A file without ``path`` says how to read a
-    checkpoint that is named beside it (``--spec FILE``).
-``prompt_template``
-    How a conversation becomes a prompt if the tokenizer brings no template of its own: a name of
-    `nbflow.tokenization.chat.named_templates`, or the text of a template.
-``[config]``
-    The config.json that the model was published with, as far as it matters.  It stands in for one
-    that does not lie beside the weights, and says how large the model is without any.
-``[override]``
-    Our fields, as in `nbflow.spec.family.FIELDS`; they win over config.json.
-``[tensors]``, ``[ignored]``
-    Names that differ from the family's; further patterns to ignore.
-``[defaults]``
-    Generation settings (`GENERATION`); they win over generation_config.json.
-
-A family file (`nbflow.spec.family`) can stand for a model file: a model of that family with nothing
-else.
+`MODEL_KEYS` and `MODEL_TABLES` list the keys.  A family file (`nbflow.spec.family`) can stand for a
+model file without differences.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,57 +27,70 @@ from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import MODELS
 
-WORDS = {
-    "name": "what the model is called; by default as the file",
+MODEL_KEYS = {
+    "name": "name of the model; by default that of the file",
     "description": "one line",
     "family": "name of the family, or path of a family file",
-    "path": "weights, relative to the file",
+    "path": "weights, relative to the file; without it the file is used as --spec",
     "tokenizer": "tokenizer file, relative to the file",
-    "prompt_template": "name or text of a template, for tokenizers without one",
+    "prompt_template": "name or text of a chat template, for tokenizers without one",
 }
 """Keys at the top of a model file."""
-
-TABLES = ("config", "override", "tensors", "ignored", "defaults")
+MODEL_TABLES = {
+    "config": "the published config.json, for weights without one",
+    "override": "fields that win over config.json",
+    "tensors": "tensor names that differ from the family's",
+    "ignored": "tensors = further patterns of tensors that are not weights",
+    "defaults": "generation settings that win over generation_config.json",
+}
 """Tables of a model file."""
-
 GENERATION = {
     "temperature": Field(float, "divisor of the logits", least=0.0),
     "top_k": Field(int, "most probable tokens kept", least=-1),
     "top_p": Field(float, "probability of the tokens kept", least=0.0, most=1.0),
 }
-"""Generation settings a model can recommend: what strategies start from."""
+"""Generation settings that a model can recommend."""
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One model file, checked; see the module's docstring for its parts."""
+    """One model file, checked; `MODEL_KEYS` and `MODEL_TABLES` describe the fields."""
 
     name: str
-    """What the model is called."""
     description: str
-    """One line."""
     family: Family
-    """The family."""
-    path: Path | None
-    """Weights, or None if they are named elsewhere."""
-    tokenizer: Path | None
-    """Tokenizer file, or None to look beside the weights."""
-    prompt_template: str | None
-    """Template for tokenizers that bring none."""
-    config: dict[str, Any]
-    """Published config.json, for weights without one."""
-    override: dict[str, Any]
-    """Our fields that win over config.json."""
-    tensors: dict[str, tuple[str, ...]]
-    """Tensor names that differ from the family's."""
-    ignored_tensors: tuple[str, ...]
-    """Patterns besides the family's."""
-    defaults: dict[str, Any]
-    """Recommended generation settings."""
+    path: Path | None = None
+    tokenizer: Path | None = None
+    prompt_template: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    override: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored_tensors: tuple[str, ...] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def build(
+        self,
+        config: Mapping[str, Any],
+        where: str,
+        checkpoint_tensors: Collection[str] | None,
+        rope_divisors: Mapping[str, Sequence[float]] | None = None,
+    ) -> ModelSpec:
+        """Return the specification of the model; see `nbflow.spec.from_config.build_spec`."""
+        return build_spec(
+            self.family,
+            config,
+            name=self.name,
+            where=where,
+            override=self.override,
+            tensors=self.tensors,
+            ignored_tensors=self.ignored_tensors,
+            checkpoint_tensors=checkpoint_tensors,
+            rope_divisors=rope_divisors,
+        )
 
 
 def known_models() -> dict[str, Path]:
-    """Return the models that come with the package: name -> model file."""
+    """Return name -> model file of the models that come with the package."""
     return {path.stem: path for path in sorted(MODELS.glob("*.toml"))}
 
 
@@ -113,7 +107,7 @@ def find_model_file(spec: str | os.PathLike[str]) -> ModelFile:
 
 
 def published(model_file: ModelFile) -> ModelSpec:
-    """Return the specification that a model file's [config] gives without any weights.
+    """Return the specification of a model file's [config], without weights.
 
     Parameters
     ----------
@@ -123,13 +117,12 @@ def published(model_file: ModelFile) -> ModelSpec:
     Returns
     -------
     ModelSpec
-        Where a family knows several names of a tensor, the first; the head of an encoder is
-        taken to be there.
+        With the first of several tensor names, and the head of an encoder.
 
     Raises
     ------
     UsageError
-        If [config] and [override] do not say all there is to say.
+        If [config] and [override] leave a field open.
 
     Examples
     --------
@@ -137,30 +130,21 @@ def published(model_file: ModelFile) -> ModelSpec:
     >>> published(find_model_file("llama2_7b")).n_parameters
     6738415616
     """
-    return build_spec(
-        model_file.family,
-        model_file.config,
-        name=model_file.name,
-        where=f"{model_file.name}: [config]",
-        override=model_file.override,
-        tensors=model_file.tensors,
-        ignored_tensors=model_file.ignored_tensors,
-        checkpoint_tensors=None,
-    )
+    return model_file.build(model_file.config, f"{model_file.name}: [config]", None)
 
 
 def load_model_file(path: Path) -> ModelFile:
-    """Read one model file and check all of it."""
+    """Read and check a model file."""
     where = str(path)
     table = read_toml(path)
     if "family" not in table and {"structure", "config", "extends", "model_types"} & set(table):
         family = load_family(path)
-        return ModelFile(
-            path.stem, family.description, family, None, None, None, {}, {}, {}, (), {}
-        )
-    check_keys(table, where, (*WORDS, *TABLES))
+        return ModelFile(path.stem, family.description, family)
+    check_keys(table, where, (*MODEL_KEYS, *MODEL_TABLES))
     values = {
-        word: check_value(table[word], f"{where}: {word}", str) for word in WORDS if word in table
+        word: check_value(table[word], f"{where}: {word}", str)
+        for word in MODEL_KEYS
+        if word in table
     }
     if "family" not in values:
         raise UsageError(f"{where}: family is missing; it must name a family")
@@ -171,8 +155,8 @@ def load_model_file(path: Path) -> ModelFile:
         name=values.get("name", path.stem),
         description=values.get("description", ""),
         family=family,
-        path=_beside(path, values.get("path")),
-        tokenizer=_beside(path, values.get("tokenizer")),
+        path=_relative_to(path, values.get("path")),
+        tokenizer=_relative_to(path, values.get("tokenizer")),
         prompt_template=_template(values.get("prompt_template"), f"{where}: prompt_template"),
         config=check_keys(
             table.get("config", {}), f"{where}: [config]", ("model_type", *config_keys(family))
@@ -188,14 +172,14 @@ def load_model_file(path: Path) -> ModelFile:
 
 
 def _family(path: Path, name: str) -> Family:
-    """Return a family by its name, or from a file seen from the folder of the model file."""
+    """Return a family by its name, or from a file relative to the model file."""
     if name.endswith(".toml"):
         return load_family(path.parent / name)
     return get_family(name, f"{path}: family")
 
 
 def _template(stated: str | None, where: str) -> str | None:
-    """Return a template that a model file states, checked."""
+    """Return the template of a model file, checked."""
     if stated is not None:
         from nbflow.tokenization.chat import find_template  # late: most files have none
 
@@ -203,6 +187,6 @@ def _template(stated: str | None, where: str) -> str | None:
     return stated
 
 
-def _beside(path: Path, relative: str | None) -> Path | None:
-    """Return a path that a model file states, seen from the file's folder."""
+def _relative_to(path: Path, relative: str | None) -> Path | None:
+    """Return a path of a model file, relative to the file's folder."""
     return None if relative is None else (path.parent / relative).resolve()

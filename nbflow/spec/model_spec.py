@@ -1,8 +1,7 @@
-"""Specification of a model, shared by the program, the planner and the readers.
+"""Resolved specification of a model: every number and tensor name is known.
 
-A `ModelSpec` is resolved: every number is known.  It comes from a family (`families/*.toml`, how an
-architecture is composed and how its tensors and config keys are called) and a checkpoint's own
-configuration; see `nbflow.spec.resolve`.
+It comes from a family file (structure, config keys and tensor names of an architecture) and the
+checkpoint's configuration; see `nbflow.spec.resolve`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from nbflow.spec.architecture import Architecture
 from nbflow.spec.check_numbers import check_numbers
-from nbflow.spec.tensor_layout import TensorLayout, stored
+from nbflow.spec.tensor_layout import TensorLayout, find_layout
 from nbflow.spec.tensor_shapes import tensor_shapes
 
 
@@ -23,18 +22,18 @@ class ModelSpec(Architecture):
     """A transformer, fully resolved."""
 
     encoder: ModelSpec | None = None
-    """The encoder whose hidden states the layers attend to, or None."""
+    """Encoder whose hidden states the layers attend to, or None."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return our name -> shape of every tensor of the model, layers written out."""
+        """Return our name -> shape of every tensor of the model."""
         return dict(self._shapes)
 
     @property
     def n_parameters(self) -> int:
-        """Numbers in all tensors, the encoder's included; what two parts share counts once."""
+        """Parameters of the model and its encoder; shared tensors count once."""
         n = sum(math.prod(shape) for shape in self._shapes.values())
         if self.encoder is not None:
             own = {self.checkpoint_name(name) for name in self._shapes}
@@ -55,15 +54,15 @@ class ModelSpec(Architecture):
         return {}
 
     def tensor_layout(self, name: str) -> TensorLayout:
-        """Return where in the checkpoint one of our tensors (``layers.3.attn.q.weight``) lies.
+        """Return the location of one of our tensors (``layers.3.attn.q.weight``) in the checkpoint.
 
         Raises
         ------
         KeyError
-            If the specification has no name for it.
+            If the specification does not name it.
         """
         if name not in self._layouts:
-            self._layouts[name] = stored(self, self._shapes, name)
+            self._layouts[name] = find_layout(self, self._shapes, name)
         return self._layouts[name]
 
     def checkpoint_name(self, name: str) -> str:
@@ -71,7 +70,7 @@ class ModelSpec(Architecture):
         return self.tensor_layout(name).name
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the spec as plain data (for JSON and for hashing)."""
+        """Return the spec as plain data, for JSON and hashing."""
         data = asdict(self)
         for key in ("biases", "full_layers", "unrotated_layers"):
             data[key] = sorted(data[key])

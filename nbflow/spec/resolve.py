@@ -1,4 +1,4 @@
-"""From what a user calls a model to its specification and files."""
+"""Resolve the name or path of a model to its specification and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.hub import find_cached, is_repo_name, repo_of
 from nbflow.spec.family import Family, family_of
 from nbflow.spec.fields import DIVISORS, check_field
-from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import (
     GENERATION,
     ModelFile,
@@ -22,7 +21,7 @@ from nbflow.spec.model_file import (
 )
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
-from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_beside
+from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_of_weights
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -31,18 +30,18 @@ MAX_DIVISORS = 4096
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model and where its parts are."""
+    """Specification and files of a model."""
 
     spec: ModelSpec
-    """What it is made of."""
+    """Specification."""
     path: Path
-    """Its weights: a folder or a file for `nbflow.checkpoint.open_weights`."""
+    """Weights: a folder or file for `nbflow.checkpoint.open_weights`."""
     tokenizer: Path | None
-    """Its tokenizer file, or None if there is none beside the weights."""
+    """Tokenizer file, or None."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Generation settings it recommends, e.g. ``temperature``."""
+    """Recommended generation settings, e.g. ``temperature``."""
     prompt_template: str | None = None
-    """Template of its model file, for a tokenizer that brings none."""
+    """Chat template of the model file, for a tokenizer without one."""
 
 
 def resolve(
@@ -55,14 +54,13 @@ def resolve(
     Parameters
     ----------
     model : str or path
-        A Hugging Face folder, a ``.safetensors`` file or torch checkpoint with config.json beside
-        it, a ``.gguf``, a llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the name
-        of a model that comes with the package.  An existing path wins over a name.
+        A Hugging Face folder, a ``.safetensors`` file or torch checkpoint with config.json in its
+        folder, a ``.gguf``, a llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the
+        name of a model that comes with the package.  An existing path wins over a name.
     spec : str or path, optional
-        A model file (``.toml``) that names the family and what differs from the checkpoint's own
-        configuration, or the name of one that comes with the package.  What a GGUF or another file
-        with a header says about itself stands against a name: then only the template and the
-        settings count.
+        A model file (``.toml``) with the family and the differences from the checkpoint's own
+        configuration, or the name of one that comes with the package.  The header of a GGUF or
+        another file wins over a name, of which only the template and the settings are used.
 
     Returns
     -------
@@ -72,8 +70,8 @@ def resolve(
     Raises
     ------
     UsageError
-        If there is no such model, its architecture is unknown, its configuration lacks a number, or
-        asks for a computation that cannot be run.
+        If the model does not exist, its architecture is unknown, or its configuration lacks a
+        number or asks for an unsupported computation.
 
     See Also
     --------
@@ -93,17 +91,21 @@ def resolve(
         folder = path if path.is_dir() else path.parent
         where = _config_name(weights, folder)
         generation: dict[str, Any] = {}
-        structure = model_file
+        described = model_file
         if weights.format in ("safetensors", "pickle"):
             generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
         elif spec is not None and str(spec) in known_models() and not Path(spec).exists():
-            structure = None  # the header says what is in the file
-        if model_file and structure and not config:
-            config, where = model_file.config, f"{model_file.name}: [config]"
-        resolved = _build(structure, weights, _with_ids(config, generation), where)
+            described = None  # the header wins over a published model
+        if described and not config:
+            config, where = described.config, f"{described.name}: [config]"
+        config = _with_ids(config, generation)
+        if described is None:
+            described = _describe(path, config, where)
+        divisors = _rope_divisors(described.family, weights)
+        resolved = described.build(config, where, set(weights.names()), divisors)
     tokenizer = model_file.tokenizer if model_file else None
     if tokenizer is None:
-        tokenizer = tokenizer_beside(path, weights.format, resolved.vocab_size, config)
+        tokenizer = tokenizer_of_weights(path, weights.format, resolved.vocab_size, config)
     elif not tokenizer.is_file():
         raise UsageError(f"{tokenizer}: the model file names this tokenizer, which does not exist")
     defaults = _defaults(generation, str(folder / "generation_config.json"))
@@ -133,7 +135,7 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
     Raises
     ------
     UsageError
-        If there is no such model, no tokenizer beside it, or the file is damaged.
+        If the model or its tokenizer does not exist, or the file is damaged.
     MissingExtraError
         If the kind needs a package that is not installed.
 
@@ -154,7 +156,7 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
         path, template = resolved.tokenizer, resolved.prompt_template
         if path is None:
             raise UsageError(
-                f"{resolved.path}: no tokenizer lies beside the weights; wanted one of "
+                f"{resolved.path}: no tokenizer file next to the weights; expected one of "
                 f"{', '.join(NAMES)}, or tokenizer.bin for llama2.c; name the tokenizer file itself"
             )
     tokenizer = load_tokenizer_file(path, kind)
@@ -163,7 +165,7 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
 
 
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
-    """Return the model file that was meant, if any, and the weights."""
+    """Return the model file, or None, and the path of the weights."""
     path = Path(model)
     if path.suffix == ".toml" and path.is_file():
         toml = path
@@ -191,62 +193,37 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
 
 
 def _downloaded(repo: str) -> Path:
-    """Return a model of the Hub that lies in its cache."""
+    """Return a model in the cache of the Hub."""
     path = find_cached(repo)
     if path is None:
         raise UsageError(
-            f"there is no file or folder {repo!r}, and no model of the Hub with that name has been "
-            f"downloaded; 'nbflow pull {repo}' downloads one"
+            f"file or folder {repo!r} does not exist, and no model of the Hub with that name has "
+            f"been downloaded; 'nbflow pull {repo}' downloads one"
         )
     return path
 
 
 def _config_name(weights: WeightFile, folder: Path) -> str:
-    """Return where the configuration comes from, for messages."""
-    beside = weights.format in ("safetensors", "pickle")
-    return str(folder / "config.json" if beside else weights.path)
+    """Return the source of the configuration, for messages."""
+    is_separate = weights.format in ("safetensors", "pickle")
+    return str(folder / "config.json" if is_separate else weights.path)
 
 
 def _with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the special ids of generation_config.json, which win."""
+    """Return the configuration, overridden by the special ids of generation_config.json."""
     keys = ("bos_token_id", "eos_token_id")
     return {**config, **{key: generation[key] for key in keys if generation.get(key) is not None}}
 
 
-def _build(
-    model_file: ModelFile | None, weights: WeightFile, config: dict[str, Any], where: str
-) -> ModelSpec:
-    """Choose the family and build the specification."""
-    checkpoint_tensors = set(weights.names())
-    if model_file is not None:
-        family = model_file.family
-        return build_spec(
-            family,
-            config,
-            name=model_file.name,
-            where=where,
-            override=model_file.override,
-            tensors=model_file.tensors,
-            ignored_tensors=model_file.ignored_tensors,
-            checkpoint_tensors=checkpoint_tensors,
-            rope_divisors=_rope_divisors(family, weights),
-        )
+def _describe(path: Path, config: Mapping[str, Any], where: str) -> ModelFile:
+    """Return the family and name of a checkpoint without a model file."""
     if not config:
         raise UsageError(f"{where}: not found; the weights alone do not say what model they are")
-    family = family_of(config.get("model_type"), where)
-    name = _name(weights.path)
-    return build_spec(
-        family,
-        config,
-        name=name,
-        where=where,
-        checkpoint_tensors=checkpoint_tensors,
-        rope_divisors=_rope_divisors(family, weights),
-    )
+    return ModelFile(_name(path), "", family_of(config.get("model_type"), where))
 
 
 def _rope_divisors(family: Family, weights: WeightFile) -> dict[str, list[float]]:
-    """Return the divisors of the rotary frequencies that a checkpoint stores as tensors."""
+    """Return the divisors of the rotary frequencies stored as tensors."""
     divisors: dict[str, list[float]] = {}
     present = set(weights.names())
     for ours in DIVISORS:
@@ -264,8 +241,8 @@ def _rope_divisors(family: Family, weights: WeightFile) -> dict[str, list[float]
 
 
 def _name(path: Path) -> str:
-    """Return what to call a model that has no model file."""
-    path = Path(os.path.abspath(path))  # links of the Hub's cache are not followed
+    """Return the name of a model without a model file."""
+    path = Path(os.path.abspath(path))  # keep links of the Hub's cache
     repo = repo_of(path)
     if repo is not None and path.suffix != ".gguf":
         return repo.split("/")[1]
@@ -275,7 +252,7 @@ def _name(path: Path) -> str:
 
 
 def _defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the generation settings that we know, checked."""
+    """Return the known generation settings, checked."""
     return {
         key: check_field(generation[key], f"{where}: {key}", field)
         for key, field in GENERATION.items()

@@ -1,4 +1,4 @@
-"""Where in a checkpoint one of our tensors lies: under a name of its own, or as part of another."""
+"""Location of our tensors in a checkpoint: under their own names, or as part of fused tensors."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbflow.spec.architecture import Architecture
-from nbflow.spec.fields import FUSED, HEAD_PARTS
+from nbflow.spec.fields import FUSED, LATENT_MATRICES
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor, or some rows of one, of the checkpoint.
+    """A tensor of the checkpoint, or a part of it.
 
     All leading dimensions of the checkpoint's tensor count as rows: expert j of a tensor
     (experts, F, E) is its rows j*F to (j+1)*F.
@@ -24,20 +24,20 @@ class TensorLayout:
     shape: tuple[int, ...]
     """Shape the checkpoint's tensor must have."""
     rows: tuple[Span, ...] | None = None
-    """Which of its rows, in order; None is all of them."""
+    """Its rows that are ours, in order; None for all."""
     transposed: bool = False
-    """Whether it is stored (in, out), so that our rows are its columns."""
+    """Stored (in, out): our rows are its columns."""
     columns: slice | None = None
-    """Which of its columns are ours, of a table; None is all of them."""
+    """Its columns that are ours; None for all."""
     step: int = 1
-    """Our rows are every so many-th of its rows, or of its columns where it is transposed."""
+    """Stride of our rows in its rows, or in its columns if it is transposed."""
     base: int = 0
-    """Where it is transposed: the row at which our matrix begins."""
-    turned: int = 0
-    """So many of its rows are the columns of one head's matrix; 0: its rows are our rows."""
+    """First row of our matrix, if it is transposed."""
+    head_rows: int = 0
+    """Rows of each head that are the columns of its matrix (transposed per head); 0 if not."""
 
     def cut(self, rows: Span) -> tuple[Span, ...]:
-        """Return the checkpoint's rows that are rows [start, stop) of ours."""
+        """Return the checkpoint's rows of our rows [start, stop)."""
         if self.rows is None:
             return (rows,)
         if self.step > 1:
@@ -53,13 +53,15 @@ class TensorLayout:
         return tuple(spans)
 
 
-def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str) -> TensorLayout:
-    """Return where one of our tensors (``layers.3.attn.q.weight``) lies.
+def find_layout(
+    spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str
+) -> TensorLayout:
+    """Return the location of one of our tensors (``layers.3.attn.q.weight``).
 
     Raises
     ------
     KeyError
-        If the specification has no name for it.
+        If the specification does not name it.
     """
     parts = name.split(".")
     if parts[0] != "layers":
@@ -73,7 +75,7 @@ def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str)
         return _head_norm(spec, layer, parts[3], parts[4], our_shape)
     whole, kind = inner.rsplit(".", 1)
     pattern = spec.tensors.get(f"layers.{{i}}.{inner}")
-    if whole in HEAD_PARTS:
+    if whole in LATENT_MATRICES:
         return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
     if pattern is not None:
@@ -94,7 +96,7 @@ def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str)
 
 
 def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> tuple[Span, ...]:
-    """Return the rows of one part of a fused matrix."""
+    """Return the rows of one member of a fused matrix."""
     if fused != "attn.qkv" or spec.qkv_layout == "blocks":
         start = sum(sizes[:part])
         return ((start, start + sizes[part]),)
@@ -107,7 +109,7 @@ def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> 
 def _head_norm(
     spec: Architecture, layer: str, norm: str, j: str, shape: tuple[int, ...]
 ) -> TensorLayout:
-    """Return where the norm of one head's queries or keys lies: alone, or among those of all."""
+    """Locate the norm of one head's queries or keys, stored separately or for all heads."""
     pattern = spec.tensors[f"layers.{{i}}.attn.{norm}.{{j}}.weight"].replace("{i}", layer)
     if "{j}" in pattern:
         return TensorLayout(pattern.replace("{j}", j), shape)
@@ -116,10 +118,10 @@ def _head_norm(
 
 
 def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Return where the matrices of all heads lie: by themselves, or those of k and v in turn.
+    """Locate the up projections of latent attention, stored separately or fused by head.
 
-    In attn.kv_b the rows of a head are the columns that its keys without position are made with,
-    then those of its values; in the former our rows, from the query to the latent, are columns.
+    In attn.kv_b the rows of a head are those of its keys without rotation, then those of its
+    values; the former are transposed per head, because ours map the query to the latent.
     """
     H, latent = spec.n_heads, spec.latent
     assert latent is not None
@@ -135,14 +137,14 @@ def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...
         pattern.replace("{i}", layer),
         (H * (n_k + n_v), latent.kv_rank),
         tuple((start, start + n) for start in starts),
-        turned=n_k if whole == "attn.k_b" else 0,
+        head_rows=n_k if whole == "attn.k_b" else 0,
     )
 
 
 def _expert(
     spec: Architecture, layer: str, j: str, inner: str, shape: tuple[int, ...]
 ) -> TensorLayout:
-    """Return where a matrix of one expert lies: alone, beside its gate, among those of all."""
+    """Locate a matrix of one expert: stored separately, fused with its gate, or for all experts."""
     assert spec.moe is not None
     n = n_stored = shape[0]
     first, step = 0, 1
@@ -171,7 +173,7 @@ def _expert(
 
 
 def _expert_bias(spec: Architecture, layer: str, part: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Return where the biases of all experts lie: by themselves, or gate's and up's together."""
+    """Locate the biases of all experts: stored separately, or gate and up fused."""
     assert spec.moe is not None
     pattern = spec.tensors.get(f"layers.{{i}}.moe.{part}.bias")
     if pattern is not None:

@@ -1,43 +1,8 @@
-"""Names and shapes of the tensors a `ModelSpec` asks for.
+"""Names and shapes of the tensors of a `ModelSpec`.
 
-Our names, with `E` hidden_size, `W` embed_width, `I` intermediate_size (`F` of an expert, `S` of
-the shared one), `H` and `G` query and key/value heads of `D` columns::
-
-    embed.weight                        (V, W)
-    embed.in.weight, embed.out.weight   (E, W), (W, E)   only if W is not E
-    positions.weight                    (P, E)    only if learned
-    position_bias.weight                (buckets, H)  only if relative
-    types.weight                        (types, E)
-    embed_norm.weight                   (E,)
-    layers.{i}.attn_norm.weight         (E,)      every norm: .bias too for a LayerNorm with bias
-    layers.{i}.attn.q.weight            (H*D, E)  attn.k, attn.v: (G*D, E)
-    layers.{i}.attn.q_norm.weight       (D,)      or (H*D,); attn.k_norm alike
-    layers.{i}.attn.q_norm.{j}.weight   (D,)      instead, if each head j has weights of its own
-    layers.{i}.attn.o.weight            (E, H*D)
-    layers.{i}.attn.sinks.weight        (H,)      only if there are sinks
-    layers.{i}.attn.q_a.weight          (Rq, E)   latent attention, see below
-    layers.{i}.attn.kv_a.weight         (C+Dr, E) and attn.q_a_norm (Rq,), attn.kv_a_norm (C,)
-    layers.{i}.attn.k_b.weight          (H*C, D-Dr)  of each head: from its query to the latent one
-    layers.{i}.attn.v_b.weight          (H*Dv, C)    of each head: from the latent to its values
-    layers.{i}.cross.q.weight           (H*D, E)  and k, v, o: attention to an encoder
-    layers.{i}.cross_norm.weight        (E,)
-    layers.{i}.attn_post_norm.weight    (E,)      norms of what a sublayer gives
-    layers.{i}.ffn_norm.weight          (E,)
-    layers.{i}.ffn.gate.weight          (I, E)    only if gated
-    layers.{i}.ffn.up.weight            (I, E)
-    layers.{i}.ffn.down.weight          (E, I)
-    layers.{i}.router.weight            (experts, E)     instead of ffn in layers with experts
-    layers.{i}.moe.{j}.gate.weight      (F, E)    and up, down
-    layers.{i}.moe.gate.bias            (experts, F)  and up, down (experts, E), if they have biases
-    layers.{i}.shared.gate.weight       (S, E)    and up, down
-    layers.{i}.shared_gate.weight       (1, E)
-    layers.{i}.ffn_post_norm.weight     (E,)
-    final_norm.weight                   (E,)
-    transform.weight, transform_norm.weight  (E, E), (E,)
-    head.weight, head.bias              (V, W), (V,)     weight absent if tied
-
-Latent attention has, with C `kv_rank`, Rq `q_rank`, Dr the rotated columns and Dv `value_dim`, no
-attn.k and attn.v; attn.q is (H*D, Rq) if there is an attn.q_a, and attn.o (E, H*Dv).
+"Tensors" in docs/bring_your_own_architecture.md lists all names and shapes.  Abbreviations: E
+hidden_size, W embed_width, FF width of a feed-forward network, H heads of D columns, Dr rotated
+columns.
 """
 
 from __future__ import annotations
@@ -49,7 +14,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_norms(spec: Architecture) -> tuple[str, ...]:
-    """Return the norms of a layer's two sublayers."""
+    """Return the names of the norms around a layer's two sublayers."""
     first = ("attn_norm",) if spec.residual == "parallel" else ("attn_norm", "ffn_norm")
     after = ("attn_post_norm", "ffn_post_norm")
     if spec.norm_place == "output":

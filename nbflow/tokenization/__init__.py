@@ -65,12 +65,12 @@ def load_tokenizer_file(path: Path, kind: str | None = None) -> Tokenizer:
     if kind is not None and kind not in KINDS:
         raise unknown_name("kind of tokenizer", kind, KINDS)
     tokenizer: Tokenizer = import_module(_module(path, kind or kind_of(path))).from_file(path)
-    tokenizer.named_tokens = {**tokenizer.named_tokens, **_roles(tokenizer, path.parent)}
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **_role_tokens(tokenizer, path.parent)}
     return tokenizer
 
 
 def _module(path: Path, kind: str) -> str:
-    """Return the module that reads a file; some models number SentencePiece's pieces themselves."""
+    """Return the module that reads a file; some models renumber SentencePiece's pieces."""
     if kind == "sentencepiece" and path.name == "source.spm":
         return "nbflow.tokenization.marian"
     if kind == "sentencepiece":
@@ -80,8 +80,8 @@ def _module(path: Path, kind: str) -> str:
     return KINDS[kind]
 
 
-def _roles(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
-    """Return how the tokens are spelt that generation_config.json puts before messages."""
+def _role_tokens(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
+    """Return the spelling of the role tokens in generation_config.json."""
     roles = {}
     for role, token_id in role_ids(folder).items():
         if token_id >= tokenizer.vocab_size:

@@ -1,9 +1,9 @@
-"""Bounds of a tokenizer.json, checked before the ``tokenizers`` package sizes memory by them.
+"""Bounds on a tokenizer.json, checked before the ``tokenizers`` package allocates memory by them.
 
-That package ends the process when memory for a number in the file is not to be had:
+The package aborts the process if an allocation fails:
 
-* it lists every id that the vocabulary leaves out, up to the largest;
-* it takes as many bytes for a ``Precompiled`` table as the table's first number says;
+* it lists every unused id up to the largest;
+* it allocates the size that a ``Precompiled`` table states in its first number;
 * each ``Replace`` may lengthen the text by a factor.
 """
 
@@ -19,19 +19,14 @@ from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
 MAX_GROWTH = 1 << 16
-"""Most that all ``Replace`` of a file may lengthen a text; published ones stay below 100."""
+"""Bound on the growth of a text by all ``Replace`` of a step; published files stay below 100."""
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def check_json(content: dict[str, Any], where: str) -> None:
-    """Raise `UsageError` for an id, a piece or a table that asks for too much memory.
+    """Raise `UsageError` for an id, piece or table that needs too much memory.
 
-    Parameters
-    ----------
-    content : dict
-        A tokenizer.json; what is of another type than expected is left to the package.
-    where : str
-        The file; begins the error messages.
+    The package reports values of a wrong type.
     """
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -85,13 +80,13 @@ def _tables(step: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_charsmap(charsmap: Any, where: str) -> None:
-    """Raise if a table of normalization rules says that it is larger than it is."""
+    """Raise if a table of normalization rules states a larger size than it has."""
     if not isinstance(charsmap, str):
         return
     try:
         table = base64.b64decode(charsmap, validate=True)
     except (binascii.Error, ValueError):
-        return  # the package says so
+        return  # the package reports it
     n_bytes = int.from_bytes(table[:4], "little")
     if len(table) < 4 or n_bytes > len(table) - 4:
         raise UsageError(
@@ -101,7 +96,7 @@ def _check_charsmap(charsmap: Any, where: str) -> None:
 
 
 def _growth(table: dict[str, Any]) -> float:
-    """Return the most by which a ``Replace`` lengthens a text, 1 for other tables."""
+    """Return the factor by which a ``Replace`` can lengthen a text, 1 for other tables."""
     content, pattern = table.get("content"), table.get("pattern")
     if not isinstance(content, str) or pattern is None:
         return 1.0

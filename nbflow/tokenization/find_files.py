@@ -1,4 +1,4 @@
-"""Which file holds the tokenizer of a model, and of which kind it is."""
+"""Tokenizer file of a model, and the kind of a tokenizer file."""
 
 from __future__ import annotations
 
@@ -19,32 +19,17 @@ NAMES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Tokenizer files beside the weights, the most complete first."""
+"""Tokenizer files of a folder, the most complete first."""
 _SENTENCEPIECE = b"\x0a"  # field 1, length-delimited: the first piece
 
 
-def tokenizer_beside(
+def tokenizer_of_weights(
     weights: Path, format: str, vocab_size: int, config: Mapping[str, Any]
 ) -> Path | None:
-    """Return the tokenizer file of a model, or None.
+    """Return the tokenizer file of a model's weights, or None.
 
-    Parameters
-    ----------
-    weights : Path
-        The weights: a folder or a file.
-    format : str
-        Their format.
-    vocab_size : int
-        Entries of the vocabulary; llama2.c calls a small one ``tok{vocab_size}.bin``.
-    config : mapping
-        What the weights say of themselves; a GGUF file's ``tokenizer.ggml.model`` names the kind of
-        its vocabulary.
-
-    Returns
-    -------
-    Path or None
-        For llama2.c ``tok{vocab_size}.bin`` or ``tokenizer.bin``; for GGUF the file itself if it
-        holds a vocabulary; else the first of `NAMES` that lies beside the weights.
+    For llama2.c this is ``tok{vocab_size}.bin`` or ``tokenizer.bin``; for GGUF the file itself if
+    its configuration has a vocabulary; else the first of `NAMES` in the folder of the weights.
     """
     if format == "gguf" and weights.is_file():
         table: Any = config
@@ -58,7 +43,7 @@ def tokenizer_beside(
 
 
 def in_folder(folder: Path, *first: str) -> Path | None:
-    """Return the tokenizer file in a folder, or None; `first` are names that win."""
+    """Return the tokenizer file in a folder, or None; the names `first` win."""
     for name in (*first, *NAMES):
         path = folder / name
         # vocab.json without merges.txt belongs to tokenizers of other kinds
@@ -68,9 +53,9 @@ def in_folder(folder: Path, *first: str) -> Path | None:
 
 
 def find_tokenizer(path: Path, kind: str | None = None) -> Path | None:
-    """Return the tokenizer file that a path is or holds; None for weights and names of models."""
+    """Return the tokenizer file at or in a path; None for weights and names of models."""
     if path.is_file() and path.suffix != ".toml":
-        # a GGUF file is both: read before its architecture is known to be one we can run
+        # a GGUF file is both; its tokenizer works even if its architecture is unknown
         own = kind is not None or not is_weight_file(path) or kind_of(path) == "gguf"
         return path if own else None
     return in_folder(path)

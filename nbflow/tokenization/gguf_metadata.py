@@ -1,4 +1,4 @@
-"""What a GGUF file says of its vocabulary, checked: ``tokenizer.ggml.*`` and the chat templates.
+"""Vocabulary and chat templates of a GGUF file (``tokenizer.ggml.*``), checked.
 
 Keys: https://github.com/ggml-org/ggml/blob/9b048bb72b811f50b0c30d9e5c84d6ff9f4bf005/docs/gguf.md
 """
@@ -18,7 +18,7 @@ from nbflow.tokenization.sentencepiece_bpe import (
     UNKNOWN,
     USER_DEFINED,
 )
-from nbflow.tokenization.special_tokens import MAX_PIECE_CHARACTERS, SpecialIds
+from nbflow.tokenization.special_tokens import MAX_PIECE_CHARACTERS, NO_TOKEN, SpecialIds
 from nbflow.tokenization.tokenizer_config import MAX_TEMPLATE_BYTES
 from nbflow_kernels.errors import UsageError
 
@@ -28,9 +28,9 @@ _ENDS = frozenset({
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 })  # fmt: skip
-"""Tokens that end a turn where they are control tokens, as llama.cpp knows them."""
+"""Control tokens that end a turn, as in llama.cpp."""
 _SHOWN = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
-"""Control tokens of gpt-oss that structure the answer and must be seen in it."""
+"""Control tokens of gpt-oss that structure the answer and must be visible in it."""
 _KEY = "tokenizer.ggml."
 _DEFAULTS = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
@@ -43,12 +43,12 @@ _DEFAULTS = {
     },
     "t5": {"eos_token_id": 1, "unknown_token_id": 2, "padding_token_id": 0},
 }
-"""Ids where a file, as older ones do, does not say: those of Llama 2, BERT and T5."""
+"""Ids that older files do not state: those of Llama 2, BERT and T5."""
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # so spelt in the files
+    "sep_token": "seperator_token_id",  # spelled like this in the files
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
@@ -64,7 +64,7 @@ class GgufVocabulary:
     pieces: list[str]
     types: list[int]
     values: dict[str, Any]
-    """Entries below ``tokenizer.ggml.``, without that."""
+    """Metadata below ``tokenizer.ggml.``, without that prefix."""
     chat_templates: dict[str, str]
     name: str = ""
     """Name of the model."""
@@ -84,17 +84,17 @@ class GgufVocabulary:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a switch."""
+        """Return a boolean entry."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise UsageError(f"{self.path}: {_KEY}{key} must be true or false, got {value!r:.60}")
         return value
 
     def token(self, key: str) -> int | None:
-        """Return an id, or None; 2**32 - 1 means none."""
+        """Return an id, or None."""
         default = _DEFAULTS.get(self.model, {}).get(key)
         value = self.values.get(key, default)
-        if value in (None, -1, 0xFFFFFFFF) or (key not in self.values and self._lacks(default)):
+        if value in (None, *NO_TOKEN) or (key not in self.values and self._lacks(default)):
             return None
         if type(value) is not int or not 0 <= value < len(self.pieces):
             raise UsageError(
@@ -108,7 +108,7 @@ class GgufVocabulary:
     def special_ids(
         self, *, add_bos: bool, add_eos: bool = False, add_sep: bool = False
     ) -> SpecialIds:
-        """Return the special ids; the switches hold where the file does not say."""
+        """Return the special ids; the arguments apply where the file does not say."""
         bos, eos = self.token("bos_token_id"), self.token("eos_token_id")
         ends = [eos, self.token("eot_token_id"), self.token("eom_token_id"), *self._ends()]
         before = bos if self.flag("add_bos_token", add_bos) else None
@@ -125,10 +125,10 @@ class GgufVocabulary:
         )
 
     def _ends(self) -> list[int]:
-        """Return the ids that end an answer by their names."""
+        """Return the end-of-turn ids by their names."""
         ids = [i for i, p in enumerate(self.pieces) if p in _ENDS and self.types[i] == CONTROL]
         names = {self.pieces[i] for i in ids}
-        # these models write several parts, and <|end|> ends only one of them
+        # these models write several messages, and <|end|> ends only one of them
         if {"<|return|>", "<|call|>"} <= names or {"<|calls|>", "<|flush|>"} <= names:
             ids = [i for i in ids if self.pieces[i] != "<|end|>"]
         # here </s> is the tag of struck-out text
@@ -137,28 +137,13 @@ class GgufVocabulary:
         return ids
 
     def named_tokens(self) -> dict[str, str]:
-        """Return "bos_token" and the like, and how each is spelt."""
+        """Return "bos_token" and the like -> its spelling."""
         ids = {name: self.token(key) for name, key in _NAMED.items()}
         return {name: self.pieces[i] for name, i in ids.items() if i is not None}
 
 
 def read_vocabulary(path: Path) -> GgufVocabulary:
-    """Read the vocabulary of a GGUF file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    GgufVocabulary
-
-    Raises
-    ------
-    UsageError
-        If the file has no vocabulary, or a damaged one.
-    """
+    """Read the vocabulary of a GGUF file."""
     metadata = gguf.read_metadata(path)
     values = {k.removeprefix(_KEY): v for k, v in metadata.items() if k.startswith(_KEY)}
     model = values.get("model")
@@ -186,7 +171,7 @@ def read_vocabulary(path: Path) -> GgufVocabulary:
 
 
 def _type(piece: str, kind: int) -> int:
-    """Return the type of a piece, right where converters are known to write a wrong one."""
+    """Return the type of a piece, with known mistakes of converters corrected."""
     if piece in _SHOWN:
         return USER_DEFINED
     return CONTROL if piece in _ENDS and kind == USER_DEFINED else kind
@@ -207,5 +192,5 @@ def _templates(path: Path, metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def is_added(kind: int) -> bool:
-    """Return whether a piece of this type is recognised before the text is cut."""
+    """Return whether a piece of this type is recognized before the text is split."""
     return kind in (CONTROL, UNKNOWN, USER_DEFINED)

@@ -1,16 +1,15 @@
 """Tokenizers of GGUF files, by ``tokenizer.ggml.model``.
 
-=========  =============================================================  =======================
-model      what                                                           made with
-=========  =============================================================  =======================
-``llama``  SentencePiece byte-pair encoding by score
-`nbflow.tokenization.sentencepiece_bpe` ``gpt2``   byte-level byte-pair encoding;
-``tokenizer.ggml.pre`` cuts     ``tokenizers`` ``gemma4`` byte-pair encoding with merges, spaces as
-U+2581, ``<0x0A>``   ``tokenizers`` ``bert``   WordPiece
-         ``tokenizers`` ``t5``     SentencePiece unigram
-         ``sentencepiece``
-``rwkv``   longest match                                                  `nbflow.tokenization.rwkv`
-=========  =============================================================  =======================
+==========  ==============================================  =======================================
+model       algorithm                                       implementation
+==========  ==============================================  =======================================
+``llama``   SentencePiece byte-pair encoding by score       `nbflow.tokenization.sentencepiece_bpe`
+``gpt2``    byte-level BPE, split by ``tokenizer.ggml.pre``  ``tokenizers``
+``gemma4``  BPE with spaces as U+2581 and byte fallback     ``tokenizers``
+``bert``    WordPiece                                       ``tokenizers``
+``t5``      SentencePiece unigram                           ``sentencepiece``
+``rwkv``    longest match                                   `nbflow.tokenization.rwkv`
+==========  ==============================================  =======================================
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.tokenization.gguf_metadata import GgufVocabulary, is_added, read_vocabulary
-from nbflow.tokenization.huggingface import HfTokenizer, put_around
+from nbflow.tokenization.huggingface import HfTokenizer, set_post_processor
 from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from nbflow.tokenization.rwkv import RwkvTokenizer
@@ -35,24 +34,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 
 def from_file(path: Path) -> Tokenizer:
-    """Read the tokenizer of a GGUF file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    Tokenizer
-
-    Raises
-    ------
-    UsageError
-        If the file has no vocabulary, or one of an unknown kind, or a damaged one.
-    MissingExtraError
-        If the kind needs a package that is not installed.
-    """
+    """Read the tokenizer of a GGUF file."""
     vocabulary = read_vocabulary(path)
     if vocabulary.model not in _MAKERS:
         raise UsageError(
@@ -68,7 +50,7 @@ def from_file(path: Path) -> Tokenizer:
 
 def _spm(vocabulary: GgufVocabulary) -> Tokenizer:
     """SentencePiece byte-pair encoding."""
-    # Phi-3's special tokens swallow the white space behind them, which its file does not say
+    # Phi-3's special tokens swallow the white space after them, which its file does not state
     swallow: frozenset[int] = frozenset()
     if re.search("phi-?3", vocabulary.name.lower()):
         swallow = frozenset(
@@ -100,24 +82,24 @@ def _bpe(vocabulary: GgufVocabulary) -> Tokenizer:
         byte_fallback=not pre.byte_level,
     )
     tokenizer = tokenizers.Tokenizer(model)
-    cuts: list[Any] = [
+    steps: list[Any] = [
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns
     ]
     if pre.byte_level:
-        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", SPACE)
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     special = vocabulary.special_ids(add_bos=pre.add_bos, add_sep=pre.add_sep)
     return _finish(vocabulary, tokenizer, special, not pre.byte_level)
 
 
 def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
-    """Return how the vocabulary cuts text, which older files do not say."""
+    """Return the pre-tokenizer, which older files do not state."""
     name = "gemma4" if vocabulary.model == "gemma4" else vocabulary.values.get("pre", "default")
     if name not in PRE_TOKENIZERS:
         raise UsageError(
@@ -128,7 +110,7 @@ def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
 
 
 def _vocab(vocabulary: GgufVocabulary) -> dict[str, int]:
-    """Return the ids by piece, every piece once."""
+    """Return piece -> id."""
     ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
     if len(ids) < len(vocabulary.pieces):
         twice = next(p for i, p in enumerate(vocabulary.pieces) if ids[p] != i)
@@ -151,7 +133,7 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
 
 
 def _word_piece(vocabulary: GgufVocabulary) -> Tokenizer:
-    """WordPiece: the file marks beginnings of words with U+2581, not continuations with ``##``."""
+    """WordPiece; U+2581 marks beginnings of words in the file, not ``##`` their continuations."""
     special = vocabulary.special_ids(add_bos=True, add_sep=True)
     ids: dict[str, int] = {}
     for i, (piece, kind) in enumerate(zip(vocabulary.pieces, vocabulary.types, strict=True)):
@@ -180,7 +162,7 @@ def _word_piece(vocabulary: GgufVocabulary) -> Tokenizer:
 def _finish(
     vocabulary: GgufVocabulary, tokenizer: Any, special: SpecialIds, byte_fallback: bool = False
 ) -> HfTokenizer:
-    """Add the special tokens and what goes around a text."""
+    """Add the special tokens and the post-processor."""
     import tokenizers
 
     for special_ones in (True, False):
@@ -190,13 +172,13 @@ def _finish(
             if is_added(kind) and (kind in (CONTROL, UNKNOWN)) == special_ones
         ]
         (tokenizer.add_special_tokens if special_ones else tokenizer.add_tokens)(tokens)
-    put_around(tokenizer, special)
+    set_post_processor(tokenizer, special)
     where = str(vocabulary.path)
     return HfTokenizer(tokenizer, special.bos, special.eos, byte_fallback, where=where)
 
 
 def _unigram(vocabulary: GgufVocabulary) -> Tokenizer:
-    """SentencePiece unigram, through the package itself."""
+    """SentencePiece unigram, by the ``sentencepiece`` package."""
     n = len(vocabulary.pieces)
     special = vocabulary.special_ids(add_bos=False, add_eos=True)
     charsmap = vocabulary.values.get("precompiled_charsmap", [])
@@ -216,7 +198,7 @@ def _unigram(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _rwkv(vocabulary: GgufVocabulary) -> Tokenizer:
-    """Longest match, of RWKV's models."""
+    """RWKV's longest match."""
     return RwkvTokenizer(
         vocabulary.pieces, vocabulary.special_ids(add_bos=False), where=str(vocabulary.path)
     )

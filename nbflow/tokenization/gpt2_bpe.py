@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nbflow.tokenization.huggingface import HfTokenizer, beside, put_around
+from nbflow.tokenization.huggingface import HfTokenizer, set_post_processor, with_special_ids
 from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.pre_tokenizers import PRE_TOKENIZERS
 from nbflow.tokenization.special_tokens import MAX_VOCABULARY, SpecialIds
 from nbflow.tokenization.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_text
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
@@ -21,22 +21,7 @@ _QWEN2 = "Qwen2Tokenizer"
 
 
 def from_file(path: Path) -> HfTokenizer:
-    """Read a ``vocab.json`` with the ``merges.txt`` beside it.
-
-    Parameters
-    ----------
-    path : Path
-        The vocabulary.
-
-    Returns
-    -------
-    HfTokenizer
-
-    Raises
-    ------
-    UsageError
-        If a file is missing or damaged, or belongs to another kind of tokenizer.
-    """
+    """Read a ``vocab.json`` with the ``merges.txt`` and settings of its folder."""
     import tokenizers
     from tokenizers import models
 
@@ -53,26 +38,18 @@ def from_file(path: Path) -> HfTokenizer:
     merges = _merges(path.with_name("merges.txt"))
     with package_errors(f"{path}: does not fit merges.txt"):
         model = models.BPE(vocab, merges)
-    with package_errors(f"{path}: does not fit the files beside it"):
+    with package_errors(f"{path}: does not fit the other files of its folder"):
         tokenizer = tokenizers.Tokenizer(model)
-        _cut_as(tokenizer, config)
+        _set_steps(tokenizer, config)
         _add_tokens(tokenizer, config, vocab)
         special = _around(tokenizer, config)
-        put_around(tokenizer, special)
-    return beside(tokenizer, path, config)
+        set_post_processor(tokenizer, special)
+    return with_special_ids(tokenizer, path, config)
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
-    """Return the merges, one pair a line after a comment."""
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(f"{path}: may have at most {_MAX_FILE_BYTES} bytes, got {file.size}")
-        lines = file.read(0, file.size).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    finally:
-        file.close()
+    """Return the merges: one pair a line, after a comment."""
+    lines = read_text(path, _MAX_FILE_BYTES, "a list of merges").split("\n")
     merges = []
     for number, line in enumerate(lines, 1):
         pair = line.rstrip("\r").split(" ")
@@ -84,8 +61,8 @@ def _merges(path: Path) -> list[tuple[str, str]]:
     return merges
 
 
-def _cut_as(tokenizer: Any, config: TokenizerConfig) -> None:
-    """Set how text is cut, normalized and decoded."""
+def _set_steps(tokenizer: Any, config: TokenizerConfig) -> None:
+    """Set normalizer, pre-tokenizer and decoder."""
     import tokenizers
     from tokenizers import decoders, normalizers, pre_tokenizers
 
@@ -105,7 +82,7 @@ def _cut_as(tokenizer: Any, config: TokenizerConfig) -> None:
 
 
 def _add_tokens(tokenizer: Any, config: TokenizerConfig, vocab: dict[str, int]) -> None:
-    """Add the tokens that the files name, at the ids they name."""
+    """Add the tokens of the configuration at the ids stated there."""
     import tokenizers
 
     for token in config.added:
@@ -129,7 +106,7 @@ def _add_tokens(tokenizer: Any, config: TokenizerConfig, vocab: dict[str, int]) 
 
 
 def _around(tokenizer: Any, config: TokenizerConfig) -> SpecialIds:
-    """Return what goes around a text."""
+    """Return the special ids around a text."""
     roberta = config.tokenizer_class in _AROUND
 
     def ids(wanted: bool, *names: str) -> tuple[int, ...]:

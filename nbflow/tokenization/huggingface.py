@@ -1,10 +1,10 @@
-"""Tokenizers of the ``tokenizers`` package: a ``tokenizer.json``, or put together from parts."""
+"""Tokenizers of the ``tokenizers`` package: from a ``tokenizer.json``, or composed."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,13 @@ from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-_FIRST_STAND_IN = 0x10F000  # private use: characters that stand for ids within text
+_FIRST_PLACEHOLDER = 0x10F000  # private-use characters
 
 
 def from_file(path: Path) -> HfTokenizer:
-    """Read a ``tokenizer.json`` and the special ids stated beside it.
+    """Read a ``tokenizer.json``, with the special ids that the files in its folder state.
 
-    Padding and truncation that the file may ask for are switched off: they belong to batches of
-    another program.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    HfTokenizer
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be read by the ``tokenizers`` package.
+    Padding and truncation are switched off: the file's settings are for training batches.
     """
     import tokenizers
 
@@ -51,13 +36,13 @@ def from_file(path: Path) -> HfTokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
     byte_fallback = isinstance(model, dict) and bool(model.get("byte_fallback"))
-    return beside(tokenizer, path, read_tokenizer_config(path.parent), byte_fallback)
+    return with_special_ids(tokenizer, path, read_tokenizer_config(path.parent), byte_fallback)
 
 
-def beside(
+def with_special_ids(
     tokenizer: Any, path: Path, config: TokenizerConfig, byte_fallback: bool = False
 ) -> HfTokenizer:
-    """Return the tokenizer of a file with the special ids that the files beside it state."""
+    """Return a tokenizer with the special ids that the files in its folder state."""
     bos, eos = special_ids(path.parent)
     if bos is None:
         bos = _token_id(tokenizer, config.named_tokens.get("bos_token"))
@@ -77,8 +62,8 @@ def _token_id(tokenizer: Any, token: str | None) -> int | None:
     return None if found is None else int(found)
 
 
-def put_around(tokenizer: Any, special: SpecialIds) -> None:
-    """Let a ``tokenizers.Tokenizer`` put the ids before and after a text that belong there."""
+def set_post_processor(tokenizer: Any, special: SpecialIds) -> None:
+    """Set the post-processor that puts special ids before and after a text."""
     from tokenizers import processors
 
     around = {i: tokenizer.id_to_token(i) for i in (*special.before, *special.after)}
@@ -103,7 +88,7 @@ class HfTokenizer(Tokenizer):
     eos_ids : tuple of int
         Ids that end a sequence.
     byte_fallback : bool
-        Characters without a piece are written as ``<0x0A>``.
+        Characters without a piece are encoded as bytes, ``<0x0A>``.
     where : str
         The file, for messages.
     """
@@ -120,42 +105,19 @@ class HfTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         self._where = where
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: i for i, token in added.items() if token.special}
-        self._special_ids = frozenset(self._special.values())
-        self._n_ids: int = max([tokenizer.get_vocab_size(True), *(i + 1 for i in added)])
         self._byte_fallback = byte_fallback
-        self._bos = bos_id
-        self._eos = eos_ids
-        self._lock = (
-            threading.Lock()
-        )  # `encode_special_tokens` belongs to the tokenizer, not a call
-        self.chat_templates = {}
-        self.named_tokens = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return self._n_ids
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id at the beginning of a sequence, or None."""
-        return self._bos
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence."""
-        return self._eos
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Added tokens that are marked as special."""
-        return self._special
+        # `encode_special_tokens` belongs to the tokenizer, not to a call
+        self._lock = threading.Lock()
+        self.vocab_size = max([tokenizer.get_vocab_size(True), *(i + 1 for i in added)])
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+        self.special_tokens = {token.content: i for i, token in added.items() if token.special}
+        self._special_ids = frozenset(self.special_tokens.values())
 
     def encode(
         self, text: str, add_special_tokens: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """See `Tokenizer.encode`; added tokens that are not special are always recognised."""
+        """See `Tokenizer.encode`; added tokens that are not special are always recognized."""
         check_text(text)
         with self._lock, package_errors(f"{self._where}: cannot encode the text"):
             self._tokenizer.encode_special_tokens = not parse_special
@@ -169,11 +131,11 @@ class HfTokenizer(Tokenizer):
         if not ids:
             return self.encode("".join(texts))
         with package_errors(f"{self._where}: cannot encode the text"):
-            return self._stand_ins.encode(parts, ids, texts)
+            return self._placeholders.encode(parts, ids, texts)
 
     @cached_property
-    def _stand_ins(self) -> _StandIns:
-        return _StandIns(self._tokenizer, self._n_ids)
+    def _placeholders(self) -> _Placeholders:
+        return _Placeholders(self._tokenizer)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -182,7 +144,7 @@ class HfTokenizer(Tokenizer):
             return str(self._tokenizer.decode(checked))
 
     def step(self, stream: Any, ids: list[int]) -> str:
-        """Return the text that a decoder of the package makes of further ids."""
+        """Push ids to an incremental decoder of the package."""
         with package_errors(f"{self._where}: cannot decode the ids"):
             return stream.step(self._tokenizer, ids) or ""
 
@@ -191,7 +153,7 @@ class HfTokenizer(Tokenizer):
         return _Stream(self)
 
     def piece(self, token_id: int) -> str:
-        """See `Tokenizer.piece`; an id the vocabulary leaves out is an empty string."""
+        """See `Tokenizer.piece`; empty for an id without a token."""
         return self._tokenizer.id_to_token(self.check_id(token_id)) or ""
 
     def token_id(self, token: str) -> int | None:
@@ -203,26 +165,25 @@ class HfTokenizer(Tokenizer):
         return token_id in self._special_ids
 
     def is_byte(self, token_id: int) -> bool:
-        """Return whether this id stands for one byte of a character that has no piece."""
+        """Return whether this id is one byte of a character without a piece."""
         return self._byte_fallback and _BYTE_PIECE.fullmatch(self.piece(token_id)) is not None
 
 
-class _StandIns:
-    """Encodes text with ids in it: each id is a character of its own while the text is cut.
+class _Placeholders:
+    """Encodes text with ids in it, each replaced by a private-use character.
 
-    So what a tokenizer does at the beginning of a text, or around a special token, it does here.
+    Normalization at the beginning of a text and around special tokens is then as in plain text.
     """
 
-    def __init__(self, tokenizer: Any, n_ids: int) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
-        self._n_ids = n_ids
         self._characters: dict[int, str] = {}
-        self._real: dict[int, int] = {}  # the stand-in's id -> the id that is meant
+        self._real: dict[int, int] = {}  # id of the placeholder -> real id
         self._lock = threading.Lock()
 
     def encode(self, parts: Sequence[str | int], ids: set[int], texts: list[str]) -> list[int]:
-        """Return the ids of `parts`, whose ids and texts are `ids` and `texts`."""
+        """Return the ids of `parts`, which consist of `ids` and `texts`."""
         with self._lock:
             for token_id in sorted(ids):
                 self._add(token_id)
@@ -237,12 +198,12 @@ class _StandIns:
         return [self._real.get(i, i) for i in found]
 
     def _add(self, token_id: int) -> None:
-        """Give an id a character, with the habits of the added token it may be."""
+        """Add a placeholder for an id, stripping spaces as its added token does, if it is one."""
         if token_id in self._characters:
             return
         import tokenizers
 
-        character = chr(_FIRST_STAND_IN + len(self._characters))
+        character = chr(_FIRST_PLACEHOLDER + len(self._characters))
         token = self._tokenizer.get_added_tokens_decoder().get(token_id)
         strips = {"lstrip": token.lstrip, "rstrip": token.rstrip} if token else {}
         added = tokenizers.AddedToken(character, normalized=False, special=False, **strips)
@@ -254,9 +215,9 @@ class _StandIns:
 class _Stream:
     """The package's incremental decoder; see `nbflow.tokenization.DecodeStream`.
 
-    It holds text back while it ends in U+FFFD, as the bytes of a character may be incomplete.  Byte
-    pieces are held back here, because their whole run decides whether it is UTF-8; so is what
-    `finish` returns, because the package has no way to ask for it.
+    It holds text back while it ends in U+FFFD, as the bytes of a character may be incomplete.  Runs
+    of byte pieces are collected here, because only a whole run can be decoded; so are the ids that
+    `finish` decodes, because the package does not return its rest.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -264,9 +225,9 @@ class _Stream:
 
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._shown: list[int] = []  # ids of the last text that was returned
+        self._shown: list[int] = []  # ids of the last returned text
         self._held: list[int] = []  # ids after them
-        self._bytes: list[int] = []  # the last of them, unknown to the package's decoder
+        self._bytes: list[int] = []  # those not yet pushed to the package's decoder
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
@@ -284,7 +245,7 @@ class _Stream:
         return text
 
     def finish(self) -> str:
-        """Return what is left."""
+        """Return the rest."""
         if not self._held:
             return ""
         known = self._tokenizer.decode(self._shown)

@@ -1,6 +1,6 @@
-"""M2M100's tokenizer: SentencePiece pieces that vocab.json numbers, and a token per language.
+"""M2M100's tokenizer: SentencePiece pieces with the ids of vocab.json, and a token per language.
 
-A text to translate is ``__en__ text </s>``; the languages' ids come right after vocab.json's.
+A text to translate is ``__en__ text </s>``; the languages' ids follow those of vocab.json.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _CODES = (
     "uz vi wo xh yi yo zh zu"
 )
 LANGUAGES = tuple(_CODES.split())
-"""In the order of their ids."""
+"""Language codes in the order of their ids."""
 
 
 def read_vocabulary(path: Path, needed: Sequence[str]) -> dict[str, int]:
-    """Return the ids of vocab.json, which must be 0..n-1, with the tokens that are needed."""
+    """Return vocab.json, whose ids must be 0..n-1 and include the `needed` tokens."""
     vocab = read_object(path)
     if sorted(map(repr, vocab.values())) != sorted(map(repr, range(len(vocab)))):
         raise UsageError(f"{path}: ids must be 0..{len(vocab) - 1}")
@@ -36,23 +36,9 @@ def read_vocabulary(path: Path, needed: Sequence[str]) -> dict[str, int]:
 
 
 def from_file(path: Path) -> SpTokenizer:
-    """Return the tokenizer of a SentencePiece file with vocab.json beside it.
+    """Read a SentencePiece file with the vocab.json and tokenizer_config.json of its folder.
 
-    ``src_lang`` of tokenizer_config.json is the language that is put in front (en).
-
-    Parameters
-    ----------
-    path : Path
-        The SentencePiece file.
-
-    Returns
-    -------
-    SpTokenizer
-
-    Raises
-    ------
-    UsageError
-        If vocab.json is missing or damaged, or the language unknown.
+    ``src_lang`` of tokenizer_config.json is the language put in front; English by default.
     """
     model, config = read_model(path), read_tokenizer_config(path.parent)
     vocab = read_vocabulary(path.with_name("vocab.json"), ("<s>", "</s>", "<unk>"))

@@ -1,8 +1,8 @@
-"""Marian's tokenizer: SentencePiece pieces that vocab.json numbers, for both languages together.
+"""Marian's tokenizer: SentencePiece pieces of both languages with the ids of vocab.json.
 
-``source.spm`` cuts a text to translate, which ends with ``</s>``; one that begins with ``>>fra<<``
-has the token of that target language in front.  A translation is made of pieces of vocab.json,
-whatever SentencePiece file they come from, so that ``target.spm`` is not needed.
+``source.spm`` splits a source text, which ends with ``</s>``; one that begins with ``>>fra<<`` has
+the token of that target language in front.  A translation consists of pieces of vocab.json from
+either model, so that ``target.spm`` is not needed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from nbflow.tokenization.special_tokens import SpecialIds, special_ids
 from nbflow.tokenization.tokenizer_config import AddedToken, read_tokenizer_config
 from nbflow_kernels.errors import UsageError
 
-SOURCE = "source.spm"
 _LANGUAGE = re.compile(r">>.*?<<", re.DOTALL)
 _SPECIAL = ("</s>", "<unk>", "<pad>")
 
 
 class MarianTokenizer(SpTokenizer):
-    """A SentencePiece model whose pieces are numbered together with those of another."""
+    """A SentencePiece model that shares its ids with a model of another language."""
 
     def __init__(
         self, model: bytes, special: SpecialIds, added: Sequence[AddedToken], **options: Any
     ) -> None:
         super().__init__(model, special, added, **options)
-        # pieces of the other model are text too, though this one does not know them
+        # pieces of the other model are text too, but unknown to this one
         kinds = {token.content: token.special for token in added}
         names = [*_SPECIAL, *(name for name, is_special in kinds.items() if is_special)]
-        self._special_tokens = {name: self._ids[name] for name in names if name in self._ids}
+        self.special_tokens = {name: self._ids[name] for name in names if name in self._ids}
         for i, piece in enumerate(self._pieces):
             text = piece if piece in kinds else piece.replace(SPACE, " ")
-            self._bytes[i] = b"" if piece in self._special_tokens else text.encode()
+            self._bytes[i] = b"" if piece in self.special_tokens else text.encode()
         self._unknown = frozenset()
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of a text, the language that it begins with as one of them."""
+        """Return the ids of a text, with the token of the language that it begins with."""
         language = _LANGUAGE.match(text)
         if language is None:
             return super()._encode(text)
@@ -51,22 +50,7 @@ class MarianTokenizer(SpTokenizer):
 
 
 def from_file(path: Path) -> MarianTokenizer:
-    """Return the tokenizer of ``source.spm`` with vocab.json beside it.
-
-    Parameters
-    ----------
-    path : Path
-        The SentencePiece file of the source language.
-
-    Returns
-    -------
-    MarianTokenizer
-
-    Raises
-    ------
-    UsageError
-        If vocab.json is missing or damaged, or the two languages have vocabularies of their own.
-    """
+    """Read ``source.spm`` with the vocab.json of its folder."""
     model, config = read_model(path), read_tokenizer_config(path.parent)
     if config.flag("separate_vocabs", False):
         raise UsageError(

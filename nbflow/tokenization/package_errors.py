@@ -1,4 +1,4 @@
-"""Errors of the packages that tokenizers are made with, as errors that name the file."""
+"""Exceptions of the tokenizer packages as `UsageError` that names the file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from nbflow_kernels.errors import MissingExtraError, UsageError
 
 @contextmanager
 def package_errors(what: str) -> Iterator[None]:
-    """Raise `UsageError` for what a package raises inside, a panic of compiled Rust included.
+    """Turn exceptions of a package into `UsageError` that begins with `what`.
 
-    A panic arrives as ``pyo3_runtime.PanicException``, which is not an `Exception`.  Interrupts and
-    exits pass.
-
-    Parameters
-    ----------
-    what : str
-        File and what is wrong with it; begins the message.
+    This includes a Rust panic: ``pyo3_runtime.PanicException``, which is not an `Exception`.
     """
     try:
         yield
@@ -31,6 +25,6 @@ def package_errors(what: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether compiled Rust has panicked; the class cannot be imported."""
+    """Return whether an error is a Rust panic, whose class cannot be imported."""
     kind = type(error)
     return kind.__name__ == "PanicException" and kind.__module__ == "pyo3_runtime"

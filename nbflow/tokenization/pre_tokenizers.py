@@ -1,12 +1,11 @@
-r"""How byte-level BPE cuts text into words before it merges: GGUF's ``tokenizer.ggml.pre``.
+r"""Pre-tokenizers of byte-level BPE by their names in GGUF, ``tokenizer.ggml.pre``.
 
-A GGUF file names its pre-tokenizer instead of describing it.  Each name stands for a list of
-regular expressions, which cut one after the other: a match is a word, and so is what lies between
-two matches.  The expressions are those of the models' ``tokenizer.json``; the names and what
-they share are those of llama.cpp (``src/llama-vocab.cpp``, which cuts in the same way).
+Each name stands for a list of regular expressions that split the text one after the other: a match
+is a word, and so is the text between two matches.  The expressions are those of the models'
+``tokenizer.json``; the names and their groups are those of llama.cpp (``src/llama-vocab.cpp``).
 
-The regular expressions are read by Oniguruma (through the ``tokenizers`` package): ``\p{L}`` is any
-letter, ``\p{N}`` any number, ``\s`` any white space, ``?+`` and ``++`` are possessive.
+The syntax is Oniguruma's (through the ``tokenizers`` package): ``\p{L}`` is any letter, ``\p{N}``
+any number, ``\s`` any white space, ``?+`` and ``++`` are possessive.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _YOUTU_SCRIPTS = (
 
 
 def _cased_words(marks: str = r"\p{M}", ending: str = "", but: str = "") -> str:
-    """Return words that begin with capitals or end in small letters, as gpt-4o cuts them."""
+    """Return gpt-4o's pattern of words that begin with capitals or end in small letters."""
     capital = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}{marks}{but}]"
     small = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}{marks}{but}]"
     before = r"[^\r\n\p{L}\p{N}]?"
@@ -78,18 +77,18 @@ _GPT4O = rf"{_cased_words(ending=_CONTRACTION + '?')}|\p{{N}}{{1,3}}|{_O200K_END
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How one family of vocabularies cuts text into words."""
+    """Pre-tokenizer of one family of vocabularies."""
 
     patterns: tuple[str, ...]
-    """Regular expressions that cut one after the other."""
+    """Regular expressions that split one after the other."""
     ignore_merges: bool = False
-    """A word that is in the vocabulary is one token, whatever the merges say."""
+    """Encode a word of the vocabulary as one token, whatever the merges say."""
     add_bos: bool = False
-    """BOS goes in front where the file does not say."""
+    """Add BOS where the file does not say."""
     add_sep: bool = False
-    """The separator goes behind where the file does not say."""
+    """Append the separator where the file does not say."""
     byte_level: bool = True
-    """Bytes are spelt as printable characters; otherwise spaces are U+2581, bytes ``<0x0A>``."""
+    """Spell bytes as printable characters; otherwise spaces are U+2581, bytes ``<0x0A>``."""
 
 
 _FAMILIES: dict[tuple[str, ...], PreTokenizer] = {
@@ -178,4 +177,4 @@ _FAMILIES: dict[tuple[str, ...], PreTokenizer] = {
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     name: pre for names, pre in _FAMILIES.items() for name in names
 }
-"""Name in ``tokenizer.ggml.pre`` -> how it cuts."""
+"""Name in ``tokenizer.ggml.pre`` -> pre-tokenizer."""

@@ -1,4 +1,4 @@
-r"""RWKV's vocabulary: the longest piece that the rest of the text begins with, again and again.
+r"""RWKV's vocabulary: greedy longest match from the left.
 
 Pieces are bytes; a GGUF file spells them with escapes: ``\n``, ``\t``, ``\r``, ``\x0a``.
 """
@@ -8,22 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from nbflow.tokenization.byte_pieces import BytesStream, PieceTokenizer
+from nbflow.tokenization.byte_vocabulary import ByteVocabularyTokenizer
 from nbflow.tokenization.special_tokens import SpecialIds
-from nbflow.tokenization.tokenizer import encode_runs
 from nbflow_kernels.errors import UsageError
 
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
-class RwkvTokenizer(PieceTokenizer):
-    """Longest match from the left.
+class RwkvTokenizer(ByteVocabularyTokenizer):
+    """Greedy longest match from the left.
 
     Parameters
     ----------
     pieces : list of str
-        One per id, escaped.
+        Escaped piece of each id.
     special : SpecialIds
         Special ids; an unknown byte becomes ``unknown``.
     where : str
@@ -31,23 +30,13 @@ class RwkvTokenizer(PieceTokenizer):
     """
 
     def __init__(self, pieces: Sequence[str], special: SpecialIds, where: str) -> None:
-        self._pieces = list(pieces)
-        self._special = special
+        super().__init__(pieces, [unescape(piece) for piece in pieces], special)
         self._where = where
-        self._bytes = [unescape(piece) for piece in pieces]
         self._by_bytes = {data: i for i, data in enumerate(self._bytes) if data}
-        self._ids = {piece: i for i, piece in enumerate(pieces)}
         lengths: dict[int, set[int]] = {}
         for data in self._by_bytes:
             lengths.setdefault(data[0], set()).add(len(data))
         self._lengths = {byte: sorted(found, reverse=True) for byte, found in lengths.items()}
-        self._special_tokens = {}  # all pieces are text
-        self.chat_templates = {}
-        self.named_tokens = {}
-
-    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """See `Tokenizer.encode_parts`."""
-        return encode_runs(parts, self._encode, self.check_id)
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -67,16 +56,12 @@ class RwkvTokenizer(PieceTokenizer):
 
     def _unknown(self, byte: int) -> int:
         if self._special.unknown is None:
-            raise UsageError(f"{self._where}: the vocabulary has no piece for the byte {byte}")
+            raise UsageError(f"{self._where}: the vocabulary does not have the byte {byte}")
         return self._special.unknown
-
-    def decode_stream(self) -> BytesStream:
-        """See `Tokenizer.decode_stream`."""
-        return BytesStream(self.piece_bytes)
 
 
 def unescape(piece: str) -> bytes:
-    """Return the bytes of a piece that is spelt with escapes."""
+    """Return the bytes of an escaped piece."""
 
     def replace(match: re.Match[bytes]) -> bytes:
         code = match[1]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow.tokenization.byte_pieces import BytesStream, PieceTokenizer
+from nbflow.tokenization.byte_vocabulary import ByteStream, ByteVocabularyTokenizer
 from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.sentencepiece_bpe import SPACE
-from nbflow.tokenization.sentencepiece_proto import read_spaces
 from nbflow.tokenization.special_tokens import SpecialIds, special_ids
-from nbflow.tokenization.tokenizer import encode_runs
 from nbflow.tokenization.tokenizer_config import AddedToken, TokenizerConfig, read_tokenizer_config
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_file
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 _MAX_FILE_BYTES = 1 << 28
-_UNKNOWN_TEXT = " \u2047 ".encode()  # what SentencePiece shows for an unknown piece
+_UNKNOWN_TEXT = " \u2047 ".encode()  # SentencePiece's text of an unknown piece
 _RENUMBERED = frozenset({
     "BarthezTokenizer", "BigBirdPegasusTokenizer", "CamembertTokenizer", "CpmTokenizer",
     "ErnieMTokenizer", "LayoutXLMTokenizer", "MBart50Tokenizer",
@@ -26,16 +23,16 @@ _RENUMBERED = frozenset({
     "SeamlessM4TTokenizer", "Speech2TextTokenizer", "XGLMTokenizer", "XLMProphetNetTokenizer",
     "XLMRobertaTokenizer",
 })  # fmt: skip
-"""Classes of transformers whose ids are not those of the SentencePiece file."""
+"""Tokenizer classes whose ids differ from those of the SentencePiece file."""
 _CLS_SEP = frozenset({
     "AlbertTokenizer", "BigBirdTokenizer", "DebertaV2Tokenizer", "FNetTokenizer",
     "RemBertTokenizer",
 })  # fmt: skip
-"""Classes that put the tokens [CLS] and [SEP] around a text."""
+"""Tokenizer classes that put [CLS] and [SEP] around a text."""
 _CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 
 
-class SpTokenizer(PieceTokenizer):
+class SpTokenizer(ByteVocabularyTokenizer):
     """A SentencePiece model, BPE or unigram, and tokens added to it.
 
     Parameters
@@ -45,18 +42,11 @@ class SpTokenizer(PieceTokenizer):
     special : SpecialIds
         Special ids, and which of them go around a text.
     added : sequence of AddedToken
-        Tokens that are recognised before the text is cut; those that are special only on request.
+        Added tokens.  Special ones are recognized on request, the others always.
     ids : mapping of str to int, optional
         Ids by piece where they are not those of the model (M2M100).
     where : str
         The file, for messages.
-
-    Raises
-    ------
-    UsageError
-        If the model is damaged.
-    MissingExtraError
-        If the package is not installed.
     """
 
     def __init__(
@@ -68,49 +58,38 @@ class SpTokenizer(PieceTokenizer):
         *,
         where: str,
     ) -> None:
-        self._sp = load_processor(model, where)
-        self._spaces = read_spaces(model, where)
-        self._special = special
-        self._own = ids
+        self._sp = sp = load_processor(model, where)
+        self._vocab_ids = ids
         self._where = where
         with package_errors(f"{where}: not a readable SentencePiece model"):
-            self._read_pieces(ids)
-        self._user: dict[str, int] = {}
-        for token in added:
-            self._add(token)
-        self._ids = {piece: i for i, piece in enumerate(self._pieces)}
-        spelt = sorted(self._user, key=len, reverse=True)
-        self._user_pattern = re.compile(f"({'|'.join(map(re.escape, spelt))})") if spelt else None
-        self.chat_templates = {}
-        self.named_tokens = {}
-
-    def _read_pieces(self, ids: Mapping[str, int] | None) -> None:
-        """Read what the package says of each piece."""
-        if ids is None:
-            ids = {self._sp.id_to_piece(i): i for i in range(self._sp.get_piece_size())}
-        self._pieces = sorted(ids, key=ids.__getitem__)
-        # of a piece that only `ids` has, SentencePiece says that it is unknown: it is no text
-        rows = [self._sp.piece_to_id(piece) for piece in self._pieces]
-        self._bytes = [self._as_bytes(row, p) for row, p in zip(rows, self._pieces, strict=True)]
-        unknown = self._sp.id_to_piece(self._sp.unk_id())
-        self._unknown = frozenset(i for i, piece in enumerate(self._pieces) if piece == unknown)
-        self._special_tokens = {
-            piece: i
-            for i, (row, piece) in enumerate(zip(rows, self._pieces, strict=True))
-            if self._sp.is_control(row) or self._sp.is_unknown(row)
-        }
-
-    def _add(self, token: AddedToken) -> None:
-        """Add a token, whose id may lie in the model or behind it."""
-        while len(self._pieces) <= token.token_id:
-            self._pieces.append("")
-            self._bytes.append(b"")
-        self._pieces[token.token_id] = token.content
-        self._bytes[token.token_id] = b"" if token.special else token.content.encode()
-        (self._special_tokens if token.special else self._user)[token.content] = token.token_id
+            # the package does not expose these settings of the normalizer
+            self._adds_prefix = sp.normalize("a").startswith(SPACE)
+            self._strips = SPACE * 2 not in sp.normalize("a  a")
+            if ids is None:
+                ids = {sp.id_to_piece(i): i for i in range(sp.get_piece_size())}
+            pieces = sorted(ids, key=ids.__getitem__)
+            # a piece that only `ids` has is unknown to SentencePiece, and has no text
+            rows = [sp.piece_to_id(piece) for piece in pieces]
+            data = [self._as_bytes(row, piece) for row, piece in zip(rows, pieces, strict=True)]
+            unknown = sp.id_to_piece(sp.unk_id())
+            control = {
+                piece: i
+                for i, (row, piece) in enumerate(zip(rows, pieces, strict=True))
+                if sp.is_control(row) or sp.is_unknown(row)
+            }
+        self._unknown = frozenset(i for i, piece in enumerate(pieces) if piece == unknown)
+        user: dict[str, int] = {}
+        for token in added:  # their ids lie in the model or after it
+            n_missing = token.token_id + 1 - len(pieces)
+            pieces += [""] * n_missing
+            data += [b""] * n_missing
+            pieces[token.token_id] = token.content
+            data[token.token_id] = b"" if token.special else token.content.encode()
+            (control if token.special else user)[token.content] = token.token_id
+        super().__init__(pieces, data, special, control, user)
 
     def _as_bytes(self, row: int, piece: str) -> bytes:
-        """Return what a piece stands for, nothing for control pieces."""
+        """Return the bytes of a piece, empty for control pieces."""
         if self._sp.is_control(row):
             return b""
         if self._sp.is_unknown(row):
@@ -119,33 +98,21 @@ class SpTokenizer(PieceTokenizer):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode()
 
-    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """See `Tokenizer.encode_parts`."""
-        cut: list[str | int] = []
-        for part in parts:
-            if self._user_pattern is None or not isinstance(part, str):
-                cut.append(part)
-                continue
-            found = self._user_pattern.split(part)
-            cut += [self._user[text] if i % 2 else text for i, text in enumerate(found) if text]
-        return encode_runs(cut, self._encode, self.check_id)
-
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
         with package_errors(f"{self._where}: cannot encode the text"):
-            if self._own is None:
+            if self._vocab_ids is None:
                 return list(self._sp.encode(text))
             unknown = self._special.unknown or 0
-            return [self._own.get(piece, unknown) for piece in self._sp.encode(text, out_type=str)]
+            pieces = self._sp.encode(text, out_type=str)
+            return [self._vocab_ids.get(piece, unknown) for piece in pieces]
 
-    def decode_stream(self) -> BytesStream:
+    def decode_stream(self) -> ByteStream:
         """See `Tokenizer.decode_stream`."""
-        spaces = self._spaces
-        strip = spaces.add_dummy_prefix or spaces.remove_extra_whitespaces
-        return BytesStream(
+        return ByteStream(
             self.piece_bytes,
-            b" " if strip else b"",
-            repeatedly=spaces.remove_extra_whitespaces,
+            b" " if self._adds_prefix or self._strips else b"",
+            repeatedly=self._strips,
             kept=self._unknown,
         )
 
@@ -158,7 +125,7 @@ def load_processor(model: bytes, where: str) -> Any:
         raise MissingExtraError(
             f"{where}: needs the package sentencepiece: {install_command('sentencepiece')}"
         ) from error
-    if not model:  # which the package takes for none
+    if not model:  # the package would return an empty processor
         raise UsageError(f"{where}: the SentencePiece model is empty")
     with package_errors(f"{where}: not a readable SentencePiece model"):
         return sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -166,37 +133,11 @@ def load_processor(model: bytes, where: str) -> Any:
 
 def read_model(path: Path) -> bytes:
     """Return the bytes of a SentencePiece file."""
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(
-                f"{path}: a SentencePiece model may have at most {_MAX_FILE_BYTES} bytes, "
-                f"got {file.size}"
-            )
-        return file.read(0, file.size)
-    finally:
-        file.close()
+    return read_file(path, _MAX_FILE_BYTES, "a SentencePiece model")
 
 
 def from_file(path: Path) -> SpTokenizer:
-    """Read a SentencePiece model and the files beside it.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    SpTokenizer
-
-    Raises
-    ------
-    UsageError
-        If the file is damaged, or the ids of its tokenizer are not those of the file.
-    MissingExtraError
-        If the package is not installed.
-    """
+    """Read a SentencePiece model, with the settings and added tokens in its folder."""
     config = read_tokenizer_config(path.parent)
     if config.tokenizer_class in _RENUMBERED:
         raise UsageError(
@@ -221,7 +162,7 @@ def from_file(path: Path) -> SpTokenizer:
 
 
 def _special(processor: Any, config: TokenizerConfig, added: Mapping[str, int]) -> SpecialIds:
-    """Return the special ids: stated in files, by name, or those of the model."""
+    """Return the special ids: from the files, by name, or those of the model."""
 
     def named(name: str, own: int = -1) -> int | None:
         token = config.named_tokens.get(name)

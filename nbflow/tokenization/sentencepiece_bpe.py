@@ -15,46 +15,37 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbflow.tokenization.byte_pieces import BytesStream, PieceTokenizer
+from nbflow.tokenization.byte_vocabulary import ByteStream, ByteVocabularyTokenizer
 from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.special_tokens import SpecialIds
-from nbflow.tokenization.tokenizer import encode_runs
 from nbflow_kernels.errors import UsageError
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
-"""Types of pieces, as SentencePiece and GGUF number them."""
+"""Piece types, numbered as in SentencePiece and GGUF."""
 
 SPACE = "\u2581"
 _LONGEST_MERGED = 256  # characters; published pieces of text have up to 100
 _UNKNOWN_PIECE = "<neither a piece nor bytes>"
 _NO_UNKNOWN = (1 << 32) - 1  # id of a character that the vocabulary cannot write
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Spelling of a piece that stands for one byte."""
 
 
-class SpmTokenizer(PieceTokenizer):
+class SpmTokenizer(ByteVocabularyTokenizer):
     """Byte-pair encoding by score.
 
     Parameters
     ----------
-    pieces : list of str
-        One per id.
-    scores : list of float
-        One per id.
-    types : list of int
-        One per id: `NORMAL`, `CONTROL`, ...
+    pieces, scores, types : list
+        Of each id; the type is `NORMAL`, `CONTROL`, ...
     special : SpecialIds
         Special ids, and which of them go around a text.
     add_space_prefix : bool
-        Whether a space goes in front.
+        Put a space in front of each text.
     swallow : frozenset of int
-        Ids that swallow the white space behind them.
+        Ids that swallow the white space after them.
     where : str
         The file, for messages.
-
-    Raises
-    ------
-    UsageError
-        If a byte piece is not spelt like one.
     """
 
     def __init__(
@@ -68,61 +59,31 @@ class SpmTokenizer(PieceTokenizer):
         swallow: frozenset[int] = frozenset(),
         where: str = "vocabulary",
     ) -> None:
-        self._pieces = list(pieces)
-        self._ids = {piece: i for i, piece in enumerate(pieces)}
-        self._special = special
         self._prefix = " " if add_space_prefix else ""
         self._swallow = swallow
         self._where = where
-        self._byte_ids: dict[int, int] = {}
-        self._bytes = []
-        for i, (piece, kind) in enumerate(zip(pieces, types, strict=True)):
-            self._bytes.append(self._as_bytes(i, piece, kind, where))
+        data = [_as_bytes(i, pieces[i], kind, where) for i, kind in enumerate(types)]
+        control = {pieces[i]: i for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)}
+        user = {pieces[i]: i for i, kind in enumerate(types) if kind == USER_DEFINED}
+        super().__init__(pieces, data, special, control, user)
         text = {p: i for i, p in enumerate(pieces) if types[i] in (NORMAL, USER_DEFINED, UNUSED)}
+        byte_ids: dict[int, int] = {}
+        for i, kind in enumerate(types):
+            if kind == BYTE:
+                byte_ids.setdefault(data[i][0], i)
         self._bpe = score_bpe(
-            text, {p: scores[i] for p, i in text.items()}, self._byte_ids, special.unknown, SPACE
+            text, {p: scores[i] for p, i in text.items()}, byte_ids, special.unknown, SPACE
         )
-        self._special_tokens = {
-            pieces[i]: i for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)
-        }
-        self._user_defined = {
-            pieces[i]: i for i, kind in enumerate(types) if kind == USER_DEFINED and pieces[i]
-        }
-        spelt = sorted(self._user_defined, key=len, reverse=True)
-        self._user_pattern = re.compile(f"({'|'.join(map(re.escape, spelt))})") if spelt else None
-        self.chat_templates = {}
-        self.named_tokens = {}
 
-    def _as_bytes(self, i: int, piece: str, kind: int, where: str) -> bytes:
-        """Return what a piece stands for, nothing for control pieces; note byte pieces."""
-        if kind in (CONTROL, UNKNOWN):
-            return b""
-        if kind != BYTE:
-            spelt = piece if kind == USER_DEFINED else piece.replace(SPACE, " ")
-            return spelt.encode("utf-8", "surrogateescape")
-        match = _BYTE_PIECE.fullmatch(piece)
-        if not match:
-            raise UsageError(f"{where}: byte piece {i} must be <0x00>..<0xFF>, got {piece!r:.40}")
-        byte = int(match[1], 16)
-        self._byte_ids.setdefault(byte, i)
-        return bytes([byte])
-
-    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """See `Tokenizer.encode_parts`."""
-        cut: list[str | int] = []
-        for part in parts:
-            for piece in self._split_user_defined(part) if isinstance(part, str) else [part]:
-                if isinstance(piece, str) and cut and cut[-1] in self._swallow:
-                    piece = piece.lstrip(" \t\n\r\f\v")
-                cut.append(piece)
-        return encode_runs(cut, self._encode, self.check_id)
-
-    def _split_user_defined(self, text: str) -> list[str | int]:
-        """Return `text` cut at the pieces that a user has defined, the longest first."""
-        if self._user_pattern is None:
-            return [text]
-        found = self._user_pattern.split(text)
-        return [self._user_defined[part] if i % 2 else part for i, part in enumerate(found) if part]
+    def _split(self, parts: Sequence[str | int]) -> list[str | int]:
+        """Return `parts` with user-defined tokens as ids, without swallowed white space."""
+        found = super()._split(parts)
+        return [
+            part.lstrip(" \t\n\r\f\v")
+            if i and isinstance(part, str) and found[i - 1] in self._swallow
+            else part
+            for i, part in enumerate(found)
+        ]
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
@@ -130,16 +91,29 @@ class SpmTokenizer(PieceTokenizer):
             return []
         with package_errors(f"{self._where}: cannot encode the text"):
             ids: list[int] = self._bpe.encode((self._prefix + text).replace(" ", SPACE)).ids
-        if ids and max(ids) >= len(self._pieces):
+        if ids and max(ids) >= self.vocab_size:
             raise UsageError(
                 f"{self._where}: the vocabulary has neither a piece nor bytes for a character of "
                 "the text, and no unknown token"
             )
         return ids
 
-    def decode_stream(self) -> BytesStream:
+    def decode_stream(self) -> ByteStream:
         """See `Tokenizer.decode_stream`."""
-        return BytesStream(self.piece_bytes, self._prefix.encode())
+        return ByteStream(self.piece_bytes, self._prefix.encode())
+
+
+def _as_bytes(i: int, piece: str, kind: int, where: str) -> bytes:
+    """Return the bytes of a piece, empty for control pieces."""
+    if kind in (CONTROL, UNKNOWN):
+        return b""
+    if kind != BYTE:
+        text = piece if kind == USER_DEFINED else piece.replace(SPACE, " ")
+        return text.encode("utf-8", "surrogateescape")
+    match = BYTE_PIECE.fullmatch(piece)
+    if not match:
+        raise UsageError(f"{where}: byte piece {i} must be <0x00>..<0xFF>, got {piece!r:.40}")
+    return bytes([int(match[1], 16)])
 
 
 def score_bpe(
@@ -160,13 +134,13 @@ def score_bpe(
     ids : mapping of str to int
         Pieces of text.
     scores : mapping of str to float
-        Score of each piece that may be the result of a merge.
+        Score of each piece that a merge may produce.
     byte_ids : mapping of int to int
-        Ids of the bytes that write a character without a piece.
+        Ids of the bytes of a character without a piece (byte fallback).
     unknown : int or None
-        Id of a character that has neither; by default an id behind all others.
+        Id of a character without piece and bytes; by default an id after all others.
     space : str
-        How the pieces spell a space.
+        Character that stands for a space in pieces.
 
     Returns
     -------

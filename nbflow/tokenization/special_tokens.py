@@ -1,4 +1,4 @@
-"""Special token ids of a vocabulary, and those that the files of a Hugging Face folder state."""
+"""Special token ids, and where the files of a Hugging Face folder state them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Largest token id: kernels take them as int32.  A model may state ids beyond its vocabulary."""
+"""Largest token id (int32 in kernels).  A model may state ids beyond its vocabulary."""
 MAX_VOCABULARY = 1 << 22
-"""Most ids of a vocabulary, gaps included: 16 times the largest published; lists have this size."""
+"""Bound on the ids of a vocabulary, gaps included: 16 times the largest published one."""
 MAX_PIECE_CHARACTERS = 1 << 16
-"""Longest piece; each of thousands of tokens may be it when ids are decoded."""
+"""Bound on the length of a piece, which thousands of decoded tokens may repeat."""
 NO_TOKEN = (-1, 2**32 - 1)
-"""Ids that files write where they mean none."""
+"""Ids that files write for an absent token."""
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Special ids of a vocabulary, and what goes around a text."""
+    """Special ids of a vocabulary, and those around a text."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -31,29 +31,14 @@ class SpecialIds:
     after: tuple[int, ...] = ()
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return `ids` between the special ids that belong there."""
+        """Return `ids` between `before` and `after`."""
         return [*self.before, *ids, *self.after]
 
 
 def special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
-    """Return the BOS id and the EOS ids of a model.
+    """Return the BOS id (or None) and the EOS ids that the files of a folder state.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder with generation_config.json, which wins, or config.json.
-
-    Returns
-    -------
-    bos : int or None
-        None if neither file states it.
-    eos : tuple of int
-        Empty if neither file states it.
-
-    Raises
-    ------
-    UsageError
-        If a file is not JSON, or states an id that is not a number.
+    generation_config.json wins over config.json.
     """
     stated: dict[str, tuple[int, ...]] = {}
     for name in ("generation_config.json", "config.json"):
@@ -75,7 +60,7 @@ def role_ids(folder: Path) -> dict[str, int]:
 
 
 def _ids(value: Any, where: str) -> tuple[int, ...]:
-    """Return one id or a list of ids as a tuple, without those that mean none."""
+    """Return one id or a list of ids as a tuple, without absent ones."""
     values = value if isinstance(value, list) else [value]
     for i in values:
         if type(i) is not int or not (0 <= i <= MAX_TOKEN_ID or i in NO_TOKEN):

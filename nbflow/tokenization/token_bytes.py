@@ -1,22 +1,20 @@
-"""The bytes that each token stands for in the middle of a text."""
+"""Bytes of every token within a text."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from nbflow.tokenization import Tokenizer
+from nbflow.tokenization.sentencepiece_bpe import BYTE_PIECE
+from nbflow.tokenization.tokenizer import Tokenizer
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHORS = ("a", "0", ".")
-"""Texts that a token is decoded after, so that nothing at the beginning of a text is stripped."""
+"""Texts that precede a token when it is decoded, so that its leading space is not stripped."""
 
 
 def vocabulary_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
-    """Return the bytes of every token of a tokenizer; None for one that is no text.
+    """Return the bytes of every token; None for special tokens and for ids without a token.
 
-    Special tokens are no text, nor are ids the vocabulary leaves out.  Made once and kept with the
-    tokenizer.
+    Computed once and cached in the tokenizer.
     """
     kept: list[bytes | None] | None = tokenizer.__dict__.get("_vocabulary_bytes")
     if kept is None:
@@ -35,14 +33,14 @@ def _all(tokenizer: Tokenizer) -> list[bytes | None]:
 
 
 def _reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Return how to find the bytes of a token of a ``tokenizer.json``."""
+    """Return a function from tokens of a ``tokenizer.json`` to their bytes."""
     anchor, alphabet = _anchor(tokenizer), _byte_level_alphabet()
     before = tokenizer.decode(anchor)
     byte_level = _is_byte_level(tokenizer, alphabet)
 
     def read(token: int) -> bytes:
         piece = tokenizer.piece(token)
-        byte = _BYTE_PIECE.fullmatch(piece)
+        byte = BYTE_PIECE.fullmatch(piece)
         if byte:
             return bytes([int(byte[1], 16)])
         if byte_level and all(c in alphabet for c in piece):
@@ -54,7 +52,7 @@ def _reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:
-    """Return ids of a text that stays the same whatever follows."""
+    """Return ids of a text whose decoding does not depend on the tokens after it."""
     for text in _ANCHORS:
         ids = tokenizer.encode(text)
         if ids and tokenizer.decode(ids).strip() == text:
@@ -63,13 +61,13 @@ def _anchor(tokenizer: Tokenizer) -> list[int]:
 
 
 def _is_byte_level(tokenizer: Tokenizer, alphabet: dict[str, int]) -> bool:
-    """Return whether pieces are spelt in the alphabet of byte-level BPE: a space is U+0120."""
+    """Return whether pieces use the alphabet of byte-level BPE, where a space is U+0120."""
     space = next(c for c, byte in alphabet.items() if byte == 0x20)
     return tokenizer.token_id(space) is not None and tokenizer.token_id("\u010a") is not None
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's character for each byte: printable ones are themselves, others from U+0100."""
+    """Return GPT-2's character -> byte; printable bytes are themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}

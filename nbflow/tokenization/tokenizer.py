@@ -1,66 +1,68 @@
-"""What every tokenizer offers."""
+"""Interface of all tokenizers."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from types import MappingProxyType
 from typing import Protocol
 
 from nbflow_kernels.errors import UsageError
 
 
 class DecodeStream(Protocol):
-    """Turns ids into text one by one, never in the middle of a character."""
+    """Incremental decoder: text of ids one by one, never ending within a character."""
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, which may be empty."""
 
     def finish(self) -> str:
-        """Return what is left: bytes that never became a character, as U+FFFD."""
+        """Return the rest: bytes that never became a character, as U+FFFD."""
+
+
+class TokenSplitter:
+    """Splits text at tokens that are spelled out in it; the longest match wins.
+
+    Parameters
+    ----------
+    ids : mapping of str to int
+        Tokens to find.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        spelled = sorted(filter(None, ids), key=len, reverse=True)
+        self.pattern = re.compile(f"({'|'.join(map(re.escape, spelled))})") if spelled else None
+        """Matches any of the tokens; None without tokens."""
+
+    def split(self, text: str) -> list[str | int]:
+        """Return `text` with the tokens in it as ids."""
+        found = self.pattern.split(text) if self.pattern else [text]
+        return [self._ids[part] if i % 2 else part for i, part in enumerate(found) if part]
 
 
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    The pieces of `decode_stream`, `finish` included, together are what `decode` returns.
-
-    Attributes
-    ----------
-    chat_templates : mapping of str to str
-        Jinja templates that came with the tokenizer, e.g. "default" and "tool_use".
-    named_tokens : mapping of str to str
-        What templates may refer to: "bos_token", "eos_token", ... and how each is spelt.
-    prompt_template : str or None
-        Name or text of a template for conversations, from the model file; taken if
-        `chat_templates` has none.
+    The texts of `decode_stream`, `finish` included, together equal `decode`.
     """
 
-    chat_templates: Mapping[str, str]
-    named_tokens: Mapping[str, str]
+    vocab_size: int
+    """Number of ids, special tokens included."""
+    bos_id: int | None
+    """Beginning-of-sequence id, or None."""
+    eos_ids: tuple[int, ...]
+    """Ids that end a sequence."""
+    special_tokens: Mapping[str, int]
+    """Special tokens by their spelling: text, unless `encode` is asked to parse them."""
+    chat_templates: Mapping[str, str] = MappingProxyType({})
+    """Jinja templates that came with the tokenizer, e.g. "default" and "tool_use"."""
+    named_tokens: Mapping[str, str] = MappingProxyType({})
+    """Tokens that templates may refer to: "bos_token", "eos_token", ... and their spelling."""
     prompt_template: str | None = None
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
-
-    @property
-    @abstractmethod
-    def bos_id(self) -> int | None:
-        """Id at the beginning of a sequence, or None."""
-
-    @property
-    @abstractmethod
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence."""
-
-    @property
-    @abstractmethod
-    def special_tokens(self) -> Mapping[str, int]:
-        """Special tokens by their spelling: text unless `encode` is told to parse them."""
+    """Name or text of the model file's chat template, for a tokenizer without `chat_templates`."""
 
     @abstractmethod
     def encode(
@@ -73,10 +75,10 @@ class Tokenizer(ABC):
         text : str
             Any text; lone surrogates are refused.
         add_special_tokens : bool
-            Put the special tokens around it that the model was trained with, e.g. BOS in front.
+            Add the special tokens that the model was trained with, e.g. BOS in front.
         parse_special : bool
-            Recognise special tokens that are spelt out in the text.  By default they are text, so
-            that what a user types cannot end a turn or begin another.
+            Recognize special tokens that are spelled out in the text.  By default they are text, so
+            that user input cannot end a turn or begin another.
 
         Returns
         -------
@@ -91,29 +93,23 @@ class Tokenizer(ABC):
         Parameters
         ----------
         parts : sequence of str and int
-            Text, in which special tokens are not recognised, and token ids.  Nothing is merged
+            Text, in which special tokens are not recognized, and token ids.  Nothing is merged
             across an id; neighbouring texts are one text.
 
         Returns
         -------
         list of int
-            Token ids, without any that `add_special_tokens` would add.
+            Token ids, without those that `add_special_tokens` would add.
         """
 
     def split_special(self, text: str) -> list[str | int]:
-        """Return `text` cut at the special tokens spelt out in it, as for `encode_parts`."""
-        if self._special_pattern is None:
-            return [text] if text else []
-        found = self._special_pattern.split(text)
-        return [
-            self.special_tokens[part] if i % 2 else part for i, part in enumerate(found) if part
-        ]
+        """Return `text` split at the special tokens spelled out in it, as for `encode_parts`."""
+        return self.special_splitter.split(text)
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
-        """Matches any special token, the longest first; None if there are none."""
-        spelt = sorted(filter(None, self.special_tokens), key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, spelt))})") if spelt else None
+    def special_splitter(self) -> TokenSplitter:
+        """Splitter at special tokens."""
+        return TokenSplitter(self.special_tokens)
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -132,15 +128,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode_stream(self) -> DecodeStream:
-        """Return a new stream that decodes one id after the other."""
+        """Return a new incremental decoder."""
 
     @abstractmethod
     def piece(self, token_id: int) -> str:
-        """Return the vocabulary's entry for one id, as the tokenizer file spells it."""
+        """Return the vocabulary entry of an id, as the tokenizer file spells it."""
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:
-        """Return the id of the vocabulary's entry spelt like this, or None."""
+        """Return the id of a vocabulary entry, or None."""
 
     def check_id(self, token_id: int) -> int:
         """Return `token_id` as an int if it is in the vocabulary, or raise `UsageError`."""
@@ -151,7 +147,7 @@ class Tokenizer(ABC):
 
 
 def check_text(text: str) -> str:
-    """Return `text` if it can be written as UTF-8, or raise."""
+    """Return `text` if it can be encoded as UTF-8, or raise."""
     if not isinstance(text, str):
         raise TypeError(f"text must be a str, got {type(text).__name__}")
     try:
@@ -164,39 +160,9 @@ def check_text(text: str) -> str:
 
 
 def is_valid(text: str) -> bool:
-    """Return whether `text` can be written as UTF-8: it has no lone surrogates."""
+    """Return whether `text` can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         return False
     return True
-
-
-def encode_runs(
-    parts: Sequence[str | int],
-    encode: Callable[[str], list[int]],
-    check_id: Callable[[int], int],
-) -> list[int]:
-    """Encode the texts between ids one by one, neighbouring texts as one.
-
-    Parameters
-    ----------
-    parts : sequence of str and int
-        As for `Tokenizer.encode_parts`.
-    encode : callable
-        The ids of a text.
-    check_id : callable
-        Returns an id, or raises.
-
-    Returns
-    -------
-    list of int
-        Token ids.
-    """
-    ids: list[int] = []
-    for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
-        if is_text:
-            ids += encode(check_text("".join(map(str, run))))
-        else:
-            ids += [check_id(int(part)) for part in run]
-    return ids

@@ -1,4 +1,4 @@
-"""What the files beside a Hugging Face tokenizer say: its tokens and its chat templates.
+"""Settings, tokens and chat templates in the folder of a Hugging Face tokenizer.
 
 ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``,
 ``chat_template.jinja`` or ``.json``, and ``additional_chat_templates/*.jinja``.
@@ -12,7 +12,7 @@ from typing import Any
 
 from nbflow.tokenization.special_tokens import MAX_VOCABULARY
 from nbflow.tokenization.tokenizer import is_valid
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_text
 from nbflow.utils.json_file import read_object
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
@@ -31,7 +31,7 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is recognised before the text is cut."""
+    """A token that is recognized before the text is split."""
 
     content: str
     token_id: int
@@ -43,13 +43,13 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What the files in a folder say of its tokenizer."""
+    """Contents of the tokenizer's files, checked."""
 
     folder: Path
     values: dict[str, Any]
-    """tokenizer_config.json as it is."""
+    """Content of tokenizer_config.json."""
     named_tokens: dict[str, str]
-    """"bos_token" and the like, and how each is spelt."""
+    """"bos_token" and the like -> its spelling."""
     added: tuple[AddedToken, ...]
     chat_templates: dict[str, str]
 
@@ -73,22 +73,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Read the files beside a tokenizer; each may be missing.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the tokenizer is.
-
-    Returns
-    -------
-    TokenizerConfig
-
-    Raises
-    ------
-    UsageError
-        If a file is damaged or too large.
-    """
+    """Read the files in the folder of a tokenizer; each may be missing."""
     values = read_object(folder / "tokenizer_config.json", missing_ok=True) or {}
     special = read_object(folder / "special_tokens_map.json", missing_ok=True) or {}
     files = (("tokenizer_config.json", values), ("special_tokens_map.json", special))
@@ -104,7 +89,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
 
 
 def _content(token: Any, where: str) -> str | None:
-    """Return how a token is spelt, which files write as text or as an object."""
+    """Return the spelling of a token, which files write as text or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or not content:
         return None
@@ -166,16 +151,5 @@ def _templates(folder: Path, values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_template(path: Path) -> str:
-    """Read a template file, at most `MAX_TEMPLATE_BYTES` of UTF-8."""
-    file = ByteFile(path)
-    try:
-        if file.size > MAX_TEMPLATE_BYTES:
-            raise UsageError(
-                f"{path}: a chat template may have at most {MAX_TEMPLATE_BYTES} bytes, "
-                f"got {file.size}"
-            )
-        return file.read(0, file.size).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    finally:
-        file.close()
+    """Read a template file."""
+    return read_text(path, MAX_TEMPLATE_BYTES, "a chat template")

@@ -1,4 +1,4 @@
-"""WordPiece, as BERT has it: ``vocab.txt``, one token per line."""
+"""BERT's WordPiece: ``vocab.txt``, one token per line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbflow.tokenization.huggingface import HfTokenizer, beside, put_around
+from nbflow.tokenization.huggingface import HfTokenizer, set_post_processor, with_special_ids
 from nbflow.tokenization.package_errors import package_errors
 from nbflow.tokenization.special_tokens import SpecialIds
 from nbflow.tokenization.tokenizer_config import read_tokenizer_config
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_text
 from nbflow_kernels.errors import UsageError
 
 _MAX_FILE_BYTES = 1 << 28
@@ -25,23 +25,7 @@ _CLASSES = (None, "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "M
 
 
 def from_file(path: Path) -> HfTokenizer:
-    """Read a ``vocab.txt``, with the switches of tokenizer_config.json beside it.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Returns
-    -------
-    HfTokenizer
-
-    Raises
-    ------
-    UsageError
-        If the file is damaged, a special token is not in it, or it belongs to another kind of
-        tokenizer.
-    """
+    """Read a ``vocab.txt``, with the settings of tokenizer_config.json in its folder."""
     config = read_tokenizer_config(path.parent)
     if config.tokenizer_class not in _CLASSES:
         raise UsageError(
@@ -64,26 +48,16 @@ def from_file(path: Path) -> HfTokenizer:
             chinese=config.flag("tokenize_chinese_chars", True),
         )
         tokenizer.add_special_tokens([token for token in named.values() if token in ids])
-        put_around(tokenizer, SpecialIds(before=(ids[before],), after=(ids[after],)))
-    return beside(tokenizer, path, config)
+        set_post_processor(tokenizer, SpecialIds(before=(ids[before],), after=(ids[after],)))
+    return with_special_ids(tokenizer, path, config)
 
 
 def _read(path: Path) -> dict[str, int]:
-    """Return the ids by token; the line is the id."""
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(
-                f"{path}: a vocabulary may have at most {_MAX_FILE_BYTES} bytes, got {file.size}"
-            )
-        lines = file.read(0, file.size).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    finally:
-        file.close()
+    """Return token -> id, which is the line number."""
+    lines = read_text(path, _MAX_FILE_BYTES, "a vocabulary").split("\n")
     if lines[-1] == "":
         lines.pop()
-    # the last of two equal lines has the token, as in transformers
+    # of two equal lines the last one wins, as in transformers
     return {line.rstrip("\r"): i for i, line in enumerate(lines)}
 
 
@@ -102,11 +76,11 @@ def word_piece(
     ids : mapping of str to int
         Id of each token; continuations of a word begin with ``##``.
     unknown : str
-        Token of a word that cannot be put together.
+        Token of a word that cannot be composed.
     lowercase, strip_accents : bool
-        What is done to the text first.
+        Normalization of the text.
     chinese : bool
-        Every Chinese character is a word.
+        Treat every Chinese character as a word.
 
     Returns
     -------

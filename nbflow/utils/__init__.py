@@ -1,1 +1,1 @@
-"""Files and small helpers that every room of nbflow may use."""
+"""Files and small helpers below all other packages of nbflow."""

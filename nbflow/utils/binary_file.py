@@ -1,10 +1,11 @@
-"""Binary files read by position, and numbers, strings and lines from them in order."""
+"""Bounded reads of untrusted files: whole, by position, or as a sequence of numbers and strings."""
 
 from __future__ import annotations
 
 import os
 import stat
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,15 +79,34 @@ class ByteFile:
         self.close()
 
 
+def read_file(path: Path, max_bytes: int, kind: str) -> bytes:
+    """Return the content of a file, or raise `UsageError` if it is longer than `max_bytes`.
+
+    `kind` names such files in the message, e.g. "a vocabulary".
+    """
+    with closing(ByteFile(path)) as file:
+        if file.size > max_bytes:
+            raise UsageError(f"{path}: {kind} may have at most {max_bytes} bytes, got {file.size}")
+        return file.read(0, file.size)
+
+
+def read_text(path: Path, max_bytes: int, kind: str) -> str:
+    """Return the content of a UTF-8 file; see `read_file`."""
+    try:
+        return read_file(path, max_bytes, kind).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from error
+
+
 class ByteCursor:
-    """A position in a file; every read is checked against the end before memory is taken.
+    """Sequential reader; every length is checked against the end before memory is allocated.
 
     Parameters
     ----------
     file : ByteFile
         The file.
     start, stop : int, optional
-        The bytes that belong to what is read; the whole file by default.
+        Range of bytes to read; the whole file by default.
     order : {"<", ">"}
         Byte order of the numbers, as in `struct`.
     """
@@ -98,15 +118,15 @@ class ByteCursor:
         self.position = start
         """Next byte, counted from the beginning of the file."""
         self.stop = file.size if stop is None else stop
-        """First byte that is not to be read."""
+        """End of the range."""
         self.order = order
         """Byte order of the numbers."""
-        self._begin = start  # place of the buffer in the file
+        self._begin = start  # offset of the buffer in the file
         self._buffer = b""
 
     @property
     def left(self) -> int:
-        """Return how many bytes there are between here and the end."""
+        """Bytes between the position and the end."""
         return self.stop - self.position
 
     def take(self, n_bytes: int, what: str) -> bytes:
@@ -136,7 +156,7 @@ class ByteCursor:
     def text(self, length: str, what: str, limit: int = _MAX_STRING_BYTES) -> str:
         """Return the next string, its length before it as a number of `struct`.
 
-        Bytes that are not UTF-8 (pieces of characters in a vocabulary) become surrogates.
+        Bytes that are not UTF-8 (parts of characters in a vocabulary) become surrogates.
         """
         n_bytes = self.number(length, what)
         if n_bytes > limit and n_bytes <= self.left:

@@ -1,4 +1,4 @@
-"""JSON objects from outside: bounded, without repeated names, with errors that name the file."""
+"""Untrusted JSON objects: bounded, without repeated names, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_file
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
@@ -15,24 +15,9 @@ MAX_JSON_BYTES = 100_000_000
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object; `where` begins the error messages.
+    """Parse one JSON object in UTF-8; `where` begins the error messages.
 
-    Parameters
-    ----------
-    data : bytes
-        UTF-8 text.
-    where : str
-        The file, and which part of it.
-
-    Returns
-    -------
-    dict
-        The object.
-
-    Raises
-    ------
-    UsageError
-        If the text is not JSON, not an object, nested too deeply, or repeats a name.
+    Raises `UsageError` if it is not JSON or not an object, is nested too deeply, or repeats a name.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -58,33 +43,7 @@ def read_object(path: Path, *, missing_ok: Literal[False] = False) -> dict[str, 
 @overload
 def read_object(path: Path, *, missing_ok: bool) -> dict[str, Any] | None: ...
 def read_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any] | None:
-    """Read a file that holds one JSON object.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    missing_ok : bool
-        Return None instead of raising if there is no such file.
-
-    Returns
-    -------
-    dict or None
-        The object.
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be read, is too large or is not a JSON object.
-    """
+    """Read a file with one JSON object; with `missing_ok`, None if it does not exist."""
     if missing_ok and not path.exists():
         return None
-    file = ByteFile(path)
-    try:
-        if file.size > MAX_JSON_BYTES:
-            raise UsageError(
-                f"{path}: a JSON file may have at most {MAX_JSON_BYTES} bytes, got {file.size}"
-            )
-        return parse_object(file.read(0, file.size), str(path))
-    finally:
-        file.close()
+    return parse_object(read_file(path, MAX_JSON_BYTES, "a JSON file"), str(path))

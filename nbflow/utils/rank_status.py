@@ -35,17 +35,17 @@ def hang_seconds() -> float:
     return seconds
 
 
-class Place(NamedTuple):
-    """Position of a rank in its step, or in loading."""
+class Activity(NamedTuple):
+    """Current phase of a rank within a step, or within loading."""
 
     state: int
-    """IDLE between steps, WORKING behind an exchange, WAITING in one, LOADING; or one + FAILED."""
+    """IDLE, WORKING (after an exchange), WAITING (in one), LOADING; plus FAILED after an error."""
     kind: str
-    """Kind of the last exchange, e.g. "all_reduce", or what is loaded; empty before the first."""
+    """Last exchange, e.g. "all_reduce", or the tensor being loaded; empty before the first."""
     layer: int
-    """Its layer; -1 outside of layers."""
+    """Layer of the exchange; -1 outside of layers."""
     since: float
-    """When it got there, in seconds of the monotonic clock."""
+    """Start of the phase, in seconds of the monotonic clock."""
 
     def __str__(self) -> str:
         where = f"{self.kind or 'the start'}{f' of layer {self.layer}' if self.layer >= 0 else ''}"
@@ -58,33 +58,34 @@ class Place(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """True within a step and while loading: the rank must make progress."""
+        """True within a step and while loading, where the rank must make progress."""
         return self.state in (WORKING, WAITING, LOADING)
 
 
-class Status:
+class RankStatus:
     """Progress record of one rank; the watchdog thread reads it (`nbflow.distributed.failure`)."""
 
     def __init__(self) -> None:
         self.is_needed = True
-        """False where the other ranks continue without this one: they are other replicas."""
-        self._place = Place(IDLE, "", -1, time.monotonic())
-        self._alive = self._place.since
+        """False if the other ranks are other replicas, which continue without this one."""
+        self.activity = Activity(IDLE, "", -1, time.monotonic())
+        """Current phase."""
+        self._alive = self.activity.since
 
     def set(self, state: int, kind: str = "", layer: int | None = None) -> None:
         """Enter a state."""
         now = time.monotonic()
         self._alive = now
-        self._place = Place(state, kind, -1 if layer is None else layer, now)
+        self.activity = Activity(state, kind, -1 if layer is None else layer, now)
 
-    def beat(self) -> None:
-        """Give a sign of life while waiting."""
+    def heartbeat(self) -> None:
+        """Report progress while waiting."""
         self._alive = time.monotonic()
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
-        """Load something; each `progress` within is a sign of life."""
-        before = self._place
+        """Mark a loading phase; each `progress` within counts as a heartbeat."""
+        before = self.activity
         self.set(LOADING, what)
         try:
             yield
@@ -94,13 +95,13 @@ class Status:
         self.set(before.state, before.kind, before.layer)
 
     def progress(self, what: str) -> None:
-        """Name what is loaded now, if something is."""
-        if self._place.state == LOADING:
+        """Name the tensor being loaded; without effect outside of loading."""
+        if self.activity.state == LOADING:
             self.set(LOADING, what)
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Run a step; the place of an error is kept."""
+    def step(self) -> Iterator[None]:
+        """Mark a step; after an error the activity at that point is kept."""
         self.set(WORKING, "the start of the step")
         try:
             yield
@@ -111,36 +112,31 @@ class Status:
 
     def idle(self) -> None:
         """Leave the step."""
-        self.set(IDLE, self._place.kind, self._place.layer)
+        self.set(IDLE, self.activity.kind, self.activity.layer)
 
     def failed(self) -> None:
-        """Leave the step with an error; its place is kept."""
-        place = self._place
-        if place.is_busy:
-            self.set(place.state + FAILED, place.kind, place.layer)
-
-    def place(self) -> Place:
-        """Return the position of the rank."""
-        return self._place
+        """Leave the step with an error; the activity is kept."""
+        now = self.activity
+        if now.is_busy:
+            self.set(now.state + FAILED, now.kind, now.layer)
 
     def overdue(self, limit: float) -> str:
-        """Return a finding if the rank hangs, else an empty text.
+        """Describe the hang if the rank hangs, else return an empty text.
 
         Parameters
         ----------
         limit : float
-            Longest time without a sign of life, in seconds; a rank that waits for others may take
+            Longest time without a heartbeat, in seconds; a rank that waits for others may take
             three times as long.
         """
         now = time.monotonic()
-        place, alive = self._place, self._alive
+        activity, alive = self.activity, self._alive
         stands_still = now > alive + limit
-        if not place.is_busy or not (stands_still or now > place.since + 3 * limit):
+        if not activity.is_busy or not (stands_still or now > activity.since + 3 * limit):
             return ""
-        return (
-            f"{'stood still' if stands_still else 'waited'} for {now - place.since:.0f} s {place}"
-        )
+        verb = "stood still" if stands_still else "waited"
+        return f"{verb} for {now - activity.since:.0f} s {activity}"
 
 
-status = Status()
-"""Record of the rank that this process is."""
+status = RankStatus()
+"""Record of the rank of this process."""

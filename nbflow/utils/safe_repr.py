@@ -1,4 +1,4 @@
-"""Values of untrusted files in error messages: short, escaped, and cheap however large they are."""
+"""Bounded `repr` of untrusted values for error messages: short, escaped, cheap for large values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine, the installed packages, and what the process uses of them."""
+"""Facts about the machine, the installed packages and the memory of the process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def processor_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Return the size of the main memory, if the system says."""
+    """Return the size of the main memory, None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -61,10 +61,10 @@ def memory_bytes() -> int | None:
 
 
 def available_memory_bytes() -> int:
-    """Return how much memory the process can still take without pushing anything out.
+    """Return the memory that the process can still allocate without swapping.
 
-    On Linux what the system says, and no more than its control group leaves it; elsewhere half of
-    the main memory.
+    On Linux ``MemAvailable``, bounded by the limit of the control group; elsewhere half of the
+    main memory.
     """
     found = []
     with contextlib.suppress(OSError, ValueError):
@@ -79,12 +79,12 @@ def available_memory_bytes() -> int:
 
 
 def relevant_variables() -> dict[str, str]:
-    """Return the environment variables that steer Numba, threads, devices and launchers."""
+    """Return the environment variables that configure Numba, threads, devices and launchers."""
     return {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k)}
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory the process has held since `reset_peak_rss`, in bytes."""
+    """Return the peak resident memory since `reset_peak_rss`, in bytes."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -96,6 +96,6 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Begin to measure the peak anew (Linux; elsewhere the peak is that of the whole process)."""
+    """Reset the peak (Linux only; elsewhere the peak covers the whole process)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""TOML with a closed schema: unknown keys and wrong types are errors that name the file."""
+"""TOML files with a closed schema: an unknown key or wrong type is an error that names the file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nbflow.utils.binary_file import read_file
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -21,7 +22,7 @@ IN_WORDS: dict[Any, str] = {
     str: "text in quotes",
     dict: "a table",
 }
-"""What the types are called in messages."""
+"""Names of the types in messages."""
 
 Kind = type | tuple[str, ...] | list[type]
 """A type; a tuple of the words allowed; or ``[int]`` for one integer or a list of them."""
@@ -29,12 +30,7 @@ Kind = type | tuple[str, ...] | list[type]
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file, or raise `UsageError` that names it."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > MAX_TOML_BYTES:
-        raise UsageError(f"{path}: a TOML file may have at most {MAX_TOML_BYTES} bytes")
+    data = read_file(path, MAX_TOML_BYTES, "a TOML file")
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -42,7 +38,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _line_of(data: bytes, error: Exception) -> str:
-    """Return the line that an error of the TOML reader is about, and a frequent reason."""
+    """Return the line of a TOML syntax error, with a hint for the most frequent one."""
     match = re.search(r"at line (\d+)", str(error))
     lines = data.decode("utf-8", "replace").splitlines()
     if match is None or not 1 <= int(match.group(1)) <= len(lines):
@@ -52,7 +48,7 @@ def _line_of(data: bytes, error: Exception) -> str:
 
 
 def check_keys(table: Any, where: str, allowed: Iterable[str], hint: str = "") -> dict[str, Any]:
-    """Return `table` if it is a table with none but the allowed keys; `hint` is what one holds."""
+    """Return `table` if it is a table with allowed keys only; `hint` is an example entry."""
     if not isinstance(table, dict):
         example = f", e.g. {{ {hint} }}" if hint else ""
         raise UsageError(f"{where}: must be a table{example}, got {shown(table):.80}")
@@ -64,7 +60,7 @@ def check_keys(table: Any, where: str, allowed: Iterable[str], hint: str = "") -
 
 
 def _unknown_key(where: str, key: str, names: list[str]) -> UsageError:
-    """Return the error for a key that does not exist; of many names only those that are close."""
+    """Return the error for an unknown key, with close names if there are many."""
     close = difflib.get_close_matches(key, names, n=3)
     if not close or len(names) <= _MOST_NAMES:
         return UsageError(f"{where}: {unknown_name('key', key, names)}")

@@ -81,7 +81,7 @@ def test_blocks_are_read_where_they_are_those_of_today(
             np.testing.assert_array_equal(weights.quantized("w").data, content)
             np.testing.assert_array_equal(weights.quantized("w", rows=(1, 2)).data, content[1:2])
     else:
-        with pytest.raises(UsageError, match=f"'w' is {kind} in a layout of before ggjt version"):
+        with pytest.raises(UsageError, match=f"'w' is {kind} in a layout from before ggjt version"):
             open_weights(tmp_path / "x.bin")
 
 
@@ -120,7 +120,7 @@ def test_a_model_runs_as_from_llama2c(tmp_path: Path) -> None:
         (b"tjgg", "the version at byte 4 needs 4 bytes"),
         (ggml(embedding(), version=4), "version of a ggjt file must be one of .* got 4"),
         (ggml(embedding(), magic=b"fmgg", version=2), "version of a ggmf file"),
-        (b"algg" + bytes(99), "a LoRA adapter, not a Llama"),
+        (b"algg" + bytes(99), "a LoRA adapter; expected a Llama"),
         (ggml(embedding())[:-1], "needs 640 bytes at"),
         (ggml(embedding(), n_embd=64), r"\(5, 64\), got \(5, 32\); the file is one of several"),
         (ggml({}), r"got None; the file is one of several parts, or of another architecture"),

@@ -178,11 +178,11 @@ def test_to_a_folder_and_one_of_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("repo", "options", "message"),
     [
-        ("org/nothing", {}, "there is no model org/nothing at .*check the name"),
+        ("org/nothing", {}, "model org/nothing does not exist at .*check the name"),
         ("org/gated", {}, "org/gated is gated: accept its terms at .*/org/gated.*HF_TOKEN"),
         ("org/llama", {"revision": "v9"}, "org/llama has no revision 'v9'"),
         ("org/quants", {}, "a-Q4_K_M.gguf, a-Q8_0.gguf; name one, e.g. --file 'a-Q4_K_M"),
-        ("org/quants", {"files": "*Q5*"}, r"matches no file; there are README.md, a-Q4"),
+        ("org/quants", {"files": "*Q5*"}, r"matches no file; its files: README.md, a-Q4"),
         ("llama", {}, "must be named ORG/NAME"),
     ],
 )
@@ -192,7 +192,9 @@ def test_what_can_go_wrong(repo: str, options: dict[str, str], message: str) -> 
 
 
 def test_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setenv(
+        "HF_ENDPOINT", "http://127.0.0.1:9"
+    )  # the discard port: connections are refused
     with pytest.raises(UsageError, match=r"could not be downloaded from http://127.0.0.1:9: "):
         pull("org/llama")
     done = nbflow_command("run", "org/llama", "-p", "x")

@@ -442,7 +442,7 @@ def test_legacy_files(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (pickled({"w": 1}), "a plain pickle and not a file of torch.save"),
+        (pickled({"w": 1}), "a plain pickle, not a file of torch.save"),
         (bytes(257) + b"ustar" + bytes(250), "a tar archive, as torch wrote before 0.1.11"),
         (b"garbage", "the pickle at byte 0 has an error: no newline found"),
     ],

@@ -216,7 +216,7 @@ def test_memory_is_that_of_some_rows(
         ({"shape": [256, 128]}, "must be U8 of 256 rows"),
         ({"shape": [1 << 60, 64]}, "too large"),
         ({"shape": []}, "shape must be 1 to 16 numbers"),
-        ({"more": 1}, "must say format, shape, block"),
+        ({"more": 1}, "must state format, shape and block"),
     ],
 )
 def test_damaged_metadata_is_refused(

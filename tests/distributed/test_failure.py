@@ -12,7 +12,7 @@ from mpirun import PYTHONPATH
 
 from nbflow.distributed.cpu_threads import fair_threads
 from nbflow.distributed.thread_ranks import ThreadRanks
-from nbflow.utils.rank_status import IDLE, LOADING, WAITING, WORKING, Status
+from nbflow.utils.rank_status import IDLE, LOADING, WAITING, WORKING, RankStatus
 
 HANGS = (
     "import time\n"
@@ -59,7 +59,7 @@ def test_an_unneeded_replica_ends_alone():
     ],
 )
 def test_a_rank_without_a_heartbeat_hangs(state, words):
-    status = Status()
+    status = RankStatus()
     status.set(state, "all_reduce", 3)
     assert status.overdue(60) == ""
     time.sleep(0.002)
@@ -70,38 +70,38 @@ def test_a_rank_without_a_heartbeat_hangs(state, words):
 
 
 def test_a_waiting_rank_has_three_times_the_limit():
-    status = Status()
+    status = RankStatus()
     status.set(WAITING, "recv")
     begun = time.monotonic()
     while not status.overdue(0.1):
-        status.beat()
+        status.heartbeat()
     assert time.monotonic() - begun >= 0.3
     assert status.overdue(0.1) == "waited for 0 s in recv"
 
 
 def test_an_idle_rank_has_no_limit():
-    status = Status()
-    with status.watched():
+    status = RankStatus()
+    with status.step():
         pass
     time.sleep(0.002)
     assert status.overdue(0.0001) == ""
 
 
 def test_loading_progress_is_a_heartbeat():
-    status = Status()
+    status = RankStatus()
     with status.loading("the description"):
         status.progress("layers.0.attn.q.weight")
-        assert str(status.place()) == "while loading layers.0.attn.q.weight"
+        assert str(status.activity) == "while loading layers.0.attn.q.weight"
         with status.loading("a draft"):
-            assert str(status.place()) == "while loading a draft"
-        assert str(status.place()) == "while loading layers.0.attn.q.weight"
-    assert not status.place().is_busy
+            assert str(status.activity) == "while loading a draft"
+        assert str(status.activity) == "while loading layers.0.attn.q.weight"
+    assert not status.activity.is_busy
     status.progress("nothing is loaded now")
-    assert str(status.place()) == "before the first step"
+    assert str(status.activity) == "before the first step"
     with pytest.raises(KeyError), status.loading("x"):
         raise KeyError
-    assert not status.place().is_busy
-    assert str(status.place()) == "while loading x"
+    assert not status.activity.is_busy
+    assert str(status.activity) == "while loading x"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

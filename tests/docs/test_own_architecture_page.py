@@ -12,7 +12,7 @@ import pytest
 from mpirun import PYTHONPATH
 
 from nbflow.cli.commands import spec as spec_command
-from nbflow.spec.family import FAMILIES, PARTS, ConfigRule
+from nbflow.spec.family import FAMILIES, FAMILY_KEYS, ConfigRule
 from nbflow.spec.fields import TENSOR_NAMES
 from nbflow_kernels.errors import UsageError
 
@@ -55,7 +55,7 @@ def test_schemas_and_table_are_current() -> None:
 def test_the_page_has_every_word() -> None:
     text = PAGE.read_text().split("## The parts of a family file")[1]
     names = " ".join(re.findall(r"`([^`\n]+)`", text))
-    for part in (*PARTS, *ConfigRule.__dataclass_fields__):
+    for part in (*FAMILY_KEYS, *ConfigRule.__dataclass_fields__):
         assert part in names, part
     for name in TENSOR_NAMES:
         stem = name.removesuffix(".weight").removesuffix(".bias")

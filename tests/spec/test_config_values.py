@@ -1,4 +1,4 @@
-"""Values of config.json beside those of the golden models: without effect, or refused by name.
+"""Values of config.json besides those of the golden models: without effect, or refused by name.
 
 That the former change nothing was found by running transformers' models of tests/golden/families
 with each of them; where the authors' code is older than that, by reading it.

@@ -278,7 +278,7 @@ def test_names_that_cannot_be_used(tmp_path: Path) -> None:
         resolve("llama2_7b")
     with pytest.raises(UsageError, match="unknown spec 'llama2_7'; did you mean 'llama2_7b'"):
         resolve(TINY, spec="llama2_7")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be opened"):
         resolve(TINY, spec=tmp_path / "none.toml")
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "x.safetensors")
     with pytest.raises(UsageError, match="does not say vocab_size"):

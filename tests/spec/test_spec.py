@@ -185,7 +185,7 @@ def test_harmless_values_of_such_keys(tmp_path: Path) -> None:
         ({"eos_token_id": [1, "2"]}, "eos_token_id: must be a whole number, got '2'"),
         (
             {"hidden_size": 18},
-            "hidden_size / n_heads is no whole number with hidden_size = 18, n_heads = 4",
+            "hidden_size / n_heads is not a whole number with hidden_size = 18, n_heads = 4",
         ),
         (
             {"num_attention_heads": 0},
@@ -402,7 +402,7 @@ def test_tokenizer_that_the_model_file_promises(tmp_path: Path) -> None:
     path = toml(tmp_path / "s.toml", 'family = "llama"\ntokenizer = "no.json"\n')
     with pytest.raises(UsageError, match=r"no\.json: the model file names this tokenizer"):
         resolve(tmp_path, spec=path)
-    with pytest.raises(UsageError, match=r"none\.toml: cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"none\.toml: cannot be opened: No such file"):
         resolve(tmp_path, spec=tmp_path / "none.toml")
 
 

@@ -199,7 +199,7 @@ def test_templates_have_limited_processor_time(name: str, monkeypatch: pytest.Mo
             "a\n{{ raise_exception('no system role') }}",
             "T: refuses this conversation: no system role",
         ),
-        ("{{ a.b.c }}", "T: needs what it was not given: 'a' is undefined"),
+        ("{{ a.b.c }}", "T: uses an undefined variable: 'a' is undefined"),
         ("{{ 1 + 'a' }}", "T: fails: TypeError"),
         ("{{ 1 | nofilter }}", "No filter named 'nofilter'"),
     ],

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from nbflow.cli.commands import tokenize as tokenize_command
 from nbflow.spec import load_tokenizer
 from nbflow.tokenization import Tokenizer
+from nbflow.tokenization.llama2c import read_pieces
 from nbflow_kernels.errors import UsageError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama2c"
@@ -58,8 +59,8 @@ def test_llama2c_strips_a_space_only_after_bos(llama2c: Tokenizer) -> None:
 
 
 def test_llama2c_merges_like_the_plain_rule(llama2c: Tokenizer) -> None:
-    """The heap against the rule written out: scan for the best pair, join, repeat."""
-    pieces, scores = llama2c._pieces, llama2c._scores  # type: ignore[attr-defined]
+    """Ids against the plain rule: merge the pair of the highest score, repeat."""
+    pieces, scores = read_pieces(GOLDEN / "tokenizer.bin")
     ids_of = {piece: i for i, piece in reversed(list(enumerate(pieces)))}
     source = random.Random(4)
     for _ in range(150):
@@ -327,7 +328,7 @@ def test_finding_the_tokenizer(tmp_path: Path) -> None:
         load_tokenizer("no_such_model")
     lonely = tmp_path / "lonely.bin"
     lonely.write_bytes((GOLDEN / "v1_unshared.bin").read_bytes())
-    with pytest.raises(UsageError, match="no tokenizer lies beside the weights"):
+    with pytest.raises(UsageError, match="no tokenizer file next to the weights"):
         load_tokenizer(lonely)
     (tmp_path / "tokenizer.bin").write_bytes(b"xx")
     (tmp_path / "tok310.bin").write_bytes((GOLDEN / "tokenizer.bin").read_bytes())

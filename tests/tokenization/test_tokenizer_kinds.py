@@ -1,4 +1,4 @@
-"""What all kinds of tokenizers promise: streams, special tokens, parts; and errors."""
+"""Properties of all kinds of tokenizers: streams, special tokens, parts; and errors."""
 
 from __future__ import annotations
 
@@ -365,16 +365,16 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gguf_model_finds_its_own_tokenizer(tmp_path: Path) -> None:
-    from nbflow.tokenization.find_files import tokenizer_beside
+    from nbflow.tokenization.find_files import tokenizer_of_weights
 
     path = files.spm_gguf(tmp_path / "a.gguf")
     with nbflow.open_weights(path) as weights:
-        assert tokenizer_beside(path, "gguf", 10, weights.config() or {}) == path
+        assert tokenizer_of_weights(path, "gguf", 10, weights.config() or {}) == path
     assert nbflow.load_tokenizer(path).bos_id == 1
     bare = tmp_path / "bare.gguf"
     bare.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
     with nbflow.open_weights(bare) as weights:
-        assert tokenizer_beside(bare, "gguf", 10, weights.config() or {}) is None
+        assert tokenizer_of_weights(bare, "gguf", 10, weights.config() or {}) is None
     with pytest.raises(UsageError, match="has no vocabulary"):
         load_tokenizer(bare)
 

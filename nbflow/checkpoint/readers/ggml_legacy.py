@@ -1,7 +1,7 @@
-"""Llama in the files that GGML had before GGUF: ggml, ggmf and ggjt, versions 1 to 3.
+"""Llama models in GGML's formats before GGUF: ggml, ggmf and ggjt versions 1 to 3.
 
 ==========  ====================================================================================
-field       what (u32 each, little-endian, where not said otherwise)
+field       content (u32 each, little-endian, unless stated)
 ==========  ====================================================================================
 magic       ``lmgg`` (ggml), ``fmgg`` (ggmf), ``tjgg`` (ggjt)
 version     ggmf: 1; ggjt: 1, 2 or 3; ggml has none
@@ -11,10 +11,9 @@ tensors     to the end of the file: dimensions, length of the name, type, sizes 
             name, in ggjt zeros up to a multiple of 32 bytes, data
 ==========  ====================================================================================
 
-Types and blocks are those of GGUF in ggjt version 3.  Before version 2 every block format had
-another layout, in version 2 still q4_0, q4_1 and q8_0; such tensors are refused by name.  Other
-architectures used the same magic with other numbers; they are refused, as are the parts of a model
-that ggml and ggmf files were cut into.
+Types and blocks of ggjt version 3 are those of GGUF.  Older layouts (all block formats before
+version 2; q4_0, q4_1 and q8_0 in version 2), other architectures and models in several parts are
+refused.
 
 Layout: https://github.com/ggerganov/llama.cpp/blob/02240912ff3621da378ed62cb5d0f279f17fc9d1/\
 convert-llama-ggml-to-gguf.py
@@ -48,11 +47,11 @@ _MAX_TOKEN_BYTES = 1 << 12
 _MAX_NAME_BYTES = 1 << 12
 _FLOATS = ("f32", "f16")
 _CHANGED_IN_3 = ("q4_0", "q4_1", "q8_0")
-_LAST_TYPE = 14  # q6_k; what came later is in GGUF only
+_LAST_TYPE = 14  # q6_k; later types exist in GGUF only
 
 
 def matches(path: Path, head: bytes) -> bool:
-    """Return whether a file that begins with `head` is one of these, or a relative of them."""
+    """Return whether a file that begins with `head` is one of these, or another file of GGML."""
     return head[:4] in _VERSIONS or head[:4] in _OTHERS
 
 
@@ -68,12 +67,12 @@ def open_file(path: Path) -> WeightFile:
 
 
 def _read_header(file: ByteFile) -> tuple[dict[str, Any], list[TensorEntry]]:
-    """Return the numbers and the tensors, every one checked against the file's size."""
+    """Return configuration and tensors, every number checked against the file's size."""
     cursor = ByteCursor(file)
     magic = cursor.take(4, "the magic")
     if magic not in _VERSIONS:
-        what = _OTHERS.get(magic, "no GGML file")
-        raise UsageError(f"{file.path}: is {what}, not a Llama model in GGML's old layout")
+        what = _OTHERS.get(magic, "not a GGML file")
+        raise UsageError(f"{file.path}: is {what}; expected a Llama model in GGML's old layout")
     version = 0 if magic == b"lmgg" else cursor.number("I", "the version")
     if version not in _VERSIONS[magic]:
         raise UsageError(
@@ -103,7 +102,7 @@ def _read_header(file: ByteFile) -> tuple[dict[str, Any], list[TensorEntry]]:
 
 
 def _read_tensor(cursor: ByteCursor, i: int, magic: bytes, version: int) -> TensorEntry:
-    """Read the record of the next tensor and step over its data."""
+    """Read the record of the next tensor and skip its data."""
     path = cursor.file.path
     n_dimensions, n_name, number = (cursor.number("I", f"tensor {i}") for _ in range(3))
     if n_dimensions > 4 or n_name > _MAX_NAME_BYTES:
@@ -120,8 +119,8 @@ def _read_tensor(cursor: ByteCursor, i: int, magic: bytes, version: int) -> Tens
     is_old = magic != b"tjgg" or version < 2 or (version == 2 and dtype in _CHANGED_IN_3)
     if is_old and dtype not in _FLOATS:
         raise UsageError(
-            f"{where} is {dtype} in a layout of before ggjt version {3 if version == 2 else 2}, "
-            "which is not read; convert the model again from its original weights"
+            f"{where} is {dtype} in a layout from before ggjt version {3 if version == 2 else 2}, "
+            "which is not supported; convert the model again from its original weights"
         )
     if magic == b"tjgg":
         cursor.take(-cursor.position % 32, f"the padding of tensor {i}")
@@ -139,7 +138,7 @@ def _read_tensor(cursor: ByteCursor, i: int, magic: bytes, version: int) -> Tens
 def _config(
     file: ByteFile, numbers: dict[str, int], entries: dict[str, TensorEntry]
 ) -> dict[str, Any]:
-    """Return the numbers by name, with those that only the tensors' shapes tell."""
+    """Return the numbers by name, with those that follow from the tensors' shapes."""
     shapes = {name: entry.shape for name, entry in entries.items()}
     embedding = shapes.get("tok_embeddings.weight")
     if embedding != (numbers["n_vocab"], numbers["n_embd"]):

@@ -1,7 +1,7 @@
 """GGUF, versions 1 to 3: metadata and tensors of GGML types, in one file or in parts.
 
 ==============  =========================================================================
-field           what
+field           content
 ==============  =========================================================================
 magic           ``GGUF``
 version         u32: 1, 2 or 3
@@ -14,15 +14,14 @@ data            each tensor at its offset, aligned
 ==============  =========================================================================
 
 A string is its length and its bytes.  Counts, lengths and sizes are u64, in version 1 u32.  Numbers
-are little-endian; a version 3 whose version number reads as 3 the other way round is big-endian in
-everything, the numbers inside blocks included.
+are little-endian; version 3 may be big-endian, the numbers inside blocks included.
 
-A model in parts is called ``NAME-00001-of-00003.gguf``; each part has its own table, and
-``split.no``, ``split.count``, ``split.tensors.count``; the first one has the model's metadata.
+Parts of a model are called ``NAME-00001-of-00003.gguf``; each has its own table, and ``split.no``,
+``split.count``, ``split.tensors.count``; the first one has the model's metadata.
 
-The numbers of the types are those of the ``gguf`` package.  Its reader is not used: it takes 60
-times as long for a vocabulary of 150,000 tokens, its errors name neither file nor tensor, and it
-believes counts before it compares them with the file's size.
+Type numbers are those of the ``gguf`` package.  Its reader is not used: it is 60 times slower for a
+vocabulary of 150,000 tokens, its errors name neither file nor tensor, and it allocates by counts
+that it has not compared with the file's size.
 
 Layout: https://github.com/ggml-org/ggml/blob/9b048bb72b811f50b0c30d9e5c84d6ff9f4bf005/docs/gguf.md
 """
@@ -46,7 +45,7 @@ FORMAT = "gguf"
 MAGIC = b"GGUF"
 
 ACTIVATIONS = ("q8_1", "q8_k")
-"""Types that GGML computes with but stores no weights in."""
+"""Types of activations, which files must not contain."""
 
 BIG_ENDIAN_FIELDS: dict[str, tuple[int, ...]] = {
     "q4_0": (0,),
@@ -56,39 +55,28 @@ BIG_ENDIAN_FIELDS: dict[str, tuple[int, ...]] = {
     "mxfp4": (),
     "nvfp4": (),
 }
-"""Where the float16 numbers of a block lie, for the types that GGML's converter turns round.
+"""Offsets of the float16 numbers in a block, for the types that GGML's converter byte-swaps.
 
 https://github.com/ggml-org/llama.cpp/blob/b6000/gguf-py/gguf/scripts/gguf_convert_endian.py
 """
 
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Number of a scalar metadata type -> code of `struct`."""
 STRING, ARRAY = 8, 9
 _MAX_DEPTH = 4  # of arrays in arrays
-_MAX_TABLES = 16  # of keys in keys; what follows stays one word
-_MAX_VALUES = 1 << 22  # of all arrays: several times the largest vocabulary; 200 MB at worst
+_MAX_TABLES = 16  # nested by dots in a key; the rest stays one name
+_MAX_VALUES = 1 << 22  # of all arrays: several times the largest vocabulary
 _MAX_ENTRIES = 1 << 20
-_MAX_NAME_BYTES = (1 << 16) - 1  # the layout's bound for keys
+_MAX_NAME_BYTES = (1 << 16) - 1  # bound for keys in the specification
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 @cache
 def tensor_types() -> dict[int, str]:
-    """Return GGML's number of each type, and nbflow's name of it."""
-    from gguf import GGMLQuantizationType  # takes 50 to 100 ms, so not before the first GGUF file
+    """Return GGML's type number -> our name."""
+    from gguf import GGMLQuantizationType  # late: takes 50 to 100 ms
 
-    newer = {42: "q2_0"}  # than gguf 0.19
+    newer = {42: "q2_0"}  # not in gguf 0.19
     return {kind.value: kind.name.lower() for kind in GGMLQuantizationType} | newer
 
 
@@ -112,17 +100,14 @@ def open_file(path: Path) -> WeightFile:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of a file, with the keys as they are in it.
-
-    Of a model in parts, whichever part is named, those of the first one.
-    """
+    """Return the metadata of a file; for a model in parts, that of the first part."""
     return {key: value for key, (_, value) in read_typed_metadata(path).items()}
 
 
 def read_typed_metadata(path: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return what `read_metadata` does, with the types.
+    """Return the metadata as key -> (type numbers, value).
 
-    A type is one number of the layout; of an array, its own and that of its values.
+    An array has two type numbers: its own and that of its values.
     """
     files: list[ByteFile] = []
     try:
@@ -134,7 +119,7 @@ def read_typed_metadata(path: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 class _GgufFile(WeightFile):
-    """A GGUF file; the blocks of a big-endian one are turned round on reading."""
+    """A GGUF file; blocks of a big-endian one are byte-swapped on reading."""
 
     def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
         """Return blocks (rows, bytes) with their float16 numbers little-endian."""
@@ -154,11 +139,11 @@ class _GgufFile(WeightFile):
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata without long arrays, dotted keys as tables, with a ``model_type``."""
+    """Return the metadata without long arrays, with nested tables and a ``model_type``."""
     config: dict[str, Any] = {}
     for key, value in metadata.items():
         if isinstance(value, list) and len(value) > 64:
-            continue  # the vocabulary: for the tokenizer
+            continue  # vocabulary, read by the tokenizer
         *tables, last = key.split(".", _MAX_TABLES)
         table = config
         for name in tables:
@@ -174,7 +159,7 @@ def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Header:
-    """What one file says: metadata and tensors, every number checked against its size."""
+    """Metadata and tensors of one file, every number checked against its size."""
 
     def __init__(self, file: ByteFile) -> None:
         self.file = file
@@ -184,7 +169,7 @@ class _Header:
             raise UsageError(f"{file.path}: is not a GGUF file")
         self._size = "I" if self._read_version() == 1 else "Q"
         n_tensors, n_entries = (self._number(self._size, "the counts") for _ in range(2))
-        # The least a tensor or an entry takes: empty name, no dimensions; empty key, one byte.
+        # minimum sizes: a tensor without name and dimensions; an entry with an empty key
         least = struct.calcsize("=" + self._size)
         self._check_count("tensors", n_tensors, least + 16)
         self._check_count("metadata entries", n_entries, least + 5)
@@ -215,7 +200,7 @@ class _Header:
         return self._cursor.number(code, what)
 
     def _check_count(self, what: str, count: int, least_bytes: int) -> None:
-        """Refuse a count that the file cannot hold."""
+        """Refuse a count that does not fit into the file."""
         if count > _MAX_ENTRIES or count * least_bytes > self._cursor.left:
             raise UsageError(
                 f"{self.file.path}: says it has {count} {what}; at most "
@@ -294,7 +279,7 @@ _Record = tuple[str, tuple[int, ...], str, int]
 def _entries(
     file: ByteFile, records: list[_Record], position: int, alignment: int, order: str
 ) -> list[TensorEntry]:
-    """Return the tensors with their places checked against the file and against each other."""
+    """Return the tensors, checked against the size of the file and for overlaps."""
     start = -(-position // alignment) * alignment
     entries, spans, seen = [], [], set()
     for name, shape, dtype, offset in records:
@@ -321,7 +306,7 @@ def _entries(
 
 
 def _read_parts(path: Path, files: list[ByteFile], only_first: bool = False) -> list[_Header]:
-    """Return the headers of all parts in order, or of the only file; `files` gets all opened."""
+    """Return the headers of all parts in order; opened files are appended to `files`."""
     files.append(ByteFile(path))
     named = _Header(files[0])
     count = named.metadata.get("split.count", 1)
@@ -333,7 +318,7 @@ def _read_parts(path: Path, files: list[ByteFile], only_first: bool = False) -> 
     if match is None or int(match[3]) != count:
         raise UsageError(
             f"{path}: is one of {count} parts of a model and must be called "
-            f"NAME-00001-of-{count:05d}.gguf, with the other parts beside it"
+            f"NAME-00001-of-{count:05d}.gguf, in one folder with the other parts"
         )
     here = int(match[2])
     headers = []

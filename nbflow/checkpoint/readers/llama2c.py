@@ -5,16 +5,16 @@ float32 tensors; a negative vocab_size says that the classifier is not shared wi
 
 ===========================  =========================================================
 legacy, in this order        tok_embeddings, attention_norm, wq, wk, wv, wo, ffn_norm,
-                             w1, w2, w3, norm, two tables of max_seq_len * head_size/2
-                             rotary values that nobody reads, output unless shared
+                             w1, w2, w3, norm, two unused tables of max_seq_len *
+                             head_size/2 rotary values, output unless shared
 versions 1 and 2             attention_norm, ffn_norm, norm, tok_embeddings, wq, wk,
                              wv, wo, w1, w2, w3, output unless shared
 ===========================  =========================================================
 
-A per-layer kind lies together, layer after layer.  Versions 1 and 2 begin with a header of 256
-bytes: magic 0x616b3432, version, the seven int32, one byte "shared classifier" and, in version 2,
-int32 group_size.  In version 2 the norms are float32; any other tensor is its int8 values followed
-by one float32 scale per group_size consecutive values, ``w = value * scale``.
+Tensors of one kind are stored together, layer after layer.  Versions 1 and 2 begin with a header of
+256 bytes: magic 0x616b3432, version, the seven int32, one byte "shared classifier" and, in version
+2, int32 group_size.  In version 2 the norms are float32; any other tensor is its int8 values, then
+one float32 scale per group_size consecutive values, ``w = value * scale``.
 
 Layout: https://github.com/karpathy/llama2.c/blob/350e04fe35433e6d2941dce5a1f53308f87058eb/export.py
 """
@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ MAGIC = struct.pack("<I", 0x616B3432)
 _HEADER_BYTES = 256
 _LEGACY_HEADER_BYTES = 28
 
-# Far above every published model, low enough that no product of them is absurd.
+# far above every published model
 _BOUNDS = {
     "dim": 1 << 20,
     "hidden_dim": 1 << 22,
@@ -69,13 +69,11 @@ class _Header:
     @property
     def config(self) -> dict[str, Any]:
         """The seven numbers by name, with the model type."""
-        names = [field.name for field in fields(self)][:7]
-        return {"model_type": "llama2c"} | {name: getattr(self, name) for name in names}
+        return {"model_type": "llama2c"} | {name: getattr(self, name) for name in _BOUNDS}
 
 
-@dataclass(frozen=True)
-class _Group:
-    """One kind of tensor; ``{i}`` in the name stands for a tensor per layer."""
+class _Tensors(NamedTuple):
+    """One kind of tensors, stored together; ``{i}`` in the name is the layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,7 +96,7 @@ class _Int8WeightFile(WeightFile):
     def _decode(
         self, entry: TensorEntry, rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
-        """Read whole groups that hold the rows asked for, and dequantize them."""
+        """Read and dequantize the whole groups that contain the rows."""
         if entry.dtype != "i8":
             return super()._decode(entry, rows, columns)
         size = self._group_size
@@ -111,9 +109,9 @@ class _Int8WeightFile(WeightFile):
         self._fill(entry.file, values, entry.offset + first * size)
         scales_offset = entry.offset + n_rows * n_columns
         self._fill(entry.file, scales, scales_offset + first * 4)
-        wide = values.astype(np.float32)
-        wide *= scales
-        flat = wide.reshape(-1)
+        floats = values.astype(np.float32)
+        floats *= scales
+        flat = floats.reshape(-1)
         skip = start * n_columns - first * size
         whole = flat[skip : skip + (stop - start) * n_columns].reshape(stop - start, n_columns)
         return np.ascontiguousarray(whole if columns is None else whole[:, slice(*columns)])
@@ -126,7 +124,7 @@ def matches(path: Path, head: bytes) -> bool:
     if len(head) < _LEGACY_HEADER_BYTES:
         return False
     try:
-        _check_size(path, _legacy_header(path, head), path.stat().st_size)
+        _check_size(path, _header(path, head), path.stat().st_size)
     except UsageError:
         return False
     return True
@@ -137,9 +135,8 @@ def open_file(path: Path) -> WeightFile:
     file = ByteFile(path)
     try:
         head = file.read(0, _HEADER_BYTES)
-        header = _header(path, head) if head[:4] == MAGIC else _legacy_header(path, head)
-        groups = _check_size(path, header, file.size)
-        entries = _entries(file, header, groups)
+        header = _header(path, head)
+        entries = _entries(file, header, _check_size(path, header, file.size))
     except BaseException:
         file.close()
         raise
@@ -149,44 +146,45 @@ def open_file(path: Path) -> WeightFile:
     return WeightFile(*arguments)
 
 
-def _legacy_header(path: Path, head: bytes) -> _Header:
-    """Read the seven integers of the legacy layout."""
-    if len(head) < _LEGACY_HEADER_BYTES:
-        raise UsageError(
-            f"{path}: a llama2.c header has {_LEGACY_HEADER_BYTES} bytes, got {len(head)}; "
-            "the file is truncated"
-        )
-    dim, hidden, layers, heads, kv_heads, vocab, context = struct.unpack_from("<7i", head)
-    sizes = (dim, hidden, layers, heads, kv_heads, abs(vocab), context)
-    return _checked(path, _Header(*sizes, vocab > 0, 0, 0, _LEGACY_HEADER_BYTES))
-
-
 def _header(path: Path, head: bytes) -> _Header:
-    """Read the header of versions 1 and 2."""
-    if len(head) < _HEADER_BYTES:
+    """Read the header of any version."""
+    is_legacy = head[:4] != MAGIC
+    n_bytes = _LEGACY_HEADER_BYTES if is_legacy else _HEADER_BYTES
+    if len(head) < n_bytes:
         raise UsageError(
-            f"{path}: a llama2.c header has {_HEADER_BYTES} bytes, got {len(head)}; "
-            "the file is truncated"
+            f"{path}: a llama2.c header has {n_bytes} bytes, got {len(head)}; the file is truncated"
         )
-    numbers = struct.unpack_from("<8i", head, 4)
-    version, dim, hidden, layers, heads, kv_heads, vocab, context = numbers
+    numbers = struct.unpack_from("<7i", head, 0 if is_legacy else 8)
+    dim, hidden, n_layers, n_heads, n_kv_heads, vocab, context = numbers
+    sizes = (
+        dim,
+        hidden,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        abs(vocab) if is_legacy else vocab,
+        context,
+    )
+    if is_legacy:
+        return _checked(path, _Header(*sizes, vocab > 0, 0, 0, n_bytes))
+    (version,) = struct.unpack_from("<i", head, 4)
+    shared, group_size = struct.unpack_from("<Bi", head, 36)
     if version not in (1, 2):
         raise UsageError(f"{path}: llama2.c version must be 1 or 2, got {version}")
-    shared, group_size = struct.unpack_from("<Bi", head, 36)
     if shared not in (0, 1):
         raise UsageError(f"{path}: the shared classifier byte must be 0 or 1, got {shared}")
-    group_size = group_size if version == 2 else 0
-    sizes = (dim, hidden, layers, heads, kv_heads, vocab, context)
-    header = _Header(*sizes, bool(shared), version, group_size, _HEADER_BYTES)
-    if version == 2 and not (1 <= group_size <= header.dim and header.dim % group_size == 0):
+    if version == 1:
+        group_size = 0
+    elif not (1 <= group_size <= dim and dim % group_size == 0):
         raise UsageError(
-            f"{path}: group_size must divide dim = {header.dim}, got {group_size} in the header"
+            f"{path}: group_size must divide dim = {dim}, got {group_size} in the header"
         )
+    header = _Header(*sizes, bool(shared), version, group_size, n_bytes)
     return _checked(path, header)
 
 
 def _checked(path: Path, header: _Header) -> _Header:
-    """Return `header` if its numbers can belong to a model."""
+    """Return `header` if its numbers are valid."""
     for name, bound in _BOUNDS.items():
         value = getattr(header, name)
         if not 1 <= value <= bound:
@@ -208,63 +206,64 @@ def _n_bytes(shape: tuple[int, ...], dtype: str, group_size: int) -> int:
     return n_elements * 4 if dtype == "f32" else n_elements + n_elements // group_size * 4
 
 
-def _groups(header: _Header) -> list[_Group]:
+def _layout(header: _Header) -> list[_Tensors]:
     """Return the kinds of tensors in file order; an empty name is skipped bytes."""
-    dim, hidden, n_layers = header.dim, header.hidden_dim, header.n_layers
+    dim, hidden = header.dim, header.hidden_dim
     head_size = dim // header.n_heads
     kv_dim = header.n_kv_heads * head_size
-    layer = "layers.{i}."
-    embedding = ("tok_embeddings.weight", (header.vocab_size, dim), 1)
-    attention_norm = (f"{layer}attention_norm.weight", (dim,), n_layers)
-    ffn_norm = (f"{layer}ffn_norm.weight", (dim,), n_layers)
-    norm = ("norm.weight", (dim,), 1)
-    attention = [
-        (f"{layer}attention.wq.weight", (dim, dim), n_layers),
-        (f"{layer}attention.wk.weight", (kv_dim, dim), n_layers),
-        (f"{layer}attention.wv.weight", (kv_dim, dim), n_layers),
-        (f"{layer}attention.wo.weight", (dim, dim), n_layers),
-    ]
-    feed_forward = [
-        (f"{layer}feed_forward.w1.weight", (hidden, dim), n_layers),
-        (f"{layer}feed_forward.w2.weight", (dim, hidden), n_layers),
-        (f"{layer}feed_forward.w3.weight", (hidden, dim), n_layers),
-    ]
-    rotary = ("", (header.max_seq_len, head_size), 1)
-    output = [] if header.shared else [("output.weight", (header.vocab_size, dim), 1)]
-    kinds: list[tuple[str, tuple[int, ...], int]]
+    shapes = {
+        "tok_embeddings": (header.vocab_size, dim),
+        "norm": (dim,),
+        "": (header.max_seq_len, head_size),  # rotary tables, unused
+        "output": (header.vocab_size, dim),
+        "layers.{i}.attention_norm": (dim,),
+        "layers.{i}.ffn_norm": (dim,),
+        "layers.{i}.attention.wq": (dim, dim),
+        "layers.{i}.attention.wk": (kv_dim, dim),
+        "layers.{i}.attention.wv": (kv_dim, dim),
+        "layers.{i}.attention.wo": (dim, dim),
+        "layers.{i}.feed_forward.w1": (hidden, dim),
+        "layers.{i}.feed_forward.w2": (dim, hidden),
+        "layers.{i}.feed_forward.w3": (hidden, dim),
+    }
+    embedding, norm, rotary, output, attention_norm, ffn_norm, *matrices = shapes
+    attention, feed_forward = matrices[:4], matrices[4:]
     if header.version == 0:
-        kinds = [embedding, attention_norm, *attention, ffn_norm, *feed_forward, norm, rotary]
+        first = [embedding, attention_norm, *attention, ffn_norm]
+        names = [*first, *feed_forward, norm, rotary]
     else:
-        kinds = [attention_norm, ffn_norm, norm, embedding, *attention, *feed_forward]
-    groups = []
-    for name, shape, n_copies in [*kinds, *output]:
+        names = [attention_norm, ffn_norm, norm, embedding, *matrices]
+    kinds = []
+    for name in names if header.shared else [*names, output]:
+        shape = shapes[name]
         dtype = "i8" if header.version == 2 and len(shape) == 2 else "f32"
         n_bytes = _n_bytes(shape, dtype, header.group_size)
-        groups.append(_Group(name, shape, n_copies, n_bytes, dtype))
-    return groups
+        n_copies = header.n_layers if "{i}" in name else 1
+        kinds.append(_Tensors(name and f"{name}.weight", shape, n_copies, n_bytes, dtype))
+    return kinds
 
 
-def _check_size(path: Path, header: _Header, size: int) -> list[_Group]:
-    """Return the kinds of tensors if together they are exactly as long as the file."""
-    groups = _groups(header)
-    wanted = header.n_bytes + sum(group.n_copies * group.n_bytes for group in groups)
+def _check_size(path: Path, header: _Header, size: int) -> list[_Tensors]:
+    """Return the kinds of tensors if their sizes add up to that of the file."""
+    kinds = _layout(header)
+    wanted = header.n_bytes + sum(kind.n_copies * kind.n_bytes for kind in kinds)
     if wanted != size:
         layout = f"version {header.version}" if header.version else "legacy layout"
         raise UsageError(
             f"{path}: the llama2.c header ({layout}) asks for {wanted} bytes, the file has {size}; "
             f"it is {'truncated' if size < wanted else 'damaged'} or not a llama2.c checkpoint"
         )
-    return groups
+    return kinds
 
 
-def _entries(file: ByteFile, header: _Header, groups: list[_Group]) -> list[TensorEntry]:
-    """Write the kinds out, a tensor per layer."""
+def _entries(file: ByteFile, header: _Header, kinds: list[_Tensors]) -> list[TensorEntry]:
+    """Return the tensors of all kinds, one per layer."""
     entries = []
     offset = header.n_bytes
-    for group in groups:
-        for i in range(group.n_copies):
-            name = group.name.replace("{i}", str(i))
+    for kind in kinds:
+        for i in range(kind.n_copies):
+            name = kind.name.replace("{i}", str(i))
             if name:
-                entries.append(TensorEntry(name, group.dtype, group.shape, file, offset))
-            offset += group.n_bytes
+                entries.append(TensorEntry(name, kind.dtype, kind.shape, file, offset))
+            offset += kind.n_bytes
     return entries

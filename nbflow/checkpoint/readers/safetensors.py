@@ -9,12 +9,12 @@ offset    bytes    field
 8 + N     rest     the elements, little-endian, rows first, without gaps
 ========  =======  ==================================================================
 
-A tensor in a block format is one of bytes, (rows, bytes of a row); ``nbflow.formats`` of the
-metadata says its format and shape (`nbflow.checkpoint.writers.safetensors`).
+A tensor in a block format is stored as bytes (rows, bytes per row); ``nbflow.formats`` of the
+metadata states its format and shape (`nbflow.checkpoint.writers.safetensors`).
 
 The ``safetensors`` package checks the header against the file: types, shapes, offsets, no gaps and
-no overlaps.  The bytes are read here, because the package has no NumPy type for bfloat16 and FP8,
-and ranks read byte ranges of rows and columns and count them.
+no overlaps.  The bytes are read here, because the package lacks NumPy types for bfloat16 and FP8,
+and ranks read byte ranges of rows and columns.
 
 Layout: https://github.com/huggingface/safetensors/blob/v0.4.5/README.md#format
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from nbflow.checkpoint.dtypes import ITEM_BITS
 from nbflow.checkpoint.shards import open_checkpoint
 from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow.utils.binary_file import ByteFile
@@ -35,38 +36,13 @@ from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
 FORMAT = "safetensors"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
 FORMATS_KEY = "nbflow.formats"
-"""Entry of ``__metadata__`` that says which tensors of bytes are in a block format."""
+"""Entry of ``__metadata__`` with the block formats of tensors of bytes."""
 
 _MAX_DIMENSIONS = 16
 
-DTYPES = {
-    "BOOL": "bool",
-    "F4": "f4",
-    "F6_E2M3": "f6_e2m3",
-    "F6_E3M2": "f6_e3m2",
-    "U8": "u8",
-    "I8": "i8",
-    "F8_E5M2": "f8_e5m2",
-    "F8_E4M3": "f8_e4m3",
-    "F8_E8M0": "f8_e8m0",
-    "F8_E4M3FNUZ": "f8_e4m3fnuz",
-    "F8_E5M2FNUZ": "f8_e5m2fnuz",
-    "I16": "i16",
-    "U16": "u16",
-    "F16": "f16",
-    "BF16": "bf16",
-    "I32": "i32",
-    "U32": "u32",
-    "F32": "f32",
-    "C64": "c64",
-    "F64": "f64",
-    "I64": "i64",
-    "U64": "u64",
-}
+DTYPES = {name.upper(): name for name in ITEM_BITS if name not in ("c32", "c128")}
+"""Types of the file format -> our names."""
 
 
 def matches(path: Path, head: bytes) -> bool:
@@ -80,7 +56,7 @@ def open_file(path: Path) -> WeightFile:
 
 
 def _read_header(file: ByteFile) -> list[TensorEntry]:
-    """Return the tensors of one file, in the order of their bytes, which leave no gaps."""
+    """Return the tensors of one file, in the order of their bytes."""
     entries = []
     try:
         with safe_open(file.path, framework="np") as header:
@@ -111,7 +87,7 @@ def _read_header(file: ByteFile) -> list[TensorEntry]:
 def _formats(
     file: ByteFile, metadata: dict[str, str], names: set[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return what the metadata says of tensors in block formats."""
+    """Return the metadata of tensors in block formats."""
     if FORMATS_KEY not in metadata:
         return {}
     where = f"{file.path}: {FORMATS_KEY}"
@@ -125,16 +101,18 @@ def _formats(
 def _blocks(
     file: ByteFile, name: str, record: Any, dtype: str, shape: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
-    """Return format and shape of a tensor of bytes that holds blocks, checked."""
+    """Return the format and shape of a tensor of blocks, checked."""
     from nbflow_kernels.formats import FORMATS
 
     where = f"{file.path}: tensor {shown(name)}"
     if not isinstance(record, dict) or set(record) != {"format", "shape", "block"}:
-        raise UsageError(f"{where}: {FORMATS_KEY} must say format, shape, block; {shown(record)}")
+        raise UsageError(
+            f"{where}: {FORMATS_KEY} must state format, shape and block, got {shown(record)}"
+        )
     format, weights, block = record["format"], record["shape"], record["block"]
     if not isinstance(format, str) or FORMATS.get(format) is None:
         raise UsageError(
-            f"{where}: unknown format {shown(format)}; if it is one of your own, register it before"
+            f"{where}: unknown format {shown(format)}; register a user-defined format first"
         )
     known = FORMATS[format]
     if block != [known.block_size, known.block_bytes]:
@@ -155,5 +133,5 @@ def _blocks(
 
 
 def _are_counts(value: Any) -> bool:
-    """Return whether `value` is a list of integers that are not negative."""
+    """Return whether `value` is a list of non-negative integers."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)

@@ -61,14 +61,14 @@ _MAGIC = b"\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little")
 _PROTOCOL = 1001
 _MAX_DIRECTORY_BYTES = 1 << 24
 _MAX_PICKLE_BYTES = 1 << 26
-_MAX_LEGACY_BYTES = 1 << 24  # is read whole to find where the pickles end
+_MAX_LEGACY_BYTES = 1 << 24  # read whole to find the end of the pickles
 _MAX_KEY = 256  # characters in the key of a storage; torch's are short numbers
 _MAX_DEPTH = 64
 _MAX_TENSORS = 1 << 16
 _MAX_NAME = 4096
 _MAX_NAME_CHARACTERS = 1 << 26  # of all names together
 
-codecs.lookup("cp437")  # of zip names; Python imports a codec at its first use
+codecs.lookup("cp437")  # imported now: untrusted input must not trigger imports
 
 
 def matches(path: Path, head: bytes) -> bool:
@@ -143,7 +143,7 @@ def _byte_order(file: ByteFile, member: tuple[int, int] | None) -> str:
 
 
 class _BoundedReads(io.FileIO):
-    """A file that refuses to read a huge zip directory into memory."""
+    """File that refuses to read a huge zip directory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read at most `_MAX_DIRECTORY_BYTES`."""
@@ -155,8 +155,8 @@ class _BoundedReads(io.FileIO):
 def _members(file: ByteFile) -> dict[str, tuple[int, int]]:
     """Return offset and bytes of each member of a zip archive, which must be stored uncompressed.
 
-    `zipfile` finds the members; their places are checked against the file and each other, because
-    tensors are read by byte range and not through it.
+    `zipfile` finds the members; their offsets are checked here, because tensors are read by byte
+    range.
     """
     try:
         with (
@@ -240,7 +240,7 @@ def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, int], str]:
 def _legacy_offsets(
     file: ByteFile, position: int, keys: list[str], elements: dict[str, tuple[str, int]]
 ) -> dict[str, int]:
-    """Return the offsets of the storages, which follow the pickles from `position` on."""
+    """Return the offsets of the storages, which follow the pickles at `position`."""
     offsets: dict[str, int] = {}
     for key in keys:
         if key not in elements or key in offsets:
@@ -280,8 +280,8 @@ def _identity(identity: Any, n_fields: int) -> tuple[str | None, str, int]:
 def _named(file: ByteFile, root: Any) -> dict[str, Tensor]:
     """Return the tensors below a value by name, in the file's order.
 
-    Dicts, lists and tuples may share parts, or contain themselves: the steps are bounded, and what
-    has no tensors is searched once.
+    Dicts, lists and tuples may be shared or recursive: the steps are bounded, and values without
+    tensors are searched once.
     """
     wrapper = _wrapper(root)
     tensors: dict[str, Tensor] = {}
@@ -319,7 +319,7 @@ def _named(file: ByteFile, root: Any) -> dict[str, Tensor]:
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield keys and values of a dict, list or tuple; nothing of anything else."""
+    """Yield keys and values of a dict, list or tuple."""
     if isinstance(value, (list, tuple)):
         yield from enumerate(value)
     for pair in value.pairs if isinstance(value, Dict) else ():
@@ -331,12 +331,12 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 def _key(key: Any) -> str:
     """Return a dict's key as part of a name."""
     if isinstance(key, bytes):
-        return key[: _MAX_NAME + 1].decode("latin-1")  # a longer one will be refused
+        return key[: _MAX_NAME + 1].decode("latin-1")  # longer ones are refused
     return key if isinstance(key, str) else "tuple" if isinstance(key, tuple) else str(key)
 
 
 def _wrapper(value: Any) -> str | None:
-    """Return the one entry of `WRAPPERS` that is left out of the names, or None."""
+    """Return the entry of `WRAPPERS` that names omit, or None."""
     if not isinstance(value, Dict):
         return None
     found = []

@@ -2,8 +2,8 @@
 
 `pickletools.genops` scans the opcodes first: only those in `_OPCODES` pass, with bounded numbers,
 lines, memo and count.  Then `pickle.Unpickler` builds the value with the names in `_NAMES` only,
-none of which is the object of that name: tensors and storages are descriptions, and dicts are lists
-of pairs, because hashing a hostile key can take forever.
+which stand for descriptions instead of real objects; dicts are lists of pairs, because hashing a
+hostile key may not terminate.
 
 Calls: https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_utils.py
 """
@@ -24,12 +24,12 @@ from nbflow.utils.binary_file import ByteFile
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 
-MAX_OPCODES = 1 << 21  # at up to 300 bytes each if a file is made to waste them
+MAX_OPCODES = 1 << 21  # at up to 300 bytes each in a hostile file
 _MAX_INTEGER_BITS = 128
 _MAX_LINE = 256
 _MAX_DIMENSIONS = 16
 
-codecs.lookup("raw_unicode_escape")  # of UNICODE; Python imports a codec at its first use
+codecs.lookup("raw_unicode_escape")  # imported now: untrusted input must not trigger imports
 
 _OPCODES = {
     "PROTO", "FRAME", "MARK", "STOP", "POP", "POP_MARK", "DUP", "NONE", "NEWTRUE", "NEWFALSE",
@@ -47,7 +47,7 @@ _REPLACED = {
     "FROZENSET": b"t0cbuiltins\nset\n)R",
     "NEWOBJ": b"R",
 }
-"""Opcodes that would make an object with hashed keys, or of a class: what they are replaced by."""
+"""Replacements of opcodes that would hash keys or instantiate classes."""
 
 
 class Refused(Exception):
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class _Value:
-    """Base of what a pickle can build; its attributes cannot be set (BUILD)."""
+    """Base of the values of a pickle; their attributes cannot be set (BUILD)."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class _Value:
 
 @dataclass(slots=True, eq=False)
 class Name(_Value):
-    """A permitted name: a function, an element type, or neither."""
+    """A permitted name: a function, an element type, or a mere name."""
 
     name: str
     call: Callable[..., Any] | None = None
@@ -80,7 +80,7 @@ class Name(_Value):
 
 
 class Dict(_Value):
-    """A dict as pairs in order; the list of pairs is not copied, so that copies cost nothing."""
+    """A dict as an ordered list of pairs, which copies share."""
 
     __slots__ = ("pairs",)
 
@@ -115,18 +115,18 @@ class _Ignored(_Value):
 
 @dataclass(slots=True, eq=False)
 class Storage(_Value):
-    """Bytes of the file that tensors share."""
+    """Byte range of the file that tensors share."""
 
     key: str
     dtype: str | None
     n_bytes: int
     first: int = 0
-    """First byte; a legacy storage may be a part of storage `key`."""
+    """Offset; a legacy storage may be a part of storage `key`."""
 
 
 @dataclass(slots=True, eq=False)
 class Tensor(_Value):
-    """A view of a storage; offset and strides in elements."""
+    """A strided view of a storage; offset and strides in elements."""
 
     storage: Storage
     dtype: str
@@ -171,7 +171,7 @@ def _view(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any
     return Tensor(storage, dtype, offset, shape, strides)
 
 
-# The functions that a pickle calls, with torch's arguments; a wrong number of them is a TypeError.
+# Functions that a pickle calls, with torch's arguments; a wrong number of them is a TypeError.
 
 
 def _rebuild_v2(
@@ -251,7 +251,7 @@ _CALLS |= dict.fromkeys(
 
 
 def _names() -> Iterator[Name]:
-    """Yield every name that a pickle may mention."""
+    """Yield the permitted names."""
     for module in ("torch", "torch.cuda", "torch.storage"):
         for kind, dtype in _STORAGES.items():
             yield Name(f"{module}.{kind}Storage", storage=True, dtype=dtype)
@@ -272,15 +272,7 @@ _NAMES = {name.name: name for name in _names()}
 
 
 class Pickles:
-    """The bytes of one pickle or several in a row.
-
-    Parameters
-    ----------
-    file : ByteFile
-        The file.
-    start, stop : int
-        Bytes in the file; the last pickle may end earlier.
-    """
+    """One or more consecutive pickles in a range of a file, which may exceed the last one."""
 
     def __init__(self, file: ByteFile, start: int, stop: int) -> None:
         self.file = file
@@ -305,7 +297,7 @@ def _scan(pickles: Pickles) -> bytearray:
         if name not in _OPCODES:
             at = pickles.start + (position or 0)
             raise Refused(f"opcode {name} at byte {at}, which no state dict needs")
-        if type(argument) is int and abs(argument) > i:  # rarely so
+        if type(argument) is int and abs(argument) > i:  # rarely
             if name == "LONG_BINPUT":  # the memo is an array
                 raise Refused(f"memo {argument} after {i} opcodes")
             if name == "FRAME" and argument > len(data) - stream.tell():
@@ -327,7 +319,7 @@ class _Unpickler(pickle.Unpickler):
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name stands for; nothing is imported."""
+        """Return the description of a name, without importing it."""
         full = f"{module[:_MAX_LINE]}.{name[:_MAX_LINE]}"
         if full not in _NAMES:
             raise Refused(f"the name {shown(full)}, which no state dict needs")
@@ -339,19 +331,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(pickles: Pickles, storage: Callable[[Any], Storage]) -> Any:
-    """Return the value of the next pickle.
+    """Return the value of the next pickle, of tensors and plain values, and advance `pickles`.
 
-    Parameters
-    ----------
-    pickles : Pickles
-        Where it begins; afterwards, where the next one does.
-    storage : callable
-        Gives the storage of a persistent id, or raises `Refused`.
-
-    Raises
-    ------
-    UsageError
-        If it has anything but tensors and plain values.
+    `storage` returns the storage of a persistent id, or raises `Refused`.
     """
     what = f"the pickle at byte {pickles.start + pickles.used}"
     try:
@@ -363,7 +345,7 @@ def load_pickle(pickles: Pickles, storage: Callable[[Any], Storage]) -> Any:
 
 
 def unreadable(file: ByteFile, what: str, problem: object) -> UsageError:
-    """Return the error for a pickle with something that no state dict needs."""
+    """Return the error for a pickle with refused content."""
     return UsageError(
         f"{file.path}: {what} has {problem}; nothing was imported or executed.  Only tensors in "
         "dicts and lists can be read: save model.state_dict(), or convert the file to safetensors "

@@ -21,8 +21,8 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     ----------
     messages : sequence of mapping
         Each with "role" (one of `ROLES`) and "content": a text, a list of parts
-        (``{"type": "text", "text": ...}``), or None beside "tool_calls".  Other keys are the
-        template's.
+        (``{"type": "text", "text": ...}``), or None with "tool_calls".  Other keys are passed to
+        the template.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return a copy of JSON-like data: what a template may see."""
+    """Return a copy of JSON-like data for a template."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode("utf-8")

@@ -1,9 +1,8 @@
 """Jinja's immutable sandbox for chat templates, with bounded processor time and memory.
 
-A chat template is a program that came with a model file.  Jinja's sandbox keeps it from reaching
-Python's insides and from changing its variables, but lets it compute for ever and make texts of any
-size.  `Environment` counts turns of loops, calls and filters, and the characters of each text and
-list that they make.
+A chat template is an untrusted program from a model file.  Jinja's sandbox hides Python internals
+and makes variables immutable, but bounds neither time nor memory.  `Environment` counts loop
+iterations, calls and filters, and the sizes of the strings and lists that they return.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from nbflow_kernels.errors import UsageError
 
 MAX_CHARACTERS = 100_000_000
 MAX_PROCESSOR_S = 10.0
-_STEP = 200  # characters that a turn of a loop, a call, a filter and a written entry count as
-_ENTRY = 8  # characters that an entry of a list counts as: the size of a pointer
+_STEP = 200  # cost of an iteration, call, filter or written entry, in characters
+_ENTRY = 8  # cost of a list entry, in characters: the size of a pointer
 _MAX_BITS = 4096
 _MAX_WIDTH = 100
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|\{[^}]*(\d{5,}|\{)")
@@ -42,11 +41,11 @@ _NO_TEXT = frozenset({
     "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort",
     "sum", "unique",
 })  # fmt: skip
-"""Filters that do not write their value as text."""
+"""Filters that do not convert their value to text."""
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """The environment of one run: its settings are those of ``transformers``."""
+    """Environment of one run, with the settings of ``transformers``."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -55,8 +54,8 @@ class Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationBlocks, loopcontrols],
-            optimized=False,  # nothing is computed while it is compiled
-            finalize=self._written,
+            optimized=False,  # no constant folding at compile time
+            finalize=self._count_text,
         )
         self._left = MAX_CHARACTERS
         self._end_s = time.thread_time() + MAX_PROCESSOR_S
@@ -64,7 +63,7 @@ class Environment(ImmutableSandboxedEnvironment):
         own = {"tojson": _tojson, "_concat": self._concat}
         allowed = {name: f for name, f in self.filters.items() if name not in _NO_FILTERS}
         self.filters = {name: self._counted(name, f) for name, f in {**allowed, **own}.items()}
-        self.filters |= {"_turns": self._turns, "_made": self._made}
+        self.filters |= {"_iterate": self._iterate, "_count": self._count}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -81,24 +80,24 @@ class Environment(ImmutableSandboxedEnvironment):
             )
 
     def _step(self, n: int = 1) -> None:
-        """Count turns or calls, and look at the clock."""
+        """Count iterations or calls, and check the clock."""
         self._spend(n * _STEP)
         if time.thread_time() > self._end_s:
             raise SecurityError(f"the template takes more than {MAX_PROCESSOR_S} s")
 
-    def _made(self, value: Any) -> Any:
-        """Count a value that has been made, and return it."""
+    def _count(self, value: Any) -> Any:
+        """Count a new value, and return it."""
         if isinstance(value, str | bytes | list | tuple | dict):
             self._spend(len(value) * (1 if isinstance(value, str | bytes) else _ENTRY))
         return value
 
-    def _written(self, value: Any) -> Any:
-        """Count a value as text, with all that is in it, and return it."""
+    def _count_text(self, value: Any) -> Any:
+        """Count a value as text, nested values included, and return it."""
         self._spend(len(value)) if isinstance(value, str) else self._size(value)
         return value
 
     def _size(self, value: Any) -> int:
-        """Count a value as text, with all that is in it, and return the length."""
+        """Count a value as text, nested values included, and return the length."""
         before, todo = self._left, [value]
         while todo:
             item = todo.pop()
@@ -109,8 +108,8 @@ class Environment(ImmutableSandboxedEnvironment):
             self._spend(len(item) if isinstance(item, str | bytes) else _STEP)
         return before - self._left
 
-    def _turns(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Count the turns of a loop over `values`."""
+    def _iterate(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Count the iterations over `values`."""
         n_known = len(values) if isinstance(values, Sized) else 0
         self._step(n_known)
         for value in values:
@@ -118,27 +117,27 @@ class Environment(ImmutableSandboxedEnvironment):
             yield value
 
     def _concat(self, values: Iterable[Any]) -> str:
-        """Join as ``~``, macros and the output do."""
-        return "".join(str(self._written(value)) for value in values)
+        """Join values: ``~``, macros and the output."""
+        return "".join(str(self._count_text(value)) for value in values)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that counts what it makes."""
+        """Return a filter that counts its result."""
         n_own = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context precedes the value
 
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
             own, (value, *rest) = arguments[:n_own], arguments[n_own:]
             if isinstance(value, Iterator):
-                value = list(self._turns(value))
+                value = list(self._iterate(value))
             if name not in _NO_TEXT:
                 self._size(value)
             self._check(name, value, [*rest, *options.values()])
-            return self._made(function(*own, value, *rest, **options))
+            return self._count(function(*own, value, *rest, **options))
 
         return run
 
     def _check(self, name: str, value: Any, rest: list[Any]) -> None:
-        """Count the result of a filter, or of a method of a text, before it is made."""
+        """Count the result of a filter or string method before it is computed."""
         self._step()
         if name == "replace" and len(rest) > 1:
             self._spend(str(value).count(str(rest[0])) * len(str(rest[1])))
@@ -163,7 +162,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self._spend((text.count("%") + text.count("{")) * self._size(values))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``*``, ``**``, ``+`` or ``%`` with a result of bounded size."""
+        """Compute ``*``, ``**``, ``+`` or ``%`` with a bounded result."""
         if isinstance(left, int) and isinstance(right, int):
             n, m = left.bit_length(), right.bit_length()
             bits = n * max(right, 0) if operator == "**" else n + m
@@ -174,34 +173,34 @@ class Environment(ImmutableSandboxedEnvironment):
             self._spend(self._size([left, right]) * max([0, *times]))
         elif operator == "%" and isinstance(left, str):
             self._check_format(left, right)
-        return self._made(super().call_binop(context, operator, left, right))
+        return self._count(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, function: Any, /, *arguments: Any, **options: Any) -> Any:
-        """Call a function, macro or method, and count what it makes."""
+        """Call a function, macro or method, and count its result."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
         owner = getattr(method, "__self__", None)
         if not isinstance(owner, str):
             self._step()
         elif method.__name__ == "join" and arguments:
-            values = list(self._turns(arguments[0]))
+            values = list(self._iterate(arguments[0]))
             self._size(values)
             self._check("join", values, [owner])
             arguments = (values,)
         else:
             self._check(method.__name__, owner, [*arguments, *options.values()])
-        return self._made(super().call(context, function, *arguments, **options))
+        return self._count(super().call(context, function, *arguments, **options))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Hide methods whose only effect is a longer text."""
+        """Hide string methods that only pad or encode."""
         return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
 
 class _Counting(NodeTransformer):
-    """Sends loops, ``~`` and slices, which the sandbox does not intercept, through filters."""
+    """Routes loops, ``~`` and slices, which the sandbox does not intercept, through filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "_turns")
+        node.iter = _filtered(node.iter, "_iterate")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -210,7 +209,7 @@ class _Counting(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
-        return _filtered(node, "_made") if isinstance(node.arg, nodes.Slice) else node
+        return _filtered(node, "_count") if isinstance(node.arg, nodes.Slice) else node
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:
@@ -218,7 +217,7 @@ def _filtered(node: Any, name: str) -> nodes.Filter:
 
 
 class GenerationBlocks(Extension):
-    """``{% generation %}``: marks what the model writes, for training; here its body counts."""
+    """``{% generation %}``, which marks the assistant's text for training; the body is kept."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -229,12 +228,12 @@ class GenerationBlocks(Extension):
 
 
 def _raise_exception(message: object) -> None:
-    """Refuse a conversation, as templates do."""
+    """Refuse the conversation."""
     raise jinja2.TemplateError(str(message))
 
 
 def _strftime_now(format: str) -> str:
-    """Return date and time, as templates ask for them."""
+    """Return the local date and time."""
     if not isinstance(format, str) or len(format) > 100 or re.search(r"%[^a-zA-Z%]*\d{3}", format):
         raise SecurityError("strftime_now takes a short format")
     return datetime.now().strftime(format)
@@ -247,7 +246,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as ``transformers`` does for templates: any letters, nothing escaped for HTML."""
+    """Return JSON as in ``transformers``: no escapes for non-ASCII letters or HTML."""
     if indent is not None and not 0 <= indent <= 16:
         raise SecurityError("tojson: indent must be 0..16")
     return json.dumps(
@@ -260,26 +259,10 @@ def _tojson(
 
 
 def render(template: str, variables: dict[str, Any], where: str) -> str:
-    """Run a template.
+    """Return the output of a Jinja template.
 
-    Parameters
-    ----------
-    template : str
-        Jinja source.
-    variables : dict
-        What it may refer to.
-    where : str
-        Its name, for messages.
-
-    Returns
-    -------
-    str
-        Its output.
-
-    Raises
-    ------
-    UsageError
-        If it cannot be read, refuses the conversation, does what is not allowed or takes too much.
+    Raises `UsageError`, which begins with `where`, for a syntax error, a refused conversation, a
+    forbidden operation or an exceeded bound.
     """
     try:
         return Environment().from_string(template).render(variables)
@@ -288,10 +271,10 @@ def render(template: str, variables: dict[str, Any], where: str) -> str:
     except SecurityError as error:
         raise UsageError(f"{where}: not allowed: {error}") from error
     except jinja2.UndefinedError as error:
-        raise UsageError(f"{where}: needs what it was not given: {error}") from error
+        raise UsageError(f"{where}: uses an undefined variable: {error}") from error
     except jinja2.TemplateError as error:
         raise UsageError(f"{where}: refuses this conversation: {error}") from error
     except RecursionError as error:
         raise UsageError(f"{where}: is nested too deeply") from error
-    except Exception as error:  # whatever a program can raise: TypeError, KeyError, ...
+    except Exception as error:  # TypeError, KeyError, ... of the template
         raise UsageError(f"{where}: fails: {type(error).__name__}: {error}") from error

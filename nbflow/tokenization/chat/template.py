@@ -1,8 +1,7 @@
-"""From a conversation to the text and the ids of a prompt."""
+"""Chat templates: from a conversation to the text and ids of a prompt."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ LANGUAGES = ["nbflow.compat.inferflow.query_template"]
 Each has ``NAMED`` (templates by name), ``is_template(text)`` and
 ``fill(text, messages, tokenizer, where)``, which returns ``items`` and ``shown``.
 """
-_MARK = "\U0010ffff"  # a noncharacter: breaks up special tokens that users spell out
+_MARK = "\U0010ffff"  # a noncharacter that breaks up special tokens spelled out by users
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
 
 
@@ -89,7 +88,7 @@ def format_chat(
 ) -> str:
     r"""Return a conversation as the text of a prompt.
 
-    The text alone does not say which special tokens the template wrote and which a user did:
+    The text does not distinguish special tokens of the template from those that a user spelled out:
     for a model, use `encode_chat`.
 
     Parameters
@@ -104,7 +103,7 @@ def format_chat(
         "tool_use" if it has that and there are `tools`, else "default"; else that of its model file
         (``tokenizer.prompt_template``).
     add_generation_prompt : bool
-        Whether the template is asked to begin the assistant's answer.
+        Ask the template to begin the assistant's answer.
     tools, documents : sequence of mapping, optional
         For templates that take them.
     **variables
@@ -118,8 +117,8 @@ def format_chat(
     Raises
     ------
     UsageError
-        If there is no such template, the messages are malformed, or the template refuses them,
-        does what is not allowed, or takes too much.
+        If the template does not exist, the messages are malformed, or the template refuses them,
+        does something forbidden, or exceeds the bounds on time and memory.
 
     Examples
     --------
@@ -130,13 +129,8 @@ def format_chat(
     >>> format_chat(tokenizer, messages, "{{ messages[0].role }}: {{ messages[0].content }}")
     'user: Hi'
     """
-    checked = check_messages(messages)
-    name, text, language = _choose(tokenizer, template, bool(tools))
-    if language is not None:
-        _refuse_extras(name, tools, documents, variables, add_generation_prompt)
-        return str(language.fill(text, checked, tokenizer, name).shown)
-    given = _variables(tokenizer, checked, add_generation_prompt, tools, documents, variables)
-    return _render(text, given, name)
+    given = _Variables(messages, add_generation_prompt, tools, documents, variables)
+    return _fill(tokenizer, template, given, guarded=False)[0]
 
 
 def encode_chat(
@@ -153,46 +147,75 @@ def encode_chat(
 ) -> list[int]:
     """Return a conversation as the ids of a prompt.
 
-    Special tokens that the template writes are tokens.  Those that are spelt out in a message
-    (other than the assistant's) are text, so that a user cannot end a turn.
+    Special tokens of the template are tokens.  Those that are spelled out in a message (other than
+    the assistant's) are text, so that a user cannot end a turn.
 
     Parameters
     ----------
     tokenizer, messages, template, add_generation_prompt, tools, documents, **variables
         As for `format_chat`.
     parse_special : bool
-        Recognise special tokens in messages, too.
+        Recognize special tokens in messages, too.
     max_bytes : int, optional
-        Longest text of the prompt in UTF-8, checked before it becomes tokens.
+        Bound on the UTF-8 text of the prompt, checked before it is tokenized.
 
     Returns
     -------
     list of int
-        Token ids.  The template says whether BOS is among them.
+        Token ids.  The template decides about BOS.
 
     Raises
     ------
     UsageError
         As for `format_chat`; if the prompt is longer than `max_bytes`.
     """
-    checked = check_messages(messages)
-    name, text, language = _choose(tokenizer, template, bool(tools))
-    if language is not None:
-        _refuse_extras(name, tools, documents, variables, add_generation_prompt)
-        parts = language.fill(text, checked, tokenizer, name)
-        _check_size(parts.shown, max_bytes)
-        if parse_special:
-            return tokenizer.encode(parts.shown, parse_special=True)
-        return tokenizer.encode_parts(parts.items)
-    given = _variables(tokenizer, checked, add_generation_prompt, tools, documents, variables)
-    marked = given if parse_special else _mark(tokenizer, given)
-    prompt = _render(text, marked, name)
+    given = _Variables(messages, add_generation_prompt, tools, documents, variables)
+    prompt, parts = _fill(tokenizer, template, given, guarded=not parse_special)
     _check_size(prompt, max_bytes)
+    if parts is not None and not parse_special:
+        return tokenizer.encode_parts(parts)
     if _MARK not in prompt:
         return tokenizer.encode(prompt, parse_special=True)
     return tokenizer.encode_parts(
         [p.replace(_MARK, "") if isinstance(p, str) else p for p in tokenizer.split_special(prompt)]
     )
+
+
+class _Variables(NamedTuple):
+    """Arguments of a template."""
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    more: Mapping[str, Any]
+
+
+def _fill(
+    tokenizer: Tokenizer, template: str | None, given: _Variables, *, guarded: bool
+) -> tuple[str, list[str | int] | None]:
+    """Return the text of a prompt and, from a template language besides Jinja, its parts.
+
+    With `guarded`, special tokens that users spell out in a Jinja prompt are marked.
+    """
+    messages = check_messages(given.messages)
+    name, text, language = _choose(tokenizer, template, bool(given.tools))
+    if language is not None:
+        _refuse_extras(name, given)
+        filled = language.fill(text, messages, tokenizer, name)
+        return str(filled.shown), filled.items
+    from nbflow.tokenization.chat.sandbox import render  # late: most runs need no template
+
+    tools, documents = given.tools, given.documents
+    variables = {
+        **tokenizer.named_tokens,
+        **plain(dict(given.more), "template variables"),
+        "messages": messages,
+        "tools": None if tools is None else plain(list(tools), "tools"),
+        "documents": None if documents is None else plain(list(documents), "documents"),
+        "add_generation_prompt": given.add_generation_prompt,
+    }
+    return render(text, _mark(tokenizer, variables) if guarded else variables, name), None
 
 
 def _check_size(prompt: str, most: int | None) -> None:
@@ -222,41 +245,20 @@ def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> Temp
     return find_template(template, "a template", list(own))
 
 
-def _refuse_extras(
-    name: str, tools: object, documents: object, variables: Mapping[str, Any], generation: bool
-) -> None:
-    """Refuse what a template with one query cannot take."""
-    given = [*variables, *(["tools"] if tools else []), *(["documents"] if documents else [])]
-    if given or not generation:
-        what = ", ".join(given) or "add_generation_prompt=False"
+def _refuse_extras(name: str, given: _Variables) -> None:
+    """Raise for arguments that a ``{query}`` template does not take."""
+    extras = [*given.more]
+    extras += [key for key in ("tools", "documents") if getattr(given, key)]
+    if extras or not given.add_generation_prompt:
+        what = ", ".join(extras) or "add_generation_prompt=False"
         raise UsageError(f"{name}: a {{query}} template does not take {what}; use a Jinja template")
 
 
-def _variables(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    documents: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what a template may refer to."""
-    return {
-        **tokenizer.named_tokens,
-        **plain(dict(variables), "template variables"),
-        "messages": messages,
-        "tools": None if tools is None else plain(list(tools), "tools"),
-        "documents": None if documents is None else plain(list(documents), "documents"),
-        "add_generation_prompt": add_generation_prompt,
-    }
-
-
 def _mark(tokenizer: Tokenizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables with a mark in every special token that a message spells out."""
-    spelt = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
-    if not spelt:
+    """Return the variables with a mark within special tokens that a message spells out."""
+    pattern = tokenizer.special_splitter.pattern
+    if pattern is None:
         return given
-    pattern = re.compile("|".join(map(re.escape, spelt)))
 
     def broken(text: str) -> str:
         text = text.replace(_MARK, "")
@@ -279,10 +281,3 @@ def _texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {key: _texts(item, change) for key, item in value.items()}
     return [_texts(item, change) for item in value] if isinstance(value, list) else value
-
-
-def _render(text: str, given: dict[str, Any], name: str) -> str:
-    """Run a Jinja template."""
-    from nbflow.tokenization.chat.sandbox import render  # late: most runs need no template
-
-    return render(text, given, name)
