@@ -50,7 +50,7 @@ def choose_partition(
     setting : Setting, optional
         Formats.
     measure : callable, optional
-        Measures the ranks where no `machine` is given: `nbflow.engine.load.measure`.
+        Measures the ranks where no `machine` is given (`nbflow.planner.measure_machine`).
 
     Raises
     ------

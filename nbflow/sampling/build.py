@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -121,7 +122,7 @@ def _strategy_parameters(
     params: SamplingParams, name: str, tokenizer: Tokenizer | None, ends: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return the given parameters of the strategy, under the names of its fields."""
-    given = {f: getattr(params, f) for f in _STRATEGY_FIELDS if getattr(params, f) is not None}
+    given = {f: getattr(params, f) for f in _strategy_fields() if getattr(params, f) is not None}
     if params.samplers is not None:
         given["samplers"] = parse_samplers(params.samplers)
     if params.dry_sequence_breakers is not None:
@@ -191,13 +192,11 @@ def _fields(name: str) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(STRATEGIES[name]))
 
 
-_STRATEGY_FIELDS = tuple(
-    f.name
-    for f in dataclasses.fields(SamplingParams)
-    if any(f.name in _fields(name) for name in STRATEGIES) and f.name not in PENALTIES
-)
-_OTHERS = {"repeat_penalty", "dry_breakers", *PENALTIES[1:]}
-assert set(_fields("chain")) - set(_STRATEGY_FIELDS) == _OTHERS
+@functools.cache
+def _strategy_fields() -> tuple[str, ...]:
+    """Return the fields of `SamplingParams` that belong to a strategy."""
+    known = {field for name in STRATEGIES for field in _fields(name)} - {*PENALTIES}
+    return tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name in known)
 
 
 def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:

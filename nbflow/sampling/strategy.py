@@ -183,12 +183,21 @@ class CompiledState:
 
 
 @dataclass(frozen=True)
-class Draw(Strategy):
-    """A draw from the tokens that a filter keeps, the probabilities after a temperature."""
+class FilteredSampling(Strategy):
+    """Sampling with a temperature from the tokens that filters keep."""
+
+    temperature: float = 1.0
+    """Divisor of the logits, applied first."""
+
+    name: ClassVar[str]
+    """Name in `nbflow.sampling.STRATEGIES`, for messages."""
+
+    def __post_init__(self) -> None:
+        check_range(self.name, "temperature", self.temperature, 0.0, 100.0, open_low=True)
 
     def filters(self) -> dict[str, float]:
         """Return temperature and the filters: ``top_k``, ``top_p``, ``min_p``."""
-        raise NotImplementedError
+        return {"temperature": self.temperature}
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
         filters = self.filters()

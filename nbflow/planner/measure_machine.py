@@ -133,7 +133,7 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
         ranks_per_host=per_host,
         links={"host" if per_host == n else "network": slowest} if links else {},
         description=f"{n} {what} of {devices[0].name}, {per_host} on each host",
-        sources=("measured by nbflow plan --measure (nbflow/benchmark/measure_machine.py)",),
+        sources=("measured by nbflow plan --measure (nbflow/planner/measure_machine.py)",),
     )
 
 
