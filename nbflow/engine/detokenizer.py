@@ -8,7 +8,7 @@ from nbflow.tokenization import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text, holds back what may be the beginning of a stop text.
+    """ModelLock tokens into text, holds back what may be the beginning of a stop text.
 
     The pieces that are returned, put together, are the text of the tokens up to the first stop
     text, wherever the borders of the tokens are.

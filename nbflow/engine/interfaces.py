@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nbflow.distributed.comm import Comm
 from nbflow.distributed.plan import Plan, RankPlan
 from nbflow.engine.outputs import RequestDelta, RequestOutput, StepOutput, TokenOutput
 from nbflow.engine.request import DraftProposer, Proposals, Request
@@ -32,6 +33,7 @@ class EncoderCache(Protocol):
 class StepRunner(Protocol):
     """Worker of one rank: runs steps for the pipeline, the evaluator and the encoder's cache."""
 
+    comm: Comm
     spec: ModelSpec
     mine: RankPlan
     max_step_tokens: int
@@ -57,10 +59,10 @@ class StepRunner(Protocol):
     ) -> None:
         """Run more tokens of sequences."""
 
-    def begin_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
+    def dispatch_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step of requests."""
 
-    def end_step(
+    def collect_step(
         self, works: Sequence[ScheduledRequest], outcome: StepOutput
     ) -> list[RequestDelta]:
         """Give the requests of a step what it gave."""
@@ -93,7 +95,7 @@ class ModelInfo(Protocol):
         """Return the tokenizer; raises without one."""
 
     @property
-    def found_tokenizer(self) -> Tokenizer | None:
+    def optional_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer if there is one."""
 
     @property
@@ -109,7 +111,7 @@ class ModelInfo(Protocol):
         """Return whether this process holds a part of the model."""
 
     @property
-    def is_team(self) -> bool:
+    def ranks_are_threads(self) -> bool:
         """Return whether all ranks are threads of this process."""
 
     @property
@@ -129,7 +131,7 @@ class ModelRunner(ModelInfo, Protocol):
     engine: object | None
 
     @property
-    def engines(self) -> Sequence[StepRunner]:
+    def workers(self) -> Sequence[StepRunner]:
         """Return the workers of this process."""
 
     @property
@@ -139,14 +141,11 @@ class ModelRunner(ModelInfo, Protocol):
     def check_free(self) -> None:
         """Raise unless no engine runs the model."""
 
-    def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of this process."""
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks, on every one of them."""
-
-    def copies(self, request: Request) -> list[Request]:
-        """Return a request for each rank of this process."""
 
     def proposed(self) -> Proposals | None:
         """Return what draft models propose for the next step."""

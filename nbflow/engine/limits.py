@@ -39,9 +39,9 @@ class Limits:
 def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
     """Return the limits for a model, the same on each of its ranks, which all must call it."""
     kv_bytes = options.kv_bytes
-    steps = options.max_step_tokens or model.engines[0].max_step_tokens
+    steps = options.max_step_tokens or model.workers[0].max_step_tokens
     sequences = min(options.max_sequences or MAX_SEQUENCES, steps)
-    page_size = model.engines[0].storage.page_size
+    page_size = model.workers[0].storage.page_size
     ranks = model.gather("page_memory")
     hosts = [r["host"] for r in ranks]  # ranks of one machine share what it has
     room = min(

@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.distributed import Comm, Plan
+from nbflow.distributed import Plan
 from nbflow.distributed.thread_ranks import RankTeam
-from nbflow.engine.embedding import vector_of
 from nbflow.engine.evaluator import SequenceEvaluator
-from nbflow.engine.model_lock import Turns
+from nbflow.engine.model_lock import ModelLock
 from nbflow.engine.outputs import RequestOutput, TokenOutput, text_of
 from nbflow.engine.request import Proposals, Request
-from nbflow.engine.request_builder import sampling_params, validate_request
 from nbflow.engine.request_validation import (
     check_encoder_ids,
     check_ids,
     check_types,
     embedding_requests,
+    sampling_params,
+    validate_request,
 )
 from nbflow.engine.search import Search
 from nbflow.engine.search.api import SEARCHES, search
@@ -35,9 +35,9 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.errors import UsageError
 
-STREAM_BURST_S = 2e-3
+STREAM_MULTI_STEP_S = 2e-3
 """How long tokens are held back when somebody may be reading them one by one."""
-WHOLE_BURST_S = 0.1
+BATCH_MULTI_STEP_S = 0.1
 """The same when only the whole result is wanted; an interrupt from the keyboard waits as long."""
 
 
@@ -62,8 +62,8 @@ class LLM:
         spec: ModelSpec,
         plan: Plan,
         tokenizer: Tokenizer | None,
-        engines: list[Worker],
-        team: RankTeam | None,
+        workers: list[Worker],
+        rank_threads: RankTeam | None,
         threads: int,
         defaults: Mapping[str, float],
         why_no_tokenizer: str = "",
@@ -74,14 +74,14 @@ class LLM:
         """Threads of each rank."""
         self.defaults = defaults
         """Decoding parameters the model recommends, taken where a call gives none."""
-        self.engines = engines
+        self.workers = workers
         """The ranks of this process: none, one, or all of them when they are threads."""
         self.engine: object | None = None
         """The `nbflow.LLMEngine` that runs this model at present; the steps are then its own."""
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
-        self._team = team
-        self.turns = Turns(self)
+        self._rank_threads = rank_threads
+        self.lock = ModelLock(self)
         """By which threads call this model one after the other."""
         self._process = os.getpid()
 
@@ -93,18 +93,18 @@ class LLM:
             )
 
     @property
-    def is_team(self) -> bool:
+    def ranks_are_threads(self) -> bool:
         """Whether all ranks are threads of this process."""
-        return self._team is not None
+        return self._rank_threads is not None
 
     @property
     def on_rank_thread(self) -> bool:
         """True on the thread of a rank."""
-        return self._team is not None and self._team.holds_this_thread()
+        return self._rank_threads is not None and self._rank_threads.holds_this_thread()
 
     def claim(self, engine: object) -> None:
         """Let an engine run this model; nobody else may, until it is released."""
-        with self.turns.taken():
+        with self.lock.held():
             if self.engine is not None:
                 raise UsageError(f"another engine runs {self.spec.name} already; close it first")
             self.engine = engine
@@ -117,7 +117,7 @@ class LLM:
     @property
     def leads(self) -> bool:
         """Whether this process says what the ranks of the model do."""
-        return bool(self.engines) and self.engines[0].comm.rank == 0
+        return bool(self.workers) and self.workers[0].comm.rank == 0
 
     @functools.cached_property
     def drafter(self) -> DraftModelProposer:
@@ -127,7 +127,7 @@ class LLM:
     @property
     def participates(self) -> bool:
         """Whether this process holds a part of the model."""
-        return bool(self.engines)
+        return bool(self.workers)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -153,11 +153,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the weights and end the threads."""
-        with self.turns.taken():
-            self.engines = []
-            if self._team is not None:
-                self._team.close()
-                self._team = None
+        with self.lock.held():
+            self.workers = []
+            if self._rank_threads is not None:
+                self._rank_threads.close()
+                self._rank_threads = None
 
     # ---- evaluation ---------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class LLM:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        with self.turns.taken():
+        with self.lock.held():
             self.check_free()
             results: list[NDArray[np.float32]] = self.call(
                 "sequences", "outputs", sequences, name, types, encoder_ids
@@ -295,9 +295,9 @@ class LLM:
         requests = self.embedding_requests(
             sequences, token_types, pooling=pooling, normalize=normalize
         )
-        for _ in LLM.run_requests(self, requests, WHOLE_BURST_S):  # of replicas each does all
+        for _ in LLM.run_requests(self, requests, BATCH_MULTI_STEP_S):  # of replicas each does all
             pass
-        return [vector_of(request) for request in requests]
+        return [request.finished_vector() for request in requests]
 
     def embedding_requests(
         self,
@@ -315,9 +315,9 @@ class LLM:
 
     def session(self) -> SequenceEvaluator:
         """Return a `SequenceEvaluator`: sequences that are run, copied and cut step by step."""
-        with self.turns.taken():
+        with self.lock.held():
             self.check_free()
-            self.turns.configure()
+            self.lock.configure()
         return SequenceEvaluator(self)
 
     # ---- generation ---------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class LLM:
             )
             for i, p in enumerate(p for p in prompts for _ in range(n))
         ]
-        for _ in self.run_requests(requests, WHOLE_BURST_S, share_prompts=n > 1):
+        for _ in self.run_requests(requests, BATCH_MULTI_STEP_S, share_prompts=n > 1):
             pass
         return [self.generation(r) for r in requests]
 
@@ -456,7 +456,7 @@ class LLM:
     def run_requests(
         self,
         requests: list[Request],
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
         """Run requests to their end, yielding new tokens as they come.
@@ -466,22 +466,18 @@ class LLM:
         `share_prompts` requests that begin alike share pages, as in `nbflow.LLMEngine`, unless others
         run already without.
         """
-        return self.turns.run(requests, burst_s, share_prompts)
+        return self.lock.run(requests, burst_s, share_prompts)
 
     def proposed(self) -> Proposals | None:
         """Return what draft models propose for the next step, the same on every rank."""
-        first = self.engines[0]
+        first = self.workers[0]
         running = first.scheduler.running
         if not any(r.n_proposed and r.proposer is None for r in running):
             return None
         found = proposals(running, first.scheduler.max_step_tokens) if self.leads else None
-        if not self.is_team and self.engine is None:  # an engine tells the others itself
+        if not self.ranks_are_threads and self.engine is None:  # an engine tells the others itself
             found = first.comm.bcast_object(found)
         return found
-
-    def copies(self, request: Request) -> list[Request]:
-        """Return a request for each rank of this process, the first of them itself."""
-        return [request, *(request.copy() for _ in self.engines[1:])]
 
     def generation(self, request: Request) -> RequestOutput:
         """Return what a request that has ended came to."""
@@ -502,7 +498,7 @@ class LLM:
         return (*self.spec.eos_token_ids, *known)
 
     @property
-    def found_tokenizer(self) -> Tokenizer | None:
+    def optional_tokenizer(self) -> Tokenizer | None:
         """The tokenizer if there is one."""
         return self._tokenizer
 
@@ -530,43 +526,43 @@ class LLM:
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
-        with self.turns.taken():
+        with self.lock.held():
             results = self.call(method)
-            if self._team is None:
-                comm = self.engines[0].comm
+            if self._rank_threads is None:
+                comm = self.workers[0].comm
                 results = comm.bcast_object(comm.gather_object(results[0]))
         return results
 
-    def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
-        """Call a method of every `Worker` of this process, and return the results.
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every `Worker` of this process; return their results.
 
-        Other threads wait for it.
+        Other threads wait for it.  Each rank gets a copy of a request that is submitted.
         """
-        with self.turns.call():
-            return self._call(method, args, per_engine)
-
-    def _call(self, method: str, args: tuple[Any, ...], per_engine: list[Any] | None) -> list[Any]:
-        if not self.engines:
-            raise UsageError(
-                f"this process holds no part of the model (partition {self.plan.partition!r}), "
-                "or the model is closed"
+        with self.lock.calling():
+            if not self.workers:
+                raise UsageError(
+                    f"this process holds no part of the model (partition {self.plan.partition!r}), "
+                    "or the model is closed"
+                )
+            if self._process != os.getpid():
+                self._check_fork()
+            if self._rank_threads is None:
+                return [getattr(self.workers[0], method)(*args)]
+            of_rank = [args] * len(self.workers)
+            if method == "submit":
+                of_rank = [args, *((args[0].copy(),) for _ in self.workers[1:])]
+            return self._rank_threads.run(
+                lambda comm: getattr(self.workers[comm.rank], method)(*of_rank[comm.rank])
             )
-        alone = self._team is None and self.engines[0].comm.size == 1
-        if not alone and self._process != os.getpid():
+
+    def _check_fork(self) -> None:
+        """Raise in a forked child if the model has ranks that are not in this process."""
+        if self._rank_threads is not None or self.workers[0].comm.size > 1:
             raise UsageError(
                 f"the {len(self.plan.ranks)} ranks of {self.spec.name} (partition "
                 f"{self.plan.partition!r}) are not in this process, which was forked; load the "
                 "model here, or load it before the fork with a partition of one rank"
             )
-        if self._team is None:
-            extra = per_engine[:1] if per_engine else []
-            return [getattr(self.engines[0], method)(*args, *extra)]
-
-        def run(comm: Comm) -> Any:
-            extra = [per_engine[comm.rank]] if per_engine else []
-            return getattr(self.engines[comm.rank], method)(*args, *extra)
-
-        return self._team.run(run)
 
 
 def _only(ids: list[int] | None) -> list[list[int]] | None:

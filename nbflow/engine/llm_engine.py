@@ -9,7 +9,6 @@ the others what came in, once a step; they `follow`.  All ranks then decide alik
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -19,12 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.distributed.comm import RankError
 from nbflow.engine.core import Command, EngineCore
-from nbflow.engine.embedding import vector_of
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.limits import Limits, choose_limits, fit
-from nbflow.engine.llm import LLM, STREAM_BURST_S
+from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
@@ -75,7 +72,7 @@ class LLMEngine:
         model: LLM,
         options: EngineOptions | None = None,
         *,
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         **changes: Any,
     ) -> None:
         given = (options or EngineOptions()).replaced(changes)
@@ -111,7 +108,7 @@ class LLMEngine:
         self._cancelled: list[tuple[RequestHandle, FinishReason]] = []
         self._calls: list[tuple[Future[Any], Command]] = []
         self._handles: dict[int, RequestHandle] = {}
-        self._core = EngineCore(model, self._tell)
+        self._core = EngineCore(model, broadcasts=True)
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._failure: BaseException | None = None
@@ -204,8 +201,7 @@ class LLMEngine:
         self.model.claim(self)
         try:
             self._configure()
-            while (commands := self._exchange(None)) is not None:
-                self._obey(commands)
+            self._core.follow()
         except BaseException:
             self._leave(False)
             raise
@@ -278,7 +274,7 @@ class LLMEngine:
                 handle.wait()
                 if handle.finish_reason == "abort":
                     raise EngineClosed("the engine has been closed")
-            return [vector_of(handle.request) for handle in handles]
+            return [handle.request.finished_vector() for handle in handles]
         finally:
             for handle in handles:
                 if not handle.done:
@@ -362,7 +358,7 @@ class LLMEngine:
 
     @property
     def _rank(self) -> Worker:
-        return self.model.engines[0]
+        return self.model.workers[0]
 
     def _n_waiting(self) -> int:
         return len(self._rank.scheduler.waiting) if self._state == "running" else 0
@@ -382,7 +378,7 @@ class LLMEngine:
             self._configure()
             while self._take_in():
                 self._step()
-            self._exchange(None)
+            self._core.broadcast(None)
         except BaseException as error:
             logger.exception("the engine has failed")
             failure = error
@@ -458,7 +454,7 @@ class LLMEngine:
     def _answer(self, future: Future[Any], command: Command) -> None:
         """Make a call that another thread waits for."""
         try:
-            (result,) = self._tell([command])
+            (result,) = self._core.execute([command])
         except Exception as error:
             future.set_exception(error)
             if not isinstance(error, Unsendable):  # the others may be in the middle of it
@@ -531,44 +527,6 @@ class LLMEngine:
     def _leave(self, in_order: bool) -> None:
         """Give the model back, and the memory of its pages."""
         if in_order:
-            self._obey([("end_all", ()), ("configure", ())])
+            self._core.execute([("end_all", ()), ("configure", ())], received=True)
             status.idle()
         self.model.release(self)
-
-    def _tell(self, commands: list[Command]) -> list[Any]:
-        """Let every rank obey the commands, and return the first rank's results, or errors."""
-        if not commands:
-            return []
-        self._exchange(commands)
-        return self._obey(commands)
-
-    def _obey(self, commands: list[Command]) -> list[Any]:
-        """Do what the first rank wants; an error that leaves all ranks alike is a result.
-
-        Any other ends the engine, because the other ranks may wait for this one.
-        """
-        results: list[Any] = []
-        for command in commands:
-            try:
-                results.append(self._core.run(command))
-            except Exception as error:
-                alike = isinstance(error, UsageError) and not isinstance(error, RankError)
-                if not alike and self._rank.comm.size > 1:
-                    raise
-                results.append(error)
-        return results
-
-    def _exchange(self, commands: list[Command] | None) -> list[Command] | None:
-        """Return the first rank's commands on every rank; None says that the engine is over."""
-        if not self.model.engines or self.model.is_team or self._rank.comm.size == 1:
-            return commands
-        try:
-            data = np.frombuffer(pickle.dumps(commands), np.uint8)
-        except Exception as error:  # the others have been told nothing yet
-            raise Unsendable(f"the other ranks cannot be sent this: {error}") from error
-        size = np.array([data.size])
-        self._rank.comm.Bcast(size, 0)
-        message = data.copy() if self.leads else np.empty(int(size[0]), np.uint8)
-        self._rank.comm.Bcast(message, 0)
-        result: list[Command] | None = pickle.loads(message.tobytes())
-        return result

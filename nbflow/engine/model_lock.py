@@ -19,7 +19,7 @@ from nbflow.engine.request_validation import check_request
 from nbflow_kernels.errors import UsageError
 
 
-class Turns:
+class ModelLock:
     """The lock of a model, and the requests that run on it without an engine.
 
     Parameters
@@ -37,7 +37,7 @@ class Turns:
         self._left: deque[Request] = deque()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Have the model for one call, or for several that belong together.
 
         Raises
@@ -53,9 +53,9 @@ class Turns:
             yield
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Make a call to the ranks; raises as `taken`."""
-        with self.taken():
+    def calling(self) -> Iterator[None]:
+        """Make a call to the ranks; raises as `held`."""
+        with self.held():
             self._in_call = True
             try:
                 yield
@@ -63,14 +63,14 @@ class Turns:
                 self._in_call = False
 
     def configure(self, share_prompts: bool = False) -> None:
-        """Have the cache as what comes now would like it; the model is `taken`.
+        """Have the cache as what comes now would like it; the model is `held`.
 
         Where requests run, or a session is open, it stays as it is: they keep their pages, and what
         comes has the same result either way.
         """
         self._end_left()
         runs = any(request.finish_reason is None for request in self._outputs)
-        if not runs and not (self._model.engines and self._model.engines[0].table.sequences):
+        if not runs and not (self._model.workers and self._model.workers[0].table.sequences):
             self._model.call("configure", None, None, None, share_prompts)
 
     def run(
@@ -102,18 +102,20 @@ class Turns:
         model = self._model
         for request in requests:
             check_request(model.spec, request)
-        with self.taken():
+        with self.held():
             model.check_free()
             self.configure(share_prompts)
             for i, request in enumerate(requests):
-                self._core.submit([request])
+                (refused,) = self._core.submit([request])
+                if isinstance(refused, Exception):
+                    raise refused
                 mine[request] = i
                 self._outputs[request] = []
 
     def _outputs_of(self, mine: Iterable[Request], burst_s: float) -> list[RequestDelta]:
         """Return what the next steps give some requests; nothing when all have ended."""
         while True:
-            with self.taken():
+            with self.held():
                 found = [output for request in mine for output in self._outputs[request]]
                 self._outputs.update({request: [] for request in mine})
                 # an engine that has been started meanwhile has ended all requests
@@ -130,11 +132,11 @@ class Turns:
         """
         if request.finish_reason is None:
             return True
-        engines = self._model.engines
+        engines = self._model.workers
         return bool(engines) and request in engines[0].scheduler.requests
 
     def _step(self, burst_s: float) -> None:
-        """Run a step of the requests of all threads; the model is `taken`."""
+        """Run a step of the requests of all threads; the model is `held`."""
         outputs = self._core.step(burst_s)
         for output in outputs:
             if output.request in self._outputs:
@@ -155,7 +157,7 @@ class Turns:
                 self._lock.release()
 
     def _end_left(self) -> None:
-        """End requests that are not read any further; the model is `taken`."""
+        """End requests that are not read any further; the model is `held`."""
         while self._left:
             request = self._left.popleft()
             self._outputs.pop(request, None)
@@ -163,7 +165,7 @@ class Turns:
                 if request.finish_reason is None and self._model.engine is None:
                     self._core.end(request, "abort")
                 else:
-                    self._core.forget(request)
+                    self._core.release(request)
 
 
 def _within_a_step() -> UsageError:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nbflow.engine.detokenizer import IncrementalDetokenizer
-from nbflow.engine.embedding import empty_vectors, pool
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.sampler import (
     FIRST,
@@ -129,7 +128,7 @@ class StepOutput:
         known = [w.request.prompt_logprobs or 0 for w in works for _ in _prompt_rows(w)]
         width = FIRST + 2 * max(known, default=0)
         prompt = SamplerOutput(np.full((len(known), width), math.nan))
-        vectors = empty_vectors(works, hidden_size)
+        vectors = np.zeros((sum(w.ends_pooling for w in works), hidden_size), np.float32)
         return cls(SamplerOutput.empty(draws), prompt, empty_rows(works, n_vocab), vectors)
 
     @property
@@ -139,8 +138,17 @@ class StepOutput:
         return [a for a in every if a.size]
 
     def pool(self, works: Sequence[ScheduledRequest], states: np.ndarray) -> None:
-        """Take the hidden states that are pooled; the last rows of the step's."""
-        pool(self.vectors, works, states)
+        """Add hidden states, the last rows of the step, to the texts being pooled."""
+        start = done = 0
+        for work in works:
+            request, rows = work.request, work.state_rows
+            if request.pooling is None:
+                continue
+            request.pooling.add(states[start : start + len(rows)], request.n_done)
+            start += len(rows)
+            if work.ends_pooling:
+                self.vectors[done] = request.pooling.vector(len(request.prompt))
+                done += 1
 
     def compute(
         self,

@@ -34,36 +34,36 @@ class Pipeline:
         self._rank = rank
         self._depth = depth
         self._steps: deque[tuple[list[ScheduledRequest], StepOutput]] = deque()
-        self._kept: list[RequestDelta] = []
+        self._collected: list[RequestDelta] = []
 
-    def advance(self) -> list[RequestDelta]:
+    def step(self) -> list[RequestDelta]:
         """Begin as many steps as there are stages, and return what came out meanwhile."""
         requests = self._rank.scheduler.requests  # some may have been ended since
-        outputs = [output for output in self._kept if output.request in requests]
-        self._kept = []
+        outputs = [output for output in self._collected if output.request in requests]
+        self._collected = []
         for _ in range(self._depth):
             if len(self._steps) == self._depth:
-                outputs += self._end_step()
+                outputs += self._collect()
             while self._steps and self._is_short():  # pages can only be taken from who waits
-                outputs += self._end_step()
-            if not self._begin_step(outputs):
+                outputs += self._collect()
+            if not self._dispatch(outputs):
                 break
         if not outputs and self._steps:
-            outputs = self._end_step()
+            outputs = self._collect()
         return outputs
 
     def settle(self) -> None:
-        """Wait for all steps in flight; the next `advance` returns their outputs.
+        """Wait for all steps in flight; the next `step` returns their outputs.
 
         Messages between ranks outside of the steps would meet those of the steps.
         """
         while self._steps:
-            self._kept += self._end_step()
+            self._collected += self._collect()
 
     def end_all(self) -> None:
         """Wait for all steps in flight and drop their outputs."""
         self.settle()
-        self._kept = []
+        self._collected = []
 
     def _busy(self) -> set[int]:
         return {work.request.id for works, _ in self._steps for work in works}
@@ -73,20 +73,20 @@ class Pipeline:
         scheduler = self._rank.scheduler
         return scheduler.table.n_available < scheduler.width
 
-    def _begin_step(self, outputs: list[RequestDelta]) -> bool:
+    def _dispatch(self, outputs: list[RequestDelta]) -> bool:
         """Run this rank's part of a step; False if there is nothing to run."""
         rank, busy = self._rank, self._busy()
         n = len(rank.scheduler.requests)
         works = rank.scheduler.next_step(busy, -(-n // self._depth))
         if not works:
             return False
-        outcome = rank.begin_step(works)
+        outcome = rank.dispatch_step(works)
         if outcome.arrays:
             self._steps.append((works, outcome))
         else:
-            outputs += rank.end_step(works, outcome)
+            outputs += rank.collect_step(works, outcome)
         return True
 
-    def _end_step(self) -> list[RequestDelta]:
+    def _collect(self) -> list[RequestDelta]:
         """Receive what the oldest step gave, and give it to its requests."""
-        return self._rank.end_step(*self._steps.popleft())
+        return self._rank.collect_step(*self._steps.popleft())

@@ -40,7 +40,7 @@ class DraftProposer(Protocol):
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
         """Return at most so many tokens for each request."""
 
-    def forget(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Free what is held for a request that has ended."""
 
 
@@ -220,6 +220,14 @@ class Request:
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes are told: a model stays where it is."""
         return {**self.__dict__, "drafter": None}
+
+    def finished_vector(self) -> np.ndarray:
+        """Return the pooled vector of a finished request; raise its error if it has none."""
+        if self.error is not None:
+            raise self.error
+        if self.vector is None:
+            raise UsageError(f"the text was not read to its end: {self.finish_reason}")
+        return self.vector
 
     def restart(self) -> None:
         """Forget what was computed: prompt and new tokens are read again."""

@@ -89,6 +89,15 @@ class ScheduledRequest:
         return request.pooling.rows(request.n_done, self.n_tokens, len(request.prompt))
 
     @property
+    def token_types(self) -> list[int]:
+        """Types of the tokens, for models that have an embedding for them."""
+        pooling, first = self.request.pooling, self.request.n_done
+        n = self.n_tokens + len(self.drafts)
+        if pooling is None or pooling.token_types is None:
+            return [0] * n
+        return pooling.token_types[first : first + n]
+
+    @property
     def ends_pooling(self) -> bool:
         """True if the vector of a text comes out."""
         return self.request.pooling is not None and self.n_tokens == self.request.n_pending

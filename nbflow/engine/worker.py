@@ -22,7 +22,6 @@ from nbflow.distributed.comm import Comm, RankError
 from nbflow.distributed.links import Links
 from nbflow.distributed.plan import Plan, make_plan
 from nbflow.engine.cross_attention import CrossAttentionCache
-from nbflow.engine.embedding import token_types
 from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
 from nbflow.engine.multi_step import MAX_STEPS, MultiStepDecode
 from nbflow.engine.outputs import ERROR_BYTES, RequestDelta, StepOutput
@@ -47,7 +46,7 @@ from nbflow.utils.system import available_memory_bytes, peak_rss_bytes, reset_pe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
-MAX_BURSTS = 32
+MAX_MULTI_STEP_DECODES = 32
 """Bursts (strategies and batch sizes) kept."""
 
 
@@ -155,7 +154,7 @@ class Worker:
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
-        self._bursts: dict[tuple[Any, ...], MultiStepDecode] = {}
+        self._multi_step_decodes: dict[tuple[Any, ...], MultiStepDecode] = {}
         self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
@@ -188,9 +187,18 @@ class Worker:
         Hidden states are computed of the rows, and logits of the first `n_logits`: by default all.
         """
         self.executor.place.activate()
-        self._run(self._step(sequences, tokens, logit_rows, types, n_logits))
+        step = self._make_step(sequences, tokens, logit_rows, types, n_logits)
+        try:
+            self._prepare()
+            self.executor.run(step)
+        except UsageError as error:  # memory or device of this rank; the others continue
+            if self.comm.size == 1:
+                raise
+            raise RankError(f"rank {self.mine.rank}: {error}") from error
+        if self.comm.size > 1:
+            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 
-    def _step(
+    def _make_step(
         self,
         sequences: Sequence[int],
         tokens: Sequence[Sequence[int]],
@@ -297,26 +305,27 @@ class Worker:
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
-    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[RequestDelta]:
-        """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+    def step(self, burst_s: float, proposed: Proposals | None = None) -> list[RequestDelta]:
+        """Run one step, or at most `burst_s` seconds of decode steps, and return the new tokens.
 
         `proposed` are tokens of a draft model (`nbflow.engine.speculative.draft_model`), which this
         step verifies.
-
-        A step that fails ends the requests that were in it, where this is the only rank; among
-        several, who fails leaves the others waiting in the middle of a step, so the error is
-        raised.
         """
         for request in self.scheduler.running:
             request.proposed = None if proposed is None else proposed.get(request.id)
         with self._watched():
-            return self._advance(burst_s)
+            deltas = self._run_next(burst_s) if self._pipeline is None else self._pipeline.step()
+        for delta in deltas:
+            if delta.request.finish_reason is not None:
+                self._remove(delta.request)
+        return deltas
 
-    def _advance(self, burst_s: float) -> list[RequestDelta]:
-        if self._pipeline is not None:
-            outputs = self._pipeline.advance()
-            self._remove_ended(outputs)
-            return outputs
+    def _run_next(self, burst_s: float) -> list[RequestDelta]:
+        """Run the next step of the scheduler.
+
+        An error ends the requests of the step if this is the only rank.  Among several it is
+        raised: the others wait in the middle of the step.
+        """
         works = self.scheduler.next_step()
         if not works:
             assert not self.scheduler.requests, "requests are left, but none can run"
@@ -324,33 +333,22 @@ class Worker:
         try:
             if self.encoded is not None:
                 self.encoded.update(self.scheduler.running)
-            outputs = (
-                self._burst(works, burst_s) if self._can_burst(works) else self._one_step(works)
-            )
+            if self._can_multi_step(works):
+                return self._multi_step(works, burst_s)
+            return self.collect_step(works, self.dispatch_step(works))
         except Exception as error:
             if self.comm.size > 1:
                 raise
             for work in works:
                 work.request.fail(error)
-            outputs = [RequestDelta(work.request) for work in works]
-        self._remove_ended(outputs)
-        return outputs
-
-    def _remove_ended(self, outputs: Sequence[RequestDelta]) -> None:
-        for output in outputs:
-            if output.request.finish_reason is not None:
-                self._remove(output.request)
+            return [RequestDelta(work.request) for work in works]
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
         if self.encoded is not None:
             self.encoded.update(self.scheduler.running)
 
-    def _one_step(self, works: Sequence[ScheduledRequest]) -> list[RequestDelta]:
-        """Run one step, draw, and enter the pages that are full into the cache."""
-        return self.end_step(works, self.begin_step(works))
-
-    def begin_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
+    def dispatch_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step; on the rank with the head, draw, and tell the others."""
         parts = [part for work in works for part in work.parts]
         rows: list[int] = []
@@ -360,9 +358,12 @@ class Worker:
             rows += range(end - work.n_logits, end)
             rows += [start + i for i in work.state_rows]
         n_logits = sum(work.n_logits for work in works)
+        types = None
+        if any(work.request.pooling and work.request.pooling.token_types for work in works):
+            types = [token_type for work in works for token_type in work.token_types]
         self.run_step(
             [sequence for sequence, _ in parts], [ids for _, ids in parts], rows,
-            token_types(works), n_logits,
+            types, n_logits,
         )  # fmt: skip
         outcome = StepOutput.empty(works, self.spec.vocab_size, self.spec.hidden_size)
         if self.comm.rank == self._head:
@@ -376,7 +377,7 @@ class Worker:
                 self._post(array)
         return outcome
 
-    def end_step(
+    def collect_step(
         self, works: Sequence[ScheduledRequest], outcome: StepOutput
     ) -> list[RequestDelta]:
         """Give the requests of a step what it gave."""
@@ -418,7 +419,7 @@ class Worker:
         if self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
-    def _can_burst(self, works: Sequence[ScheduledRequest]) -> bool:
+    def _can_multi_step(self, works: Sequence[ScheduledRequest]) -> bool:
         """Return whether the next steps can run as one burst: all generate, nobody is to join."""
         return (
             isinstance(self.executor, CpuExecutor)
@@ -429,7 +430,7 @@ class Worker:
             and MultiStepDecode.fits([w.request for w in works])
         )
 
-    def _burst(self, works: Sequence[ScheduledRequest], burst_s: float) -> list[RequestDelta]:
+    def _multi_step(self, works: Sequence[ScheduledRequest], burst_s: float) -> list[RequestDelta]:
         """Run several steps in which each of these requests draws a token."""
         requests = [w.request for w in works]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
@@ -437,18 +438,18 @@ class Worker:
         n_steps = min(n_steps, *(self.scheduler.n_alike(r) for r in requests))
         n_steps = self._reserve(requests, n_steps)
         key = MultiStepDecode.key(requests)
-        if key not in self._bursts:
-            if len(self._bursts) >= MAX_BURSTS:
-                self._bursts.clear()
-            self._bursts[key] = MultiStepDecode(*key)
-        burst = self._bursts[key]
+        if key not in self._multi_step_decodes:
+            if len(self._multi_step_decodes) >= MAX_MULTI_STEP_DECODES:
+                self._multi_step_decodes.clear()
+            self._multi_step_decodes[key] = MultiStepDecode(*key)
+        burst = self._multi_step_decodes[key]
         wrong = burst.begin(requests)
         if wrong:  # the others draw in the next step
             for b, error in wrong.items():
                 requests[b].fail(error)
             return [RequestDelta(requests[b]) for b in wrong]
         assert isinstance(self.executor, CpuExecutor)
-        step = self._step(
+        step = self._make_step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
         )
         self._prepare()
@@ -500,17 +501,6 @@ class Worker:
             self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
-    def _run(self, step: Step) -> None:
-        try:
-            self._prepare()
-            self.executor.run(step)
-        except UsageError as error:  # of this rank's memory or device: the others go on
-            if self.comm.size == 1:
-                raise
-            raise RankError(f"rank {self.mine.rank}: {error}") from error
-        if self.comm.size > 1:
-            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
-
     def _post(self, array: np.ndarray) -> None:
         """Send every other rank an array that this one, with the head, has computed."""
         for other in range(self.comm.size):
@@ -557,7 +547,7 @@ class Worker:
             "host": platform.node(),
         }
 
-    def whereabouts(self) -> dict[str, Any]:
+    def host_addresses(self) -> dict[str, Any]:
         """Return the name of this rank's machine, and its addresses."""
         return {"host": platform.node(), "addresses": own_addresses()}
 

@@ -258,7 +258,7 @@ def _step_seconds(load: Load, comm: Comm, threads: int) -> tuple[float, float]:
             seconds.append(taken / STEPS)
         one_by_one, in_bursts = seconds
         work_s = model.spec.n_parameters * weight_s
-        n_ops = len(model.engines[0].program.ops)
+        n_ops = len(model.workers[0].program.ops)
     return max(one_by_one - in_bursts, MINIMUM_S), max(in_bursts - work_s, MINIMUM_S) / n_ops
 
 

@@ -70,7 +70,7 @@ def served(model, limits, order=ORDER, **fields):
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
 def test_whatever_goes_on(wide, options):
     with nbflow.load(wide, max_step_tokens=200, threads=1, **options) as model:
-        page = model.engines[0].storage.page_bytes
+        page = model.workers[0].storage.page_bytes
         alone = []
         for i in range(len(PROMPTS)):
             request = make(model, i)
@@ -142,7 +142,7 @@ def test_encoders_read_together(tmp_path):
     inputs = [read[i:] for i in range(5)]
     with nbflow.load(FAMILIES / "m2m_100", threads=1) as model:
         alone = [model.generate(ids, 6) for ids in inputs]
-        memory = model.engines[0].encoded
+        memory = model.workers[0].encoded
         with nbflow.LLMEngine(model, max_sequences=3) as engine:
             handles = [
                 engine.submit(model.make_request(ids, 6, "greedy", 0, False)) for ids in inputs

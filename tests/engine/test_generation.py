@@ -51,7 +51,7 @@ def test_beam_search_finds_what_transformers_finds(golden):
             if theirs["score"] is not None:
                 # sums of 12 log-probabilities of float32 models, each good to about 1e-6
                 assert ours.score == pytest.approx(theirs["score"], abs=1e-4)
-        pages = model.engines[0].table
+        pages = model.workers[0].table
         assert pages.n_held == 0
 
 
@@ -119,7 +119,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tiny):
             assert helped.ids == plain.ids
             # rows of a step of five and of one agree up to rounding: a token may tip over
             assert helped.acceptance_rate > 0.9
-        assert draft.engines[0].table.n_held == 0
+        assert draft.workers[0].table.n_held == 0
 
 
 def test_a_bad_draft_model_changes_nothing(tmp_path):
@@ -224,8 +224,8 @@ def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
         nbflow.load("tiny_python", threads=1, max_step_tokens=48) as draft,  # reads in pieces
     ):
         plain = model.generate_batch(prompts, 30, seed=3, decoding="top_p", ignore_eos=True)
-        asked, run = [], draft.engines[0].run_step
-        draft.engines[0].run_step = lambda sequences, *rest: (
+        asked, run = [], draft.workers[0].run_step
+        draft.workers[0].run_step = lambda sequences, *rest: (
             asked.append(len(sequences)),
             run(sequences, *rest),
         )
@@ -245,7 +245,7 @@ def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
             cut.cancel()
             assert list(cut)[-1].finish_reason == "abort"
         assert max(asked) == 3
-        assert draft.engines[0].table.n_held == 0
+        assert draft.workers[0].table.n_held == 0
 
 
 @pytest.mark.parametrize("partition", ["0;1", "0&1"])

@@ -147,9 +147,9 @@ def test_preempted_requests_are_computed_with_the_same_angles(model):
         request = model.make_request(BEGIN, len(CROSSING))
         model.call("configure")
         model.call("submit", request)
-        scheduler = model.engines[0].scheduler
+        scheduler = model.workers[0].scheduler
         while request.finish_reason is None:
-            model.call("advance", 0.0)
+            model.call("step", 0.0)
             if len(request.ids) == at and scheduler.running:
                 scheduler.preempt(request)
                 assert request.long == (N_SHORT + at > ORIGINAL)

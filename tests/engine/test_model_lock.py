@@ -63,8 +63,8 @@ def test_threads_get_what_they_would_get_alone(ranks):
     with ThreadPoolExecutor(4) as pool:
         for first, found in enumerate(pool.map(work, range(4))):
             assert found == alone[first:] + alone[:first]
-    assert not ranks.engines[0].scheduler.requests
-    assert ranks.engines[0].table.n_held == 0
+    assert not ranks.workers[0].scheduler.requests
+    assert ranks.workers[0].table.n_held == 0
 
 
 def test_a_stop_text_is_found_whoever_makes_the_step(tiny):
@@ -124,7 +124,7 @@ def test_a_stream_that_is_dropped_during_a_step_does_not_hold_it_up(ranks):
 
     assert len(ranks.generate(IDS[:5], 5, ignore_eos=True, draft=propose).ids) == 5
     assert ranks.generate(IDS[:5], 5, ignore_eos=True)
-    assert not ranks.engines[0].scheduler.requests
+    assert not ranks.workers[0].scheduler.requests
 
 
 def test_an_engine_keeps_its_requests_when_an_old_stream_is_dropped(model):
@@ -152,7 +152,7 @@ def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(model):
     requests[1].search = nbflow.sampling.BeamSearch(num_beams=100)  # max_step_tokens is 64
     with pytest.raises(UsageError, match="follows 100 continuations, but at most 64"):
         list(model.run_requests(requests))
-    assert not model.engines[0].scheduler.requests
+    assert not model.workers[0].scheduler.requests
 
 
 def test_the_listener_of_an_engine_is_not_left_waiting_for_itself(model):
@@ -180,4 +180,4 @@ def test_what_ends_while_another_call_waits_is_given_out(checkpoint):
                 found[i].append(output.token)
             model.logits(IDS[:5])
         assert found == {i: request.ids for i, request in enumerate(requests)}
-        assert not model.engines[0].scheduler.requests
+        assert not model.workers[0].scheduler.requests

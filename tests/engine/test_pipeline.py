@@ -69,9 +69,9 @@ def test_a_cache_without_free_pages_takes_turns(checkpoint, prompts, expected):
             for i, p in enumerate(prompts)
         ]
         for request in requests:
-            model.call("submit", per_engine=model.copies(request))
+            model.call("submit", request)
         while any(r.finish_reason is None for r in requests):
-            model.call("advance", 0.0)
+            model.call("step", 0.0)
         assert [r.ids for r in requests] == expected
 
 
@@ -82,14 +82,14 @@ def test_a_request_ended_on_its_way_gives_nothing_more(checkpoint, prompts, expe
             for i, p in enumerate(prompts[:4])
         ]
         for request in requests:
-            model.call("submit", per_engine=model.copies(request))
-        model.call("advance", 0.0)  # leaves steps on their way
+            model.call("submit", request)
+        model.call("step", 0.0)  # leaves steps on their way
         model.call("end", requests[3].id, "abort")
         while any(r.finish_reason is None for r in requests):
-            assert requests[3] not in [o.request for o in model.call("advance", 0.0)[0]]
+            assert requests[3] not in [o.request for o in model.call("step", 0.0)[0]]
         assert [r.ids for r in requests[:3]] == expected[:3]
         assert len(requests[3].ids) < 9
-        assert model.engines[1].table.n_held == 0
+        assert model.workers[1].table.n_held == 0
 
 
 @pytest.mark.parametrize(("n", "begun"), [(4, 2), (1, 1)])
@@ -106,11 +106,11 @@ def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n,
 
         return call
 
-    for name in ("begin_step", "end_step"):
+    for name in ("dispatch_step", "collect_step"):
         monkeypatch.setattr(Worker, name, noted(name))
     with nbflow.load(checkpoint, partition="0;1", threads=1) as model:
         model.generate_batch([[1, 2]] * n, max_tokens=6, ignore_eos=True)
-    ahead = np.cumsum([1 if name == "begin_step" else -1 for name in events])
+    ahead = np.cumsum([1 if name == "dispatch_step" else -1 for name in events])
     assert ahead.max() == begun
     assert ahead[-1] == 0
 

@@ -91,7 +91,7 @@ def test_when_a_replica_fails(policy):
         nbflow.load("tiny_python", partition="0&1/2", threads=1) as model,
         nbflow.LLMEngine(model, on_failure=policy) as engine,
     ):
-        broken = engine._own[0].model.engines[1]
+        broken = engine._own[0].model.workers[1]
 
         def planted(*_):
             raise RuntimeError("planted")

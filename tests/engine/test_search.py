@@ -77,7 +77,7 @@ def test_searches_share_steps_with_all_others(model, alone, limits):
 
 
 def test_searches_that_lose_their_pages_find_the_same(model, alone):
-    page = model.engines[0].storage.page_bytes
+    page = model.workers[0].storage.page_bytes
     with nbflow.LLMEngine(model, kv_bytes=12 * page) as engine:
         handles = [engine.submit(make(model, s, LONG)) for s in (BEAM, CONTRAST) for _ in range(2)]
         handles += [engine.submit(make(model, "greedy", LONG, 80)) for _ in range(2)]
@@ -154,7 +154,7 @@ def test_a_search_with_an_encoder():
             handles = [engine.submit(make(model, s, [5, 6, 7], 8)) for s in (BEAM, CONTRAST)]
             assert [numbers(h.results(60)) for h in handles] == alone
             assert idle(engine)
-        assert model.engines[0].encoded.table.sequences == []
+        assert model.workers[0].encoded.table.sequences == []
 
 
 def test_refused(model):
@@ -168,7 +168,7 @@ def test_refused(model):
             make(model, BEAM, **wrong)
     with pytest.raises(UsageError, match=r"n must be in 1\.\.num_beams"):
         BeamSearch(num_beams=2, n=3)
-    page = model.engines[0].storage.page_bytes
+    page = model.workers[0].storage.page_bytes
     with nbflow.LLMEngine(model, max_sequences=3, kv_bytes=9 * page) as engine:
         with pytest.raises(UsageError, match="follows 4 continuations"):
             engine.submit(make(model, BEAM)).result(60)

@@ -276,7 +276,7 @@ def test_one_rank_without_memory_for_an_engine(checkpoint, partition, monkeypatc
     """All ranks agree that there is none, and the model is as it was."""
     with nbflow.load(checkpoint, kv="f32", threads=1, partition=partition) as model:
         expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
-        storage = model.engines[1].storage
+        storage = model.workers[1].storage
         with monkeypatch.context() as patch:
             patch.setattr(storage, "ensure", refusing)
             engine = nbflow.LLMEngine(model, kv_bytes=KV).start()
@@ -291,7 +291,7 @@ def refusing(*_):
 
 def test_one_rank_without_memory_within_a_step_ends_them_all_with_the_cause(checkpoint):
     with nbflow.load(checkpoint, threads=1, partition="0&1") as model:
-        model.engines[1].storage.ensure = refusing
+        model.workers[1].storage.ensure = refusing
         with pytest.raises(UsageError, match="rank 1: planted: no room"):
             model.generate(IDS[:9], 3)
         with pytest.raises(RuntimeError, match="load the model again"):

@@ -106,7 +106,7 @@ def test_bursts_draw_what_single_steps_draw(
     prompts = [IDS[: 3 + 5 * i].tolist() for i in range(batch)]
     results = []
     for seconds in (0.0, 1e6):  # bursts of one step, and of as many as there may be
-        monkeypatch.setattr(engine_model, "WHOLE_BURST_S", seconds)
+        monkeypatch.setattr(engine_model, "BATCH_MULTI_STEP_S", seconds)
         with nbflow.load(checkpoint) as model:
             made = [model.generate_batch(prompts, max_tokens=24, seed=3, **options)]
             made.append(model.generate_batch(prompts, max_tokens=24, seed=3, **options))
@@ -150,7 +150,7 @@ def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
 def test_logits_that_are_no_numbers_are_reported(checkpoint: Path, tmp_path: Path) -> None:
     write_llama(tmp_path, n_layers=1)
     with nbflow.load(tmp_path) as model:
-        for operands in model.engines[0].weights.operands[-1:]:
+        for operands in model.workers[0].weights.operands[-1:]:
             packed = operands[0].packed()
             packed.data[:] = np.nan
         with pytest.raises(UsageError, match="the model's logits have a NaN"):

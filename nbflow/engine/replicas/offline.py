@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nbflow.distributed import Comm, Plan
-from nbflow.engine.llm import LLM, STREAM_BURST_S
+from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.outputs import RequestOutput, TokenOutput
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.request import Request
@@ -38,10 +38,10 @@ class Replicas(LLM):
     def __init__(self, mine: list[LLM], plan: Plan, comm: Comm, index: int, n: int) -> None:
         first = mine[0]
         super().__init__(
-            first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
+            first.spec, plan, first._tokenizer, first.workers, first._rank_threads, first.threads,
             first.defaults, first._why_no_tokenizer,
         )  # fmt: skip
-        self.turns = first.turns  # its ranks are called here, too
+        self.lock = first.lock  # its ranks are called here, too
         self.mine = mine
         """The replicas of this process."""
         self._comm = comm
@@ -54,7 +54,7 @@ class Replicas(LLM):
         """Close all replicas of this process."""
         for model in self.mine:
             model.close()
-        self.engines, self._team = [], None
+        self.workers, self._rank_threads = [], None
 
     @property
     def leads(self) -> bool:
@@ -81,7 +81,7 @@ class Replicas(LLM):
     def run_requests(
         self,
         requests: list[Request],
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
         """As `LLM.run_requests`; what other processes' replicas give comes in two parts.

@@ -17,7 +17,7 @@ import numpy as np
 
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.limits import choose_limits, fit
-from nbflow.engine.llm import LLM, STREAM_BURST_S
+from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, obey
 from nbflow.engine.request import FinishReason, Request
@@ -109,7 +109,7 @@ class ReplicaRouter(LLMEngine):
         model: LLM,
         options: EngineOptions | None = None,
         *,
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         **changes: Any,
     ) -> None:
         assert isinstance(model, ReplicatedModel)
@@ -117,7 +117,7 @@ class ReplicaRouter(LLMEngine):
         limits = choose_limits(model, given)
         self._set_up(model, limits, burst_s, given.on_failure)
         self._replicas = model
-        self._ranks = model.gather("whereabouts")  # every rank is asked
+        self._ranks = model.gather("host_addresses")  # every rank is asked
         self._own = [LLMEngine.with_limits(m, limits, burst_s) for m in model.mine]
         self._members: list[Member] = []
         self._listener: Listener | None = None

@@ -69,7 +69,7 @@ class Listener:
     Parameters
     ----------
     ranks : sequence of dict
-        `RankEngine.whereabouts` of all ranks, the own first.  With one host, only the loopback
+        `RankEngine.host_addresses` of all ranks, the own first.  With one host, only the loopback
         interface is listened to, else the addresses that the other hosts reach.
     """
 

@@ -52,7 +52,7 @@ def check_draft(draft: ModelInfo, model: ModelInfo, verify: str = "same") -> Non
         )
     if draft.spec.encoder is not None or not draft.spec.causal or not draft.spec.head:
         raise UsageError(f"the draft model must be decoder-only; {draft.spec.name} is not")
-    if len(draft.plan.numbers) > 1 and not draft.is_team:
+    if len(draft.plan.numbers) > 1 and not draft.ranks_are_threads:
         raise UsageError(
             f"the draft model runs in one process, but has partition {draft.plan.partition!r}; "
             "load it with partition='0'"

@@ -77,17 +77,17 @@ class DraftModelProposer:
                 request.draft_probs = np.concatenate(rows_of)
         return {r.id: (len(r.ids), tokens) for r, tokens in drafted.items()}
 
-    def forget(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Free what the draft holds for a request that has ended."""
         with self._lock:
             sequence = self._sequences.pop(request, None)
             self._ids.pop(request, None)
-            if sequence is None or self._session is None or not self.model.engines:
+            if sequence is None or self._session is None or not self.model.workers:
                 return
             try:
                 self._session.drop(sequence)
             except Exception:  # of the draft model alone
-                logger.exception("the draft model raised while it forgot a request")
+                logger.exception("the draft model raised while releasing a request")
 
     def _catch_up(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         """Bring the draft's sequences to what the requests have, but for the tokens returned.
@@ -97,7 +97,7 @@ class DraftModelProposer:
         """
         if self._session is None:
             self._session = self._open()
-        room = self.model.engines[0].max_step_tokens
+        room = self.model.workers[0].max_step_tokens
         pending, pieces = dict[Request, list[int]](), dict[Request, list[int]]()
         for request in requests:
             if request not in self._sequences:
@@ -146,7 +146,7 @@ def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
         except Exception:  # requests go on without their draft
             logger.exception("the draft model raised; its requests go on without it")
             for request, _ in some:
-                drafter.forget(request)
+                drafter.release(request)
                 request.drafter = None
     return found
 
