@@ -18,11 +18,11 @@ from nbflow.engine.request_validation import check_encoder_ids, check_ids
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
-Piece = tuple[int, int, int]
+Chunk = tuple[int, int, int]
 """Index of a sequence, first token, and end of its tokens."""
 
 
-def pieces(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Piece]]:
+def chunks(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Chunk]]:
     """Yield which tokens of which sequences run together, at most `most` of them.
 
     With `whole` no sequence is cut, and one that is longer than `most` runs alone.
@@ -34,7 +34,7 @@ def pieces(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Piec
     >>> list(pieces([3, 4, 2], 5, whole=True))
     [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 2)]]
     """
-    step: list[Piece] = []
+    step: list[Chunk] = []
     room = most
     for b, length in enumerate(lengths):
         start = 0
@@ -54,7 +54,7 @@ MAX_LOGIT_BYTES = 64 * 2**20
 """Logits of all positions are computed in pieces of at most this size."""
 
 
-def most_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
+def max_logit_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
     """Return the most tokens in a step whose logits are all wanted."""
     return max(1, min(max_step_tokens, MAX_LOGIT_BYTES // (4 * spec.vocab_size)))
 
@@ -63,21 +63,21 @@ class PromptEvaluator:
     """Evaluator of one rank; every rank gets the same calls in the same order."""
 
     def __init__(self, rank: StepRunner) -> None:
-        self._rank = rank
+        self._worker = rank
         self._next = -1
         self._ids: dict[int, list[int]] = {}
         """Tokens of sequences whose rotary angles may change with their length."""
 
-    def _most_tokens(self, names: Sequence[str]) -> int:
+    def _max_tokens(self, names: Sequence[str]) -> int:
         """Return the most tokens in a step of which these buffers are wanted."""
         if "logits" not in names:
-            return self._rank.max_step_tokens
-        return most_tokens(self._rank.spec, self._rank.max_step_tokens)
+            return self._worker.max_step_tokens
+        return max_logit_tokens(self._worker.spec, self._worker.max_step_tokens)
 
     def open(self, encoder_ids: Sequence[int] | None = None) -> int:
         """Begin an empty sequence and return its number."""
         (number,) = self._open([encoder_ids], [0])
-        if self._rank.spec.short_context is not None:
+        if self._worker.spec.short_context is not None:
             self._ids[number] = []
         return number
 
@@ -87,35 +87,37 @@ class PromptEvaluator:
         """Begin sequences that come to these lengths at once."""
         numbers = list(range(self._next, self._next - len(encoder_ids), -1))
         self._next -= len(encoder_ids)
-        if self._rank.encoded is not None:
-            self._rank.encoded.add({n: i or () for n, i in zip(numbers, encoder_ids, strict=True)})
+        if self._worker.cross_attention is not None:
+            self._worker.cross_attention.add(
+                {n: i or () for n, i in zip(numbers, encoder_ids, strict=True)}
+            )
         for number, length in zip(numbers, lengths, strict=True):
-            self._rank.table.add(number, long=self._rank.spec.is_long(length))
+            self._worker.table.add(number, long=self._worker.spec.is_long(length))
         return numbers
 
     def fork(self, number: int) -> int:
         """Begin a sequence with everything another one has, and return its number."""
         new, self._next = self._next, self._next - 1
-        self._rank.table.fork(number, new)
+        self._worker.table.fork(number, new)
         if number in self._ids:
             self._ids[new] = list(self._ids[number])
-        if self._rank.encoded is not None:
-            self._rank.encoded.table.fork(number, new)
+        if self._worker.cross_attention is not None:
+            self._worker.cross_attention.table.fork(number, new)
         return new
 
     def truncate(self, number: int, length: int) -> None:
         """Forget all but the first `length` tokens of a sequence."""
-        self._rank.table.truncate(number, length)
+        self._worker.table.truncate(number, length)
         if number in self._ids:
             del self._ids[number][length:]
 
     def close(self, numbers: Sequence[int]) -> None:
         """End sequences."""
         for number in numbers:
-            self._rank.table.drop(number)
+            self._worker.table.drop(number)
             self._ids.pop(number, None)
-            if self._rank.encoded is not None:
-                self._rank.encoded.drop(number)
+            if self._worker.cross_attention is not None:
+                self._worker.cross_attention.drop(number)
 
     def run(
         self,
@@ -135,7 +137,7 @@ class PromptEvaluator:
         """
         for number, ids in zip(numbers, tokens, strict=True):
             if number in self._ids:
-                self._turn_long(number, len(ids))
+                self._recompute_long(number, len(ids))
                 self._ids[number] += ids
         return self._run(numbers, tokens, names, types, last)
 
@@ -152,13 +154,13 @@ class PromptEvaluator:
             [np.empty((1 if last else n, self._width(name)), np.float32) for n in lengths]
             for name in names
         ]
-        whole = not self._rank.spec.causal  # every token sees all others
-        most = self._rank.max_step_tokens if last else self._most_tokens(names)
-        for piece in pieces(lengths, most, whole):
-            found = self._run_piece(numbers, tokens, names, types, piece, last)
+        whole = not self._worker.spec.causal  # every token sees all others
+        most = self._worker.max_step_tokens if last else self._max_tokens(names)
+        for chunk in chunks(lengths, most, whole):
+            found = self._run_chunk(numbers, tokens, names, types, chunk, last)
             for rows, result in zip(found, results, strict=True):
                 first = 0
-                for b, start, stop in piece:
+                for b, start, stop in chunk:
                     n, at = (1, 0) if last else (stop - start, start)
                     if not last or stop == lengths[b]:
                         result[b][at : at + n] = rows[first : first + n]
@@ -179,7 +181,7 @@ class PromptEvaluator:
         """
         results: list[np.ndarray] = []
         lengths = [len(ids) for ids in sequences]
-        for group in pieces(lengths, self._most_tokens([name]), whole=True):
+        for group in chunks(lengths, self._max_tokens([name]), whole=True):
             members = slice(group[0][0], group[-1][0] + 1)
             inputs = [None] * len(group) if encoder_ids is None else encoder_ids[members]
             numbers = self._open(inputs, lengths[members])
@@ -190,38 +192,38 @@ class PromptEvaluator:
                 self.close(numbers)
         return results
 
-    def _turn_long(self, number: int, n_more: int) -> None:
+    def _recompute_long(self, number: int, n_more: int) -> None:
         """Compute a sequence once more if it goes beyond LongRoPE's original context now."""
-        table, before = self._rank.table, self._ids[number]
-        if table.is_long(number) or not self._rank.spec.is_long(len(before) + n_more):
+        table, before = self._worker.table, self._ids[number]
+        if table.is_long(number) or not self._worker.spec.is_long(len(before) + n_more):
             return
         table.drop(number)
         table.add(number, long=True)
         if before:
             self._run([number], [before], [], None, last=True)
 
-    def _run_piece(
+    def _run_chunk(
         self,
         numbers: Sequence[int],
         tokens: Sequence[Sequence[int]],
         names: Sequence[str],
         types: Sequence[Sequence[int]] | None,
-        piece: Sequence[Piece],
+        chunk: Sequence[Chunk],
         last: bool,
     ) -> list[np.ndarray]:
         """Run one step, and return the wanted rows, on every rank."""
-        rank = self._rank
+        rank = self._worker
         some_types = None
         if types is not None:
-            some_types = [t for b, start, stop in piece for t in types[b][start:stop]]
-        ids = [tokens[b][start:stop] for b, start, stop in piece]
+            some_types = [t for b, start, stop in chunk for t in types[b][start:stop]]
+        ids = [tokens[b][start:stop] for b, start, stop in chunk]
         wanted: Sequence[int] = range(sum(map(len, ids)))
         if last:  # of the sequences that come to their end in this step
             ends = itertools.accumulate(map(len, ids))
-            at_end = (stop == len(tokens[b]) for b, _, stop in piece)
+            at_end = (stop == len(tokens[b]) for b, _, stop in chunk)
             wanted = [end - 1 for end, done in zip(ends, at_end, strict=True) if done]
         n_logits = len(wanted) if "logits" in names else 0
-        rank.run_step([numbers[b] for b, _, _ in piece], ids, wanted, some_types, n_logits)
+        rank.run_step([numbers[b] for b, _, _ in chunk], ids, wanted, some_types, n_logits)
         found = []
         for name in names:
             rows = np.empty((len(wanted), self._width(name)), np.float32)
@@ -232,7 +234,7 @@ class PromptEvaluator:
         return found
 
     def _width(self, name: str) -> int:
-        spec = self._rank.spec
+        spec = self._worker.spec
         return spec.vocab_size if name == "logits" else spec.hidden_size
 
 

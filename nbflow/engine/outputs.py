@@ -18,13 +18,13 @@ import numpy as np
 from nbflow.engine.detokenizer import IncrementalDetokenizer
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.sampler import (
-    FIRST,
+    TOP_COLUMN,
     SamplerOutput,
-    choose,
-    describe,
-    draw_ahead,
+    gather_logprobs,
     log_probabilities,
     rows_of,
+    sample_ahead,
+    sample_tokens,
     state_of,
     top_log_probabilities,
 )
@@ -36,7 +36,7 @@ from nbflow.tokenization import Tokenizer
 from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
 
-NO_TOKEN = -1
+FAILED_TOKEN = -1
 """In the place of a token: none could be drawn, or something else about the request failed."""
 ERROR_BYTES = 512
 """Bytes in which the other ranks are told what failed."""
@@ -69,7 +69,7 @@ class RequestDelta:
     request: Request
     tokens: list[TokenOutput] = field(default_factory=list)
     """New tokens, the one that ended the sequence not among them."""
-    rest: str | None = None
+    held_text: str | None = None
     """Text that was held back until the request ended."""
 
     def add(self, n_before: int) -> None:
@@ -81,7 +81,7 @@ class RequestDelta:
             for output, top in zip(self.tokens, request.top_logprobs[n_before:], strict=True):
                 output.top_logprobs = top
 
-    def cut(self, n: int) -> None:
+    def truncate(self, n: int) -> None:
         """Take away the last `n` tokens, also from the request."""
         if n:
             request = self.request
@@ -96,11 +96,11 @@ class RequestDelta:
         if request.finish_reason == "length" and self.tokens:
             last = self.tokens[-1]
             last.finish_reason = "length"
-            last.text = last.text if self.rest is None else (last.text or "") + self.rest
+            last.text = last.text if self.held_text is None else (last.text or "") + self.held_text
             return
         self.tokens.append(
             TokenOutput(
-                None, finish_reason=request.finish_reason, error=request.error, text=self.rest
+                None, finish_reason=request.finish_reason, error=request.error, text=self.held_text
             )
         )
 
@@ -119,17 +119,23 @@ class StepOutput:
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
-    """Errors by the request's number; see `failed`."""
+    """Errors by the request's number; see `failed_requests`."""
 
     @classmethod
-    def empty(cls, works: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int) -> StepOutput:
+    def empty(
+        cls, scheduled: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int
+    ) -> StepOutput:
         """Return room for a step's numbers."""
-        draws = [w.request for w in works if _is_drawn(w) for _ in range(1 + len(w.drafts))]
-        known = [w.request.prompt_logprobs or 0 for w in works for _ in _prompt_rows(w)]
-        width = FIRST + 2 * max(known, default=0)
+        emits_token = [
+            w.request for w in scheduled if _is_sampled(w) for _ in range(1 + len(w.drafts))
+        ]
+        known = [w.request.prompt_logprobs or 0 for w in scheduled for _ in _prompt_rows(w)]
+        width = TOP_COLUMN + 2 * max(known, default=0)
         prompt = SamplerOutput(np.full((len(known), width), math.nan))
-        vectors = np.zeros((sum(w.ends_pooling for w in works), hidden_size), np.float32)
-        return cls(SamplerOutput.empty(draws), prompt, empty_rows(works, n_vocab), vectors)
+        vectors = np.zeros((sum(w.emits_vector for w in scheduled), hidden_size), np.float32)
+        return cls(
+            SamplerOutput.empty(emits_token), prompt, empty_rows(scheduled, n_vocab), vectors
+        )
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -137,153 +143,157 @@ class StepOutput:
         every = (self.drawn.array, self.prompt.array, *self.searches, self.vectors)
         return [a for a in every if a.size]
 
-    def pool(self, works: Sequence[ScheduledRequest], states: np.ndarray) -> None:
+    def pool(self, scheduled: Sequence[ScheduledRequest], states: np.ndarray) -> None:
         """Add hidden states, the last rows of the step, to the texts being pooled."""
         start = done = 0
-        for work in works:
-            request, rows = work.request, work.state_rows
+        for entry in scheduled:
+            request, rows = entry.request, entry.state_rows
             if request.pooling is None:
                 continue
-            request.pooling.add(states[start : start + len(rows)], request.n_done)
+            request.pooling.add(states[start : start + len(rows)], request.n_computed)
             start += len(rows)
-            if work.ends_pooling:
+            if entry.emits_vector:
                 self.vectors[done] = request.pooling.vector(len(request.prompt))
                 done += 1
 
     def compute(
         self,
         logits: np.ndarray,
-        works: Sequence[ScheduledRequest],
+        scheduled: Sequence[ScheduledRequest],
         hidden: Callable[[], np.ndarray],
     ) -> None:
         """Fill in the numbers from the logits of the step, and its hidden states if need be.
 
         The logits may lie on a device.  What cannot be computed for a request is its failure alone:
-        the arrays say so to the other ranks (`failed`), who wait for them in any case.
+        the arrays say so to the other ranks (`failed_requests`), who wait for them in any case.
         """
-        self._read_prompts(logits, works)
-        self._look_for_searches(logits, works, hidden)
-        rows = _drawing_rows(works)
-        drawing = [w for w in works if _is_drawn(w)]
-        requests = [w.request for w in drawing for _ in range(1 + len(w.drafts))]
+        self._compute_prompt_logprobs(logits, scheduled)
+        self._compute_searches(logits, scheduled, hidden)
+        rows = _sampled_rows(scheduled)
+        sampled = [w for w in scheduled if _is_sampled(w)]
+        requests = [w.request for w in sampled for _ in range(1 + len(w.drafts))]
         if not requests:
             return
         some = rows_of(logits, rows)
-        starts = np.cumsum([0, *(1 + len(w.drafts) for w in drawing)]).tolist()
-        plain = [i for i, w in enumerate(drawing) if not w.drafts]
+        starts = np.cumsum([0, *(1 + len(w.drafts) for w in sampled)]).tolist()
+        plain = [i for i, w in enumerate(sampled) if not w.drafts]
         at = [starts[i] for i in plain]
-        self._choose(rows_of(some, at), [drawing[i].request for i in plain], at)
-        for i, work in enumerate(drawing):
-            if work.drafts:
-                self._verify(some[starts[i] : starts[i + 1]], work, starts[i])
-        self._describe(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
+        self._sample(rows_of(some, at), [sampled[i].request for i in plain], at)
+        for i, entry in enumerate(sampled):
+            if entry.drafts:
+                self._verify(some[starts[i] : starts[i + 1]], entry, starts[i])
+        self._fill_logprobs(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
 
-    def _choose(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
+    def _sample(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
         """Draw one token for each of these requests, into these rows of `drawn`."""
         tokens = self.drawn.array[:, 0]
         if not requests:
             return
         try:
-            tokens[rows] = choose(logits, requests)
+            tokens[rows] = sample_tokens(logits, requests)
         except Exception as error:
             if len(requests) == 1:
                 self._failed(rows[0], requests[0], error)
                 return
             for i, row in enumerate(rows):  # the others are not to suffer from one
-                self._choose(logits[i : i + 1], requests[i : i + 1], [row])
+                self._sample(logits[i : i + 1], requests[i : i + 1], [row])
 
-    def _verify(self, logits: np.ndarray, work: ScheduledRequest, row: int) -> None:
+    def _verify(self, logits: np.ndarray, entry: ScheduledRequest, row: int) -> None:
         try:
-            tokens = verify(logits, work.request, work.drafts)
+            tokens = verify_drafts(logits, entry.request, entry.drafts)
         except Exception as error:
-            self._failed(row, work.request, error)
+            self._failed(row, entry.request, error)
         else:
             self.drawn.array[row : row + len(tokens), 0] = tokens
 
-    def _describe(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
+    def _fill_logprobs(
+        self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]
+    ) -> None:
         """Fill in what is wanted besides the tokens of these rows of `drawn`."""
         if not rows:
             return
         part = self.drawn.array[rows]
         try:
-            describe(rows_of(logits, rows), [requests[i] for i in rows], part)
+            gather_logprobs(rows_of(logits, rows), [requests[i] for i in rows], part)
         except Exception as error:
             if len(rows) == 1:
                 self._failed(rows[0], requests[rows[0]], error)
                 return
             for row in rows:
-                self._describe(logits, requests, [row])
+                self._fill_logprobs(logits, requests, [row])
         else:
             self.drawn.array[rows] = part
 
     def _failed(self, row: int, request: Request, error: Exception) -> None:
-        self.drawn.array[row, 0] = NO_TOKEN
+        self.drawn.array[row, 0] = FAILED_TOKEN
         self.errors[request.id] = error
 
-    def _look_for_searches(
+    def _compute_searches(
         self,
         logits: np.ndarray,
-        works: Sequence[ScheduledRequest],
+        scheduled: Sequence[ScheduledRequest],
         hidden: Callable[[], np.ndarray],
     ) -> None:
         """Fill in what searches are told."""
         left, end = iter(self.searches), 0
-        for work in works:
-            rows = slice(end, end + work.n_logits)
+        for entry in scheduled:
+            rows = slice(end, end + entry.n_logits)
             end = rows.stop
-            request = work.request
+            request = entry.request
             if request.search is None:
                 continue
-            array = next(left) if work.draws else None
+            array = next(left) if entry.emits_token else None
             try:
-                if request.trouble is not None:
-                    raise request.trouble
-                compute_rows(array, work, logits[rows], hidden, rows)
+                if request.pending_error is not None:
+                    raise request.pending_error
+                compute_rows(array, entry, logits[rows], hidden, rows)
             except Exception as error:
                 if array is None:  # the other ranks are told with a later step
-                    request.trouble = error
+                    request.pending_error = error
                 else:
-                    array[0, 1] = NO_TOKEN
+                    array[0, 1] = FAILED_TOKEN
                     self.errors[request.id] = error
 
-    def _read_prompts(self, logits: np.ndarray, works: Sequence[ScheduledRequest]) -> None:
+    def _compute_prompt_logprobs(
+        self, logits: np.ndarray, scheduled: Sequence[ScheduledRequest]
+    ) -> None:
         first = done = 0
-        for work in works:
-            rows = _prompt_rows(work)
+        for entry in scheduled:
+            rows = _prompt_rows(entry)
             if rows:
-                request = work.request
-                at = [first + i - request.n_done for i in rows]
+                request = entry.request
+                at = [first + i - request.n_computed for i in rows]
                 ids = np.array([request.prompt[i + 1] for i in rows], np.int32)
                 array = self.prompt.array[done : done + len(rows)]
                 try:
-                    self._describe_prompt(rows_of(logits, at), ids, array)
+                    self._fill_prompt_logprobs(rows_of(logits, at), ids, array)
                 except Exception as error:
-                    array[:, 0] = NO_TOKEN
+                    array[:, 0] = FAILED_TOKEN
                     self.errors[request.id] = error
                 done += len(rows)
-            first += work.n_logits
+            first += entry.n_logits
 
-    def failed(self, works: Sequence[ScheduledRequest]) -> list[Request]:
+    def failed_requests(self, scheduled: Sequence[ScheduledRequest]) -> list[Request]:
         """Return the requests that fail in this step, as the arrays tell on every rank."""
-        if not any((array[:, :2] == NO_TOKEN).any() for array in self.arrays):
+        if not any((array[:, :2] == FAILED_TOKEN).any() for array in self.arrays):
             return []
         found, row, prompt_row = [], 0, 0
         searches = iter(self.searches)
-        for work in works:
-            n_prompt = len(_prompt_rows(work))
-            n_drawn = 1 + len(work.drafts) if _is_drawn(work) else 0
+        for entry in scheduled:
+            n_prompt = len(_prompt_rows(entry))
+            n_drawn = 1 + len(entry.drafts) if _is_sampled(entry) else 0
             marks = [
                 *self.prompt.array[prompt_row : prompt_row + n_prompt, 0],
                 *self.drawn.array[row : row + n_drawn, 0],
             ]
-            if work.draws and work.request.search is not None:
+            if entry.emits_token and entry.request.search is not None:
                 marks.append(next(searches)[0, 1])
-            if NO_TOKEN in marks:
-                found.append(work.request)
+            if FAILED_TOKEN in marks:
+                found.append(entry.request)
             row, prompt_row = row + n_drawn, prompt_row + n_prompt
         return found
 
-    def words(self, failed: Sequence[Request]) -> np.ndarray:
+    def encode_errors(self, failed: Sequence[Request]) -> np.ndarray:
         """Return what happened to these requests, uint8 (B, `ERROR_BYTES`), for other ranks."""
         array = np.zeros((len(failed), ERROR_BYTES), np.uint8)
         for line, request in zip(array, failed, strict=True):
@@ -293,43 +303,47 @@ class StepOutput:
             line[1 : 1 + len(text)] = np.frombuffer(text[: ERROR_BYTES - 1], np.uint8)
         return array
 
-    def take_words(self, failed: Sequence[Request], array: np.ndarray) -> None:
-        """Take what another rank's `words` tell."""
+    def decode_errors(self, failed: Sequence[Request], array: np.ndarray) -> None:
+        """Take what another rank's `encode_errors` tell."""
         for line, request in zip(array, failed, strict=True):
             text = line[1:].tobytes().rstrip(b"\0").decode(errors="replace")
             self.errors[request.id] = (UsageError if line[0] else RuntimeError)(text)
 
     @staticmethod
-    def _describe_prompt(logits: np.ndarray, ids: np.ndarray, array: np.ndarray) -> None:
+    def _fill_prompt_logprobs(logits: np.ndarray, ids: np.ndarray, array: np.ndarray) -> None:
         values = np.empty((len(ids), 1))
         log_probabilities(logits, ids, values)
         array[:, 0], array[:, 1] = ids, values[:, 0]
-        most = (array.shape[1] - FIRST) // 2
+        most = (array.shape[1] - TOP_COLUMN) // 2
         if most and np.isfinite(values).all():
             top, logprobs = top_log_probabilities(logits, most)
-            array[:, FIRST : FIRST + top.shape[1]] = top
-            array[:, FIRST + most : FIRST + most + top.shape[1]] = logprobs
+            array[:, TOP_COLUMN : TOP_COLUMN + top.shape[1]] = top
+            array[:, TOP_COLUMN + most : TOP_COLUMN + most + top.shape[1]] = logprobs
 
-    def apply(self, works: Sequence[ScheduledRequest]) -> list[RequestDelta]:
+    def apply(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestDelta]:
         """Give the requests what came out, and return it."""
         outputs, row, prompt_row = [], 0, 0
         searches, vectors = iter(self.searches), iter(self.vectors)
-        for work in works:
-            request, output, draws = work.request, RequestDelta(work.request), work.draws
+        for entry in scheduled:
+            request, output, emits_token = (
+                entry.request,
+                RequestDelta(entry.request),
+                entry.emits_token,
+            )
             error = self.errors.get(request.id)
-            for _ in _prompt_rows(work):
+            for _ in _prompt_rows(entry):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
                 request.prompt_results.append((float(self.prompt.array[prompt_row, 1]), top))
                 prompt_row += 1
-            if work.ends_pooling:
+            if entry.emits_vector:
                 request.vector, request.finish_reason = next(vectors).copy(), "stop"
             if not request.branches:
-                request.n_done += work.n_tokens
-            if draws and request.search is not None:
-                self._search(request, next(searches), output, error)
-            elif draws:
-                n_rows = 1 + len(work.drafts)
-                self._accept(work, row, n_rows, output, error)
+                request.n_computed += entry.n_tokens
+            if emits_token and request.search is not None:
+                self._apply_search(request, next(searches), output, error)
+            elif emits_token:
+                n_rows = 1 + len(entry.drafts)
+                self._accept(entry, row, n_rows, output, error)
                 row += n_rows
             elif request.max_tokens == 0 and request.n_pending == 0 and request.pooling is None:
                 request.finish_reason = "length"
@@ -339,7 +353,7 @@ class StepOutput:
         return outputs
 
     @staticmethod
-    def _search(
+    def _apply_search(
         request: Request, row: np.ndarray, output: RequestDelta, error: Exception | None
     ) -> None:
         """Let a search go on; that it cannot is the same on every rank."""
@@ -353,26 +367,26 @@ class StepOutput:
 
     def _accept(
         self,
-        work: ScheduledRequest,
+        entry: ScheduledRequest,
         row: int,
         n_rows: int,
         output: RequestDelta,
         error: Exception | None,
     ) -> None:
-        request, n_before = work.request, len(work.request.ids)
+        request, n_before = entry.request, len(entry.request.ids)
         for i in range(row, row + n_rows):
             token, logprob = self.drawn.array[i, :2].tolist()
             if math.isnan(token) or request.finish_reason is not None:
                 break
-            if token == NO_TOKEN:
+            if token == FAILED_TOKEN:
                 request.fail(error or UsageError("no token could be drawn"))
                 break
             request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
         output.add(n_before)
-        if work.drafts:
+        if entry.drafts:
             n_right = max(0, len(output.tokens) - 1)
-            request.n_done += n_right
-            request.n_drafted += len(work.drafts)
+            request.n_computed += n_right
+            request.n_drafted += len(entry.drafts)
             request.n_accepted += n_right
 
 
@@ -449,7 +463,7 @@ def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
     return "".join([*(stream.push(i) for i in request.ids), stream.finish()])
 
 
-def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[int]:
+def verify_drafts(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[int]:
     """Return the tokens that come out where some were proposed.
 
     The tokens are drawn as if there had been no proposal, each after those before it; the first
@@ -471,7 +485,9 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
         probs = request.draft_probs[: len(drafts)]
         return rejection_sample(on_host(logits), request, drafts, probs)
     compiled, tokens = request.strategy.compiled, list[int]()
-    drawn = draw_ahead(logits, request) if compiled else _draw_on(on_host(logits), request)
+    drawn = (
+        sample_ahead(logits, request) if compiled else _sample_with_state(on_host(logits), request)
+    )
     for i, token in enumerate(drawn):
         tokens.append(token)
         if i == len(drafts) or token != drafts[i] or token in request.stop_ids:
@@ -479,7 +495,7 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     return tokens
 
 
-def _draw_on(logits: np.ndarray, request: Request) -> Iterator[int]:
+def _sample_with_state(logits: np.ndarray, request: Request) -> Iterator[int]:
     """Draw token after token of a request from rows of logits, by the state of its strategy."""
     state = state_of(request)
     for row in logits:
@@ -489,26 +505,26 @@ def _draw_on(logits: np.ndarray, request: Request) -> Iterator[int]:
         yield token
 
 
-def _prompt_rows(work: ScheduledRequest) -> range:
+def _prompt_rows(entry: ScheduledRequest) -> range:
     """Return the positions in the prompt after which the log-probability of the next is wanted."""
-    request = work.request
-    if not request.wants_prompt_logits:
+    request = entry.request
+    if not request.needs_prompt_logits:
         return range(0)
-    begin = max(request.n_done, len(request.prompt_results))
-    return range(begin, min(request.n_done + work.n_tokens, len(request.prompt) - 1))
+    begin = max(request.n_computed, len(request.prompt_results))
+    return range(begin, min(request.n_computed + entry.n_tokens, len(request.prompt) - 1))
 
 
-def _is_drawn(work: ScheduledRequest) -> bool:
+def _is_sampled(entry: ScheduledRequest) -> bool:
     """Return whether a strategy draws a token, as no search does."""
-    return work.draws and work.request.search is None
+    return entry.emits_token and entry.request.search is None
 
 
-def _drawing_rows(works: Sequence[ScheduledRequest]) -> list[int]:
+def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     """Return which rows of the logits draw tokens."""
     rows: list[int] = []
     end = 0
-    for work in works:
-        end += work.n_logits
-        if _is_drawn(work):
-            rows += range(end - 1 - len(work.drafts), end)
+    for entry in scheduled:
+        end += entry.n_logits
+        if _is_sampled(entry):
+            rows += range(end - 1 - len(entry.drafts), end)
     return rows

@@ -21,7 +21,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 
 def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> list[int]:
-    """Return token ids that fit into the context, with `room` tokens besides them."""
+    """Return valid token ids that leave `room` tokens of the context."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise UsageError(
@@ -45,7 +45,7 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
 def check_encoder_ids(
     spec: ModelSpec, ids: Sequence[int] | NDArray[Any] | None
 ) -> list[int] | None:
-    """Return the encoder's token ids, checked; None if there is no encoder."""
+    """Return valid encoder token ids; None for a model without encoder."""
     if spec.encoder is None:
         if ids is not None:
             raise UsageError(f"{spec.name} has no encoder; leave encoder_ids out")
@@ -58,7 +58,7 @@ def check_encoder_ids(
 def check_types(
     spec: ModelSpec, types: Sequence[int] | NDArray[Any] | None, n: int
 ) -> list[int] | None:
-    """Return the types of `n` tokens, if there are any and they fit the model."""
+    """Return valid types of `n` tokens, or None."""
     if types is None:
         return None
     array = np.asarray(types)
@@ -77,10 +77,10 @@ def check_types(
 
 
 def check_request(spec: ModelSpec, request: Request) -> None:
-    """Raise `UsageError` if a step could fail on the fields of a request.
+    """Raise `UsageError` if a field of a request is invalid.
 
-    A request shares its steps with others, so all that the scheduler and the draws read is checked
-    before, also in a request whose fields have been set by hand.
+    Requests share steps, so a bad field must not reach the scheduler or the sampler, also where
+    the caller has set it on the `Request`.
     """
     for name, low, high in (
         ("max_tokens", 0, 2**31 - 1),
@@ -113,7 +113,7 @@ def embedding_requests(
     pooling: str,
     normalize: bool,
 ) -> list[Request]:
-    """Return a checked request for each of several texts; parameters as of `LLM.embed_batch`."""
+    """Return a pooling request for each text; parameters as in `LLM.embed_batch`."""
     if spec.encoder is not None:
         raise UsageError(f"{spec.name} has an encoder and a decoder; use hidden()")
     if pooling not in POOLINGS:
@@ -139,7 +139,7 @@ def sampling_params(
     ignore_eos: bool,
     parameters: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the parameters of `LLM.generate` as one object."""
+    """Return the keyword arguments of `LLM.generate` as `SamplingParams`."""
     named = decoding if isinstance(decoding, str) and decoding != "auto" else None
     params = SamplingParams.parse(
         {
@@ -148,7 +148,7 @@ def sampling_params(
         }
     )  # fmt: skip
     if params.n != 1:
-        raise UsageError("n belongs to generate_batch; submit as many requests as are wanted")
+        raise UsageError("n is an argument of generate_batch; submit n requests instead")
     return params
 
 
@@ -161,7 +161,7 @@ def validate_request(
     *,
     drafted: bool = False,
 ) -> Request:
-    """Return a request with these parameters; `drafted` says that it will have draft tokens."""
+    """Return a request with these parameters; `drafted` is True with a draft model."""
     _check_generates(model.spec)
     if decoding is None or isinstance(decoding, (str, Strategy)):
         chosen: Strategy | Search = build_strategy(
@@ -181,7 +181,7 @@ def build_request(
     strategy: Strategy | Search,
     decoder_ids: Sequence[int] | None = None,
 ) -> Request:
-    """Return a request whose strategy, with its constraints, has been made before."""
+    """Return a request with a strategy that has its logits processors already."""
     spec = model.spec
     _check_generates(spec)
     ends = frozenset(end_ids(params, model.end_ids, spec.vocab_size))
@@ -190,7 +190,7 @@ def build_request(
     if spec.banned_token_ids:
         drawn = constrain(drawn, LogitsProcessors(banned_token_ids=spec.banned_token_ids))
     if params.stop_texts:
-        _ = model.tokenizer  # raises now if stop texts cannot be found without one
+        _ = model.tokenizer  # raises without one: stop texts need it
     if isinstance(prompt, str):
         prompt = model.tokenizer.encode(prompt, add_special_tokens=True)
     encoder_ids = None
@@ -223,7 +223,7 @@ def _check_generates(spec: ModelSpec) -> None:
 
 
 def _decoder_prompt(spec: ModelSpec, decoder_ids: Sequence[int] | None) -> Sequence[int]:
-    """Return the first tokens of the decoder."""
+    """Return the decoder prompt of an encoder-decoder model."""
     if decoder_ids is not None:
         return decoder_ids
     if spec.decoder_start_id is None:

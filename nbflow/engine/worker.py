@@ -112,14 +112,14 @@ class Worker:
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
             "page_size": page_size, "place": place, "offload": offload,
         }  # fmt: skip
-        self.encoded: CrossAttentionCache | None = None
+        self.cross_attention: CrossAttentionCache | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
-            self.encoded = CrossAttentionCache(
+            self.cross_attention = CrossAttentionCache(
                 encoder, spec, plan.ranks[comm.rank], file, **options
             )
         self.mine = plan.ranks[comm.rank]
@@ -142,14 +142,14 @@ class Worker:
         self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
         self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self.encoded is None else self.encoded.storage, place=place,
+            None if self.cross_attention is None else self.cross_attention.storage, place=place,
         )  # fmt: skip
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = PromptEvaluator(self)
         n_stages = plan.ranks[-1].stage + 1
-        together = n_stages > 1 and self.encoded is None
+        together = n_stages > 1 and self.cross_attention is None
         self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before = self._sent()  # communicators are shared with earlier models
@@ -166,7 +166,7 @@ class Worker:
         """Call a method of `PromptEvaluator`."""
         with self._watched():
             if self._pipeline is not None:
-                self._pipeline.settle()
+                self._pipeline.drain()
             return getattr(self._sequences, method)(*args)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
@@ -206,7 +206,7 @@ class Worker:
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> Step:
-        memory = None if self.encoded is None else self.encoded.table
+        memory = None if self.cross_attention is None else self.cross_attention.table
         return make_step(
             self.table, sequences, tokens, logit_rows, types, memory,
             short_context=self.spec.short_context, n_logits=n_logits,
@@ -326,92 +326,92 @@ class Worker:
         An error ends the requests of the step if this is the only rank.  Among several it is
         raised: the others wait in the middle of the step.
         """
-        works = self.scheduler.next_step()
-        if not works:
+        scheduled = self.scheduler.next_step()
+        if not scheduled:
             assert not self.scheduler.requests, "requests are left, but none can run"
             return []
         try:
-            if self.encoded is not None:
-                self.encoded.update(self.scheduler.running)
-            if self._can_multi_step(works):
-                return self._multi_step(works, burst_s)
-            return self.collect_step(works, self.dispatch_step(works))
+            if self.cross_attention is not None:
+                self.cross_attention.update(self.scheduler.running)
+            if self._can_multi_step(scheduled):
+                return self._multi_step(scheduled, burst_s)
+            return self.collect_step(scheduled, self.dispatch_step(scheduled))
         except Exception as error:
             if self.comm.size > 1:
                 raise
-            for work in works:
-                work.request.fail(error)
-            return [RequestDelta(work.request) for work in works]
+            for entry in scheduled:
+                entry.request.fail(error)
+            return [RequestDelta(entry.request) for entry in scheduled]
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
-        if self.encoded is not None:
-            self.encoded.update(self.scheduler.running)
+        if self.cross_attention is not None:
+            self.cross_attention.update(self.scheduler.running)
 
-    def dispatch_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
+    def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step; on the rank with the head, draw, and tell the others."""
-        parts = [part for work in works for part in work.parts]
+        parts = [part for entry in scheduled for part in entry.parts]
         rows: list[int] = []
         end = 0
-        for work in works:
-            start, end = end, end + work.n_tokens + len(work.drafts)
-            rows += range(end - work.n_logits, end)
-            rows += [start + i for i in work.state_rows]
-        n_logits = sum(work.n_logits for work in works)
+        for entry in scheduled:
+            start, end = end, end + entry.n_tokens + len(entry.drafts)
+            rows += range(end - entry.n_logits, end)
+            rows += [start + i for i in entry.state_rows]
+        n_logits = sum(entry.n_logits for entry in scheduled)
         types = None
-        if any(work.request.pooling and work.request.pooling.token_types for work in works):
-            types = [token_type for work in works for token_type in work.token_types]
+        if any(entry.request.pooling and entry.request.pooling.token_types for entry in scheduled):
+            types = [token_type for entry in scheduled for token_type in entry.token_types]
         self.run_step(
             [sequence for sequence, _ in parts], [ids for _, ids in parts], rows,
             types, n_logits,
         )  # fmt: skip
-        outcome = StepOutput.empty(works, self.spec.vocab_size, self.spec.hidden_size)
+        output = StepOutput.empty(scheduled, self.spec.vocab_size, self.spec.hidden_size)
         if self.comm.rank == self._head:
             states = functools.partial(self.executor.buffer, "y", len(rows))
             if n_logits:
-                outcome.compute(self.executor.logits(n_logits), works, states)
-            if n_logits < len(rows) or outcome.vectors.size:
-                outcome.pool(works, states()[n_logits:] if rows else outcome.vectors[:0])
-            failed = outcome.failed(works)
-            for array in (*outcome.arrays, *([outcome.words(failed)] if failed else [])):
+                output.compute(self.executor.logits(n_logits), scheduled, states)
+            if n_logits < len(rows) or output.vectors.size:
+                output.pool(scheduled, states()[n_logits:] if rows else output.vectors[:0])
+            failed = output.failed_requests(scheduled)
+            for array in (*output.arrays, *([output.encode_errors(failed)] if failed else [])):
                 self._post(array)
-        return outcome
+        return output
 
     def collect_step(
-        self, works: Sequence[ScheduledRequest], outcome: StepOutput
+        self, scheduled: Sequence[ScheduledRequest], output: StepOutput
     ) -> list[RequestDelta]:
         """Give the requests of a step what it gave."""
-        if self.comm.rank != self._head and outcome.arrays:
+        if self.comm.rank != self._head and output.arrays:
             status.set(WAITING, "draw")
-            for array in outcome.arrays:
+            for array in output.arrays:
                 self.comm.Recv(array, self._head)
-            failed = outcome.failed(works)
+            failed = output.failed_requests(scheduled)
             if failed:
                 words = np.empty((len(failed), ERROR_BYTES), np.uint8)
                 self.comm.Recv(words, self._head)
-                outcome.take_words(failed, words)
+                output.decode_errors(failed, words)
             status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
-        ended = {w.request.id for w in works if w.request.finish_reason is not None}
-        outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
-        for work in works:
-            request = work.request
+        ended = {w.request.id for w in scheduled if w.request.finish_reason is not None}
+        outputs = [o for o in output.apply(scheduled) if o.request.id not in ended]
+        for entry in scheduled:
+            request = entry.request
             if request.id in ended:
                 continue
-            if work.drafts:
-                self.table.truncate(request.id, request.n_done)
+            if entry.drafts:
+                self.table.truncate(request.id, request.n_computed)
             if not request.branches:
                 self._commit(request)
-            if request.searching is not None and request.finish_reason is None:
+            if request.search_state is not None and request.finish_reason is None:
                 self._follow(request)
         return outputs
 
     def _follow(self, request: Request) -> None:
         """Let the sequences of a search follow what it has decided."""
         forks = fork_sequences(request, self.table, self.scheduler.numbers)
-        if self.encoded is not None:
+        if self.cross_attention is not None:
             for old, new in forks:
-                self.encoded.table.fork(old, new)
+                self.cross_attention.table.fork(old, new)
 
     def _commit(self, request: Request) -> None:
         if not self.scheduler.prefix_cache or request.error is not None:
@@ -419,23 +419,25 @@ class Worker:
         if self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
-    def _can_multi_step(self, works: Sequence[ScheduledRequest]) -> bool:
+    def _can_multi_step(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Return whether the next steps can run as one burst: all generate, nobody is to join."""
         return (
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
-            and all(w.request.is_generating and w.request.n_proposed == 0 for w in works)
-            and all(w.request.search is None for w in works)
-            and len(works) == len(self.scheduler.running)
-            and MultiStepDecode.fits([w.request for w in works])
+            and all(w.request.is_generating and w.request.n_proposed == 0 for w in scheduled)
+            and all(w.request.search is None for w in scheduled)
+            and len(scheduled) == len(self.scheduler.running)
+            and MultiStepDecode.can_run([w.request for w in scheduled])
         )
 
-    def _multi_step(self, works: Sequence[ScheduledRequest], burst_s: float) -> list[RequestDelta]:
+    def _multi_step(
+        self, scheduled: Sequence[ScheduledRequest], burst_s: float
+    ) -> list[RequestDelta]:
         """Run several steps in which each of these requests draws a token."""
-        requests = [w.request for w in works]
+        requests = [w.request for w in scheduled]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
-        n_steps = min(n_steps, *(self.scheduler.n_alike(r) for r in requests))
+        n_steps = min(n_steps, *(self.scheduler.n_until_long_rope(r) for r in requests))
         n_steps = self._reserve(requests, n_steps)
         key = MultiStepDecode.key(requests)
         if key not in self._multi_step_decodes:
@@ -443,11 +445,11 @@ class Worker:
                 self._multi_step_decodes.clear()
             self._multi_step_decodes[key] = MultiStepDecode(*key)
         burst = self._multi_step_decodes[key]
-        wrong = burst.begin(requests)
-        if wrong:  # the others draw in the next step
-            for b, error in wrong.items():
+        errors = burst.begin(requests)
+        if errors:  # the others draw in the next step
+            for b, error in errors.items():
                 requests[b].fail(error)
-            return [RequestDelta(requests[b]) for b in wrong]
+            return [RequestDelta(requests[b]) for b in errors]
         assert isinstance(self.executor, CpuExecutor)
         step = self._make_step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
@@ -468,7 +470,7 @@ class Worker:
         for b, request in enumerate(requests):
             n_before = len(request.ids)
             self.table.extend(request.id, done - 1)
-            request.n_done += done
+            request.n_computed += done
             for s, token in enumerate(tokens[b]):
                 if token < 0:
                     request.fail(no_distribution())
@@ -483,7 +485,7 @@ class Worker:
         """Give all requests pages for so many steps, or for as many as there are pages."""
         table = self.table
         while n_steps > 1:
-            missing = sum(table.missing(r.id, n_steps) for r in requests)
+            missing = sum(table.n_missing_pages(r.id, n_steps) for r in requests)
             if missing <= table.n_available:
                 break
             n_steps //= 2
@@ -522,16 +524,16 @@ class Worker:
         """Count the bytes sent from here on."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self.encoded is not None:
-            self.encoded.encoder.reset_traffic()
+        if self.cross_attention is not None:
+            self.cross_attention.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self.encoded is not None:  # what it sends is measured by the same communicators
-            predicted += self.encoded.encoder.traffic()["predicted_bytes"]
+        if self.cross_attention is not None:  # what it sends is measured by the same communicators
+            predicted += self.cross_attention.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def exchange_error(self) -> dict[str, float]:
@@ -562,7 +564,7 @@ class Worker:
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,
         }
-        more = {} if self.encoded is None else self.encoded.memory()
+        more = {} if self.cross_attention is None else self.cross_attention.memory()
         whole = {key: n + more.get(key, 0) for key, n in held.items()}
         used = self.executor.place.used_bytes
         return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}

@@ -21,7 +21,7 @@ from itertools import islice
 
 import numpy as np
 
-from nbflow.kv_cache.prefix_cache import Chain, common_prefix_len, page_name
+from nbflow.kv_cache.prefix_cache import HashChain, common_prefix_len, page_hash
 
 UNLIMITED = 2**31 - 1
 """Number of pages when there is no limit."""
@@ -30,15 +30,15 @@ MAX_COMPARED = 8
 """Pages behind one prefix, the youngest ones, that a sequence's next tokens are compared with."""
 
 
-MORE_PAGES = 16
+GROWTH_PAGES = 16
 """Least number of pages that a table without a limit makes at a time."""
 
 
-def grown(n_pages: int) -> int:
+def pages_after_growth(n_pages: int) -> int:
     """Return how many pages a table without a limit has made when `n_pages` have been needed."""
     have = 0
     while have < n_pages:
-        have += max(MORE_PAGES, have // 2)
+        have += max(GROWTH_PAGES, have // 2)
     return have
 
 
@@ -50,15 +50,15 @@ class NoFreePageError(RuntimeError):
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
-    chain: Chain | None = None
+    chain: HashChain | None = None
     """Names of the full pages of the known tokens; None if the pages are not to be shared."""
     long: bool = False
     """True if its rotary angles are those of long sequences (LongRoPE)."""
-    n_named: int = 0
+    n_cached_pages: int = 0
     """Leading full pages that have been entered into the cache, or were found there."""
     index: np.ndarray | None = None
     """`pages` as an array, until they change."""
-    room: int = 0
+    writable_length: int = 0
     """Up to this length it is known that the sequence may write to its pages."""
 
 
@@ -66,7 +66,7 @@ class _Sequence:
 class _Content:
     """What a named page holds."""
 
-    name: bytes
+    hash_: bytes
     before: bytes
     """Name of the page before it."""
     tokens: array[int]
@@ -111,27 +111,29 @@ class BlockTable:
         self._salt = salt
         self._sequences: dict[int, _Sequence] = {}
         self._free: list[int] = []
-        self._holders: list[int] = []  # of each page
-        self._named: dict[bytes, int] = {}  # by name
+        self._ref_counts: list[int] = []  # of each page
+        self._page_of_hash: dict[bytes, int] = {}  # by name
         self._content: dict[int, _Content] = {}  # of the named pages
-        self._after: dict[bytes, dict[int, None]] = {}  # named pages by the name before, oldest 1st
+        self._children: dict[
+            bytes, dict[int, None]
+        ] = {}  # named pages by the name before, oldest 1st
         self._cached: OrderedDict[int, None] = OrderedDict()  # named pages nobody holds, oldest 1st
-        self._coming: dict[bytes, int] = {}  # name to who computes it
+        self._in_flight: dict[bytes, int] = {}  # name to who computes it
         self._copies: list[tuple[int, int]] = []
 
     # ---- sequences ----------------------------------------------------------------------------
 
-    def chain(self, ids: Sequence[int], salt: bytes = b"") -> Chain:
+    def chain(self, ids: Sequence[int], salt: bytes = b"") -> HashChain:
         """Return the names of the full pages of a sequence of tokens, for `find` and `add`.
 
         `salt` is what its keys and values depend on besides these tokens and the table's own salt,
         e.g. the input of an encoder.
         """
-        chain = Chain(self._salt + salt, ids=array("i", ids))
+        chain = HashChain(self._salt + salt, ids=array("i", ids))
         chain.extend(ids, self.page_size, len(ids) // self.page_size)
         return chain
 
-    def find(self, chain: Chain, n_tokens: int) -> tuple[int, bool]:
+    def find(self, chain: HashChain, n_tokens: int) -> tuple[int, bool]:
         """Look a sequence of `n_tokens` tokens up, without changing anything.
 
         Returns
@@ -142,21 +144,23 @@ class BlockTable:
         bool
             Whether a present sequence is computing the first page that is missing.
         """
-        n_full = self._n_full(chain, n_tokens)
-        length = n_full * self.page_size + self._in_part(chain, n_full, n_tokens)[1]
-        names = chain.names[: max(0, n_tokens - 1) // self.page_size]
-        return length, n_full < len(names) and names[n_full] in self._coming
+        n_full = self._n_cached_full_pages(chain, n_tokens)
+        length = n_full * self.page_size + self._partial_match(chain, n_full, n_tokens)[1]
+        hashes = chain.hashes[: max(0, n_tokens - 1) // self.page_size]
+        return length, n_full < len(hashes) and hashes[n_full] in self._in_flight
 
-    def needed(self, chain: Chain | None, n_tokens: int) -> int:
+    def n_new_pages(self, chain: HashChain | None, n_tokens: int) -> int:
         """Return how many available pages a new sequence of `n_tokens` tokens takes."""
         total = -(-n_tokens // self.page_size)
         if chain is None:
             return total
-        n_full = self._n_full(chain, n_tokens)
-        return total - sum(self._holders[self._named[n]] > 0 for n in chain.names[:n_full])
+        n_full = self._n_cached_full_pages(chain, n_tokens)
+        return total - sum(
+            self._ref_counts[self._page_of_hash[n]] > 0 for n in chain.hashes[:n_full]
+        )
 
     def add(
-        self, sequence: int, chain: Chain | None = None, n_tokens: int = 0, long: bool = False
+        self, sequence: int, chain: HashChain | None = None, n_tokens: int = 0, long: bool = False
     ) -> int:
         """Begin a sequence; return how many of its first tokens the cache has already.
 
@@ -178,16 +182,16 @@ class BlockTable:
         entry = self._sequences[sequence] = _Sequence(chain=chain, long=long)
         if chain is None:
             return 0
-        entry.n_named = self._n_full(chain, n_tokens)
-        entry.pages = [self._named[name] for name in chain.names[: entry.n_named]]
-        part, n_in_part = self._in_part(chain, entry.n_named, n_tokens)
+        entry.n_cached_pages = self._n_cached_full_pages(chain, n_tokens)
+        entry.pages = [self._page_of_hash[hash_] for hash_ in chain.hashes[: entry.n_cached_pages]]
+        part, n_in_part = self._partial_match(chain, entry.n_cached_pages, n_tokens)
         if n_in_part:
             entry.pages.append(part)
-        entry.length = length = entry.n_named * self.page_size + n_in_part
+        entry.length = length = entry.n_cached_pages * self.page_size + n_in_part
         for page in entry.pages:
-            self._hold(page)
-        for name in chain.names[entry.n_named :]:
-            self._coming.setdefault(name, sequence)
+            self._ref(page)
+        for hash_ in chain.hashes[entry.n_cached_pages :]:
+            self._in_flight.setdefault(hash_, sequence)
         self.hit_tokens += length
         self.asked_tokens += n_tokens
         return length
@@ -211,26 +215,26 @@ class BlockTable:
     def try_reserve(self, sequence: int, n_tokens: int) -> bool:
         """Do what `reserve` does, or nothing if there are not enough pages; return which."""
         entry = self._sequences[sequence]
-        if entry.length + n_tokens <= entry.room:
+        if entry.length + n_tokens <= entry.writable_length:
             return True
-        if self.missing(sequence, n_tokens) > self.n_available:
+        if self.n_missing_pages(sequence, n_tokens) > self.n_available:
             return False
         if n_tokens > 0:
-            self._own_the_end(entry)
+            self._copy_on_write(entry)
         n_pages = -(-(entry.length + n_tokens) // self.page_size)
         if len(entry.pages) < n_pages:
-            entry.pages += [self._take() for _ in range(n_pages - len(entry.pages))]
+            entry.pages += [self._allocate() for _ in range(n_pages - len(entry.pages))]
             entry.index = None
         if n_tokens > 0:
-            entry.room = len(entry.pages) * self.page_size
+            entry.writable_length = len(entry.pages) * self.page_size
         return True
 
-    def missing(self, sequence: int, n_tokens: int) -> int:
+    def n_missing_pages(self, sequence: int, n_tokens: int) -> int:
         """Return how many pages `reserve` would take."""
         entry = self._sequences[sequence]
-        if entry.length + n_tokens <= entry.room:
+        if entry.length + n_tokens <= entry.writable_length:
             return 0
-        copied = n_tokens > 0 and self._end_is_shared(entry)
+        copied = n_tokens > 0 and self._last_page_is_shared(entry)
         return int(copied) + max(
             0, -(-(entry.length + n_tokens) // self.page_size) - len(entry.pages)
         )
@@ -243,21 +247,21 @@ class BlockTable:
         """
         entry = self._sequences[sequence]
         n_full = entry.length // self.page_size
-        if entry.chain is None or n_full <= entry.n_named:
+        if entry.chain is None or n_full <= entry.n_cached_pages:
             return
         entry.chain.extend(ids, self.page_size, n_full)
-        for at in range(entry.n_named, n_full):
-            name = entry.chain.names[at]
-            if self._coming.get(name) == sequence:
-                del self._coming[name]
+        for at in range(entry.n_cached_pages, n_full):
+            hash_ = entry.chain.hashes[at]
+            if self._in_flight.get(hash_) == sequence:
+                del self._in_flight[hash_]
             tokens = array("i", ids[at * self.page_size : (at + 1) * self.page_size])
-            self._name(entry.pages[at], _Content(name, entry.chain.before(at), tokens))
-        entry.n_named = n_full
+            self._enter_cache(entry.pages[at], _Content(hash_, entry.chain.before(at), tokens))
+        entry.n_cached_pages = n_full
 
     def has_full_page(self, sequence: int) -> bool:
         """Return whether `commit` has something to enter."""
         entry = self._sequences[sequence]
-        return entry.length // self.page_size > entry.n_named
+        return entry.length // self.page_size > entry.n_cached_pages
 
     def fork(self, sequence: int, new: int) -> None:
         """Begin a sequence with everything another one has; they share its pages.
@@ -269,10 +273,12 @@ class BlockTable:
         entry = self._sequences[sequence]
         pages = entry.pages[: -(-entry.length // self.page_size)]
         for page in pages:
-            self._hold(page)
-        entry.room = 0
+            self._ref(page)
+        entry.writable_length = 0
         chain = None if entry.chain is None else entry.chain.copy()
-        self._sequences[new] = _Sequence(pages, entry.length, chain, entry.long, entry.n_named)
+        self._sequences[new] = _Sequence(
+            pages, entry.length, chain, entry.long, entry.n_cached_pages
+        )
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget all but the first `length` tokens of a sequence, and the pages behind them."""
@@ -280,14 +286,14 @@ class BlockTable:
         if not 0 <= length <= entry.length:
             raise ValueError(f"length must be 0..{entry.length}, got {length}")
         n_pages = -(-length // self.page_size)
-        self._release(entry.pages[n_pages:])
-        self._forget_coming(sequence, entry)
+        self._unref(entry.pages[n_pages:])
+        self._drop_in_flight(sequence, entry)
         n_full = length // self.page_size
         del entry.pages[n_pages:]
         if entry.chain is not None:
-            del entry.chain.names[n_full:]
-        entry.n_named = min(entry.n_named, n_full)
-        entry.length, entry.index, entry.room = length, None, 0
+            del entry.chain.hashes[n_full:]
+        entry.n_cached_pages = min(entry.n_cached_pages, n_full)
+        entry.length, entry.index, entry.writable_length = length, None, 0
 
     def drop(self, sequence: int, ids: Sequence[int] = ()) -> None:
         """End a sequence; pages that nobody else holds become free, or cached.
@@ -296,24 +302,24 @@ class BlockTable:
         that have been entered: the last page is then kept, too, though it is not full.
         """
         entry = self._sequences.pop(sequence)
-        self._keep_the_end(entry, ids[: entry.length])
-        self._forget_coming(sequence, entry)
-        self._release(entry.pages)
+        self._cache_partial_page(entry, ids[: entry.length])
+        self._drop_in_flight(sequence, entry)
+        self._unref(entry.pages)
 
     def clear_cache(self) -> None:
         """Forget which tokens the pages hold; those nobody holds become free."""
         self._free += self._cached
         self._cached.clear()
-        self._named.clear()
+        self._page_of_hash.clear()
         self._content.clear()
-        self._after.clear()
+        self._children.clear()
 
     def grow(self, n_pages: int) -> None:
         """Have at least `n_pages` pages, so that the storage need not grow in between."""
         more = min(n_pages, self.max_pages) - self.n_pages
         if more > 0:
             self._free[:0] = range(self.n_pages + more - 1, self.n_pages - 1, -1)
-            self._holders += [0] * more
+            self._ref_counts += [0] * more
             self.n_pages += more
 
     # ---- looking ------------------------------------------------------------------------------
@@ -332,7 +338,7 @@ class BlockTable:
         return len(self._free) + len(self._cached) + self.max_pages - self.n_pages
 
     @property
-    def n_held(self) -> int:
+    def n_used_pages(self) -> int:
         """Number of pages that sequences hold."""
         return self.n_pages - len(self._free) - len(self._cached)
 
@@ -370,82 +376,84 @@ class BlockTable:
 
     # ---- pages --------------------------------------------------------------------------------
 
-    def _n_full(self, chain: Chain, n_tokens: int) -> int:
+    def _n_cached_full_pages(self, chain: HashChain, n_tokens: int) -> int:
         """Return how many pages of a sequence of `n_tokens` the cache has, one after the other."""
-        names = chain.names[: max(0, n_tokens - 1) // self.page_size]
-        return next((i for i, name in enumerate(names) if name not in self._named), len(names))
+        hashes = chain.hashes[: max(0, n_tokens - 1) // self.page_size]
+        return next(
+            (i for i, hash_ in enumerate(hashes) if hash_ not in self._page_of_hash), len(hashes)
+        )
 
-    def _in_part(self, chain: Chain, n_full: int, n_tokens: int) -> tuple[int, int]:
+    def _partial_match(self, chain: HashChain, n_full: int, n_tokens: int) -> tuple[int, int]:
         """Return the page that goes on most like a sequence behind `n_full` pages, and how far."""
         begin = n_full * self.page_size
         wanted = chain.ids[begin : min(begin + self.page_size, n_tokens - 1)]
         best, most = -1, 0
-        after = self._after.get(chain.before(n_full), {})
+        after = self._children.get(chain.before(n_full), {})
         for page in islice(reversed(after), MAX_COMPARED):
             alike = common_prefix_len(self._content[page].tokens, wanted)
             if alike > most:
                 best, most = page, alike
         return best, most
 
-    def _keep_the_end(self, entry: _Sequence, ids: Sequence[int]) -> None:
+    def _cache_partial_page(self, entry: _Sequence, ids: Sequence[int]) -> None:
         """Name the last page of a sequence that ends, if it is not full and nobody else has it."""
         at, length = divmod(len(ids), self.page_size)
-        if entry.chain is None or not length or at > entry.n_named:
+        if entry.chain is None or not length or at > entry.n_cached_pages:
             return
         page = entry.pages[at]
-        if self._holders[page] == 1:
+        if self._ref_counts[page] == 1:
             before, tokens = entry.chain.before(at), array("i", ids[at * self.page_size :])
-            self._name(page, _Content(page_name(before, tokens), before, tokens))
+            self._enter_cache(page, _Content(page_hash(before, tokens), before, tokens))
 
-    def _name(self, page: int, content: _Content) -> None:
+    def _enter_cache(self, page: int, content: _Content) -> None:
         """Enter a page into the cache, if it is not there and no other one holds the same."""
-        if content.name not in self._named and page not in self._content:
-            self._named[content.name], self._content[page] = page, content
-            self._after.setdefault(content.before, {})[page] = None
+        if content.hash_ not in self._page_of_hash and page not in self._content:
+            self._page_of_hash[content.hash_], self._content[page] = page, content
+            self._children.setdefault(content.before, {})[page] = None
 
-    def _hold(self, page: int) -> None:
-        self._holders[page] += 1
+    def _ref(self, page: int) -> None:
+        self._ref_counts[page] += 1
         self._cached.pop(page, None)
 
-    def _release(self, pages: Sequence[int]) -> None:
+    def _unref(self, pages: Sequence[int]) -> None:
         """Count one holder less; the last pages of a sequence are given away before the first."""
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
                 if page in self._content:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         """Return a page for one sequence alone."""
         if not self._free and self.n_pages < self.max_pages:
-            self.grow(self.n_pages + max(MORE_PAGES, self.n_pages // 2))
+            self.grow(self.n_pages + max(GROWTH_PAGES, self.n_pages // 2))
         if self._free:
             page = self._free.pop()
         else:
             page, _ = self._cached.popitem(last=False)
-            self._unname(page)
-        self._holders[page] = 1
+            self._evict(page)
+        self._ref_counts[page] = 1
         return page
 
-    def _unname(self, page: int) -> None:
+    def _evict(self, page: int) -> None:
         content = self._content.pop(page, None)
         if content is None:
             return
-        del self._named[content.name]
-        after = self._after[content.before]
+        del self._page_of_hash[content.hash_]
+        after = self._children[content.before]
         del after[page]
         if not after:
-            del self._after[content.before]
+            del self._children[content.before]
 
-    def _end_is_shared(self, entry: _Sequence) -> bool:
+    def _last_page_is_shared(self, entry: _Sequence) -> bool:
         """Return whether the next token goes to a page that others read, too."""
         if entry.length % self.page_size == 0:
             return False
-        return self._holders[entry.pages[entry.length // self.page_size]] > 1
+        return self._ref_counts[entry.pages[entry.length // self.page_size]] > 1
 
-    def _own_the_end(self, entry: _Sequence) -> None:
+    def _copy_on_write(self, entry: _Sequence) -> None:
         """See to it that the page with the last token, if not full, is this sequence's alone."""
         if entry.length % self.page_size == 0:
             return
@@ -453,16 +461,16 @@ class BlockTable:
         page = entry.pages[at]
         more = page in self._content and used < len(self._content[page].tokens)
         copy_is_free = self._free or self.n_pages < self.max_pages
-        if self._holders[page] == 1 and not (more and copy_is_free):
-            self._unname(page)  # it is going to hold something else
+        if self._ref_counts[page] == 1 and not (more and copy_is_free):
+            self._evict(page)  # it is going to hold something else
             return
-        copy = self._take()
+        copy = self._allocate()
         self._copies.append((page, copy))
-        self._release([page])
+        self._unref([page])
         entry.pages[at], entry.index = copy, None
 
-    def _forget_coming(self, sequence: int, entry: _Sequence) -> None:
+    def _drop_in_flight(self, sequence: int, entry: _Sequence) -> None:
         if entry.chain is not None:
-            for name in entry.chain.names[entry.n_named :]:
-                if self._coming.get(name) == sequence:
-                    del self._coming[name]
+            for hash_ in entry.chain.hashes[entry.n_cached_pages :]:
+                if self._in_flight.get(hash_) == sequence:
+                    del self._in_flight[hash_]

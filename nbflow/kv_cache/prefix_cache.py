@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 """128 bits: that two texts get one name is as good as impossible, even if somebody tries."""
 
 
-def page_name(before: bytes, tokens: array[int]) -> bytes:
+def page_hash(before: bytes, tokens: array[int]) -> bytes:
     """Return the name of a page with these tokens, which follows the page of name `before`."""
     return blake2b(before + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
 
@@ -30,7 +30,7 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass
-class Chain:
+class HashChain:
     """The names of a sequence's full pages, from the first one on.
 
     Examples
@@ -44,20 +44,20 @@ class Chain:
 
     salt: bytes
     """What the chain begins with."""
-    names: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
     ids: array[int] = field(default_factory=lambda: array("i"))
     """The tokens that are looked up."""
 
     def before(self, page: int) -> bytes:
         """Return the name of the page before this one."""
-        return self.names[page - 1] if page else self.salt
+        return self.hashes[page - 1] if page else self.salt
 
     def extend(self, ids: Sequence[int], page_size: int, n_pages: int) -> None:
         """Have the names of the first `n_pages` pages; `ids` are the sequence's tokens."""
-        for page in range(len(self.names), n_pages):
+        for page in range(len(self.hashes), n_pages):
             tokens = array("i", ids[page * page_size : (page + 1) * page_size])
-            self.names.append(page_name(self.before(page), tokens))
+            self.hashes.append(page_hash(self.before(page), tokens))
 
-    def copy(self) -> Chain:
+    def copy(self) -> HashChain:
         """Return a chain that goes its own way from here."""
-        return Chain(self.salt, list(self.names), self.ids)
+        return HashChain(self.salt, list(self.hashes), self.ids)

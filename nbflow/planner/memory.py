@@ -16,7 +16,7 @@ import nbflow_kernels as nk
 from nbflow.distributed import make_plan, split_replicas, world
 from nbflow.distributed.device import is_host, split_host_layers
 from nbflow.distributed.plan import RankPlan
-from nbflow.kv_cache.block_table import grown
+from nbflow.kv_cache.block_table import pages_after_growth
 from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
 from nbflow.planner.auto_partition import Measure, choose_partition
 from nbflow.planner.planned_model import PlannedModel, planned_model
@@ -217,7 +217,7 @@ class _Counted:
         else:  # no text is cut; all its hidden states are wanted, as of texts that are embedded
             together = self._together(model, max_step_tokens)
             self._rows = together * context, together * context, 0
-            self.pages = grown(together * -(-context // PAGE_SIZE))
+            self.pages = pages_after_growth(together * -(-context // PAGE_SIZE))
 
     def page_bytes(self, rank: RankPlan) -> int:
         """Return the bytes of a page of a rank's layers."""
@@ -237,7 +237,7 @@ class _Counted:
         context = model.spec.max_context
         theirs = _Counted(model, self._options, self._sequences)
         program = fuse(cut(build_memory(self._model.spec), rank))
-        pages = grown(self._sequences * -(-context // PAGE_SIZE))
+        pages = pages_after_growth(self._sequences * -(-context // PAGE_SIZE))
         rows = self._together(model, self._options.max_step_tokens) * context, 0, 0
         kept = self._sizes(program, self._model, pages, rows, device, offload)
         return [theirs.rank(encoder, device, offload), kept]

@@ -11,7 +11,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import top_k
 from nbflow_kernels.sampling.cpu_philox import uniform
 
-COLD = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Lower temperatures are this one, at which the best token is the only one."""
 
 
@@ -31,7 +31,7 @@ class TopCandidates:
         return TopCandidates(self.n_vocab, self.ids[:n], self.logits[:n])
 
 
-def shortlists(logits: np.ndarray, n: int) -> list[TopCandidates]:
+def top_candidates(logits: np.ndarray, n: int) -> list[TopCandidates]:
     """Return the `n` best tokens of each row of logits, float32 (B, V), on a CUDA device."""
     n_vocab = logits.shape[1]
     values, ids = (on_host(array) for array in top_k(logits, min(n, n_vocab), sorted=True))

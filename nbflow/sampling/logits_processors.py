@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import TopCandidates, shortlists
+from nbflow.sampling.candidates import TopCandidates, top_candidates
 from nbflow.sampling.strategy import State, Strategy, check_range
 from nbflow.sampling.structured_output import Grammar, Matcher
-from nbflow.sampling.token_buffer import Tokens
+from nbflow.sampling.token_buffer import TokenBuffer
 from nbflow_kernels.arrays import is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.penalties import (
@@ -108,7 +108,7 @@ class Constrained(Strategy):
         inner = self.strategy.begin(prompt_ids, seed)
         grammar = self.constraints.grammar
         matcher = None if grammar is None else grammar.begin()
-        return ConstrainedState(inner, self.constraints, matcher, Tokens(prompt_ids))
+        return ConstrainedState(inner, self.constraints, matcher, TokenBuffer(prompt_ids))
 
 
 class ConstrainedState:
@@ -124,7 +124,7 @@ class ConstrainedState:
         inner: State,
         constraints: LogitsProcessors,
         matcher: Matcher | None,
-        tokens: Tokens,
+        tokens: TokenBuffer,
     ) -> None:
         self._inner = inner
         self._constraints = constraints
@@ -143,7 +143,7 @@ class ConstrainedState:
         if not is_cuda(row) or self._inner.takes_device_rows:
             return self._inner.choose(row)
         return self._inner.choose(
-            on_host(row) if n_best is None else shortlists(row[None], n_best)[0]
+            on_host(row) if n_best is None else top_candidates(row[None], n_best)[0]
         )
 
     def probs(self, logits: np.ndarray) -> np.ndarray:

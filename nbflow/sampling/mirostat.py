@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates, TopCandidates
+from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates, TopCandidates
 from nbflow.sampling.strategy import SampledState, Strategy, check_range
 from nbflow_kernels.errors import UsageError
 
@@ -60,7 +60,7 @@ class MirostatState(SampledState):
         strategy = self._strategy
         found = Candidates(logits)
         if strategy.temperature != 1.0:
-            found.scale(1.0 / max(strategy.temperature, COLD))
+            found.scale(1.0 / max(strategy.temperature, MIN_TEMPERATURE))
         if strategy.mirostat == 1:
             found.first(max(1, _count(found, self.mu, strategy.mirostat_m)))
         else:

@@ -10,11 +10,11 @@ import numpy as np
 
 from nbflow.sampling.candidates import Candidates, TopCandidates, random_number
 from nbflow.sampling.samplers import (
-    IDLE,
+    ALIASES,
+    IS_NOOP,
     LETTERS,
-    OTHER_NAMES,
     SAMPLERS,
-    Moment,
+    SamplerContext,
     SamplerOptions,
     n_lowered_by,
 )
@@ -70,10 +70,10 @@ class ChainState(SampledState):
     def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
         found = Candidates(logits)
         place = self.tokens.n_new
-        moment = Moment(self.tokens.array, lambda: random_number(self.seed, place, 1))
+        context = SamplerContext(self.tokens.array, lambda: random_number(self.seed, place, 1))
         for name in self._chain.samplers:
-            if not IDLE[name](self._chain):
-                SAMPLERS[name](found, self._chain, moment)
+            if not IS_NOOP[name](self._chain):
+                SAMPLERS[name](found, self._chain, context)
         return found
 
 
@@ -98,11 +98,11 @@ def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
     ('top_k', 'top_p', 'temperature')
     """
     if isinstance(order, str):
-        whole = OTHER_NAMES.get(order, order)
+        whole = ALIASES.get(order, order)
         if order and ";" not in order and whole not in SAMPLERS and set(order) <= set(LETTERS):
             return tuple(LETTERS[letter] for letter in order)
         order = [name.strip() for name in order.split(";") if name.strip()]
-    names = [OTHER_NAMES.get(name, name) for name in order]
+    names = [ALIASES.get(name, name) for name in order]
     for name in names:
         if name not in SAMPLERS:
             raise unknown_name("sampler", name, SAMPLERS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates
+from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates
 from nbflow_kernels.penalties import apply_dry_penalty, apply_penalties
 
 DEFAULT_ORDER = (
@@ -72,7 +72,7 @@ class SamplerOptions:
 
 
 @dataclass(frozen=True)
-class Moment:
+class SamplerContext:
     """What else a sampler may look at."""
 
     history: np.ndarray
@@ -81,13 +81,13 @@ class Moment:
     """A number in [0, 1) for the sampler's own decisions."""
 
 
-def penalties(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def penalties(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Lower tokens that occurred among the last `repeat_last_n`."""
     row = _row(candidates)
     apply_penalties(
         row,
-        moment.history,
-        np.array([0, len(moment.history)], np.int32),
+        context.history,
+        np.array([0, len(context.history)], np.int32),
         repetition_penalty=chain.repeat_penalty,
         frequency_penalty=chain.frequency_penalty,
         presence_penalty=chain.presence_penalty,
@@ -96,13 +96,13 @@ def penalties(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> 
     _rescore(candidates, row)
 
 
-def dry(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def dry(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Lower tokens that would go on with a repetition; see `nbflow_kernels.apply_dry_penalty`."""
     row = _row(candidates)
     apply_dry_penalty(
         row,
-        moment.history,
-        np.array([0, len(moment.history)], np.int32),
+        context.history,
+        np.array([0, len(context.history)], np.int32),
         multiplier=chain.dry_multiplier,
         base=chain.dry_base,
         allowed_length=chain.dry_allowed_length,
@@ -112,19 +112,19 @@ def dry(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     _rescore(candidates, row)
 
 
-def top_n_sigma(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def top_n_sigma(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep logits within `top_n_sigma` standard deviations of the best (arXiv:2411.07641)."""
     if len(candidates) > 1:
         bound = candidates.logits.max() - chain.top_n_sigma * candidates.logits.std()
         candidates.keep(candidates.logits >= bound)
 
 
-def top_k(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def top_k(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the `top_k` best; 0 or less keeps all."""
     candidates.first(chain.top_k)
 
 
-def typical(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def typical(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the tokens nearest to the entropy that have mass `typical_p` (arXiv:2202.00666)."""
     p = candidates.probs()
     order = least_typical_last(p)
@@ -135,7 +135,7 @@ def typical(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> No
     candidates.keep(mask)
 
 
-def tail_free(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def tail_free(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the tokens before the flat tail (`tfs_z` of the bends), as llama.cpp did until 2024."""
     if len(candidates) <= 2:
         return
@@ -143,12 +143,12 @@ def tail_free(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> 
     candidates.first(max(tail_free_count(candidates.probs(), chain.tfs_z), chain.min_keep))
 
 
-def top_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def top_p(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the fewest best tokens that have mass `top_p`."""
     candidates.reaching(chain.top_p, max(chain.min_keep, 1))
 
 
-def min_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def min_p(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the tokens at least `min_p` times as probable as the best."""
     mask = candidates.logits >= candidates.logits.max() + math.log(chain.min_p)
     if mask.sum() >= chain.min_keep:
@@ -157,11 +157,11 @@ def min_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None
         candidates.first(max(int(mask.sum()), chain.min_keep))
 
 
-def xtc(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def xtc(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Exclude top choices: sometimes drop the likely tokens but the least likely of them."""
     if len(candidates) < 2:
         return
-    if moment.random() >= chain.xtc_probability:
+    if context.random() >= chain.xtc_probability:
         return
     candidates.sort()
     n_likely = int((candidates.probs() >= chain.xtc_threshold).sum())
@@ -169,7 +169,7 @@ def xtc(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
         candidates.take(slice(n_likely - 1, None))
 
 
-def temperature(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def temperature(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Divide the logits; with `dynatemp_range` by a temperature that follows the entropy."""
     value = chain.temperature
     if chain.dynatemp_range > 0.0:
@@ -179,13 +179,13 @@ def temperature(candidates: Candidates, chain: SamplerOptions, moment: Moment) -
         p = candidates.probs()
         entropy = -(p[p > 0.0] * np.log(p[p > 0.0])).sum() / math.log(len(candidates))
         value = low + (high - low) * entropy**chain.dynatemp_exponent
-    if value < COLD:
+    if value < MIN_TEMPERATURE:
         candidates.first(1)
     else:
         candidates.scale(1.0 / value)
 
 
-SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, Moment], None]] = {
+SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, SamplerContext], None]] = {
     "penalties": penalties,
     "dry": dry,
     "top_n_sigma": top_n_sigma,
@@ -199,7 +199,7 @@ SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, Moment], None]] = {
 }
 """Samplers by llama.cpp's names."""
 
-IDLE: dict[str, Callable[[SamplerOptions], bool]] = {
+IS_NOOP: dict[str, Callable[[SamplerOptions], bool]] = {
     "penalties": lambda c: (
         not c.repeat_last_n
         or (c.repeat_penalty, c.frequency_penalty, c.presence_penalty) == (1.0, 0.0, 0.0)
@@ -216,7 +216,7 @@ IDLE: dict[str, Callable[[SamplerOptions], bool]] = {
 }
 """Whether the parameters of a chain switch a sampler off."""
 
-OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
+ALIASES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
                "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "typ-p": "typ_p",
                "top-n-sigma": "top_n_sigma", "nucleus": "top_p"}  # fmt: skip
 
@@ -233,7 +233,7 @@ def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
     None if it does anything else: only where tokens were lowered and nothing more, the best of what
     is left are among the best before.
     """
-    if IDLE[name](chain):
+    if IS_NOOP[name](chain):
         return 0
     if name == "penalties":
         least = min(chain.repeat_penalty - 1.0, chain.frequency_penalty, chain.presence_penalty)

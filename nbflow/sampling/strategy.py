@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates, TopCandidates, random_number
-from nbflow.sampling.token_buffer import Tokens
+from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates, TopCandidates, random_number
+from nbflow.sampling.token_buffer import TokenBuffer
 from nbflow_kernels.arrays import empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import (
@@ -58,7 +58,7 @@ class SampledState:
     takes_device_rows = False
 
     def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
-        self.tokens = Tokens(prompt_ids)
+        self.tokens = TokenBuffer(prompt_ids)
         self.seed = seed
 
     def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
@@ -137,7 +137,7 @@ class Strategy:
             If a row has a NaN, +inf or nothing but -inf.
         """
         tokens = self.drawn(logits, seeds, offsets)
-        check_drawn(tokens)
+        check_sampled(tokens)
         return tokens
 
     def drawn(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -201,7 +201,7 @@ class FilteredSampling(Strategy):
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
         filters = self.filters()
-        p: np.ndarray = softmax(logits, max(filters.pop("temperature"), COLD))
+        p: np.ndarray = softmax(logits, max(filters.pop("temperature"), MIN_TEMPERATURE))
         renorm = {
             "top_k": top_k_renorm_probs, "top_p": top_p_renorm_probs, "min_p": min_p_renorm_probs
         }  # fmt: skip
@@ -214,13 +214,13 @@ class FilteredSampling(Strategy):
     ) -> None:
         """See `Strategy.launch`."""
         filters, n = self.filters(), len(logits)
-        temperature = np.full(n, max(filters.pop("temperature"), COLD), np.float32)
+        temperature = np.full(n, max(filters.pop("temperature"), MIN_TEMPERATURE), np.float32)
         rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
         variant = cuda if is_cuda(logits) else cpu
         variant.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
 
 
-def check_drawn(tokens: np.ndarray) -> None:
+def check_sampled(tokens: np.ndarray) -> None:
     """Raise `UsageError` if a row had no distribution to draw from."""
     if (tokens < 0).any():
         raise no_distribution()

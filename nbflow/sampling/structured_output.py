@@ -23,7 +23,7 @@ from nbflow.tokenization.token_bytes import vocabulary_bytes
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 _MAX_ENGINES = 8
-_MEANINGS = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
+_MESSAGES = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
 """The engine's words in ours."""
 
 
@@ -88,7 +88,7 @@ class Grammar:
         self._kind = kind
         self._source = _source(library, kind, text)
         self._first: Matcher | None = None
-        self._rehearse(n_vocab)
+        self._compile_and_step(n_vocab)
 
     def begin(self) -> Matcher:
         """Return the beginning of a text."""
@@ -105,7 +105,7 @@ class Grammar:
         matcher = library.LLMatcher(engine, self._source, log_level=0, limits=_limits(library))
         return Matcher(matcher, self._end_ids, self._kind)
 
-    def _rehearse(self, n_vocab: int) -> None:
+    def _compile_and_step(self, n_vocab: int) -> None:
         """Compile the structure and take a step: what is too much is found here.
 
         The steps of all requests would wait for it otherwise, and a request fail in one of them.
@@ -162,7 +162,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = (self._matcher.get_error().splitlines() or ["unknown"])[0]
-            raise StructureError(self._kind, f"structured output: {_MEANINGS.get(reason, reason)}")
+            raise StructureError(self._kind, f"structured output: {_MESSAGES.get(reason, reason)}")
 
 
 def _library() -> Any:
@@ -263,21 +263,21 @@ def _vocabulary(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) ->
     made: OrderedDict[Any, _Vocabulary]
     made = tokenizer.__dict__.setdefault("_grammar_vocabularies", OrderedDict())
     found: _Vocabulary
-    found = _kept(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
+    found = _cached_in(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
     return found
 
 
-def _kept(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def _cached_in(cache: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """Return what is kept under a key, made where it is not; the ones used last stay."""
     with _lock:
-        if key in kept:
-            kept.move_to_end(key)
-            return kept[key]
+        if key in cache:
+            cache.move_to_end(key)
+            return cache[key]
     made = make()
     with _lock:
-        kept[key] = made
-        while len(kept) > _MAX_ENGINES:
-            kept.popitem(last=False)
+        cache[key] = made
+        while len(cache) > _MAX_ENGINES:
+            cache.popitem(last=False)
     return made
 
 
@@ -291,4 +291,4 @@ def _engine(vocabulary: _Vocabulary) -> Any:
             n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.end_ids),
         )  # fmt: skip
 
-    return _kept(_ENGINES, vocabulary.digest, make)
+    return _cached_in(_ENGINES, vocabulary.digest, make)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Tokens:
+class TokenBuffer:
     """Prompt and new tokens.
 
     Parameters
@@ -40,9 +40,9 @@ class Tokens:
         self._array[self._n] = token
         self._n += 1
 
-    def copy(self) -> Tokens:
+    def copy(self) -> TokenBuffer:
         """Return a copy that grows by itself."""
-        other = Tokens(())
+        other = TokenBuffer(())
         other._array, other._n = self.array.copy(), self._n
         other.n_prompt = self.n_prompt
         return other

@@ -142,7 +142,7 @@ def test_encoders_read_together(tmp_path):
     inputs = [read[i:] for i in range(5)]
     with nbflow.load(FAMILIES / "m2m_100", threads=1) as model:
         alone = [model.generate(ids, 6) for ids in inputs]
-        memory = model.workers[0].encoded
+        memory = model.workers[0].cross_attention
         with nbflow.LLMEngine(model, max_sequences=3) as engine:
             handles = [
                 engine.submit(model.make_request(ids, 6, "greedy", 0, False)) for ids in inputs

@@ -31,13 +31,13 @@ def test_random_texts_and_stops(tokenizer):
         ids = [i for part in text for i in tokenizer.encode(part)]
         ids = ids if rng.random() < 0.5 else tokenizer.encode(text)
         stream = IncrementalDetokenizer(tokenizer, stops, include)
-        pieces = []
+        chunks = []
         for token in ids:
-            pieces.append(stream.push(token))
-            assert "\ufffd" not in pieces[-1]
-        pieces.append(stream.finish())
+            chunks.append(stream.push(token))
+            assert "\ufffd" not in chunks[-1]
+        chunks.append(stream.finish())
         expected = cut(text, stops, include)
-        assert "".join(pieces) == expected, (text, stops, include)
+        assert "".join(chunks) == expected, (text, stops, include)
         assert (stream.stopped is not None) == any(s in text for s in stops)
         assert stream.push(ids[0]) == stream.finish() == ""
 

@@ -47,7 +47,7 @@ def test_random_forks_and_cuts_give_what_the_whole_sequence_gives(model):
                     np.testing.assert_array_equal(rows[s].logits, model.logits(texts[s])[-n:])
         assert {s: session.length(s) for s in texts} == {s: len(t) for s, t in texts.items()}
     table = model.workers[0].table
-    assert table.n_held == 0
+    assert table.n_used_pages == 0
 
 
 def test_hidden_states_come_along(model):

@@ -64,7 +64,7 @@ def test_threads_get_what_they_would_get_alone(ranks):
         for first, found in enumerate(pool.map(work, range(4))):
             assert found == alone[first:] + alone[:first]
     assert not ranks.workers[0].scheduler.requests
-    assert ranks.workers[0].table.n_held == 0
+    assert ranks.workers[0].table.n_used_pages == 0
 
 
 def test_a_stop_text_is_found_whoever_makes_the_step(tiny):

@@ -89,7 +89,7 @@ def test_a_request_ended_on_its_way_gives_nothing_more(checkpoint, prompts, expe
             assert requests[3] not in [o.request for o in model.call("step", 0.0)[0]]
         assert [r.ids for r in requests[:3]] == expected[:3]
         assert len(requests[3].ids) < 9
-        assert model.workers[1].table.n_held == 0
+        assert model.workers[1].table.n_used_pages == 0
 
 
 @pytest.mark.parametrize(("n", "begun"), [(4, 2), (1, 1)])
@@ -130,10 +130,10 @@ def test_scheduling_around_busy_requests(seed):
     coming = list(requests)
 
     def land() -> None:
-        for work in flying.popleft():
-            request, draws = work.request, work.draws
-            request.n_done += work.n_tokens
-            if draws:
+        for entry in flying.popleft():
+            request, emits_token = entry.request, entry.emits_token
+            request.n_computed += entry.n_tokens
+            if emits_token:
                 request.accept(7)
             table.commit(request.id, request.prompt + request.ids)
             if request.finish_reason is not None:
@@ -145,20 +145,20 @@ def test_scheduling_around_busy_requests(seed):
         if flying and (len(flying) == depth or table.n_available < len(scheduler.running)):
             land()
             continue
-        busy = {work.request.id for works in flying for work in works}
+        busy = {entry.request.id for scheduled in flying for entry in scheduled}
         held = {i: table.length(i) for i in busy}
         most = -(-max(1, len(scheduler.requests)) // depth)
-        works = scheduler.next_step(busy, most)
-        assert len(works) <= most
-        assert not busy & {work.request.id for work in works}
+        scheduled = scheduler.next_step(busy, most)
+        assert len(scheduled) <= most
+        assert not busy & {entry.request.id for entry in scheduled}
         assert held == {i: table.length(i) for i in busy}  # still there, nothing taken away
-        for work in works:
-            table.extend(work.request.id, work.n_tokens)
-        if works:
-            flying.append(works)
+        for entry in scheduled:
+            table.extend(entry.request.id, entry.n_tokens)
+        if scheduled:
+            flying.append(scheduled)
         elif flying:
             land()
         elif not coming and not scheduler.requests:
             break
     assert all(len(r.ids) == r.max_tokens for r in requests)
-    assert table.n_held == 0
+    assert table.n_used_pages == 0

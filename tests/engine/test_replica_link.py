@@ -13,7 +13,12 @@ import pytest
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replicas import address as replica_address
 from nbflow.engine.replicas import rpc
-from nbflow.engine.replicas.address import SETTING, addresses_towards, connect, own_addresses
+from nbflow.engine.replicas.address import (
+    ADDRESS_ENV,
+    addresses_towards,
+    connect,
+    own_addresses,
+)
 from nbflow.engine.replicas.rpc import Listener, RemoteEngine
 from nbflow.engine.request import Request
 from nbflow.engine.stats import EngineStats
@@ -59,9 +64,9 @@ def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
     accepting.start()
     with socket.create_connection((host, port)), socket.create_connection((host, port)) as rude:
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        for wrong in (b"x" * 32, key[:-1]):
-            with pytest.raises(UsageError, match=f"does not reach the leading process.*{SETTING}"):
-                connect([(host, port)], wrong)
+        for errors in (b"x" * 32, key[:-1]):
+            with pytest.raises(UsageError, match=f"does not reach the leading process.*{ADDRESS_ENV}"):
+                connect([(host, port)], errors)
         mine = greet(listener.address, 1)
         accepting.join(WAIT_S)
     ((index, connection),) = found
@@ -103,13 +108,13 @@ def test_the_address_of_the_interface_that_leads_to_the_others(monkeypatch):
     assert not [address for address in own if address.startswith("127.")]
     assert set(addresses_towards([["192.0.2.1"], ["192.0.2.1", "127.0.1.1"]])) <= set(own)
     assert addresses_towards([own]) == []  # a bridge that every host has
-    with pytest.raises(UsageError, match=f"a has no address that leads to b; set {SETTING}"):
+    with pytest.raises(UsageError, match=f"a has no address that leads to b; set {ADDRESS_ENV}"):
         Listener([HERE, {"host": "b", "addresses": own}])
-    monkeypatch.setenv(SETTING, "127.0.0.1")
+    monkeypatch.setenv(ADDRESS_ENV, "127.0.0.1")
     listener = Listener([HERE, {"host": "b", "addresses": own}])
     assert listener.address[0][0][0] == "127.0.0.1"
     listener.close()
-    monkeypatch.setenv(SETTING, "192.0.2.77")
+    monkeypatch.setenv(ADDRESS_ENV, "192.0.2.77")
     with pytest.raises(UsageError, match=r"cannot be awaited at 192\.0\.2\.77"):
         Listener([HERE])
 

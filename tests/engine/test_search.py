@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import nbflow
-from nbflow.engine.scheduler import room_for
+from nbflow.engine.scheduler import max_new_tokens_for
 from nbflow.engine.search import BeamSearch, ContrastiveSearch
 from nbflow_kernels.errors import UsageError
 
@@ -154,18 +154,18 @@ def test_a_search_with_an_encoder():
             handles = [engine.submit(make(model, s, [5, 6, 7], 8)) for s in (BEAM, CONTRAST)]
             assert [numbers(h.results(60)) for h in handles] == alone
             assert idle(engine)
-        assert model.workers[0].encoded.table.sequences == []
+        assert model.workers[0].cross_attention.table.sequences == []
 
 
 def test_refused(model):
-    for wrong, words in (
+    for errors, encode_errors in (
         ({"temperature": 0.5}, "no parameter 'temperature'"),
         ({"stop": ["x"]}, "no parameter 'stop'"),
         ({"draft": "ngram"}, "takes no draft"),
         ({"min_tokens": 3}, "no parameter 'min_tokens'"),
     ):
-        with pytest.raises(UsageError, match=words):
-            make(model, BEAM, **wrong)
+        with pytest.raises(UsageError, match=encode_errors):
+            make(model, BEAM, **errors)
     with pytest.raises(UsageError, match=r"n must be in 1\.\.num_beams"):
         BeamSearch(num_beams=2, n=3)
     page = model.workers[0].storage.page_bytes
@@ -175,4 +175,4 @@ def test_refused(model):
         with pytest.raises(UsageError, match="too few for 3 continuations"):
             engine.submit(make(model, BeamSearch(num_beams=3), LONG + LONG))
     # 2 pages of the prompt; for each of 2, a copy of the last one and one more
-    assert room_for(make(model, BeamSearch(num_beams=2), LONG), 2 + 2 * 2, 64) == 64
+    assert max_new_tokens_for(make(model, BeamSearch(num_beams=2), LONG), 2 + 2 * 2, 64) == 64

@@ -65,12 +65,12 @@ def test_a_search_wider_than_the_engine_is_refused_before_it_is_scheduled(ranks)
 def test_a_field_that_a_step_could_fail_on_is_refused_by_name(model, field, value):
     request = make(model)
     setattr(request, field, value)
-    words = "token ids|token id" if field == "prompt" else field
+    encode_errors = "token ids|token id" if field == "prompt" else field
     with nbflow.LLMEngine(model, kv_bytes=KV) as engine:
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=encode_errors):
             engine.submit(request)
         assert len(engine.submit(make(model)).result(60).ids) == 12
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=encode_errors):
         list(model.run_requests([request]))
 
 
@@ -86,8 +86,8 @@ def test_a_salt_with_half_a_surrogate_pair(ranks):
 def test_ids_of_a_proposer_that_are_no_tokens_are_left_out(ranks):
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
-        for wrong in (2**70, -1, 101):
-            request = make(ranks, draft=lambda ids, n, wrong=wrong: [ids[-1], wrong])
+        for errors in (2**70, -1, 101):
+            request = make(ranks, draft=lambda ids, n, errors=errors: [ids[-1], errors])
             assert engine.submit(request).result(60).ids == expected
         assert alive(engine, ranks, expected)
 
@@ -146,7 +146,7 @@ def plant(monkeypatch, name):
     monkeypatch.setattr(outputs, name, function)
 
 
-@pytest.mark.parametrize("name", ["choose", "describe"])
+@pytest.mark.parametrize("name", ["sample_tokens", "gather_logprobs"])
 def test_the_rank_that_draws_fails_for_one_request(ranks, monkeypatch, name):
     """The others wait for its numbers: they are told that there are none, and why."""
     expected = ranks.generate(IDS[:9], 12, "sample", 3, True).ids
@@ -231,11 +231,11 @@ def test_a_length_penalty_beyond_the_numbers(penalty):
     rows = np.log(np.array([[0.6, 0.4]]))
     beams.advance(rows)
     long = [
-        dataclasses.replace(h, ids=(*h.ids,) * 2000, logprobs=(0.0,) * 2000, tops=([],) * 2000)
+        dataclasses.replace(h, ids=(*h.ids,) * 2000, logprobs=(0.0,) * 2000, top_tokens=([],) * 2000)
         for h in beams.running
     ]
     beams.running, beams.finished = long, [dataclasses.replace(h, score=-1.0) for h in long]
-    assert len(beams.present()) == 1
+    assert len(beams.best_so_far()) == 1
     assert isinstance(beams._is_done(), bool)
 
 

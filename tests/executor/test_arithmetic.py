@@ -118,7 +118,7 @@ def test_bursts_draw_what_single_steps_draw(
 def test_more_strategies_than_bursts_are_kept(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_BURSTS", 2)
+    monkeypatch.setattr(worker, "MAX_MULTI_STEP_DECODES", 2)
     prompt = IDS[:4].tolist()
 
     def rounds(model: nbflow.LLM) -> list[list[int]]:
@@ -139,7 +139,7 @@ def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
         request = model.make_request(IDS[:5].tolist(), 20, "greedy", 0, False)
         request.stop_ids = frozenset({end})
         for _ in range(2):  # the first burst measures how long a step takes
-            request.ids, request.logprobs, request.n_done, request.finish_reason = [], [], 0, None
+            request.ids, request.logprobs, request.n_computed, request.finish_reason = [], [], 0, None
             for _ in model.run_requests([request], burst_s=1e6):
                 pass
             assert request.finish_reason == "stop"

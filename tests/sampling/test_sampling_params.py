@@ -211,8 +211,8 @@ def test_a_fork_goes_on_by_itself(rows):
 
 def test_bad_words_come_with_and_without_a_space(tokenizer):
     made = build_strategy(SamplingParams(bad_words=["return"]), tokenizer.vocab_size, tokenizer)
-    words = made.constraints.bad_words
-    assert [tokenizer.decode(w) for w in words] == ["return", " return"]
+    encode_errors = made.constraints.bad_words
+    assert [tokenizer.decode(w) for w in encode_errors] == ["return", " return"]
 
 
 def slow_sequences(tokenizer, breaker):

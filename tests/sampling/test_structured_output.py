@@ -101,8 +101,8 @@ def test_json_follows_its_schema(tokenizer):
 def test_regex_choice_and_grammar(tokenizer, seed):
     pattern = r"[a-z]{2,5}-[0-9]{3}(é|x)"
     assert re.fullmatch(pattern, generate(tokenizer, seed, regex=pattern))
-    words = ["yes", "no", "not at all"]
-    assert generate(tokenizer, seed, choice=words) in words
+    encode_errors = ["yes", "no", "not at all"]
+    assert generate(tokenizer, seed, choice=encode_errors) in encode_errors
     gbnf = 'root ::= "(" item ("," item)? ")"\nitem ::= [0-9] | "x" [a-c]'
     item = "([0-9]|x[a-c])"
     assert re.fullmatch(rf"\({item}(,{item})?\)", generate(tokenizer, seed, grammar=gbnf))

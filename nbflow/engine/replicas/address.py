@@ -18,13 +18,13 @@ from collections.abc import Sequence
 
 from nbflow_kernels.errors import UsageError
 
-SETTING = "NBFLOW_REPLICA_ADDRESS"
+ADDRESS_ENV = "NBFLOW_REPLICA_ADDRESS"
 """Environment variable of the leading process: the address to use, whatever else there is."""
 HANDSHAKE_S = 10.0
 """Seconds for a connection to be made, and for each message of the handshake."""
 
 Connection = multiprocessing.connection.Connection
-Place = tuple[str, int]
+SocketAddress = tuple[str, int]
 """Address and port."""
 
 REFUSED = (multiprocessing.AuthenticationError, AssertionError, EOFError, OSError, ValueError)
@@ -86,19 +86,19 @@ def listen(address: str, backlog: int) -> socket.socket:
         return socket.create_server((address, 0), family=family, backlog=backlog)
     except OSError as error:
         raise UsageError(
-            f"the other replicas cannot be awaited at {address}: {error}; set {SETTING} to an "
+            f"the other replicas cannot be awaited at {address}: {error}; set {ADDRESS_ENV} to an "
             "address of this host that the other hosts reach"
         ) from error
 
 
-def chosen_address() -> str | None:
-    """Return what `SETTING` says."""
-    return os.environ.get(SETTING) or None
+def configured_address() -> str | None:
+    """Return what `ADDRESS_ENV` says."""
+    return os.environ.get(ADDRESS_ENV) or None
 
 
-def welcome(accepted: socket.socket, key: bytes) -> Connection:
+def accept_handshake(accepted: socket.socket, key: bytes) -> Connection:
     """Return a connection whose other side has proved that it knows the key."""
-    connection = _impatient(accepted)
+    connection = _with_timeout(accepted)
     try:
         multiprocessing.connection.deliver_challenge(connection, key)
         multiprocessing.connection.answer_challenge(connection, key)
@@ -108,44 +108,44 @@ def welcome(accepted: socket.socket, key: bytes) -> Connection:
     return connection
 
 
-def connect(places: Sequence[Place], key: bytes) -> Connection:
+def connect(places: Sequence[SocketAddress], key: bytes) -> Connection:
     """Return a connection to the first of several places that answers with the key."""
     failures = []
     for place in places:
         try:
             made = socket.create_connection(place, HANDSHAKE_S)
             made.settimeout(None)
-            connection = _impatient(made)
+            connection = _with_timeout(made)
         except OSError as error:
             failures.append(f"{place[0]}:{place[1]} ({error})")
             continue
         try:
             multiprocessing.connection.answer_challenge(connection, key)
             multiprocessing.connection.deliver_challenge(connection, key)
-            be_patient(connection)
+            clear_timeout(connection)
             return connection
         except REFUSED as error:
             connection.close()
             failures.append(f"{place[0]}:{place[1]} ({error or type(error).__name__})")
     raise UsageError(
         f"{socket.gethostname()} does not reach the leading process at {', '.join(failures)}; set "
-        f"{SETTING} there to an address of its host that the other hosts reach"
+        f"{ADDRESS_ENV} there to an address of its host that the other hosts reach"
     )
 
 
-def _impatient(made: socket.socket) -> Connection:
+def _with_timeout(made: socket.socket) -> Connection:
     """Return a socket as a connection that waits `HANDSHAKE_S` for a message, and not longer."""
-    _set_patience(made, HANDSHAKE_S)
+    _set_timeout(made, HANDSHAKE_S)
     return Connection(made.detach())
 
 
-def be_patient(connection: Connection) -> None:
+def clear_timeout(connection: Connection) -> None:
     """Let a connection wait for messages without a limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        _set_patience(same, 0.0)
+        _set_timeout(same, 0.0)
 
 
-def _set_patience(made: socket.socket, seconds: float) -> None:
+def _set_timeout(made: socket.socket, seconds: float) -> None:
     value = struct.pack("ll", int(seconds), 0)  # a struct timeval; 0 is for ever
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         made.setsockopt(socket.SOL_SOCKET, option, value)

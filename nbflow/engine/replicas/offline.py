@@ -62,11 +62,11 @@ class Replicas(LLM):
         return self.index == 0 and super().leads
 
     @property
-    def begins(self) -> bool:
+    def leads_replica(self) -> bool:
         """Whether this process says what the ranks of its replica do."""
         return super().leads
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return what the first rank of the first replica says, on every rank of all of them."""
         return self._comm.bcast_object(value)
 
@@ -99,9 +99,9 @@ class Replicas(LLM):
             yield [(own[i], token) for i, token in events]
             if meetings == 0 and all(requests[i].ids for i in own):
                 meetings += 1
-                yield self._meet(requests)
+                yield self._exchange_results(requests)
         for _ in range(2 - meetings):
-            yield self._meet(requests)
+            yield self._exchange_results(requests)
 
     def _run_all(
         self, requests: list[Request], burst_s: float, share_prompts: bool
@@ -121,7 +121,7 @@ class Replicas(LLM):
             for token, logprob in zip(request.ids, request.logprobs, strict=True)
         ]
 
-    def _meet(self, requests: list[Request]) -> list[tuple[int, TokenOutput]]:
+    def _exchange_results(self, requests: list[Request]) -> list[tuple[int, TokenOutput]]:
         """Give all ranks what every replica has so far; return what is new here."""
         mine = requests[self.index :: self.n]
         own = [(r.ids, r.logprobs, r.finish_reason, r.found) for r in mine]

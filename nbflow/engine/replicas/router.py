@@ -19,7 +19,7 @@ from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.limits import choose_limits, fit
 from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.llm_engine import LLMEngine
-from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, obey
+from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, serve_replica
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
@@ -27,9 +27,9 @@ from nbflow.options import EngineOptions
 from nbflow.utils.rank_status import status
 from nbflow_kernels.errors import UsageError
 
-AFFINITY = 4
+MAX_AFFINITY_LOAD = 4
 """A request goes where its beginning is known if that replica has at most so many more to do."""
-MAX_HOMES = 65_536
+MAX_AFFINITY_ENTRIES = 65_536
 """Beginnings that are remembered."""
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ class ReplicatedModel(Protocol):
         """Return whether this process decides what all replicas do."""
 
     @property
-    def begins(self) -> bool:
+    def leads_replica(self) -> bool:
         """Return whether this process decides what the ranks of its replica do."""
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return what the first rank of the first replica says."""
 
     def claim(self, engine: object) -> None:
@@ -61,7 +61,7 @@ class ReplicatedModel(Protocol):
         """Give the model back."""
 
 
-class Member(Protocol):
+class ReplicaEngine(Protocol):
     """What is asked of the engine of a replica."""
 
     @property
@@ -94,7 +94,7 @@ class ReplicaRouter(LLMEngine):
 
     Under mpirun the first rank of the first replica leads; all others `follow`.  A request goes to
     the replica that has least to do, or to the one that has read a prompt that begins alike, unless
-    that has much more to do (`AFFINITY`).
+    that has much more to do (`MAX_AFFINITY_LOAD`).
 
     Parameters
     ----------
@@ -119,9 +119,9 @@ class ReplicaRouter(LLMEngine):
         self._replicas = model
         self._ranks = model.gather("host_addresses")  # every rank is asked
         self._own = [LLMEngine.with_limits(m, limits, burst_s) for m in model.mine]
-        self._members: list[Member] = []
+        self._engines: list[ReplicaEngine] = []
         self._listener: Listener | None = None
-        self._homes: OrderedDict[tuple[str, bytes], Member] = OrderedDict()
+        self._affinity: OrderedDict[tuple[str, bytes], ReplicaEngine] = OrderedDict()
 
     # ---- life ---------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class ReplicaRouter(LLMEngine):
         return self._replicas.leads
 
     @property
-    def begins(self) -> bool:
+    def leads_replica(self) -> bool:
         """Whether this process says what the ranks of its replica do."""
-        return self._replicas.begins
+        return self._replicas.leads_replica
 
     @property
     def state(self) -> str:
@@ -150,10 +150,10 @@ class ReplicaRouter(LLMEngine):
     @property
     def failure(self) -> BaseException | None:
         """What ended the first replica that has failed."""
-        return next((m.failure for m in self._members if m.failure is not None), None)
+        return next((m.failure for m in self._engines if m.failure is not None), None)
 
     def _has_failed(self) -> bool:
-        living = [m.alive for m in self._members]
+        living = [m.alive for m in self._engines]
         return not (all(living) if self._on_failure == "stop" else any(living))
 
     def start(self) -> LLMEngine:
@@ -168,13 +168,13 @@ class ReplicaRouter(LLMEngine):
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
             self._listener = Listener(self._ranks)
-        self._replicas.tell(self._listener and self._listener.address)
+        self._replicas.broadcast(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
-        self._members += self._own
+        self._engines += self._own
         if self._listener is not None:
             for index, connection in self._listener.accept(n_remote):
-                self._members.append(RemoteEngine(index, connection, self.model, self.limits))
+                self._engines.append(RemoteEngine(index, connection, self.model, self.limits))
         return self
 
     def follow(self, draft: LLM | None = None) -> None:
@@ -188,7 +188,7 @@ class ReplicaRouter(LLMEngine):
         if self.leads:
             raise UsageError("this rank leads the engine; start it, and submit requests")
         self._replicas.claim(self)
-        address: Address | None = self._replicas.tell(None)
+        address: Address | None = self._replicas.broadcast(None)
         (engine,) = self._own
         if self._replicas.index:
             status.is_needed = False
@@ -196,7 +196,7 @@ class ReplicaRouter(LLMEngine):
             engine.follow()
         else:
             assert address is not None
-            obey(engine, self._replicas.index, address, draft)
+            serve_replica(engine, self._replicas.index, address, draft)
         self._replicas.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
@@ -205,8 +205,8 @@ class ReplicaRouter(LLMEngine):
             was, self._state = self._state, "closed"
         if was != "running":
             return
-        with ThreadPoolExecutor(len(self._members)) as pool:
-            list(pool.map(lambda member: member.close(drain, timeout), self._members))
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            list(pool.map(lambda member: member.close(drain, timeout), self._engines))
         if self._listener is not None:
             self._listener.close()
         self._replicas.release(self)
@@ -225,25 +225,25 @@ class ReplicaRouter(LLMEngine):
                     return member.submit(request, on_events)
             return members[0].submit(request, on_events)  # it says why not
 
-    def _by_load(self, request: Request | None = None) -> list[Member]:
+    def _by_load(self, request: Request | None = None) -> list[ReplicaEngine]:
         """Return the members that run, the one to be asked first in front."""
         self._check_running()
-        living = sorted((m for m in self._members if m.alive), key=lambda m: m.load)
+        living = sorted((m for m in self._engines if m.alive), key=lambda m: m.load)
         if not living:
             raise EngineClosed(f"no replica runs any more: {self.failure}")
         size = self.limits.page_size
-        if request is None or not self.limits.prefix_cache or not request.takes_cached:
+        if request is None or not self.limits.prefix_cache or not request.uses_prefix_cache:
             return living
         if len(request.prompt) <= size:
             return living
         page = np.array(request.prompt[:size], np.int64).tobytes()
-        home = self._homes.get((request.cache_salt, page))
-        if home is None or not home.alive or home.load > living[0].load + AFFINITY:
+        home = self._affinity.get((request.cache_salt, page))
+        if home is None or not home.alive or home.load > living[0].load + MAX_AFFINITY_LOAD:
             home = living[0]
-        self._homes[request.cache_salt, page] = home
-        self._homes.move_to_end((request.cache_salt, page))
-        if len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
+        self._affinity[request.cache_salt, page] = home
+        self._affinity.move_to_end((request.cache_salt, page))
+        if len(self._affinity) > MAX_AFFINITY_ENTRIES:
+            self._affinity.popitem(last=False)
         return [home, *(m for m in living if m is not home)]
 
     def _check_running(self) -> None:
@@ -284,7 +284,7 @@ class ReplicaRouter(LLMEngine):
         Those of other processes are what these have told last; this does not wait.
         """
         found: list[EngineStats | None] = []
-        for member in self._members:
+        for member in self._engines:
             found.append(None)
             if member.alive:
                 with contextlib.suppress(EngineClosed):

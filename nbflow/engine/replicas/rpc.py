@@ -26,16 +26,16 @@ from nbflow.engine.llm import LLM
 from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replicas.address import (
+    ADDRESS_ENV,
     REFUSED,
-    SETTING,
     Connection,
-    Place,
+    SocketAddress,
+    accept_handshake,
     addresses_towards,
-    be_patient,
-    chosen_address,
+    clear_timeout,
+    configured_address,
     connect,
     listen,
-    welcome,
 )
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
@@ -47,13 +47,13 @@ START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
 REPORT_S = 0.25
 """Seconds between two reports of a replica's numbers, if they have changed."""
-MOST_UNKNOWN = 32
+MAX_UNAUTHENTICATED = 32
 """Most connections at a time that have not proved yet where they come from."""
 
-Address = tuple[list[Place], bytes]
+Address = tuple[list[SocketAddress], bytes]
 """Addresses and ports of the leading process, in the order to try, and the key."""
 
-_TOLD = (
+_FINAL_FIELDS = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
     "n_drafted", "n_accepted", "found", "vector", "finish_reason", "stop_reason",
     "error",
@@ -75,7 +75,7 @@ class Listener:
 
     def __init__(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         self._key = secrets.token_bytes(32)
-        here, given = ranks[0]["host"], chosen_address()
+        here, given = ranks[0]["host"], configured_address()
         others = {rank["host"]: rank["addresses"] for rank in ranks if rank["host"] != here}
         if given is not None:
             own = [given]
@@ -83,8 +83,8 @@ class Listener:
             own = addresses_towards(list(others.values())) if others else ["127.0.0.1"]
         if not own:
             raise UsageError(
-                f"{here} has no address that leads to {', '.join(others)}; set {SETTING} to one "
-                "that the other hosts reach"
+                f"{here} has no address that leads to {', '.join(others)}; set {ADDRESS_ENV} to "
+                "one that the other hosts reach"
             )
         self._sockets = [listen(address, len(ranks)) for address in own]
         ports = [int(listening.getsockname()[1]) for listening in self._sockets]
@@ -102,13 +102,13 @@ class Listener:
         """
         found: dict[int, Connection] = {}
         came = threading.Condition()
-        free = threading.BoundedSemaphore(n + MOST_UNKNOWN)
+        free = threading.BoundedSemaphore(n + MAX_UNAUTHENTICATED)
 
         def greet(accepted: socket.socket) -> None:
             with free_after(), contextlib.suppress(*REFUSED):
-                connection = welcome(accepted, self._key)
+                connection = accept_handshake(accepted, self._key)
                 index = connection.recv()
-                be_patient(connection)
+                clear_timeout(connection)
                 with came:
                     found[index] = connection
                     came.notify_all()
@@ -173,7 +173,7 @@ class RemoteEngine:
         self._handles: dict[int, RequestHandle] = {}
         self._number_of: dict[RequestHandle, int] = {}
         self._futures: dict[int, Future[Any]] = {}
-        self._told: EngineStats | None = None  # the numbers
+        self._last_stats: EngineStats | None = None  # the numbers
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._closing = False
         self.alive = True
@@ -197,7 +197,7 @@ class RemoteEngine:
     def load(self) -> int:
         """Number of sequences that run there or wait."""
         with self._lock:
-            return sum(handle.request.width for handle in self._handles.values())
+            return sum(handle.request.n_sequences for handle in self._handles.values())
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
         """See `LLMEngine.submit`; the request stays here, a copy of it runs there."""
@@ -228,7 +228,7 @@ class RemoteEngine:
     def stats(self) -> EngineStats | None:
         """See `LLMEngine.stats`; the last numbers that were told, at most some `REPORT_S` old."""
         self._check()
-        return self._told
+        return self._last_stats
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `LLMEngine.close`."""
@@ -270,7 +270,7 @@ class RemoteEngine:
                     elif kind == "events":
                         self._pass_on(number, *facts)
                     elif kind == "stats":
-                        self._told = facts[0]
+                        self._last_stats = facts[0]
                     else:
                         self._answer(number, *facts)
         except (EOFError, OSError):
@@ -315,7 +315,7 @@ class RemoteEngine:
             future.set_result(result)
 
 
-def obey(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
+def serve_replica(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
     """Run an engine for the leading process, until that says that it is over, or ends.
 
     Parameters
@@ -331,16 +331,16 @@ def obey(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> 
     """
     connection = connect(*address)
     connection.send(index)
-    servant = _Servant(engine, connection, draft)
+    server = _ReplicaServer(engine, connection, draft)
     engine.start()
     try:
-        servant.run()
+        server.run()
     finally:
         engine.close()
-        servant.end()
+        server.end()
 
 
-class _Servant:
+class _ReplicaServer:
     """Does what the leading process says, and tells it what becomes of it."""
 
     def __init__(self, engine: LLMEngine, connection: Connection, draft: LLM | None) -> None:
@@ -385,7 +385,7 @@ class _Servant:
             nonlocal told
             names: tuple[str, ...] = ()
             if events[-1].finish_reason is not None:
-                names = _TOLD
+                names = _FINAL_FIELDS
                 self._handles.pop(number, None)
             elif not told:
                 names = ("cached_tokens", "prompt_results")

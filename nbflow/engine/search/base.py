@@ -45,18 +45,18 @@ class Search(Protocol):
         """What it is called in requests."""
 
     @property
-    def width(self) -> int:
+    def n_sequences(self) -> int:
         """Most continuations that are followed at once."""
 
     @property
-    def compares(self) -> bool:
+    def needs_hidden(self) -> bool:
         """Whether hidden states are compared, which `SearchState.advance` gets as likeness."""
 
     @property
     def n_found(self) -> int:
         """How many continuations it returns."""
 
-    def n_wanted(self, n_end_ids: int) -> int:
+    def n_candidates(self, n_end_ids: int) -> int:
         """Return how many of the most probable tokens it looks at, where so many may end it."""
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int) -> SearchState:
@@ -88,7 +88,7 @@ class SearchState(Protocol):
     def found(self) -> list[Continuation]:
         """What it has found, best first; all of it when it is over."""
 
-    def present(self) -> list[Continuation]:
+    def best_so_far(self) -> list[Continuation]:
         """Return what it would have found if it ended now."""
 
     @property
@@ -99,7 +99,7 @@ class SearchState(Protocol):
         self,
         logprobs: np.ndarray,
         ids: np.ndarray | None = None,
-        likeness: np.ndarray | None = None,
+        similarity: np.ndarray | None = None,
     ) -> list[Step]:
         """Go on by one token, and return those that no continuation will lack any more.
 
@@ -115,7 +115,7 @@ class SearchState(Protocol):
         """
 
 
-def tops(logprobs: np.ndarray, ids: np.ndarray | None, n: int) -> list[Top]:
+def top_tokens(logprobs: np.ndarray, ids: np.ndarray | None, n: int) -> list[Top]:
     """Return the `n` most probable tokens of each row; parameters as of `SearchState.advance`."""
     if not n:
         return [[] for _ in logprobs]

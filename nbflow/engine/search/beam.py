@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from nbflow.engine.search.base import Continuation, Step, Top, tops
+from nbflow.engine.search.base import Continuation, Step, Top, top_tokens
 from nbflow.sampling.strategy import check_range
 from nbflow_kernels.errors import UsageError
 
@@ -34,7 +34,7 @@ class BeamSearch:
 
     name: ClassVar[str] = "beam"
     """See `nbflow.engine.search.base.Search`."""
-    compares: ClassVar[bool] = False
+    needs_hidden: ClassVar[bool] = False
     """See `nbflow.engine.search.base.Search`."""
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class BeamSearch:
             )
 
     @property
-    def width(self) -> int:
+    def n_sequences(self) -> int:
         """See `nbflow.engine.search.base.Search`."""
         return self.num_beams
 
@@ -59,7 +59,7 @@ class BeamSearch:
         """See `nbflow.engine.search.base.Search`."""
         return self.n
 
-    def n_wanted(self, n_end_ids: int) -> int:
+    def n_candidates(self, n_end_ids: int) -> int:
         """See `nbflow.engine.search.base.Search`: enough if every beam's best tokens all end it."""
         return max(2, 1 + n_end_ids) * self.num_beams
 
@@ -78,13 +78,13 @@ class Hypothesis:
     """Sum of the log-probabilities; of an ended one, divided by the length penalty."""
     logprobs: tuple[float, ...] = ()
     """Log-probability of each token."""
-    tops: tuple[Top, ...] = ()
+    top_tokens: tuple[Top, ...] = ()
     """The most probable tokens in the place of each."""
 
     @property
     def continuation(self) -> Continuation:
         """What has been found."""
-        steps = zip(self.ids, self.logprobs, self.tops, strict=True)
+        steps = zip(self.ids, self.logprobs, self.top_tokens, strict=True)
         return Continuation(tuple(Step(*step) for step in steps), self.score)
 
 
@@ -129,7 +129,7 @@ class Beams:
         """The best that have ended, at most `BeamSearch.n`."""
         return [h.continuation for h in self.finished[: self.search.n]]
 
-    def present(self) -> list[Continuation]:
+    def best_so_far(self) -> list[Continuation]:
         """Return the best of those that have ended and those that go on."""
         going = [dataclasses.replace(h, score=self._score(h)) for h in self.running if h.ids]
         best = sorted([*self.finished, *going], key=lambda h: -h.score)
@@ -143,7 +143,7 @@ class Beams:
         self,
         logprobs: np.ndarray,
         ids: np.ndarray | None = None,
-        likeness: np.ndarray | None = None,
+        similarity: np.ndarray | None = None,
     ) -> list[Step]:
         """Go on by one token; see `nbflow.engine.search.base.SearchState`.
 
@@ -151,11 +151,11 @@ class Beams:
         """
         n = self.search.num_beams
         sums = logprobs.astype(np.float64) + np.array([[h.score] for h in self.running])
-        wanted = min(self.search.n_wanted(len(self._end_ids)), sums.size)
+        wanted = min(self.search.n_candidates(len(self._end_ids)), sums.size)
         flat = sums.ravel()
         best = np.argpartition(-flat, wanted - 1)[:wanted]
         best = best[np.lexsort((best, -flat[best]))]
-        top = tops(logprobs, ids, self._n_top)
+        top = top_tokens(logprobs, ids, self._n_top)
         going: list[tuple[int, Hypothesis]] = []
         ended: list[Hypothesis] = []
         for place, index in enumerate(best.tolist()):
@@ -170,7 +170,7 @@ class Beams:
                 (*before.ids, token),
                 float(flat[index]),
                 (*before.logprobs, float(logprobs[parent, column])),
-                (*before.tops, top[parent]),
+                (*before.top_tokens, top[parent]),
             )
             if token in self._end_ids or len(after.ids) >= self._max_tokens:
                 if place < n:

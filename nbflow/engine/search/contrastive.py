@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.engine.search.base import Continuation, Step, tops
+from nbflow.engine.search.base import Continuation, Step, top_tokens
 from nbflow.sampling.strategy import check_range
 
 
@@ -26,7 +26,7 @@ class ContrastiveSearch:
 
     name: ClassVar[str] = "contrastive"
     """See `nbflow.engine.search.base.Search`."""
-    compares: ClassVar[bool] = True
+    needs_hidden: ClassVar[bool] = True
     """See `nbflow.engine.search.base.Search`."""
     n_found: ClassVar[int] = 1
     """See `nbflow.engine.search.base.Search`."""
@@ -36,11 +36,11 @@ class ContrastiveSearch:
         check_range("contrastive", "penalty_alpha", self.penalty_alpha, 0.0, 1.0)
 
     @property
-    def width(self) -> int:
+    def n_sequences(self) -> int:
         """See `nbflow.engine.search.base.Search`."""
         return self.top_k
 
-    def n_wanted(self, n_end_ids: int) -> int:
+    def n_candidates(self, n_end_ids: int) -> int:
         """See `nbflow.engine.search.base.Search`."""
         return self.top_k
 
@@ -48,7 +48,7 @@ class ContrastiveSearch:
         """See `nbflow.engine.search.base.Search`."""
         return Contrast(self, n_top)
 
-    def choose(self, probs: np.ndarray, likeness: np.ndarray) -> int:
+    def choose(self, probs: np.ndarray, similarity: np.ndarray) -> int:
         r"""Return which candidate comes next, equation 5 of the paper.
 
         .. math:: \arg\max_v \; (1 - \alpha) \, p_v - \alpha \max_j \cos(h_v, h_j)
@@ -61,7 +61,7 @@ class ContrastiveSearch:
             Greatest cosine of each candidate's hidden state and those before it (`History`).
         """
         alpha = self.penalty_alpha
-        return int(np.argmax((1.0 - alpha) * probs - alpha * likeness))
+        return int(np.argmax((1.0 - alpha) * probs - alpha * similarity))
 
 
 class Contrast:
@@ -89,7 +89,7 @@ class Contrast:
         """The candidates."""
         return [step.token for step in self._candidates]
 
-    def present(self) -> list[Continuation]:
+    def best_so_far(self) -> list[Continuation]:
         """See `found`."""
         return self.found
 
@@ -97,7 +97,7 @@ class Contrast:
         self,
         logprobs: np.ndarray,
         ids: np.ndarray | None = None,
-        likeness: np.ndarray | None = None,
+        similarity: np.ndarray | None = None,
     ) -> list[Step]:
         """Choose a candidate and find those that may follow it; see `SearchState`.
 
@@ -105,12 +105,12 @@ class Contrast:
         """
         best, taken = 0, list[Step]()
         if self._candidates:
-            assert likeness is not None
+            assert similarity is not None
             probs = np.exp([step.logprob for step in self._candidates])
-            best = self._search.choose(probs, likeness)
+            best = self._search.choose(probs, similarity)
             taken = [self._candidates[best]]
         row, its_ids = logprobs[best : best + 1], None if ids is None else ids[best : best + 1]
-        (following,) = tops(row, its_ids, max(self._search.top_k, self._n_top))
+        (following,) = top_tokens(row, its_ids, max(self._search.top_k, self._n_top))
         top = following[: self._n_top]
         self._candidates = [
             Step(token, logprob, top) for token, logprob in following[: self._search.top_k]
@@ -134,22 +134,24 @@ class History:
         """Take the hidden states of tokens that follow, float32 (T, E)."""
         self._append(_unit(hidden))
 
-    def likeness(self, hidden: np.ndarray) -> np.ndarray:
+    def similarity(self, hidden: np.ndarray) -> np.ndarray:
         """Return the greatest cosine of each of these states (k, E) and those of all so far."""
         self._last = _unit(hidden)
         result: np.ndarray = (self._last @ self._rows[: self._n].T).max(axis=1)
         return result
 
     def take(self, index: int) -> None:
-        """Take one of those that `likeness` was last asked for."""
+        """Take one of those that `similarity` was last asked for."""
         self._append(self._last[index : index + 1])
 
     def _append(self, rows: np.ndarray) -> None:
         needed = self._n + len(rows)
         if needed > len(self._rows):  # twice as many, so that few are moved
-            grown = np.empty((max(needed, 2 * len(self._rows), 64), rows.shape[1]), np.float32)
-            grown[: self._n] = self._rows[: self._n].reshape(self._n, rows.shape[1])
-            self._rows = grown
+            pages_after_growth = np.empty(
+                (max(needed, 2 * len(self._rows), 64), rows.shape[1]), np.float32
+            )
+            pages_after_growth[: self._n] = self._rows[: self._n].reshape(self._n, rows.shape[1])
+            self._rows = pages_after_growth
         self._rows[self._n : needed] = rows
         self._n = needed
 

@@ -22,16 +22,16 @@ from nbflow.kv_cache import BlockTable
 from nbflow.sampling.strategy import no_distribution
 
 
-def empty_rows(works: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarray]:
+def empty_rows(scheduled: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarray]:
     """Return room for what searches are told, float64 (B, 1 + 2 K) each.
 
     A row for each continuation: likeness, the K most probable tokens, their log-probabilities.
     """
     found = []
-    for work in works:
-        request = work.request
-        if request.search is not None and work.draws:
-            wanted = max(request.search.n_wanted(len(request.stop_ids)), request.n_top_logprobs)
+    for entry in scheduled:
+        request = entry.request
+        if request.search is not None and entry.emits_token:
+            wanted = max(request.search.n_candidates(len(request.stop_ids)), request.n_top_logprobs)
             wanted += len(request.banned_ids)
             n_rows = len(request.branches) or 1
             found.append(np.full((n_rows, 1 + 2 * min(wanted, n_vocab)), math.nan))
@@ -40,7 +40,7 @@ def empty_rows(works: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarr
 
 def compute_rows(
     array: np.ndarray | None,
-    work: ScheduledRequest,
+    entry: ScheduledRequest,
     logits: np.ndarray,
     hidden: Callable[[], np.ndarray],
     rows: slice,
@@ -60,27 +60,27 @@ def compute_rows(
     rows : slice
         Which of them are its own.
     """
-    request, likeness = work.request, None
+    request, similarity = entry.request, None
     assert request.search is not None
-    if request.search.compares:
-        likeness = _compare(request, hidden()[rows])
+    if request.search.needs_hidden:
+        similarity = _compare(request, hidden()[rows])
     if array is not None:
         some = logits[len(logits) - len(array) :]  # where they lie
         ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
         n = ids.shape[1]
         array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs
-        if likeness is not None:
-            array[:, 0] = likeness
+        if similarity is not None:
+            array[:, 0] = similarity
 
 
 def _compare(request: Request, hidden: np.ndarray) -> np.ndarray | None:
     """Note the hidden states of a text, or return how like those of the continuations are."""
-    if request.history is None or (request.n_done == 0 and not request.branches):
+    if request.history is None or (request.n_computed == 0 and not request.branches):
         request.history = History()
     if not request.branches:
         request.history.add(hidden)
         return None
-    return request.history.likeness(hidden)
+    return request.history.similarity(hidden)
 
 
 def advance(request: Request, row: np.ndarray) -> list[Step]:
@@ -90,10 +90,10 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
     if not np.isfinite(row[:, 1 + n]).all():
         request.fail(no_distribution())
         return []
-    if request.searching is None:
+    if request.search_state is None:
         left = request.max_tokens - len(request.ids)
-        request.searching = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
-    state = request.searching
+        request.search_state = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
+    state = request.search_state
     ids, logprobs = row[:, 1 : 1 + n].astype(np.int64), row[:, 1 + n :]
     if request.banned_ids:
         ids, logprobs = _without(request.banned_ids, ids, logprobs)
@@ -132,10 +132,10 @@ def fork_sequences(
     list of (int, int)
         Sequences that were copied, and the copies.
     """
-    assert request.searching is not None
+    assert request.search_state is not None
     held, free, forks = request.sequences, set(request.sequences), list[tuple[int, int]]()
     following = []
-    for parent in request.searching.parents:
+    for parent in request.search_state.parents:
         sequence = held[parent]
         if sequence in free:  # the first that goes on does so in its place
             free.discard(sequence)
@@ -148,6 +148,6 @@ def fork_sequences(
     for sequence in free:
         table.drop(sequence)
     if request.history is not None and request.branches:
-        request.history.take(request.searching.parents[0])
+        request.history.take(request.search_state.parents[0])
     request.branches = following
     return forks

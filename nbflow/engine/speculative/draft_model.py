@@ -131,7 +131,7 @@ def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
     """Ask the draft models of these requests, all that are generating, for what a step can take."""
     wanted: dict[DraftProposer, list[tuple[Request, int]]] = {}
     asking = [r for r in requests if r.drafter is not None and r.is_generating]
-    room = (max_step_tokens - sum(r.width for r in requests)) // max(1, len(asking))
+    room = (max_step_tokens - sum(r.n_sequences for r in requests)) // max(1, len(asking))
     for request in asking:
         assert request.drafter is not None
         left = request.max_tokens - len(request.ids) - 1
