@@ -436,8 +436,8 @@ class LLM:
     ) -> Request:
         """Return a validated request; parameters as in `generate`.
 
-        `decoding` may also be a search, `nbflow.sampling.BeamSearch` or `ContrastiveSearch`; the
-        first takes no `stop` texts, and neither takes a draft or parameters of strategies.
+        `decoding` may also be a search, `nbflow.engine.search.BeamSearch` or `ContrastiveSearch`,
+        without a draft or parameters of strategies; the first has no `stop` texts either.
         """
         params = sampling_params(max_tokens, decoding, seed, ignore_eos, parameters)
         request = validate_request(

@@ -1,9 +1,9 @@
-"""Outputs of the engine: arrays of a step, tokens of a request as they come, and its result.
+"""Outputs: arrays of a step, new tokens of a request, and the result of a request.
 
-The rank that holds the head computes an `StepOutput`, a few small arrays whose shapes follow from
-the works, which every rank knows; the others receive them.  `apply` then brings every rank's
-requests to the same state and returns a `RequestDelta` for each, whose tokens are `TokenOutput`
-from here to the HTTP server.  A request that has ended comes to a `RequestOutput`.
+The rank with the head computes a `StepOutput`, a few small arrays whose shapes every rank derives
+from the scheduled step; the others receive it.  `StepOutput.apply` then updates the requests of
+each rank alike and returns a `RequestDelta` of `TokenOutput`s for each, which go up to the HTTP
+server.  A finished request has a `RequestOutput`.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
 
 FAILED_TOKEN = -1
-"""In the place of a token: none could be drawn, or something else about the request failed."""
+"""Marks a request that failed, in place of a token."""
 ERROR_BYTES = 512
-"""Bytes in which the other ranks are told what failed."""
+"""Bytes of an error message sent to the other ranks."""
 
 
 @dataclass(slots=True)
 class TokenOutput:
-    """A new token of a request, its end, or both."""
+    """New token of a request, its finish, or both."""
 
     token: int | None
-    """The token id; None if the request ended without one (an end token is not reported)."""
+    """Token id; None for a finish without token (end tokens are not reported)."""
     logprob: float = math.nan
-    """Natural logarithm of its probability; NaN if not wanted."""
+    """Log-probability; NaN if not requested."""
     top_logprobs: TopLogprobs | None = None
-    """The most probable tokens in its place; None if not wanted."""
+    """Most probable tokens at its position; None if not requested."""
     finish_reason: FinishReason | None = None
-    """Why the request ended; None while it runs."""
+    """Finish reason; None while the request runs."""
     error: Exception | None = None
-    """The failure, if it ended with "error"."""
+    """The failure, for finish reason "error"."""
     text: str | None = None
-    """Text that is certain from here on, of a request with stop texts; else None."""
+    """Text released by the stop checker; None without stop texts."""
     offset: int = 0
     """Characters of text before the token, where the server reports them."""
 
 
 @dataclass(slots=True)
 class RequestDelta:
-    """New tokens of one request, of a step or of several in one go."""
+    """New tokens of one request from one engine step."""
 
     request: Request
     tokens: list[TokenOutput] = field(default_factory=list)
-    """New tokens, the one that ended the sequence not among them."""
+    """New tokens, without the end token."""
     held_text: str | None = None
-    """Text that was held back until the request ended."""
+    """Text held back until the request finished."""
 
     def add(self, n_before: int) -> None:
-        """Take the tokens behind the first `n_before` of the request."""
+        """Take the new tokens after the first `n_before` of the request."""
         request = self.request
         new = zip(request.ids[n_before:], request.logprobs[n_before:], strict=True)
         self.tokens = [TokenOutput(token, logprob) for token, logprob in new]
@@ -82,14 +82,14 @@ class RequestDelta:
                 output.top_logprobs = top
 
     def truncate(self, n: int) -> None:
-        """Take away the last `n` tokens, also from the request."""
+        """Remove the last `n` tokens, also from the request."""
         if n:
             request = self.request
             for values in (self.tokens, request.ids, request.logprobs, request.top_logprobs):
                 del values[-n:]
 
     def close(self) -> None:
-        """Add the end of a request that has ended: to its last token, or behind it."""
+        """Attach the finish of a request to its last token, or add a `TokenOutput` for it."""
         request = self.request
         if request.finish_reason is None:
             return
@@ -107,17 +107,17 @@ class RequestDelta:
 
 @dataclass
 class StepOutput:
-    """Numbers that a step computes, in the order of its works."""
+    """Results of a step, in the order of its entries."""
 
     drawn: SamplerOutput
-    """A row for each token that may come out: one for a request that draws, and one more for each
-    token proposed to it.  The token is NaN where it did not come out."""
+    """A row for each possible token: one for a sampling request, and one more for each of its draft
+    tokens.  The token is NaN after a rejected draft."""
     prompt: SamplerOutput
-    """A row for each prompt token whose log-probability is wanted and became known."""
+    """A row for each prompt token whose log-probability was computed."""
     searches: list[np.ndarray] = field(default_factory=list)
     """Candidates of each search (`nbflow.engine.search.runtime.empty_rows`)."""
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """The vector of each text whose last token ran, float32 (n, E)."""
+    """Pooled vectors of texts that ended in this step, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """Errors by the request's number; see `failed_requests`."""
 
@@ -125,7 +125,7 @@ class StepOutput:
     def empty(
         cls, scheduled: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int
     ) -> StepOutput:
-        """Return room for a step's numbers."""
+        """Allocate the arrays of a step."""
         emits_token = [
             w.request for w in scheduled if _is_sampled(w) for _ in range(1 + len(w.drafts))
         ]
@@ -162,10 +162,10 @@ class StepOutput:
         scheduled: Sequence[ScheduledRequest],
         hidden: Callable[[], np.ndarray],
     ) -> None:
-        """Fill in the numbers from the logits of the step, and its hidden states if need be.
+        """Fill the arrays from the logits of the step, and its hidden states where needed.
 
-        The logits may lie on a device.  What cannot be computed for a request is its failure alone:
-        the arrays say so to the other ranks (`failed_requests`), who wait for them in any case.
+        The logits may lie on a device.  An error fails the affected request only; the arrays report
+        it to the other ranks (`failed_requests`).
         """
         self._compute_prompt_logprobs(logits, scheduled)
         self._compute_searches(logits, scheduled, hidden)
@@ -185,7 +185,7 @@ class StepOutput:
         self._fill_logprobs(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
 
     def _sample(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
-        """Draw one token for each of these requests, into these rows of `drawn`."""
+        """Sample a token for each request into these rows of `drawn`."""
         tokens = self.drawn.array[:, 0]
         if not requests:
             return
@@ -195,7 +195,7 @@ class StepOutput:
             if len(requests) == 1:
                 self._failed(rows[0], requests[0], error)
                 return
-            for i, row in enumerate(rows):  # the others are not to suffer from one
+            for i, row in enumerate(rows):  # one by one, so that only the bad one fails
                 self._sample(logits[i : i + 1], requests[i : i + 1], [row])
 
     def _verify(self, logits: np.ndarray, entry: ScheduledRequest, row: int) -> None:
@@ -209,7 +209,7 @@ class StepOutput:
     def _fill_logprobs(
         self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]
     ) -> None:
-        """Fill in what is wanted besides the tokens of these rows of `drawn`."""
+        """Fill in log-probabilities and top tokens of these rows of `drawn`."""
         if not rows:
             return
         part = self.drawn.array[rows]
@@ -234,7 +234,7 @@ class StepOutput:
         scheduled: Sequence[ScheduledRequest],
         hidden: Callable[[], np.ndarray],
     ) -> None:
-        """Fill in what searches are told."""
+        """Fill in the candidates of searches."""
         left, end = iter(self.searches), 0
         for entry in scheduled:
             rows = slice(end, end + entry.n_logits)
@@ -248,7 +248,7 @@ class StepOutput:
                     raise request.pending_error
                 compute_rows(array, entry, logits[rows], hidden, rows)
             except Exception as error:
-                if array is None:  # the other ranks are told with a later step
+                if array is None:  # reported to the other ranks with a later step
                     request.pending_error = error
                 else:
                     array[0, 1] = FAILED_TOKEN
@@ -274,7 +274,7 @@ class StepOutput:
             first += entry.n_logits
 
     def failed_requests(self, scheduled: Sequence[ScheduledRequest]) -> list[Request]:
-        """Return the requests that fail in this step, as the arrays tell on every rank."""
+        """Return the requests that failed in this step, from the arrays, on every rank."""
         if not any((array[:, :2] == FAILED_TOKEN).any() for array in self.arrays):
             return []
         found, row, prompt_row = [], 0, 0
@@ -294,7 +294,7 @@ class StepOutput:
         return found
 
     def encode_errors(self, failed: Sequence[Request]) -> np.ndarray:
-        """Return what happened to these requests, uint8 (B, `ERROR_BYTES`), for other ranks."""
+        """Return the errors of these requests for other ranks, uint8 (B, `ERROR_BYTES`)."""
         array = np.zeros((len(failed), ERROR_BYTES), np.uint8)
         for line, request in zip(array, failed, strict=True):
             error = self.errors[request.id]
@@ -304,7 +304,7 @@ class StepOutput:
         return array
 
     def decode_errors(self, failed: Sequence[Request], array: np.ndarray) -> None:
-        """Take what another rank's `encode_errors` tell."""
+        """Set the errors from the `encode_errors` of another rank."""
         for line, request in zip(array, failed, strict=True):
             text = line[1:].tobytes().rstrip(b"\0").decode(errors="replace")
             self.errors[request.id] = (UsageError if line[0] else RuntimeError)(text)
@@ -321,7 +321,7 @@ class StepOutput:
             array[:, TOP_COLUMN + most : TOP_COLUMN + most + top.shape[1]] = logprobs
 
     def apply(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestDelta]:
-        """Give the requests what came out, and return it."""
+        """Update the requests and return their new tokens."""
         outputs, row, prompt_row = [], 0, 0
         searches, vectors = iter(self.searches), iter(self.vectors)
         for entry in scheduled:
@@ -356,7 +356,7 @@ class StepOutput:
     def _apply_search(
         request: Request, row: np.ndarray, output: RequestDelta, error: Exception | None
     ) -> None:
-        """Let a search go on; that it cannot is the same on every rank."""
+        """Advance a search; an error is the same on every rank."""
         n_before = len(request.ids)
         try:
             if error is None:
@@ -379,7 +379,7 @@ class StepOutput:
             if math.isnan(token) or request.finish_reason is not None:
                 break
             if token == FAILED_TOKEN:
-                request.fail(error or UsageError("no token could be drawn"))
+                request.fail(error or UsageError("no token could be sampled"))
                 break
             request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
         output.add(n_before)
@@ -392,42 +392,40 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A continuation."""
+    """Result of a finished request."""
 
     ids: list[int]
     """New token ids."""
     text: str
-    """The new tokens as text, up to a stop text; empty if the model was loaded without a
-    tokenizer."""
+    """The new tokens as text, up to a stop text; empty without a tokenizer."""
     logprobs: list[float]
-    """Natural logarithm of each new token's probability."""
+    """Log-probability of each new token."""
     finish_reason: FinishReason
-    """"stop": an end token was drawn or a stop text came; "length": max_tokens or the context is
-    full."""
+    """"stop": end token or stop text; "length": `max_tokens` or context reached."""
     prompt_ids: list[int]
     """The prompt as token ids."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """With `logprobs`: the most probable tokens in the place of each new one."""
+    """With `logprobs`: the most probable tokens at each position."""
     prompt_logprobs: list[tuple[float, TopLogprobs]] = field(default_factory=list)
-    """With `prompt_logprobs`: for each prompt token but the first its log-probability and the most
-    probable tokens."""
+    """With `prompt_logprobs`: log-probability and most probable tokens at each prompt position but
+    the first."""
     n_drafted: int = 0
-    """Tokens that a draft model proposed."""
+    """Draft tokens."""
     n_accepted: int = 0
-    """Proposed tokens that were right."""
+    """Accepted draft tokens."""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed, but shared with another request."""
+    """Prompt tokens found in the prefix cache."""
     score: float | None = None
-    """Score of a beam: log-probability divided by the length to the power of the penalty."""
+    """Beam score: log-probability / length ** length_penalty."""
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the proposed tokens that were right; None without proposals."""
+        """Accepted share of the draft tokens; None without any."""
         return self.n_accepted / self.n_drafted if self.n_drafted else None
 
     @classmethod
     def of(cls, request: Request, text: str) -> RequestOutput:
-        """Return what a request that has ended came to."""
+        """Return the result of a finished request."""
         assert request.finish_reason is not None
         return cls(
             request.ids, text, request.logprobs, request.finish_reason, request.prompt,
@@ -438,7 +436,7 @@ class RequestOutput:
     def replaced(
         self, found: Continuation, stop_ids: frozenset[int], tokenizer: Tokenizer | None
     ) -> RequestOutput:
-        """Return the result with another continuation that a search has found."""
+        """Return the result with another continuation of the search."""
         ended = found.steps[-1].token in stop_ids
         steps = found.steps[:-1] if ended else found.steps
         ids = [step.token for step in steps]
@@ -464,21 +462,20 @@ def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
 
 
 def verify_drafts(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[int]:
-    """Return the tokens that come out where some were proposed.
+    """Verify draft tokens; return the accepted ones and the next token.
 
-    The tokens are drawn as if there had been no proposal, each after those before it; the first
-    that differs from the proposed one is the last whose logits are right.  So the result is, bit
-    for bit, the one without proposals, whatever the strategy.  `Request.verifies_chain` wants
-    another verification, `nbflow.engine.speculative.rejection_sampler`.
+    Tokens are sampled as without a draft; the first one that differs from its draft token is the
+    last with valid logits.  The result is therefore bit-identical to that without a draft, for
+    every strategy.  With `Request.verifies_chain`, rejection sampling is used instead.
 
     Parameters
     ----------
     logits : array of float32, shape (n + 1, V)
-        Scores after the last token and after each of the `n` proposed ones.
+        Logits after the last token and after each of the `n` draft tokens.
     request : Request
         The request.
     drafts : sequence of int
-        The proposed tokens.
+        The draft tokens.
     """
     if request.verifies_chain:
         assert request.draft_probs is not None
@@ -496,7 +493,7 @@ def verify_drafts(logits: np.ndarray, request: Request, drafts: Sequence[int]) -
 
 
 def _sample_with_state(logits: np.ndarray, request: Request) -> Iterator[int]:
-    """Draw token after token of a request from rows of logits, by the state of its strategy."""
+    """Sample consecutive tokens from rows of logits with the state of the strategy."""
     state = state_of(request)
     for row in logits:
         token = state.choose(row.copy())
@@ -506,7 +503,7 @@ def _sample_with_state(logits: np.ndarray, request: Request) -> Iterator[int]:
 
 
 def _prompt_rows(entry: ScheduledRequest) -> range:
-    """Return the positions in the prompt after which the log-probability of the next is wanted."""
+    """Return the prompt positions whose next token needs a log-probability."""
     request = entry.request
     if not request.needs_prompt_logits:
         return range(0)
@@ -515,12 +512,12 @@ def _prompt_rows(entry: ScheduledRequest) -> range:
 
 
 def _is_sampled(entry: ScheduledRequest) -> bool:
-    """Return whether a strategy draws a token, as no search does."""
+    """Return whether a strategy samples a token (a search does not)."""
     return entry.emits_token and entry.request.search is None
 
 
 def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return which rows of the logits draw tokens."""
+    """Return the rows of the logits from which tokens are sampled."""
     rows: list[int] = []
     end = 0
     for entry in scheduled:

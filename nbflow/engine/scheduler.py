@@ -1,27 +1,23 @@
-"""Which tokens of which requests run in the next step.  Plain Python, no arrays.
+"""Scheduler: continuous batching with chunked prefill.
 
-Requests are ordered by priority, then by arrival.  A step has room for `max_step_tokens` tokens:
+Requests are ordered by priority, then by arrival.  A step has a budget of `max_step_tokens` tokens:
 
-1. Requests that are generating come first, one token each (and the tokens proposed for them, as
-   far as there is room and there are pages).
-2. What is left goes to the prompts of running requests, in order.  Where prompts are longer than
-   what is left, the first one leaves a quarter to those behind it: a long prompt neither holds up
-   short ones nor waits for them.
-3. Then waiting requests are taken in, in order, as long as there is room in the step, a place among
-   the `max_sequences`, and pages for the whole prompt.  A request whose beginning another one is
-   computing right now waits until it can be taken from the cache; those behind it may pass.  A
-   text for an encoder is not divided: it waits for a step with room, or has one alone.
+1. Decoding requests come first, one token each, plus draft tokens as far as budget and pages allow.
+2. The rest of the budget goes to prompts of running requests, in order.  A prompt that exceeds it
+   leaves a quarter to those behind it, so that long prompts neither block short ones nor starve.
+3. Then waiting requests are admitted, in order, while the step has budget, fewer than
+   `max_sequences` sequences run, and there are pages for the whole prompt.  A request whose prefix
+   is being computed by another one waits for the prefix cache; later requests may pass it.
+   Encoder inputs are not chunked: they wait for a step with enough budget, or get one alone.
 
-When a generating request needs a page and none is left, the last request in the order gives all of
-its pages back and waits again; what it had computed is computed anew (preemption by recomputation).
-The first in the order never gives way, and alone it fits (`check`), so it comes to its end, and
-then the next one: no two can push each other out for ever.
+If a decoding request needs a page and none is free, the last request in the order is preempted: it
+frees its pages, waits again and is recomputed.  The first request is never preempted, and it fits
+alone (`check`), so every request finishes.
 
-With LongRoPE a sequence beyond the original context has other rotary angles than up to there.  A
-request that outgrows it gives its pages back, too, and all of it is computed with the new angles.
-Which angles a request has depends on its length alone, not on what it may come to.
+With LongRoPE, sequences beyond the original context use other rotary factors.  A request that grows
+beyond it frees its pages, too, and is recomputed.  The factors depend on its current length only.
 
-The scheduler knows nothing of time: every rank runs its own, and all of them decide alike.
+Decisions are independent of time, so that the schedulers of all ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -42,22 +38,22 @@ from nbflow_kernels.errors import UsageError
 logger = logging.getLogger(__name__)
 
 CHUNK_RESERVE = 4
-"""A prompt that does not fit into a step leaves one part in so many to those behind it."""
+"""A prompt longer than the budget leaves 1/`CHUNK_RESERVE` of it to those behind it."""
 
 
 @dataclass
 class ScheduledRequest:
-    """The part of a step that belongs to one request."""
+    """Share of one request in a step."""
 
     request: Request
     n_tokens: int
-    """How many of its pending tokens run."""
+    """Number of its pending tokens that run."""
     drafts: list[int] = field(default_factory=list)
-    """Proposed tokens that run behind them."""
+    """Draft tokens that run after them."""
 
     @property
     def parts(self) -> list[tuple[int, list[int]]]:
-        """The sequences of the page table that run, and their tokens."""
+        """Sequences of the block table, and their tokens."""
         request = self.request
         if request.branches:
             assert request.search_state is not None
@@ -71,12 +67,12 @@ class ScheduledRequest:
 
     @property
     def emits_token(self) -> bool:
-        """Whether a new token comes out."""
+        """True if a new token is sampled."""
         return self.n_tokens == self.request.n_pending and self.request.max_tokens > 0
 
     @property
     def n_logits(self) -> int:
-        """Number of tokens, the last ones of the work, whose logits are wanted."""
+        """Number of last tokens whose logits are needed."""
         request = self.request
         if request.needs_all_logits or request.branches or self.drafts:
             return self.n_tokens + len(self.drafts)
@@ -84,7 +80,7 @@ class ScheduledRequest:
 
     @property
     def state_rows(self) -> range:
-        """Tokens of the work whose hidden states are wanted, and no logits."""
+        """Tokens whose hidden states are pooled."""
         request = self.request
         if request.pooling is None:
             return range(0)
@@ -101,20 +97,19 @@ class ScheduledRequest:
 
     @property
     def emits_vector(self) -> bool:
-        """True if the vector of a text comes out."""
+        """True if the pooled vector is complete after this step."""
         return self.request.pooling is not None and self.n_tokens == self.request.n_pending
 
 
 def order(request: Request) -> tuple[int, int]:
-    """Return what requests are sorted by."""
+    """Return the sort key of a request."""
     return request.priority, request.id
 
 
 def max_new_tokens_for(request: Request, max_pages: int, page_size: int) -> int:
-    """Return how many new tokens there are pages for, if the request has all of them.
+    """Return the most new tokens of a request that has all pages.
 
-    Continuations of a search share the pages of the prompt; each has a copy of the last one, and
-    pages of its own.
+    Hypotheses of a search share the prompt pages; each has a copy of the last one, and own pages.
     """
     if request.search is None:
         return max_pages * page_size - len(request.prompt) + 1
@@ -123,33 +118,33 @@ def max_new_tokens_for(request: Request, max_pages: int, page_size: int) -> int:
 
 
 def check_n_sequences(request: Request, max_sequences: int) -> None:
-    """Raise `UsageError` if a request follows more continuations than run at once."""
+    """Raise `UsageError` if a search needs more than `max_sequences` sequences."""
     if request.n_sequences > max_sequences:
         raise UsageError(
-            f"the search follows {request.n_sequences} continuations, but at most {max_sequences} "
-            "sequences run at once (max_sequences, max_step_tokens); follow fewer"
+            f"the search needs {request.n_sequences} sequences, but at most {max_sequences} run at "
+            "once (max_sequences, max_step_tokens); use fewer beams or candidates"
         )
 
 
 @dataclass
 class _Step:
-    """A step as it is being put together."""
+    """Step under construction, with the budgets left."""
 
     token_budget: int
-    """Tokens it can still take."""
+    """Tokens left."""
     logit_budget: int
-    """Tokens whose logits can still be wanted."""
+    """Rows of logits left."""
     encoder_budget: int
-    """Tokens that encoders can still take."""
+    """Encoder tokens left."""
     max_requests: int
-    """Most requests in it."""
+    """Most requests."""
     in_flight: Collection[int]
-    """Requests that another step works on."""
+    """Requests of other steps in flight."""
     scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
-    """By the request's number."""
+    """Entries by request number."""
 
     def add_request(self, request: Request, n_tokens: int) -> ScheduledRequest | None:
-        """Let so many tokens of a request run, or as many as there is room for."""
+        """Add up to `n_tokens` tokens of a request; return None if the budget is used up."""
         if not request.single_step:
             n_tokens = min(n_tokens, self.token_budget)
         if len(self.scheduled) >= self.max_requests:
@@ -169,32 +164,32 @@ class _Step:
         self.logit_budget -= len(drafts) + 1
 
     def take_back(self, request: Request) -> None:
-        """Let a request not run after all."""
+        """Remove a request from the step."""
         entry = self.scheduled.pop(request.id, None)
         if entry is not None:
             self.token_budget += entry.n_tokens + len(entry.drafts)
 
 
 class Scheduler:
-    """The requests of a model, and whose turn it is.
+    """Running and waiting requests, and the composition of steps.
 
     Parameters
     ----------
-    table : PageTable
-        Whose pages are whose.
+    table : BlockTable
+        Pages of the KV cache.
     max_step_tokens : int
-        Most tokens in one step.
+        Most tokens per step.
     max_sequences : int, optional
-        Most sequences that run at once; by default, and at most, as many as a step has tokens.
-        A search counts as many as it follows.
+        Most sequences that run at once; by default, and at most, `max_step_tokens`.  A search
+        counts its hypotheses.
     max_logit_rows : int, optional
-        Most tokens of a step whose logits are wanted besides those that draw a token.
+        Most rows of logits per step besides those of sampled tokens.
     prefix_cache : bool
-        Whether pages are kept for requests that begin with the same tokens.
+        True to share pages of equal prompt prefixes.
     short_context : int, optional
-        Length beyond which a sequence has other rotary angles: `ModelSpec.short_context`.
+        Original context of LongRoPE (`ModelSpec.short_context`).
     n_vocab : int, optional
-        Tokens of the vocabulary; a proposal ends before an id that is outside.
+        Size of the vocabulary; draft tokens are cut before an id outside of it.
     """
 
     def __init__(
@@ -216,13 +211,13 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.short_context = short_context
         self.running: list[Request] = []
-        """In order."""
+        """Sorted by priority and arrival."""
         self.waiting: list[Request] = []
-        """In order."""
+        """Sorted by priority and arrival."""
         self.n_preemptions = 0
         self._chains: dict[int, HashChain] = {}  # of waiting requests
         self.numbers = itertools.count()
-        """Numbers for further sequences of the page table."""
+        """Numbers of further sequences of the block table."""
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -240,13 +235,13 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Take a new request; it gets the next number."""
+        """Add a request, which gets the next number."""
         self.check(request)
         request.id = next(self.numbers)
         self._enqueue(request)
 
     def remove(self, request: Request) -> None:
-        """Let go of a request that has ended, or is not wanted any more."""
+        """Remove a request and free its pages."""
         for requests in (self.running, self.waiting):
             if request in requests:
                 requests.remove(request)
@@ -254,7 +249,7 @@ class Scheduler:
         self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        """Give a request's pages back; what they hold of it may be of use to others."""
+        """Free the pages of a request, which may stay in the prefix cache."""
         keep = self.prefix_cache and request.error is None and not request.branches
         ids = (request.prompt + request.ids)[: request.n_computed] if keep else ()
         for sequence in request.sequences:
@@ -268,11 +263,11 @@ class Scheduler:
 
     @property
     def n_sequences(self) -> int:
-        """Most tokens of the running requests in a step in which all of them generate."""
+        """Most sequences of the running requests in a decode step."""
         return sum(request.n_sequences for request in self.running)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages away; it waits to be computed again."""
+        """Preempt a running request: free its pages and queue it for recomputation."""
         self._restart(request)
         self.n_preemptions += 1
 
@@ -288,7 +283,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=order)
 
     def n_until_long_rope(self, request: Request) -> int:
-        """Return how many more tokens of a request have the rotary angles of those before."""
+        """Return the number of tokens left before a request needs the long rotary factors."""
         if self.short_context is None or request.long:
             return UNLIMITED
         return self.short_context - max(self.table.length(s) for s in request.sequences)
@@ -298,15 +293,13 @@ class Scheduler:
     def next_step(
         self, in_flight: Collection[int] = (), max_requests: int | None = None
     ) -> list[ScheduledRequest]:
-        """Return the work of the next step; the pages it needs are reserved.
-
-        An empty list means that no request is left besides those that are busy.
+        """Return the next step, with its pages reserved; empty if no request can run.
 
         Parameters
         ----------
         busy : collection of int
-            Requests that another step works on; they keep their places and pages.  The caller sees
-            to it that there is a free page for every running request.
+            Requests of other steps in flight, which keep their pages.  The caller ensures a free
+            page for every running request.
         most : int, optional
             Most requests in the step.
         """
@@ -316,7 +309,7 @@ class Scheduler:
         if not in_flight:
             self._preempt_for_priority()
         for request in list(self.running):
-            if request.finish_reason is not None:  # it ended in a step that is just over
+            if request.finish_reason is not None:  # in a step just collected
                 continue
             if request.id in in_flight or not request.is_generating or request not in self.running:
                 continue
@@ -330,11 +323,11 @@ class Scheduler:
                 behind = [r for r in self.running[i + 1 :] if not r.is_generating]
                 self._schedule_prompt(step, request, behind + self._next_waiting())
         self._admit(step)
-        # hidden states that are pooled come behind those that have logits (`Step.n_logits`)
+        # rows of pooled hidden states follow those with logits (`Step.n_logits`)
         return sorted(step.scheduled.values(), key=lambda entry: entry.request.pooling is not None)
 
     def _schedule_decode(self, step: _Step, request: Request) -> None:
-        """Give a generating request its token, taking pages from the last in order if need be."""
+        """Schedule a decoding request, preempting the last request while pages are short."""
         if len(step.scheduled) >= step.max_requests:
             return
         while not all(self.table.try_reserve(s, 1) for s in request.sequences):
@@ -344,12 +337,12 @@ class Scheduler:
             if last is request:
                 return
         entry = step.add_request(request, request.n_pending)
-        assert entry is not None  # there are no more sequences than tokens in a step
+        assert entry is not None  # a step has at least as many tokens as sequences run
         if request.proposer is not None or request.proposed is not None:
             self._schedule_drafts(step, entry)
 
     def _schedule_drafts(self, step: _Step, entry: ScheduledRequest) -> None:
-        """Take proposals, as many as leave a token to everybody else."""
+        """Add draft tokens, leaving a token to every other request."""
         request = entry.request
         others = sum(r.n_sequences for r in self.running if r.id not in step.scheduled)
         token_budget = min(
@@ -366,7 +359,7 @@ class Scheduler:
             step.add_drafts(entry, drafts)
 
     def _proposed(self, request: Request, n: int) -> list[int]:
-        """Return at most `n` tokens that may follow."""
+        """Return at most `n` draft tokens."""
         if request.proposed is not None:
             (n_ids, tokens), request.proposed = request.proposed, None
             return tokens[:n] if n_ids == len(request.ids) else []
@@ -375,18 +368,18 @@ class Scheduler:
             found = request.proposer([*request.prompt, *request.ids], n)
             known = itertools.takewhile(lambda i: 0 <= i < self.n_vocab, map(int, found))
             return list(itertools.islice(known, n))
-        except Exception:  # a guess is not worth the request
-            logger.exception("the proposer of request %d raised; it is not asked again", request.id)
+        except Exception:  # draft tokens are optional: continue without
+            logger.exception("the proposer of request %d raised and is disabled", request.id)
             request.proposer = None
             return []
 
     def _next_waiting(self) -> list[Request]:
-        """Return the waiting requests that there are places for."""
+        """Return the waiting requests within `max_sequences`."""
         return self.waiting[: max(0, self.max_sequences - self.n_sequences)]
 
     @staticmethod
     def _schedule_prompt(step: _Step, request: Request, behind: Sequence[Request]) -> None:
-        """Give a request as much of its prompt as fits, leaving something to those behind it."""
+        """Schedule a chunk of a prompt, leaving a share of the budget to those behind it."""
         n = request.n_pending
         if n > step.token_budget > 1 and not request.single_step:
             n = step.token_budget - min(
@@ -395,7 +388,7 @@ class Scheduler:
         step.add_request(request, n)
 
     def _admit(self, step: _Step) -> None:
-        """Take in waiting requests."""
+        """Admit waiting requests."""
         for request in list(self.waiting):
             full = step.token_budget < 1 or len(step.scheduled) >= step.max_requests
             if full or not self._can_admit(request):
@@ -419,25 +412,25 @@ class Scheduler:
             self._schedule_prompt(step, request, self._next_waiting())
 
     def _preempt_for_priority(self) -> None:
-        """Let the first waiting request push out running ones of lower priority."""
+        """Preempt running requests of lower priority than the first waiting one."""
         while self.waiting and self.running and not self._can_admit(self.waiting[0]):
             if self.waiting[0].priority >= self.running[-1].priority:
                 return
             self.preempt(self.running[-1])
 
     def _can_admit(self, request: Request) -> bool:
-        """Return whether there is a place and, besides one for each running one, pages."""
+        """Return whether a request fits, leaving a page for each running sequence."""
         if self.n_sequences + request.n_sequences > self.max_sequences:
             return False
         needed = self.table.n_new_pages(self._chain(request), request.n_pending)
         return not self.running or needed + self.n_sequences <= self.table.n_available
 
     def _chain(self, request: Request) -> HashChain | None:
-        """Return the names of a waiting request's pages, if it may use the cache."""
+        """Return the page hashes of a waiting request, or None without prefix cache."""
         if not self.prefix_cache or not request.uses_prefix_cache:
             return None
         if request.id not in self._chains:
-            text = request.cache_salt.encode("utf-8", "surrogatepass")  # JSON takes half a pair
+            text = request.cache_salt.encode("utf-8", "surrogatepass")  # of JSON
             more = array("i", request.encoder_ids or ()).tobytes() + text
             salt = (blake2b(more).digest() if more else b"") + b"long" * request.long
             self._chains[request.id] = self.table.chain([*request.prompt, *request.ids], salt)

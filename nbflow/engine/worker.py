@@ -1,7 +1,7 @@
-"""One rank of a model: its part of the program, its pages, and the loop over steps.
+"""Worker: one rank of a model, with its shard of the program, its KV cache and its scheduler.
 
-Every rank runs the same host code on the same requests; the rank that holds the head draws the next
-tokens and tells the others.
+Every rank runs the same host code on the same requests.  The rank with the head samples the next
+tokens and broadcasts them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
 MAX_MULTI_STEP_DECODES = 32
-"""Bursts (strategies and batch sizes) kept."""
+"""Most cached multi-step buffers, one for each strategy and batch size."""
 
 
 def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
-    """Return the communicator of this rank's stage; every rank of `comm` must call it."""
+    """Return the communicators of this rank's stages; collective over `comm`."""
     groups: dict[tuple[int, ...], Comm] = {}
     for group in dict.fromkeys(r.group for r in plan.ranks):
         if len(group) > 1:
@@ -62,12 +62,12 @@ def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
 
 
 class Worker:
-    """The part of a model that one rank holds and runs.
+    """Shard of a model that one rank holds and runs.
 
     Parameters
     ----------
     plan : Plan
-        Who holds what.
+        Assignment of layers and heads to ranks.
     file : WeightFile
         The checkpoint, open.
     comm : Comm
@@ -76,12 +76,12 @@ class Worker:
         The communicators of the stages this rank belongs to, from `make_groups`.
     spec, weights, encoding, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
-    place : Place
-        Where weights, pages and buffers live.
+    place : Device
+        Device of weights, KV cache and buffers.
     links : Links, optional
         The communicators for arrays on devices, from `make_links`.
     offload : OffloadConfig
-        Parts that lie in host memory, if the place is a device.
+        Parts in host memory, if the device is a GPU.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Worker:
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
 
-    # ---- sequences of others ------------------------------------------------------------------
+    # ---- forward passes -----------------------------------------------------------------------
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `PromptEvaluator`."""
@@ -170,8 +170,8 @@ class Worker:
             return getattr(self._sequences, method)(*args)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
-        """Return what a step is run in: on this rank's device, and noticed if it never ends."""
-        self.executor.place.activate()  # the thread may have made no other step
+        """Activate this rank's device; return a context in which a hanging step is reported."""
+        self.executor.place.activate()  # of this thread
         return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
@@ -182,9 +182,10 @@ class Worker:
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> None:
-        """Run more tokens of sequences; results are in the executor's buffers.
+        """Run a forward pass over new tokens of sequences; results are in the executor's buffers.
 
-        Hidden states are computed of the rows, and logits of the first `n_logits`: by default all.
+        Hidden states are computed for `logit_rows`, logits for the first `n_logits` of them (all by
+        default).
         """
         self.executor.place.activate()
         step = self._make_step(sequences, tokens, logit_rows, types, n_logits)
@@ -221,11 +222,11 @@ class Worker:
         max_pages: int | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        """Have these limits, and an empty cache where they are other ones than before.
+        """Set limits; clears the KV cache if they change.
 
-        Without arguments they are those of `nbflow.load`.  With `max_pages` that many are made at
-        once, so that no step has to wait for it; the system gives memory to a page when it is
-        first written.  All ranks must call it then: they agree that each has room.
+        Without arguments the limits are those of `nbflow.load`.  `max_pages` pages are allocated at
+        once, so that steps do not wait for it; the system maps their memory at the first write.
+        Collective: fails on every rank if one lacks the memory.
         """
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
@@ -239,7 +240,7 @@ class Worker:
         self.executor.forget()
         self.storage.release()
         self._begin((None, None, None, False))
-        if max_pages is not None:  # an engine's: all the memory it will take is taken now
+        if max_pages is not None:  # an engine's: allocate everything now
             failure = None
             try:
                 self.storage.ensure(max_pages)
@@ -249,13 +250,13 @@ class Worker:
                 failure = error
             try:
                 self._agree(failure)
-            except UsageError:  # there is no room: go on as before
+            except UsageError:  # not enough memory: keep the former limits
                 self.storage.release()
                 raise
         self._begin(limits)
 
     def _agree(self, failure: UsageError | None) -> None:
-        """Raise the same on every rank if one has failed, so that all of them go on as before."""
+        """Raise the same error on every rank if one has failed."""
         if self.comm.size == 1:
             if failure is not None:
                 raise failure
@@ -267,7 +268,7 @@ class Worker:
                 raise UsageError(text)
 
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
-        """Have an empty cache with these limits."""
+        """Create an empty block table and scheduler with these limits."""
         max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
         self.table = BlockTable(self.storage.page_size, max_pages)
         self.table.grow(max_pages or 0)
@@ -282,20 +283,20 @@ class Worker:
         )
 
     def submit(self, request: Request) -> None:
-        """Take a request; `advance` works on all there are."""
+        """Add a request to the scheduler."""
         self.scheduler.add(request)
 
     def end(self, request_id: int, reason: FinishReason) -> None:
-        """End a request for another reason than its own, if it is still there."""
+        """End a request from outside, if it is still present."""
         for request in self.scheduler.requests:
             if request.id == request_id:
                 request.finish_reason = reason
                 self._remove(request)
         if self._pipeline is not None and not self.scheduler.requests:
-            self._pipeline.end_all()  # steps of requests that are gone
+            self._pipeline.end_all()  # steps in flight have no requests left
 
     def clear_prefix_cache(self) -> None:
-        """Forget which tokens the pages hold."""
+        """Clear the prefix cache."""
         self.table.clear_cache()
 
     def end_all(self, reason: FinishReason = "abort") -> None:
@@ -349,7 +350,7 @@ class Worker:
             self.cross_attention.update(self.scheduler.running)
 
     def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
-        """Run one step; on the rank with the head, draw, and tell the others."""
+        """Run the forward pass; on the rank with the head, sample and send to the others."""
         parts = [part for entry in scheduled for part in entry.parts]
         rows: list[int] = []
         end = 0
@@ -380,7 +381,7 @@ class Worker:
     def collect_step(
         self, scheduled: Sequence[ScheduledRequest], output: StepOutput
     ) -> list[RequestDelta]:
-        """Give the requests of a step what it gave."""
+        """Receive the output of a step and apply it to its requests."""
         if self.comm.rank != self._head and output.arrays:
             status.set(WAITING, "draw")
             for array in output.arrays:
@@ -391,7 +392,7 @@ class Worker:
                 self.comm.Recv(words, self._head)
                 output.decode_errors(failed, words)
             status.set(WORKING, "draw")
-        # some may have been ended while the step was on its way
+        # some may have ended while the step was in flight
         ended = {w.request.id for w in scheduled if w.request.finish_reason is not None}
         outputs = [o for o in output.apply(scheduled) if o.request.id not in ended]
         for entry in scheduled:
@@ -407,7 +408,7 @@ class Worker:
         return outputs
 
     def _follow(self, request: Request) -> None:
-        """Let the sequences of a search follow what it has decided."""
+        """Fork and drop sequences as a search has decided."""
         forks = fork_sequences(request, self.table, self.scheduler.numbers)
         if self.cross_attention is not None:
             for old, new in forks:
@@ -420,7 +421,7 @@ class Worker:
             self.table.commit(request.id, request.prompt + request.ids)
 
     def _can_multi_step(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Return whether the next steps can run as one burst: all generate, nobody is to join."""
+        """Return whether all requests decode and none waits, so that several steps can run."""
         return (
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
@@ -433,7 +434,7 @@ class Worker:
     def _multi_step(
         self, scheduled: Sequence[ScheduledRequest], burst_s: float
     ) -> list[RequestDelta]:
-        """Run several steps in which each of these requests draws a token."""
+        """Run several decode steps of these requests."""
         requests = [w.request for w in scheduled]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
@@ -446,7 +447,7 @@ class Worker:
             self._multi_step_decodes[key] = MultiStepDecode(*key)
         burst = self._multi_step_decodes[key]
         errors = burst.begin(requests)
-        if errors:  # the others draw in the next step
+        if errors:  # the others decode in the next step
             for b, error in errors.items():
                 requests[b].fail(error)
             return [RequestDelta(requests[b]) for b in errors]
@@ -482,7 +483,7 @@ class Worker:
         return outputs
 
     def _reserve(self, requests: Sequence[Request], n_steps: int) -> int:
-        """Give all requests pages for so many steps, or for as many as there are pages."""
+        """Reserve pages for `n_steps` steps, or fewer if pages are short; return the steps."""
         table = self.table
         while n_steps > 1:
             missing = sum(table.n_missing_pages(r.id, n_steps) for r in requests)
@@ -493,25 +494,25 @@ class Worker:
             table.reserve(request.id, n_steps)
         return n_steps
 
-    # ---- running and counting -----------------------------------------------------------------
+    # ---- pages, messages, statistics ----------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Have threads and pages as the next step needs them."""
+        """Set the number of threads, grow the KV cache and copy pages for the next step."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
         if self.table.n_pages > self.storage.n_pages:
-            self.executor.forget()  # or the pages of before stay beside the new ones
+            self.executor.forget()  # frees the former pages before new ones are allocated
             self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
     def _post(self, array: np.ndarray) -> None:
-        """Send every other rank an array that this one, with the head, has computed."""
+        """Send an array to every other rank without waiting."""
         for other in range(self.comm.size):
             if other != self.comm.rank:
                 self.comm.Post(array, other)
                 self._predicted_bytes += array.nbytes
 
     def broadcast(self, array: np.ndarray) -> None:
-        """Give every rank the head rank's array."""
+        """Broadcast an array of the rank with the head."""
         if self.comm.size > 1:
             self.comm.Bcast(array, self._head)
             if self.comm.rank == self._head:
@@ -521,28 +522,28 @@ class Worker:
         return dict(sum((comm.sent for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
-        """Count the bytes sent from here on."""
+        """Reset the counters of sent bytes."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
         if self.cross_attention is not None:
             self.cross_attention.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
+        """Return measured and predicted bytes sent since `reset_traffic`."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self.cross_attention is not None:  # what it sends is measured by the same communicators
+        if self.cross_attention is not None:  # measured by the same communicators
             predicted += self.cross_attention.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def exchange_error(self) -> dict[str, float]:
-        """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
+        """Return the largest `Comm.rounding_error` of the communicators."""
         errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, Any]:
-        """Return the bytes of a page, those that are available, and which machine has them."""
+        """Return the size of a page, the available memory, and the machine."""
         return {
             "page_bytes": self.storage.page_bytes,
             "available_bytes": available_memory_bytes(),
@@ -550,11 +551,11 @@ class Worker:
         }
 
     def host_addresses(self) -> dict[str, Any]:
-        """Return the name of this rank's machine, and its addresses."""
+        """Return name and addresses of this rank's machine."""
         return {"host": platform.node(), "addresses": own_addresses()}
 
     def memory(self) -> dict[str, int]:
-        """Return what this rank holds, in bytes."""
+        """Return the memory of this rank in bytes."""
         held = {
             "rank": self.mine.rank,
             "weight_bytes": self.weights.n_bytes,
@@ -571,7 +572,7 @@ class Worker:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of matrices that one generation step reads; experts count by their share."""
+        """Bytes of matrices read by a decode step; experts count by the routed share."""
         moe = self.spec.moe
         shares = dict.fromkeys(("linear", "heads_linear"), 1.0)
         shares["experts"] = moe.top_k / moe.n_experts if moe else 0.0

@@ -92,7 +92,7 @@ def test_what_is_refused(model):
         session.run({a: IDS[:4]})
         with pytest.raises(UsageError, match=r"length must be 0\.\.4"):
             session.truncate(a, 5)
-        with pytest.raises(UsageError, match="no sequence 7 in this session"):
+        with pytest.raises(UsageError, match="this session has no sequence 7"):
             session.run({7: [1]})
         with pytest.raises(UsageError, match="token id 101 is outside"):
             session.run({a: [101]})

@@ -354,7 +354,7 @@ def test_n_continuations(tiny):
     assert [g.cached_tokens for g in shared] == [0, 64, 64]
     for i, one in enumerate(shared):
         assert one.ids == tiny.generate(long, 10, seed=2 + i, **options).ids
-    with pytest.raises(UsageError, match="n belongs to generate_batch"):
+    with pytest.raises(UsageError, match="n is an argument of generate_batch"):
         tiny.make_request(PROMPT, n=2)
 
 

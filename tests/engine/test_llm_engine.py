@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_or_shortened(model):
         assert len(engine.submit(make(model, IDS[:120], 400)).result(300).ids) == 9
         again = make(model, IDS[:5])
         engine.submit(again).result(300)
-        with pytest.raises(UsageError, match="submitted once"):
+        with pytest.raises(UsageError, match="was submitted before"):
             engine.submit(again)
     assert model.workers[0].storage.n_bytes == 0  # given back
     with pytest.raises(UsageError, match="kv_bytes must be at least"):

@@ -170,7 +170,7 @@ def test_refused(model):
         BeamSearch(num_beams=2, n=3)
     page = model.workers[0].storage.page_bytes
     with nbflow.LLMEngine(model, max_sequences=3, kv_bytes=9 * page) as engine:
-        with pytest.raises(UsageError, match="follows 4 continuations"):
+        with pytest.raises(UsageError, match="needs 4 sequences"):
             engine.submit(make(model, BEAM)).result(60)
         with pytest.raises(UsageError, match="too few for 3 continuations"):
             engine.submit(make(model, BeamSearch(num_beams=3), LONG + LONG))

@@ -41,7 +41,7 @@ def test_a_search_wider_than_the_engine_is_refused_before_it_is_scheduled(ranks)
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     with nbflow.LLMEngine(ranks, max_sequences=3, kv_bytes=KV) as engine:
         for _ in range(2):
-            with pytest.raises(UsageError, match="follows 4 continuations, but at most 3"):
+            with pytest.raises(UsageError, match="needs 4 sequences, but at most 3"):
                 engine.submit(make(ranks, decoding=BeamSearch(4)))
         assert alive(engine, ranks, expected)
 
@@ -104,7 +104,7 @@ def test_a_proposer_that_other_ranks_cannot_have(checkpoint):
         nbflow.load(checkpoint, threads=1, partition="0&1") as model,
         nbflow.LLMEngine(model, kv_bytes=KV) as engine,
     ):
-        with pytest.raises(UsageError, match="each rank needs the proposer"):
+        with pytest.raises(UsageError, match="each rank needs a copy of the proposer"):
             engine.submit(make(model, draft=Proposer())).result(60)
         assert len(engine.submit(make(model)).result(60).ids) == 12
 
@@ -243,7 +243,7 @@ def test_a_stop_text_that_cannot_be_looked_for(monkeypatch):
     with nbflow.load("tiny_python", threads=1) as model, nbflow.LLMEngine(model) as engine:
         plain = engine.submit(model.make_request("def f(", 8, ignore_eos=True))
         monkeypatch.setattr(
-            "nbflow.engine.stop_checker.TextStream.push", raising(None, lambda *_: True)
+            "nbflow.engine.stop_checker.IncrementalDetokenizer.push", raising(None, lambda *_: True)
         )
         bad = engine.submit(model.make_request("def f(", 8, ignore_eos=True, stop=["x"]))
         with pytest.raises(ValueError, match="planted"):

@@ -1,4 +1,4 @@
-"""Contrastive search: of the most probable tokens the one least like what was said.
+"""Contrastive search: a probable token whose hidden state differs from the context.
 
 Y. Su et al., "A Contrastive Framework for Neural Text Generation", NeurIPS 2022, arXiv:2202.06417.
 """
@@ -20,9 +20,9 @@ class ContrastiveSearch:
     """Parameters of a contrastive search."""
 
     top_k: int = 4
-    """How many tokens are compared."""
+    """Number of candidates."""
     penalty_alpha: float = 0.6
-    """Weight of the likeness; 0 is greedy."""
+    """Weight of the similarity; 0 is greedy."""
 
     name: ClassVar[str] = "contrastive"
     """See `nbflow.engine.search.base.Search`."""
@@ -49,7 +49,7 @@ class ContrastiveSearch:
         return Contrast(self, n_top)
 
     def choose(self, probs: np.ndarray, similarity: np.ndarray) -> int:
-        r"""Return which candidate comes next, equation 5 of the paper.
+        r"""Return the index of the next token, equation 5 of the paper.
 
         .. math:: \arg\max_v \; (1 - \alpha) \, p_v - \alpha \max_j \cos(h_v, h_j)
 
@@ -58,21 +58,21 @@ class ContrastiveSearch:
         probs : array, shape (k,)
             Probabilities of the candidates.
         likeness : array, shape (k,)
-            Greatest cosine of each candidate's hidden state and those before it (`History`).
+            Largest cosine of each candidate's hidden state with those before it (`History`).
         """
         alpha = self.penalty_alpha
         return int(np.argmax((1.0 - alpha) * probs - alpha * similarity))
 
 
 class Contrast:
-    """A contrastive search that goes on: the candidates are what it follows.
+    """State of a contrastive search; its hypotheses are the candidates.
 
     Parameters
     ----------
     search : ContrastiveSearch
         Its parameters.
     n_top : int
-        How many of the most probable tokens are told with each token.
+        Number of most probable tokens reported with each token.
     """
 
     def __init__(self, search: ContrastiveSearch, n_top: int = 0) -> None:
@@ -81,7 +81,7 @@ class Contrast:
         self._candidates: list[Step] = []
         self.parents: list[int] = []
         self.found: list[Continuation] = []
-        """Nothing: what it takes is certain at once."""
+        """Empty: every chosen token is final."""
         self.done = False
 
     @property
@@ -99,9 +99,9 @@ class Contrast:
         ids: np.ndarray | None = None,
         similarity: np.ndarray | None = None,
     ) -> list[Step]:
-        """Choose a candidate and find those that may follow it; see `SearchState`.
+        """Choose a candidate and find its successors; see `SearchState`.
 
-        Before there are candidates, the only row finds them.
+        The first call has one row and only finds candidates.
         """
         best, taken = 0, list[Step]()
         if self._candidates:
@@ -120,7 +120,7 @@ class Contrast:
 
 
 class History:
-    """Hidden states of the tokens so far, to compare others with."""
+    """Unit-length hidden states of the context."""
 
     def __init__(self) -> None:
         self._rows = np.zeros((0, 0), np.float32)  # of length 1; the first `_n` of them
@@ -131,22 +131,22 @@ class History:
         return self._n
 
     def add(self, hidden: np.ndarray) -> None:
-        """Take the hidden states of tokens that follow, float32 (T, E)."""
+        """Append hidden states of tokens, float32 (T, E)."""
         self._append(_unit(hidden))
 
     def similarity(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the greatest cosine of each of these states (k, E) and those of all so far."""
+        """Return the largest cosine of each state (k, E) with those of the context."""
         self._last = _unit(hidden)
         result: np.ndarray = (self._last @ self._rows[: self._n].T).max(axis=1)
         return result
 
     def take(self, index: int) -> None:
-        """Take one of those that `similarity` was last asked for."""
+        """Append one of the states of the last `similarity` call."""
         self._append(self._last[index : index + 1])
 
     def _append(self, rows: np.ndarray) -> None:
         needed = self._n + len(rows)
-        if needed > len(self._rows):  # twice as many, so that few are moved
+        if needed > len(self._rows):  # doubled, for amortized O(1)
             pages_after_growth = np.empty(
                 (max(needed, 2 * len(self._rows), 64), rows.shape[1]), np.float32
             )
@@ -157,6 +157,6 @@ class History:
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    """Return rows of length 1, float32; the lengths are float64."""
+    """Return rows of length 1, float32, normalized in float64."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return np.asarray(rows / np.maximum(lengths, 1e-30), np.float32)

@@ -1,9 +1,8 @@
-"""A search within the steps of the engine: its continuations are rows of a step like any other's.
+"""Searches within engine steps: hypotheses are sequences of a step like any other.
 
-The rank with the head finds the most probable tokens behind every continuation, and how much its
-hidden state is like those before; that is all the other ranks are told.  All of them then go on
-alike: the search decides (`nbflow.engine.search.base`), and the sequences in the page table follow,
-which share their pages as far as they have the same tokens.
+The rank with the head computes the candidates of each hypothesis and the similarity of hidden
+states, and sends only these.  Every rank then advances the search (`nbflow.engine.search.base`)
+alike, and forks its sequences in the block table, which share pages of common prefixes.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from nbflow.sampling.strategy import no_distribution
 
 
 def empty_rows(scheduled: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarray]:
-    """Return room for what searches are told, float64 (B, 1 + 2 K) each.
+    """Allocate the candidates of the searches of a step, float64 (B, 1 + 2 K) each.
 
-    A row for each continuation: likeness, the K most probable tokens, their log-probabilities.
+    A row for each hypothesis: similarity, K most probable tokens, their log-probabilities.
     """
     found = []
     for entry in scheduled:
@@ -45,27 +44,27 @@ def compute_rows(
     hidden: Callable[[], np.ndarray],
     rows: slice,
 ) -> None:
-    """Fill in what a search is told, if it is.
+    """Fill in the candidates of a search.
 
     Parameters
     ----------
     array : array or None
-        Its part of `empty_rows`; None where it reads its prompt.
-    work : Work
-        Its part of the step.
+        Its array from `empty_rows`; None while the prompt is processed.
+    entry : ScheduledRequest
+        Its share of the step.
     logits : array of float32, shape (n, V)
-        Those of its rows.
+        Logits of its rows.
     hidden : callable
         Returns the hidden states of all rows of the step.
     rows : slice
-        Which of them are its own.
+        Its rows.
     """
     request, similarity = entry.request, None
     assert request.search is not None
     if request.search.needs_hidden:
         similarity = _compare(request, hidden()[rows])
     if array is not None:
-        some = logits[len(logits) - len(array) :]  # where they lie
+        some = logits[len(logits) - len(array) :]  # the last rows
         ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
         n = ids.shape[1]
         array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs
@@ -74,7 +73,7 @@ def compute_rows(
 
 
 def _compare(request: Request, hidden: np.ndarray) -> np.ndarray | None:
-    """Note the hidden states of a text, or return how like those of the continuations are."""
+    """Record the hidden states of the prompt, or return the similarity of the candidates."""
     if request.history is None or (request.n_computed == 0 and not request.branches):
         request.history = History()
     if not request.branches:
@@ -84,7 +83,7 @@ def _compare(request: Request, hidden: np.ndarray) -> np.ndarray | None:
 
 
 def advance(request: Request, row: np.ndarray) -> list[Step]:
-    """Let a search go on with what came out; return the tokens that are certain now."""
+    """Advance a search with its candidates; return the tokens that are final."""
     assert request.search is not None
     n = (row.shape[1] - 1) // 2
     if not np.isfinite(row[:, 1 + n]).all():
@@ -109,7 +108,7 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
 def _without(
     banned: Collection[int], ids: np.ndarray, logprobs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most probable tokens of each row with the banned ones last, as impossible."""
+    """Return the candidates of each row with banned ones last and -inf."""
     is_banned = np.isin(ids, list(banned))
     order = np.argsort(is_banned, axis=1, kind="stable")
     logprobs = np.where(is_banned, -math.inf, logprobs)
@@ -117,7 +116,7 @@ def _without(
 
 
 def finish(request: Request, best: Continuation) -> None:
-    """Let a request end with a continuation."""
+    """Finish a request with a continuation."""
     for step in best.steps:
         request.accept(step.token, step.logprob, step.top)
 
@@ -125,19 +124,19 @@ def finish(request: Request, best: Continuation) -> None:
 def fork_sequences(
     request: Request, table: BlockTable, numbers: Iterator[int]
 ) -> list[tuple[int, int]]:
-    """Let the sequences of a search be those of its continuations.
+    """Fork and drop the sequences of a search for its new hypotheses.
 
     Returns
     -------
     list of (int, int)
-        Sequences that were copied, and the copies.
+        Forked sequences and their copies.
     """
     assert request.search_state is not None
     held, free, forks = request.sequences, set(request.sequences), list[tuple[int, int]]()
     following = []
     for parent in request.search_state.parents:
         sequence = held[parent]
-        if sequence in free:  # the first that goes on does so in its place
+        if sequence in free:  # the first child continues in place
             free.discard(sequence)
         else:
             new = next(numbers)
