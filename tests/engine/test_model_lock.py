@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import nbflow
+from nbflow.engine.search import BeamSearch
 from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(400) * 7 % 101).tolist()
@@ -149,7 +150,7 @@ def test_an_engine_keeps_its_requests_when_an_old_stream_is_dropped(model):
 
 def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(model):
     requests = [model.make_request(IDS[:9], 5, ignore_eos=True) for _ in range(2)]
-    requests[1].search = nbflow.sampling.BeamSearch(num_beams=100)  # max_step_tokens is 64
+    requests[1].search = BeamSearch(num_beams=100)  # max_step_tokens is 64
     with pytest.raises(UsageError, match="needs 100 sequences, but at most 64"):
         list(model.run_requests(requests))
     assert not model.workers[0].scheduler.requests

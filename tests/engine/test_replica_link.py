@@ -79,7 +79,7 @@ def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
 
 def test_replicas_that_do_not_come(monkeypatch):
     monkeypatch.setattr(rpc, "START_S", 0.1)
-    with pytest.raises(UsageError, match=r"2 of 2 other replicas have not come within 0\.1 s"):
+    with pytest.raises(UsageError, match=r"2 of 2 other replicas did not connect within 0\.1 s"):
         Listener([HERE, HERE, HERE]).accept(2)
 
 
@@ -115,7 +115,7 @@ def test_the_address_of_the_interface_that_leads_to_the_others(monkeypatch):
     assert listener.address[0][0][0] == "127.0.0.1"
     listener.close()
     monkeypatch.setenv(ADDRESS_ENV, "192.0.2.77")
-    with pytest.raises(UsageError, match=r"cannot be awaited at 192\.0\.2\.77"):
+    with pytest.raises(UsageError, match=r"cannot listen for the other replicas at 192\.0\.2\.77"):
         Listener([HERE])
 
 
@@ -154,7 +154,7 @@ def test_numbers_are_told_without_being_asked_for(remote):
 def test_a_request_that_cannot_be_sent_is_refused(remote):
     engine, there = remote
     request = Request([1], 1, Greedy(), proposer=lambda ids, n: [])
-    with pytest.raises(UsageError, match=r"replica 1 cannot be sent this: .*local object"):
+    with pytest.raises(UsageError, match=r"cannot send this to replica 1: .*local object"):
         engine.submit(request)
     assert engine.load == 0
     assert not there.poll(0)
