@@ -1,4 +1,4 @@
-"""Chain: llama.cpp's samplers in an order of one's own, then a draw."""
+"""Sampler chain: llama.cpp's samplers in a configurable order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 @dataclass(frozen=True)
 class Chain(SamplerOptions, Strategy):
-    """A draw from what is left after a chain of samplers; names and defaults are llama.cpp's."""
+    """Sample after a chain of samplers; names and defaults are those of llama.cpp."""
 
     compiled: ClassVar[bool] = False
 
@@ -48,14 +48,14 @@ class Chain(SamplerOptions, Strategy):
 
 
 class ChainState(SampledState):
-    """The tokens so far."""
+    """State of a chain: the tokens so far."""
 
     def __init__(self, chain: Chain, prompt_ids: Sequence[int], seed: int) -> None:
         super().__init__(prompt_ids, seed)
         self._chain = chain
 
     def n_best(self) -> int | None:
-        """See `State.n_best`: those that "top_k" keeps, if what comes before lowers few tokens."""
+        """See `State.n_best`: `top_k`, plus the tokens lowered by samplers before it."""
         chain = self._chain
         if chain.top_k <= 0 or "top_k" not in chain.samplers:
             return None
@@ -83,7 +83,7 @@ def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
     Parameters
     ----------
     order : str or sequence of str
-        Names; one string may hold names between semicolons, or llama.cpp's letters ("edskypmxt").
+        Names, or a string with names separated by semicolons or llama.cpp's letters ("edskypmxt").
 
     Raises
     ------
@@ -108,7 +108,7 @@ def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
             raise unknown_name("sampler", name, SAMPLERS)
     if not names:
         raise UsageError(
-            "samplers must name at least one sampler; for a draw from all tokens use "
+            "samplers must name at least one sampler; to sample from all tokens use "
             "decoding='sample'"
         )
     return tuple(names)

@@ -1,4 +1,4 @@
-"""llama.cpp's samplers: each changes the candidates, by the parameters of a chain.
+"""llama.cpp's samplers, functions that modify candidates.
 
 They follow llama.cpp's rules with sums in float64; equal logits keep the order of their ids.
 ``min_keep`` is the least number of candidates that a truncation leaves.
@@ -26,63 +26,63 @@ class SamplerOptions:
     """Parameters of the samplers; names and defaults are llama.cpp's."""
 
     samplers: tuple[str, ...] = DEFAULT_ORDER
-    """Which samplers, in which order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
+    """Samplers in order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
     temperature: float = 0.8
-    """Logits are divided by it; 0 or less takes the best token."""
+    """Divisor of the logits; 0 or less is greedy."""
     dynatemp_range: float = 0.0
-    """The temperature moves this far up and down with the entropy; 0 for none."""
+    """Half range of the entropy-dependent temperature; 0 disables."""
     dynatemp_exponent: float = 1.0
-    """How the normalized entropy is bent before it sets the temperature."""
+    """Exponent of the normalized entropy in the dynamic temperature."""
     top_k: int = 40
-    """How many of the best tokens are kept; 0 for all."""
+    """Number of tokens kept; 0 for all."""
     top_p: float = 0.95
-    """Mass that is kept; 1 for all."""
+    """Mass kept; 1 for all."""
     min_p: float = 0.05
-    """Least probability kept, relative to the best; 0 for all."""
+    """Smallest probability kept, relative to the best; 0 for all."""
     typical_p: float = 1.0
-    """Mass of the locally typical tokens that is kept; 1 for all."""
+    """Mass of locally typical tokens kept; 1 for all."""
     tfs_z: float = 1.0
-    """Share of the bends before the tail (only where "tfs_z" is in `samplers`); 1 for all."""
+    """Tail-free share of the curvature (if "tfs_z" is in `samplers`); 1 for all."""
     top_n_sigma: float = -1.0
-    """Standard deviations below the best logit that are kept; 0 or less for all."""
+    """Width below the best logit, in standard deviations; 0 or less for all."""
     xtc_probability: float = 0.0
-    """How often the top choices are excluded."""
+    """Probability of excluding top choices."""
     xtc_threshold: float = 0.1
-    """From which probability on a token is a top choice; above 0.5 switches it off."""
+    """Probability of a top choice; above 0.5 disables."""
     repeat_last_n: int = 64
-    """How many of the last tokens, prompt included, the penalties see; 0 none, -1 all."""
+    """Window of the penalties in tokens, including the prompt; 0 none, -1 all."""
     repeat_penalty: float = 1.0
-    """Factor for tokens that occurred; 1 for none."""
+    """Penalty factor for tokens in the window; 1 disables."""
     frequency_penalty: float = 0.0
-    """Subtracted for each occurrence."""
+    """Penalty per occurrence."""
     presence_penalty: float = 0.0
-    """Subtracted for having occurred."""
+    """Penalty for any occurrence."""
     dry_multiplier: float = 0.0
-    """Penalty of a repetition of the allowed length; 0 for none."""
+    """Penalty of a repetition of the allowed length; 0 disables."""
     dry_base: float = 1.75
     """Growth of the penalty with each further token."""
     dry_allowed_length: int = 2
-    """Repetitions shorter than this go free."""
+    """Shorter repetitions are not penalized."""
     dry_penalty_last_n: int = -1
-    """How many of the last tokens DRY sees; 0 none, -1 all."""
+    """Window of DRY in tokens; 0 none, -1 all."""
     dry_breakers: tuple[tuple[int, ...], ...] = ()
-    """Token sequences over which no repetition reaches; see `breaker_sequences`."""
+    """Token sequences that end a repetition; see `breaker_sequences`."""
     min_keep: int = 0
-    """Least number of candidates that a truncation leaves."""
+    """Least number of candidates after a truncation."""
 
 
 @dataclass(frozen=True)
 class SamplerContext:
-    """What else a sampler may look at."""
+    """History and random numbers for a sampler."""
 
     history: np.ndarray
     """int32 (N,): prompt and tokens so far."""
     random: Callable[[], float]
-    """A number in [0, 1) for the sampler's own decisions."""
+    """Returns a random number in [0, 1)."""
 
 
 def penalties(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Lower tokens that occurred among the last `repeat_last_n`."""
+    """Penalize tokens among the last `repeat_last_n`."""
     row = _row(candidates)
     apply_penalties(
         row,
@@ -97,7 +97,7 @@ def penalties(candidates: Candidates, chain: SamplerOptions, context: SamplerCon
 
 
 def dry(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Lower tokens that would go on with a repetition; see `nbflow_kernels.apply_dry_penalty`."""
+    """Penalize tokens that extend a repetition; see `nbflow_kernels.apply_dry_penalty`."""
     row = _row(candidates)
     apply_dry_penalty(
         row,
@@ -125,7 +125,7 @@ def top_k(candidates: Candidates, chain: SamplerOptions, context: SamplerContext
 
 
 def typical(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Keep the tokens nearest to the entropy that have mass `typical_p` (arXiv:2202.00666)."""
+    """Keep the locally typical tokens with mass `typical_p` (arXiv:2202.00666)."""
     p = candidates.probs()
     order = least_typical_last(p)
     passed = np.flatnonzero(np.cumsum(p[order]) > chain.typical_p)
@@ -136,7 +136,7 @@ def typical(candidates: Candidates, chain: SamplerOptions, context: SamplerConte
 
 
 def tail_free(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Keep the tokens before the flat tail (`tfs_z` of the bends), as llama.cpp did until 2024."""
+    """Keep the tokens before the flat tail (`tfs_z` of the curvature), as llama.cpp did until 2024."""
     if len(candidates) <= 2:
         return
     candidates.sort()
@@ -144,7 +144,7 @@ def tail_free(candidates: Candidates, chain: SamplerOptions, context: SamplerCon
 
 
 def top_p(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Keep the fewest best tokens that have mass `top_p`."""
+    """Keep the fewest best tokens with mass `top_p`."""
     candidates.reaching(chain.top_p, max(chain.min_keep, 1))
 
 
@@ -158,7 +158,7 @@ def min_p(candidates: Candidates, chain: SamplerOptions, context: SamplerContext
 
 
 def xtc(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Exclude top choices: sometimes drop the likely tokens but the least likely of them."""
+    """Exclude top choices: randomly drop all likely tokens but the least likely one."""
     if len(candidates) < 2:
         return
     if context.random() >= chain.xtc_probability:
@@ -170,7 +170,7 @@ def xtc(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) 
 
 
 def temperature(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Divide the logits; with `dynatemp_range` by a temperature that follows the entropy."""
+    """Divide logits by the temperature, dynamic with `dynatemp_range`."""
     value = chain.temperature
     if chain.dynatemp_range > 0.0:
         if len(candidates) < 2:
@@ -214,7 +214,7 @@ IS_NOOP: dict[str, Callable[[SamplerOptions], bool]] = {
     "xtc": lambda c: c.xtc_probability <= 0.0 or c.xtc_threshold > 0.5,
     "temperature": lambda c: False,
 }
-"""Whether the parameters of a chain switch a sampler off."""
+"""Predicates: True if the parameters disable a sampler."""
 
 ALIASES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
                "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "typ-p": "typ_p",
@@ -228,10 +228,9 @@ LETTERS = {
 
 
 def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
-    """Return how many tokens a sampler lowers at most, after `n_tokens`.
+    """Return the most tokens that a sampler lowers, after `n_tokens`.
 
-    None if it does anything else: only where tokens were lowered and nothing more, the best of what
-    is left are among the best before.
+    None if it has other effects: only lowering keeps the top candidates among the former ones.
     """
     if IS_NOOP[name](chain):
         return 0
@@ -246,16 +245,16 @@ def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
 
 
 def least_typical_last(p: np.ndarray) -> np.ndarray:
-    """Return the order of probabilities by the distance of their surprise from the entropy."""
+    """Sort tokens by the distance of their surprise from the entropy."""
     surprise = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
     return np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
 
 
 def tail_free_count(p: np.ndarray, z: float, first_counts: bool = True) -> int:
-    """Return how many of falling probabilities come before the flat tail, at least 1.
+    """Return the number of sorted probabilities before the flat tail, at least 1.
 
-    The bends ``|p[i] - 2 p[i+1] + p[i+2]|``, divided by their sum, are added until they pass `z`;
-    with `first_counts` False the first is left out of the sum, as in Inferflow.
+    Normalized second differences ``|p[i] - 2 p[i+1] + p[i+2]|`` are summed up to `z`; with
+    `first_counts` False without the first, as in Inferflow.
     """
     bends = np.abs(np.diff(p, 2))
     if not len(bends):
@@ -276,5 +275,5 @@ def _row(candidates: Candidates) -> np.ndarray:
 
 
 def _rescore(candidates: Candidates, row: np.ndarray) -> None:
-    """Take changed logits."""
+    """Replace the logits."""
     candidates.rescore(row[0, candidates.ids].astype(np.float64))

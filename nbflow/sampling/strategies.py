@@ -169,23 +169,22 @@ STRATEGIES = StrategyTable(
 def make_strategy(
     name: str, defaults: Mapping[str, float] | None = None, **parameters: Any
 ) -> Strategy:
-    """Return the strategy with this name.
+    """Return a strategy by name.
 
     Parameters
     ----------
     name : str
         One of `STRATEGIES`.
     defaults : mapping of str to float, optional
-        What a model recommends; taken where the strategy has such a parameter and none is given.
-        0 recommends nothing, as in Hugging Face's generation_config.json.
+        Parameters recommended by the model, used where none is given; 0 means no recommendation,
+        as in Hugging Face's generation_config.json.
     **parameters
-        The strategy's parameters; None means the model's default, or else the strategy's.
+        Parameters of the strategy; None selects the default of the model or strategy.
 
     Raises
     ------
     UsageError
-        If the name is unknown, a parameter is not one of the strategy's, or its value is out of
-        range.
+        If the name or a parameter is unknown, or a value is out of range.
 
     Examples
     --------

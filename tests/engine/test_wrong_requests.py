@@ -231,7 +231,9 @@ def test_a_length_penalty_beyond_the_numbers(penalty):
     rows = np.log(np.array([[0.6, 0.4]]))
     beams.advance(rows)
     long = [
-        dataclasses.replace(h, ids=(*h.ids,) * 2000, logprobs=(0.0,) * 2000, top_tokens=([],) * 2000)
+        dataclasses.replace(
+            h, ids=(*h.ids,) * 2000, logprobs=(0.0,) * 2000, top_tokens=([],) * 2000
+        )
         for h in beams.running
     ]
     beams.running, beams.finished = long, [dataclasses.replace(h, score=-1.0) for h in long]

@@ -139,7 +139,12 @@ def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
         request = model.make_request(IDS[:5].tolist(), 20, "greedy", 0, False)
         request.stop_ids = frozenset({end})
         for _ in range(2):  # the first burst measures how long a step takes
-            request.ids, request.logprobs, request.n_computed, request.finish_reason = [], [], 0, None
+            request.ids, request.logprobs, request.n_computed, request.finish_reason = (
+                [],
+                [],
+                0,
+                None,
+            )
             for _ in model.run_requests([request], burst_s=1e6):
                 pass
             assert request.finish_reason == "stop"

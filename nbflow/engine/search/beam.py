@@ -114,7 +114,7 @@ class Beams:
         self.finished: list[Hypothesis] = []
         """The best that have ended, best first; at most `num_beams`."""
         self.done = False
-        """Whether the search is over."""
+        """True when the search has ended."""
 
     @property
     def tokens(self) -> list[int]:
