@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from nbflow.engine.worker import Worker, make_groups
 from nbflow.executor import Device
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
+from nbflow.planner.machine import Machine
 from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, weight_formats
 from nbflow.quantization.transforms import Prepared, no_format, prepare
@@ -92,13 +93,12 @@ def load(
     partition = given.partition
     if partition == "auto":
         from nbflow.planner import RunConfig, choose_partition, stored_model
-        from nbflow.planner.measure_machine import measure_ranks
 
         setting = RunConfig(kv=given.kv, activations=given.activations, exchange=given.exchange)
         described = stored_model(stored_spec, resolved.path, weights)
         partition = choose_partition(
             described, comm, given.optimize, given.machine, setting,
-            functools.partial(measure_ranks, load),
+            measure,
         )  # fmt: skip
     if given.unused_note and is_host(given.device):
         warnings.warn(given.unused_note, stacklevel=2)
@@ -141,6 +141,15 @@ def load(
         return models[0]
     index = next(i for i, part in enumerate(parts) if part is not None)
     return Replicas(models, whole, everyone, index, len(plans))
+
+
+def measure(
+    comm: Comm, probe_bytes: int, formats: Sequence[str], arithmetics: Sequence[str]
+) -> Machine | None:
+    """Measure the machine for partition "auto"; the first rank returns the description."""
+    from nbflow.planner.measure_machine import measure_ranks
+
+    return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
 
 
 def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:

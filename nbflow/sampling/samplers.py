@@ -136,7 +136,7 @@ def typical(candidates: Candidates, chain: SamplerOptions, context: SamplerConte
 
 
 def tail_free(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
-    """Keep the tokens before the flat tail (`tfs_z` of the curvature), as llama.cpp did until 2024."""
+    """Keep the tokens before the flat tail, as llama.cpp did until 2024."""
     if len(candidates) <= 2:
         return
     candidates.sort()

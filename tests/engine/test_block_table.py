@@ -1,4 +1,4 @@
-"""The page table against a naive model: random operations, every invariant after each."""
+"""Block table against a naive model: random operations, all invariants after each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = 4
 
 
 class Checked:
-    """A page table, a memory that its pages stand for, and what every sequence should read there.
+    """Block table, simulated page contents, and the expected contents of each sequence.
 
     The memory holds the tokens themselves: a page that was given to two writers, copied too late,
     or found under a wrong name shows as a wrong token.
@@ -98,7 +98,7 @@ class Checked:
             self.write(sequence, self.rng.choices((0, 1), (9, 1), k=self.rng.randrange(1, 7)))
 
     def check(self) -> None:
-        """Check the books, and what one sequence reads."""
+        """Check the counters and the contents of one sequence."""
         table = self.table
         assert table.n_used_pages + table.n_cached <= table.n_pages <= table.max_pages
         assert table.n_available == table.max_pages - table.n_used_pages
@@ -106,7 +106,7 @@ class Checked:
             self.read(self.rng.choice(list(self.texts)))
 
     def read(self, sequence: int) -> list[int]:
-        """Check what a sequence reads, and return its pages."""
+        """Check the contents of a sequence and return its pages."""
         text, view = self.texts[sequence], self.table.view([sequence])
         assert view.kv_lens.tolist() == [len(text)]
         pages = view.kv_indices.tolist()
@@ -115,7 +115,7 @@ class Checked:
         return pages
 
     def check_all(self) -> None:
-        """Check what every sequence reads, and that every page is in one state."""
+        """Check the contents of all sequences, and that every page is in one state."""
         table, held = self.table, set()
         assert sorted(table.sequences) == sorted(self.texts)
         for sequence in self.texts:

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: borders of tokens do not matter for characters and stop texts."""
+"""Incremental detokenization: characters and stop texts across token boundaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tokenizer():
 
 
 def cut(text, stops, include):
-    """The text up to the stop text that ends first; of equals the one that begins first."""
+    """Return the text up to the stop text that ends first; ties by start."""
     found = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
     return text[: min(found)[0 if include else 1]] if found else text
 

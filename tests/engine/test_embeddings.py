@@ -1,4 +1,4 @@
-"""Texts that are embedded: requests that share steps and pages with those that generate."""
+"""Embedding requests, which share steps and pages with generating ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stream_of(model, i, n=60, **fields):
 
 
 def pages(model, n):
-    """Return the bytes of so many pages on the rank with the largest."""
+    """Return the bytes of `n` pages on the rank with the largest pages."""
     return n * max(engine.storage.page_bytes for engine in model.workers)
 
 

@@ -1,4 +1,4 @@
-"""Decoding in the engine: stop texts, structure, proposals, searches, reports."""
+"""Generation: stop texts, structured output, draft tokens, searches, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page table and scheduler: plain Python, tested alone."""
+"""Unit tests of block table and scheduler."""
 
 from __future__ import annotations
 

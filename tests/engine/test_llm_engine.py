@@ -1,4 +1,4 @@
-"""The engine: requests from other threads, their events, ends of all kinds, failures."""
+"""LLMEngine: requests from several threads, events, finish reasons, failures."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_or_shortened(model):
         assert engine.limits.max_tokens == 128
         with pytest.raises(UsageError, match="has 129 tokens, but the key/value cache holds 128"):
             engine.submit(make(model, IDS[:129]))
-        # the last token needs no room: nobody reads its key
+        # the last token needs no slot: its key is never read
         assert len(engine.submit(make(model, IDS[:120], 400)).result(300).ids) == 9
         again = make(model, IDS[:5])
         engine.submit(again).result(300)
@@ -213,7 +213,7 @@ def test_a_proposer_that_raises_is_left_out(engine, model, caplog):
 
 
 def test_numbers_that_are_none_do_not_stay_in_the_pages(engine, model, monkeypatch):
-    """A request whose keys are not finite leaves nothing behind for the next one in its pages."""
+    """Non-finite keys of a request do not affect later requests in its pages."""
     plain = engine.submit(make(model, IDS[:5])).result(300).logprobs
     engine.flush()
     rank = model.workers[0]

@@ -1,4 +1,4 @@
-"""Stages work at the same time, and nobody sees a difference in the results."""
+"""Pipeline parallelism: stages overlap and results are unchanged."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n,
 
 @pytest.mark.parametrize("seed", range(12))
 def test_scheduling_around_busy_requests(seed):
-    """Plain Python: busy requests are left alone, pages never run out, every request ends."""
+    """Requests in flight are not scheduled, pages suffice, every request finishes."""
     rng = random.Random(seed)
     depth, table = rng.randrange(2, 5), BlockTable(4, rng.randrange(24, 40))
     scheduler = Scheduler(table, 16, prefix_cache=rng.random() < 0.5)

@@ -1,4 +1,4 @@
-"""Connections between the processes of replicas: who waits for whom, and at which address."""
+"""Connections between replica processes: handshake, addresses, timeouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 
 def in_thread(function):
-    """Run a function; fail if it does not come to its end."""
+    """Run a function; fail on a timeout."""
     found = []
     thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
     thread.start()
@@ -47,7 +47,7 @@ def greet(address, index):
 
 @pytest.fixture
 def remote():
-    """Return a replica as the leading process sees it, and the other end of the connection."""
+    """Return a remote engine and the other end of its connection."""
     here, there = (Connection(s.detach()) for s in socket.socketpair())
     limits = SimpleNamespace(max_sequences=100, max_waiting=100)
     yield RemoteEngine(1, here, None, limits), there

@@ -1,4 +1,4 @@
-"""Replicas of a model behind one engine: threads of this process, and processes of mpirun."""
+"""Replica router: replicas as threads, and as processes of mpirun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler without a model: what it promises, over random requests."""
+"""Scheduler invariants over random requests, without a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scheduler(budget=16, max_pages=None, **options) -> Scheduler:
 
 
 def run(s: Scheduler, draw=lambda request: 7, scheduled=None) -> list[tuple[int, int]]:
-    """Run a step as an engine does; return (request, tokens) of its works."""
+    """Run a step like the engine; return (request, tokens) of its entries."""
     scheduled = s.next_step() if scheduled is None else scheduled
     for entry in scheduled:
         r, emits_token = entry.request, entry.emits_token
@@ -62,7 +62,7 @@ def run(s: Scheduler, draw=lambda request: 7, scheduled=None) -> list[tuple[int,
 
 
 def search(s: Scheduler, entry: ScheduledRequest, draw) -> None:
-    """Let a search go on with random log-probabilities."""
+    """Advance a search with random log-probabilities."""
     r, rows = entry.request, empty_rows([entry], 12)
     if not r.branches:
         r.n_computed += entry.n_tokens
@@ -82,7 +82,7 @@ def random_search(rng: random.Random) -> Request:
 
 
 def text(n: int, method: str = "mean", whole: bool = False, **fields) -> Request:
-    """Return a text that is embedded."""
+    """Return an embedding request."""
     return request(n, 0, pooling=Pooling(method, True, whole), **fields)
 
 
@@ -124,7 +124,7 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
         assert all(w.n_tokens > 0 for w in scheduled)
         kinds = [w.request.pooling is not None for w in scheduled]
         assert kinds == sorted(kinds)  # behind those that have logits
-        # nobody that generates waits, unless its pages were taken away
+        # decoding requests run in every step unless preempted
         assert all(r in chosen or r in s.waiting for r in generating)
         # a prompt goes on whatever the others do
         assert reading is None or reading in chosen or reading in s.waiting

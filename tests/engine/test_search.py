@@ -1,4 +1,4 @@
-"""Searches within the engine: beside other requests, without pages, cancelled, on ranks."""
+"""Searches in the engine: batched, preempted, cancelled, on several ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """What each search finds when nothing else runs."""
+    """Return the result of each search running alone."""
     return {
         (search.name, len(prompt)): run(model, search, prompt)
         for search in (BEAM, CONTRAST)
@@ -57,7 +57,7 @@ def idle(engine):
 
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 24}])
 def test_searches_share_steps_with_all_others(model, alone, limits):
-    """The same bits as alone; nobody waits for a search, which takes a row for each beam."""
+    """Bit-identical to separate runs; a search takes a row per beam and blocks no request."""
     plain = model.generate(PROMPT, 30, ignore_eos=True)
     with nbflow.LLMEngine(model, **limits) as engine:
         others = [engine.submit(make(model, "greedy", n=30)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Requests that cannot run, or fail in a step: they end alone."""
+"""Invalid or failing requests end without affecting others."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_proposer_that_other_ranks_cannot_have(checkpoint):
 
 
 def test_preparing_a_burst_fails_for_one_request(model):
-    """The others of the step draw on, and get what they would have got."""
+    """The other requests of the step continue with unchanged results."""
     expected = [model.generate(p, 30, ignore_eos=True).ids for p in (IDS[:9], IDS[3:20])]
 
     class Stops(frozenset):
@@ -133,7 +133,7 @@ def test_preparing_a_burst_fails_for_one_request(model):
 
 
 def plant(monkeypatch, name):
-    """Let a function raise for every step in which the request with seed 99 has a part."""
+    """Make a function raise in every step with the request of seed 99."""
     real = getattr(outputs, name)
 
     def function(*args, **more):
@@ -148,7 +148,7 @@ def plant(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["sample_tokens", "gather_logprobs"])
 def test_the_rank_that_draws_fails_for_one_request(ranks, monkeypatch, name):
-    """The others wait for its numbers: they are told that there are none, and why."""
+    """The other ranks receive the error in place of its results."""
     expected = ranks.generate(IDS[:9], 12, "sample", 3, True).ids
     plant(monkeypatch, name)
     with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
@@ -192,7 +192,7 @@ def test_the_numbers_of_a_prompt_fail_for_one_request(ranks, monkeypatch):
     ],
 )
 def test_a_search_fails_alone(ranks, monkeypatch, search, where):
-    """On the rank that draws before it can tell (its prompt is read), there, or on every rank."""
+    """On the sampling rank during prefill, at a token, or on every rank."""
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     if where == "rows":
         real = runtime.top_log_probabilities
@@ -225,7 +225,7 @@ def raising(real, when):
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])
 def test_a_length_penalty_beyond_the_numbers(penalty):
-    """Of a continuation of some thousand tokens the power has no float."""
+    """The power of a length of some thousand tokens overflows a float."""
     search = BeamSearch(2, penalty, False, 1)
     beams = Beams(search, 4000, [])
     rows = np.log(np.array([[0.6, 0.4]]))
@@ -256,7 +256,7 @@ def test_a_stop_text_that_cannot_be_looked_for(monkeypatch):
 
 
 def test_a_session_in_the_way_of_an_engine_leaves_the_ranks_alive(ranks):
-    """All ranks refuse alike: it is an answer, and no failure."""
+    """All ranks refuse alike, which is a result and not a failure."""
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     with ranks.session() as session:
         a = session.begin()
@@ -275,7 +275,7 @@ def test_a_session_in_the_way_of_an_engine_leaves_the_ranks_alive(ranks):
 
 @pytest.mark.parametrize("partition", ["0&1", "0;1"])
 def test_one_rank_without_memory_for_an_engine(checkpoint, partition, monkeypatch):
-    """All ranks agree that there is none, and the model is as it was."""
+    """All ranks agree on the failure, and the model is unchanged."""
     with nbflow.load(checkpoint, kv="f32", threads=1, partition=partition) as model:
         expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
         storage = model.workers[1].storage
@@ -301,7 +301,7 @@ def test_one_rank_without_memory_within_a_step_ends_them_all_with_the_cause(chec
 
 
 def test_end_tokens_that_have_no_logit_are_never_drawn(checkpoint, model):
-    """Checkpoints state such ids: of another vocabulary, or to say that there is none."""
+    """Checkpoints have such ids: of another vocabulary, or as a placeholder."""
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     with nbflow.load(checkpoint, threads=1) as other:
         other.spec = dataclasses.replace(
@@ -320,7 +320,7 @@ def test_end_tokens_that_have_no_logit_are_never_drawn(checkpoint, model):
 
 
 def test_a_request_with_a_strategy_that_cannot_be_compared(model):
-    """A list makes it so; it does not keep others from one burst."""
+    """A list is unhashable; other requests still run a multi-step decode."""
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     odd = nbflow.sampling.Chain(temperature=0.0, dry_breakers=[(1,)])
     with nbflow.LLMEngine(model, kv_bytes=KV) as engine:

@@ -1,4 +1,4 @@
-"""Parameters: names, types, ranges, and the strategy that they mean; constraints."""
+"""Sampling parameters: names, types, ranges, inferred strategy, logits processors."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_bad_words_come_with_and_without_a_space(tokenizer):
 
 
 def slow_sequences(tokenizer, breaker):
-    """Breakers by going through the vocabulary."""
+    """Reference: breakers by a scan of the vocabulary."""
     whole, found = breaker.encode(), set()
     for token, text in enumerate(vocabulary_bytes(tokenizer)):
         if text is None:

@@ -1,4 +1,4 @@
-"""Beam search and contrastive search by hand and by trying everything; proposals from n-grams."""
+"""Beam and contrastive search against brute force; n-gram proposer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V, END = 5, 0
 
 
 def markov(seed, n=6):
-    """Log-probabilities by place, last token and token."""
+    """Log-probabilities by position, last token and token."""
     logits = np.random.default_rng(seed).normal(0, 1.5, (n, V, V))
     return logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
 
