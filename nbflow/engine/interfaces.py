@@ -63,7 +63,7 @@ class StepRunner(Protocol):
         """Run the forward pass and sampling of one step."""
 
     def collect_step(
-        self, scheduled: Sequence[ScheduledRequest], outcome: StepOutput
+        self, scheduled: Sequence[ScheduledRequest], output: StepOutput
     ) -> list[RequestDelta]:
         """Apply the output of a step to its requests."""
 

@@ -97,9 +97,8 @@ def load(
         setting = RunConfig(kv=given.kv, activations=given.activations, exchange=given.exchange)
         described = stored_model(stored_spec, resolved.path, weights)
         partition = choose_partition(
-            described, comm, given.optimize, given.machine, setting,
-            measure,
-        )  # fmt: skip
+            described, comm, given.optimize, given.machine, setting, measure
+        )
     if given.unused_note and is_host(given.device):
         warnings.warn(given.unused_note, stacklevel=2)
     partition, device = split_host_layers(given, the_spec.n_layers, partition, given.device)

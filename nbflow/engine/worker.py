@@ -445,8 +445,8 @@ class Worker:
             if len(self._multi_step_decodes) >= MAX_MULTI_STEP_DECODES:
                 self._multi_step_decodes.clear()
             self._multi_step_decodes[key] = MultiStepDecode(*key)
-        burst = self._multi_step_decodes[key]
-        errors = burst.begin(requests)
+        decode = self._multi_step_decodes[key]
+        errors = decode.begin(requests)
         if errors:  # the others decode in the next step
             for b, error in errors.items():
                 requests[b].fail(error)
@@ -459,14 +459,14 @@ class Worker:
         started = time.perf_counter()
         self.executor.run_repeated(
             step,
-            burst,  # the calls write to its arrays
-            lambda bound: burst.calls(bound, self.executor.buffer("logits", len(requests))),
+            decode,  # the calls write to its arrays
+            lambda bound: decode.calls(bound, self.executor.buffer("logits", len(requests))),
             n_steps,
-            burst.stop,
+            decode.stop,
         )
-        done = int(burst.n_steps[0])
+        done = int(decode.n_steps[0])
         self._step_s = (time.perf_counter() - started) / done
-        tokens, logprobs = (a[:, :done].tolist() for a in (burst.tokens, burst.token_logprobs))
+        tokens, logprobs = (a[:, :done].tolist() for a in (decode.tokens, decode.token_logprobs))
         outputs = []
         for b, request in enumerate(requests):
             n_before = len(request.ids)

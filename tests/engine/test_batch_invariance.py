@@ -1,7 +1,7 @@
 """Batch invariance: tokens and log-probabilities of a request are bit-identical in any batch.
 
-Alone; in a batch; with chunked prefill; with a prefix from the cache; after a preemption; with right
-or wrong draft tokens; with single and multi-step decode.
+Alone; in a batch; with chunked prefill; with a prefix from the cache; after a preemption; with
+right or wrong draft tokens; with single and multi-step decode.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_a_proposer_that_other_ranks_cannot_have(checkpoint):
         assert len(engine.submit(make(model)).result(60).ids) == 12
 
 
-def test_preparing_a_burst_fails_for_one_request(model):
+def test_preparing_a_multi_step_decode_fails_for_one_request(model):
     """The other requests of the step continue with unchanged results."""
     expected = [model.generate(p, 30, ignore_eos=True).ids for p in (IDS[:9], IDS[3:20])]
 
@@ -328,7 +328,7 @@ def test_a_request_with_a_strategy_that_cannot_be_compared(model):
         assert [h.result(60).ids for h in handles] == [expected] * 3
 
 
-def test_burst_names_the_requests_that_are_wrong(model):
+def test_multi_step_decode_reports_invalid_requests(model):
     burst = MultiStepDecode(Greedy(), 2, 1, False)
     requests = [make(model), make(model)]
     requests[1].seed = -1

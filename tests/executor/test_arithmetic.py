@@ -100,12 +100,12 @@ def test_unknown_arithmetic_is_refused_with_a_suggestion(checkpoint: Path) -> No
     ids=lambda o: o["decoding"],
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_bursts_draw_what_single_steps_draw(
+def test_multi_step_decode_samples_as_single_steps(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, options: dict, batch: int
 ) -> None:
     prompts = [IDS[: 3 + 5 * i].tolist() for i in range(batch)]
     results = []
-    for seconds in (0.0, 1e6):  # bursts of one step, and of as many as there may be
+    for seconds in (0.0, 1e6):  # one step, and as many as fit
         monkeypatch.setattr(engine_model, "BATCH_MULTI_STEP_S", seconds)
         with nbflow.load(checkpoint) as model:
             made = [model.generate_batch(prompts, max_tokens=24, seed=3, **options)]
@@ -115,7 +115,7 @@ def test_bursts_draw_what_single_steps_draw(
     assert results[0] == results[1]
 
 
-def test_more_strategies_than_bursts_are_kept(
+def test_more_strategies_than_cached_buffers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "MAX_MULTI_STEP_DECODES", 2)
@@ -131,14 +131,14 @@ def test_more_strategies_than_bursts_are_kept(
         assert rounds(model) == rounds(model)
 
 
-def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
+def test_multi_step_decode_stops_at_an_end_token(checkpoint: Path) -> None:
     with nbflow.load(checkpoint) as model:
         free = model.generate(IDS[:5].tolist(), max_tokens=20, ignore_eos=True)
         end = free.ids[6]
         first = free.ids.index(end)
         request = model.make_request(IDS[:5].tolist(), 20, "greedy", 0, False)
         request.stop_ids = frozenset({end})
-        for _ in range(2):  # the first burst measures how long a step takes
+        for _ in range(2):  # the first run measures the step time
             request.ids, request.logprobs, request.n_computed, request.finish_reason = (
                 [],
                 [],

@@ -39,11 +39,11 @@ def own_addresses() -> list[str]:
     if sys.platform.startswith("linux"):
         import fcntl
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 with contextlib.suppress(OSError):  # without address
-                    answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+                    answer = fcntl.ioctl(udp.fileno(), _SIOCGIFADDR, request)
                     found.append(socket.inet_ntoa(answer[20:24]))
     else:
         with contextlib.suppress(OSError):
@@ -70,11 +70,11 @@ def addresses_towards(others: Sequence[Sequence[str]]) -> list[str]:
     for address in (a for addresses in others for a in addresses):
         with (
             contextlib.suppress(OSError),  # no route
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
         ):
             if address not in own:
-                asking.connect((address, _ANY_PORT))
-                found.append(asking.getsockname()[0])
+                udp.connect((address, _ANY_PORT))
+                found.append(udp.getsockname()[0])
     return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
 
 

@@ -127,7 +127,7 @@ class Beams:
         return [h.continuation for h in self.finished[: self.search.n]]
 
     def best_so_far(self) -> list[Continuation]:
-        """Return the best of those that have ended and those that go on."""
+        """Return the best finished and running hypotheses."""
         going = [dataclasses.replace(h, score=self._score(h)) for h in self.running if h.ids]
         best = sorted([*self.finished, *going], key=lambda h: -h.score)
         return [h.continuation for h in best[: self.search.n]]

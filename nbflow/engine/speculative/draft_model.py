@@ -128,9 +128,9 @@ class DraftModelProposer:
 def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
     """Return draft tokens of the decoding requests, as many as the step can verify."""
     wanted: dict[DraftProposer, list[tuple[Request, int]]] = {}
-    asking = [r for r in requests if r.drafter is not None and r.is_generating]
-    room = (max_step_tokens - sum(r.n_sequences for r in requests)) // max(1, len(asking))
-    for request in asking:
+    decoding = [r for r in requests if r.drafter is not None and r.is_generating]
+    room = (max_step_tokens - sum(r.n_sequences for r in requests)) // max(1, len(decoding))
+    for request in decoding:
         assert request.drafter is not None
         left = request.max_tokens - len(request.ids) - 1
         context = request.drafter.max_context
