@@ -29,9 +29,9 @@ def chunks(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Chun
 
     Examples
     --------
-    >>> list(pieces([3, 4, 2], 5, whole=False))
+    >>> list(chunks([3, 4, 2], 5, whole=False))
     [[(0, 0, 3), (1, 0, 2)], [(1, 2, 4), (2, 0, 2)]]
-    >>> list(pieces([3, 4, 2], 5, whole=True))
+    >>> list(chunks([3, 4, 2], 5, whole=True))
     [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 2)]]
     """
     step: list[Chunk] = []
