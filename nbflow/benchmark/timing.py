@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nbflow.engine.llm import LLM, WHOLE_BURST_S
+from nbflow.engine.llm import BATCH_MULTI_STEP_S, LLM
 from nbflow.engine.request import Request
 
 
@@ -101,7 +101,7 @@ def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[fl
     requests = make_requests(model, n_prompt, n_gen + 1, batch)
     started = time.perf_counter()
     first = 0.0
-    for _ in model.run_requests(requests, burst_s=WHOLE_BURST_S):
+    for _ in model.run_requests(requests, burst_s=BATCH_MULTI_STEP_S):
         if not first and all(r.ids for r in requests):
             first = time.perf_counter()
     return first - started, time.perf_counter() - first

@@ -105,7 +105,7 @@ def collector_of(model: LLM) -> Collector:
     UsageError
         As `collect`.
     """
-    executor = model.engines[0].executor if len(model.engines) == 1 else None
+    executor = model.workers[0].executor if len(model.workers) == 1 else None
     if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
         raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
     if model.spec.encoder is not None:

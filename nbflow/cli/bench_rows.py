@@ -15,7 +15,7 @@ from typing import Any
 import nbflow
 from nbflow.benchmark.timing import Test, Timed, make_requests, time_test
 from nbflow.cli.options import speaks
-from nbflow.engine.llm import WHOLE_BURST_S
+from nbflow.engine.llm import BATCH_MULTI_STEP_S
 from nbflow.utils.system import processor_name
 from nbflow.utils.tables import text_table
 
@@ -136,15 +136,15 @@ def profile(model: nbflow.LLM) -> str:
     """Generate 64 tokens and return a table of where the time of this rank went."""
     from nbflow_kernels.cpu.parallel_for import kernel_seconds
 
-    if len(model.engines) != 1:
+    if len(model.workers) != 1:
         return "(a profile is made for one rank per process: partition '0', or mpirun)"
-    executor = model.engines[0].executor
-    for _ in model.run_requests(make_requests(model, 1, 8, 1), WHOLE_BURST_S):
+    executor = model.workers[0].executor
+    for _ in model.run_requests(make_requests(model, 1, 8, 1), BATCH_MULTI_STEP_S):
         pass
     executor.seconds = defaultdict(float)
     with kernel_seconds() as kernels:
         started = time.perf_counter()
-        for _ in model.run_requests(make_requests(model, 1, 64, 1), WHOLE_BURST_S):
+        for _ in model.run_requests(make_requests(model, 1, 64, 1), BATCH_MULTI_STEP_S):
             pass
         total = time.perf_counter() - started
     by_kind, executor.seconds = executor.seconds, None

@@ -1,8 +1,8 @@
-"""The engine.
+"""Engine: from requests to tokens.
 
-`load` makes a `model`, which the user holds.  `core` runs its steps, for the model's own callers
-(`turns`) and for a running `engine`; on each rank `scheduler` chooses the rows of a step and `rank`
-runs it.  `request` goes in, `outputs` come out.
+`load` returns an `llm.LLM`.  `core` submits requests to the workers and runs steps, for direct
+calls (`model_lock`) and for a running `llm_engine`.  On each rank `scheduler` selects the tokens of
+a step and `worker` runs it; `sampler` and `outputs` turn logits into tokens.
 """
 
 from nbflow.engine.llm import LLM

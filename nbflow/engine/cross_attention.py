@@ -1,7 +1,7 @@
-"""What a decoder remembers of its encoder: keys and values of the hidden states, for every layer.
+"""Cross-attention cache: keys and values of the encoder output for every decoder layer.
 
-The encoder runs once for a sequence, on the same ranks as the decoder; then each rank makes the
-keys and values of its layers and heads, and the decoder's steps read them like its own.
+The encoder runs once per sequence, on the same ranks as the decoder.  Each rank then computes keys
+and values of its layers and heads, which decoder steps read like their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from nbflow.checkpoint import WeightFile
 from nbflow.distributed.plan import RankPlan
-from nbflow.engine.evaluator import pieces
+from nbflow.engine.evaluator import chunks
 from nbflow.engine.interfaces import StepRunner
 from nbflow.engine.request import Request
 from nbflow.executor import Device, WeightLoader, make_executor, make_step
@@ -25,7 +25,7 @@ from nbflow.spec.model_spec import ModelSpec
 
 
 class CrossAttentionCache:
-    """One rank's part.
+    """Cross-attention cache of one rank.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ class CrossAttentionCache:
     spec : ModelSpec
         The decoder.
     mine : RankPlan
-        What the rank holds of the decoder.
+        Shard of the decoder on this rank.
     file : WeightFile
         The checkpoint, open.
     weights, encoding, activations, kv, page_size, place, offload
-        As of the decoder.
+        As for the decoder.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class CrossAttentionCache:
         )
 
     def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
-        """Run the encoder on the inputs of sequences and keep what the decoder sees of it."""
+        """Run the encoder on the inputs of sequences and store keys and values."""
         if not inputs:
             return
         states = self.encoder.sequences("outputs", list(inputs.values()), "y")
-        for piece in pieces([len(x) for x in states], self.encoder.max_step_tokens, whole=True):
-            numbers = [list(inputs)[b] for b, _, _ in piece]
+        for chunk in chunks([len(x) for x in states], self.encoder.max_step_tokens, whole=True):
+            numbers = [list(inputs)[b] for b, _, _ in chunk]
             for number in numbers:
                 self.table.add(number)
-            self._executor.external_rows = np.concatenate([states[b] for b, _, _ in piece])
+            self._executor.external_rows = np.concatenate([states[b] for b, _, _ in chunk])
             try:
-                step = make_step(self.table, numbers, [[0] * (n - m) for _, m, n in piece], [])
+                step = make_step(self.table, numbers, [[0] * (n - m) for _, m, n in chunk], [])
                 self.storage.ensure(self.table.n_pages)
                 self._executor.run(step)
             except BaseException:
@@ -96,7 +96,7 @@ class CrossAttentionCache:
                 self._executor.external_rows = np.zeros((0, 0), np.float32)
 
     def update(self, running: Sequence[Request]) -> None:
-        """Read the inputs of requests that have begun, and forget those that do not run."""
+        """Encode the inputs of newly running requests; drop those that no longer run."""
         ids = {sequence for request in running for sequence in request.sequences}
         for number in [n for n in self.table.sequences if n >= 0 and n not in ids]:
             self.table.drop(number)
@@ -106,12 +106,12 @@ class CrossAttentionCache:
         self.add(new)
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence, if it is there."""
+        """Drop a sequence if it is present."""
         if sequence in self.table:
             self.table.drop(sequence)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of this rank's part, as `RankEngine.memory` calls them."""
+        """Return the memory in bytes, with the keys of `Worker.memory`."""
         mine = {
             "weight_bytes": self.weights.n_bytes,
             "kv_bytes": self.storage.n_bytes,

@@ -1,4 +1,4 @@
-"""New tokens as text while they come: whole characters only, and up to a stop text."""
+"""Incremental detokenization with stop texts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from nbflow.tokenization import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text, holds back what may be the beginning of a stop text.
+    """Streaming detokenizer that holds back a possible prefix of a stop text.
 
-    The pieces that are returned, put together, are the text of the tokens up to the first stop
-    text, wherever the borders of the tokens are.
+    The concatenated output is the text up to the first stop text, independent of token boundaries.
 
     Parameters
     ----------
     tokenizer : Tokenizer
         The model's.
     stop : sequence of str
-        Texts that end the output; the one that is complete first ends it, and of those complete at
-        the same character the longest.
+        Texts that end the output.  The first complete match wins; of matches that end at the same
+        character, the longest.
     include_stop : bool
-        Whether the stop text belongs to the output.
+        True to keep the stop text in the output.
     prompt_ids : sequence of int
-        Tokens before the first new one, so that a space after them is not lost.
+        Tokens before the first new one, which decide about a leading space.
 
     Examples
     --------
     >>> import nbflow
     >>> tokenizer = nbflow.load_tokenizer("tiny_python")
-    >>> stream = TextStream(tokenizer, stop=["(x"])
+    >>> stream = IncrementalDetokenizer(tokenizer, stop=["(x"])
     >>> "".join(stream.push(i) for i in tokenizer.encode("def f(x): pass")), stream.stopped
     ('def f', '(x')
     """
@@ -49,27 +48,27 @@ class IncrementalDetokenizer:
         self._held = ""
         self._finished = False
         self.stopped: str | None = None
-        """The stop text that came, if one did."""
+        """The matched stop text, or None."""
 
     def push(self, token: int) -> str:
-        """Return the text that is certain after one more token; empty after a stop text."""
+        """Add a token and return the text that can be released; empty after a stop text."""
         if self._finished:
             return ""
         return self._add(self._decoder.push(token))
 
     def finish(self) -> str:
-        """Return what was held back; there is no more."""
+        """Flush the text held back."""
         if self._finished:
             return ""
         text = self._add(self._decoder.finish())
-        if self._finished:  # what was left completed a stop text
+        if self._finished:  # the flushed text completed a stop text
             return text
         self._finished = True
         rest, self._held = self._held, ""
         return text + rest
 
     def _add(self, text: str) -> str:
-        """Return what is certain of the text held back and this."""
+        """Append text and return the part that can be released."""
         seen = len(self._held)
         self._held += text
         found = self._find(seen)
@@ -83,7 +82,7 @@ class IncrementalDetokenizer:
         return certain
 
     def _find(self, seen: int) -> tuple[int, str] | None:
-        """Return place and text of the stop text that is complete first, not within `seen`."""
+        """Return position and text of the first match that ends after `seen` characters."""
         best: tuple[int, int, str] | None = None
         for text in self._stop:
             start = self._held.find(text, max(0, seen - len(text) + 1))
@@ -93,7 +92,7 @@ class IncrementalDetokenizer:
         return None if best is None else (best[1], best[2])
 
     def _partial(self) -> int:
-        """Return how many of the last characters may begin a stop text."""
+        """Return the length of the longest suffix that is a prefix of a stop text."""
         most = 0
         for text in self._stop:
             for n in range(min(len(text) - 1, len(self._held)), most, -1):

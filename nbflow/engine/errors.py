@@ -6,12 +6,12 @@ from nbflow_kernels.errors import UsageError
 
 
 class QueueFull(UsageError):
-    """As many requests wait as may; try again later."""
+    """The waiting queue is full; retry later."""
 
 
 class EngineClosed(UsageError):
-    """The engine takes no requests: it is closed, or about to be, or has failed."""
+    """The engine is closed, closing or failed and accepts no requests."""
 
 
 class Unsendable(UsageError):
-    """Something cannot be sent to the other ranks, which have not been told of it."""
+    """A command cannot be pickled for the other ranks; nothing was sent."""

@@ -1,6 +1,6 @@
 """Ad-hoc sequences outside the scheduler: whole prompts, and stepwise use by draft models.
 
-Their numbers in the page table are negative; those of requests are not.
+They have negative numbers in the block table; requests have others.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from nbflow.engine.request_validation import check_encoder_ids, check_ids
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
-Piece = tuple[int, int, int]
+Chunk = tuple[int, int, int]
 """Index of a sequence, first token, and end of its tokens."""
 
 
-def pieces(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Piece]]:
-    """Yield which tokens of which sequences run together, at most `most` of them.
+def chunks(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Chunk]]:
+    """Yield the tokens of each step, at most `most` of them.
 
-    With `whole` no sequence is cut, and one that is longer than `most` runs alone.
+    With `whole` sequences are not split; one longer than `most` runs alone.
 
     Examples
     --------
-    >>> list(pieces([3, 4, 2], 5, whole=False))
+    >>> list(chunks([3, 4, 2], 5, whole=False))
     [[(0, 0, 3), (1, 0, 2)], [(1, 2, 4), (2, 0, 2)]]
-    >>> list(pieces([3, 4, 2], 5, whole=True))
+    >>> list(chunks([3, 4, 2], 5, whole=True))
     [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 2)]]
     """
-    step: list[Piece] = []
+    step: list[Chunk] = []
     room = most
     for b, length in enumerate(lengths):
         start = 0
@@ -51,71 +51,73 @@ def pieces(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Piec
 
 
 MAX_LOGIT_BYTES = 64 * 2**20
-"""Logits of all positions are computed in pieces of at most this size."""
+"""Most bytes of logits in a step that needs them for all positions."""
 
 
-def most_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
-    """Return the most tokens in a step whose logits are all wanted."""
+def max_logit_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
+    """Return the most tokens in a step that needs all logits."""
     return max(1, min(max_step_tokens, MAX_LOGIT_BYTES // (4 * spec.vocab_size)))
 
 
 class PromptEvaluator:
-    """Evaluator of one rank; every rank gets the same calls in the same order."""
+    """Evaluator of one rank; all calls are collective."""
 
     def __init__(self, rank: StepRunner) -> None:
-        self._rank = rank
+        self._worker = rank
         self._next = -1
         self._ids: dict[int, list[int]] = {}
-        """Tokens of sequences whose rotary angles may change with their length."""
+        """Tokens of sequences that may switch to the long rotary factors."""
 
-    def _most_tokens(self, names: Sequence[str]) -> int:
-        """Return the most tokens in a step of which these buffers are wanted."""
+    def _max_tokens(self, names: Sequence[str]) -> int:
+        """Return the most tokens in a step that returns these buffers."""
         if "logits" not in names:
-            return self._rank.max_step_tokens
-        return most_tokens(self._rank.spec, self._rank.max_step_tokens)
+            return self._worker.max_step_tokens
+        return max_logit_tokens(self._worker.spec, self._worker.max_step_tokens)
 
     def open(self, encoder_ids: Sequence[int] | None = None) -> int:
-        """Begin an empty sequence and return its number."""
+        """Create an empty sequence and return its number."""
         (number,) = self._open([encoder_ids], [0])
-        if self._rank.spec.short_context is not None:
+        if self._worker.spec.short_context is not None:
             self._ids[number] = []
         return number
 
     def _open(
         self, encoder_ids: Sequence[Sequence[int] | None], lengths: Sequence[int]
     ) -> list[int]:
-        """Begin sequences that come to these lengths at once."""
+        """Create sequences that will have these lengths."""
         numbers = list(range(self._next, self._next - len(encoder_ids), -1))
         self._next -= len(encoder_ids)
-        if self._rank.encoded is not None:
-            self._rank.encoded.add({n: i or () for n, i in zip(numbers, encoder_ids, strict=True)})
+        if self._worker.cross_attention is not None:
+            self._worker.cross_attention.add(
+                {n: i or () for n, i in zip(numbers, encoder_ids, strict=True)}
+            )
         for number, length in zip(numbers, lengths, strict=True):
-            self._rank.table.add(number, long=self._rank.spec.is_long(length))
+            self._worker.table.add(number, long=self._worker.spec.is_long(length))
         return numbers
 
     def fork(self, number: int) -> int:
-        """Begin a sequence with everything another one has, and return its number."""
+        """Fork a sequence and return the number of the copy."""
         new, self._next = self._next, self._next - 1
-        self._rank.table.fork(number, new)
+        self._worker.table.fork(number, new)
         if number in self._ids:
             self._ids[new] = list(self._ids[number])
-        if self._rank.encoded is not None:
-            self._rank.encoded.table.fork(number, new)
+        if self._worker.cross_attention is not None:
+            self._worker.cross_attention.table.fork(number, new)
         return new
 
     def truncate(self, number: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a sequence."""
-        self._rank.table.truncate(number, length)
+        """Truncate a sequence to its first `length` tokens."""
+        self._worker.table.truncate(number, length)
         if number in self._ids:
             del self._ids[number][length:]
 
     def close(self, numbers: Sequence[int]) -> None:
-        """End sequences."""
+        """Drop sequences."""
         for number in numbers:
-            self._rank.table.drop(number)
+            self._worker.table.drop(number)
             self._ids.pop(number, None)
-            if self._rank.encoded is not None:
-                self._rank.encoded.drop(number)
+            if self._worker.cross_attention is not None:
+                self._worker.cross_attention.drop(number)
 
     def run(
         self,
@@ -125,17 +127,17 @@ class PromptEvaluator:
         types: Sequence[Sequence[int]] | None = None,
         last: bool = False,
     ) -> list[list[np.ndarray]]:
-        """Run more tokens of sequences; return buffers of the last stage after every token.
+        """Append tokens to sequences; return output buffers after every token.
 
         Returns
         -------
         list of list of array
-            For each of `names` ("logits" or "y"), and for each sequence, one row per token; with
-            `last` only that of the last token.
+            For each of `names` ("logits" or "y") and each sequence, one row per token, or with
+            `last` that of the last token.
         """
         for number, ids in zip(numbers, tokens, strict=True):
             if number in self._ids:
-                self._turn_long(number, len(ids))
+                self._recompute_long(number, len(ids))
                 self._ids[number] += ids
         return self._run(numbers, tokens, names, types, last)
 
@@ -152,13 +154,13 @@ class PromptEvaluator:
             [np.empty((1 if last else n, self._width(name)), np.float32) for n in lengths]
             for name in names
         ]
-        whole = not self._rank.spec.causal  # every token sees all others
-        most = self._rank.max_step_tokens if last else self._most_tokens(names)
-        for piece in pieces(lengths, most, whole):
-            found = self._run_piece(numbers, tokens, names, types, piece, last)
+        whole = not self._worker.spec.causal  # bidirectional attention
+        most = self._worker.max_step_tokens if last else self._max_tokens(names)
+        for chunk in chunks(lengths, most, whole):
+            found = self._run_chunk(numbers, tokens, names, types, chunk, last)
             for rows, result in zip(found, results, strict=True):
                 first = 0
-                for b, start, stop in piece:
+                for b, start, stop in chunk:
                     n, at = (1, 0) if last else (stop - start, start)
                     if not last or stop == lengths[b]:
                         result[b][at : at + n] = rows[first : first + n]
@@ -172,14 +174,13 @@ class PromptEvaluator:
         types: Sequence[Sequence[int]] | None = None,
         encoder_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[np.ndarray]:
-        """Return a buffer of the last stage ("logits" or "y") after every token of new sequences.
+        """Return an output buffer ("logits" or "y") after every token of new sequences.
 
-        Sequences share steps as far as these have room.  They do not see each other, and each gets
-        what it would get alone.
+        Sequences share steps; the results do not depend on that.
         """
         results: list[np.ndarray] = []
         lengths = [len(ids) for ids in sequences]
-        for group in pieces(lengths, self._most_tokens([name]), whole=True):
+        for group in chunks(lengths, self._max_tokens([name]), whole=True):
             members = slice(group[0][0], group[-1][0] + 1)
             inputs = [None] * len(group) if encoder_ids is None else encoder_ids[members]
             numbers = self._open(inputs, lengths[members])
@@ -190,38 +191,38 @@ class PromptEvaluator:
                 self.close(numbers)
         return results
 
-    def _turn_long(self, number: int, n_more: int) -> None:
-        """Compute a sequence once more if it goes beyond LongRoPE's original context now."""
-        table, before = self._rank.table, self._ids[number]
-        if table.is_long(number) or not self._rank.spec.is_long(len(before) + n_more):
+    def _recompute_long(self, number: int, n_more: int) -> None:
+        """Recompute a sequence that grows beyond the original context of LongRoPE."""
+        table, before = self._worker.table, self._ids[number]
+        if table.is_long(number) or not self._worker.spec.is_long(len(before) + n_more):
             return
         table.drop(number)
         table.add(number, long=True)
         if before:
             self._run([number], [before], [], None, last=True)
 
-    def _run_piece(
+    def _run_chunk(
         self,
         numbers: Sequence[int],
         tokens: Sequence[Sequence[int]],
         names: Sequence[str],
         types: Sequence[Sequence[int]] | None,
-        piece: Sequence[Piece],
+        chunk: Sequence[Chunk],
         last: bool,
     ) -> list[np.ndarray]:
-        """Run one step, and return the wanted rows, on every rank."""
-        rank = self._rank
+        """Run one step and return the requested rows on every rank."""
+        rank = self._worker
         some_types = None
         if types is not None:
-            some_types = [t for b, start, stop in piece for t in types[b][start:stop]]
-        ids = [tokens[b][start:stop] for b, start, stop in piece]
+            some_types = [t for b, start, stop in chunk for t in types[b][start:stop]]
+        ids = [tokens[b][start:stop] for b, start, stop in chunk]
         wanted: Sequence[int] = range(sum(map(len, ids)))
-        if last:  # of the sequences that come to their end in this step
+        if last:  # of the sequences whose last token is in this step
             ends = itertools.accumulate(map(len, ids))
-            at_end = (stop == len(tokens[b]) for b, _, stop in piece)
+            at_end = (stop == len(tokens[b]) for b, _, stop in chunk)
             wanted = [end - 1 for end, done in zip(ends, at_end, strict=True) if done]
         n_logits = len(wanted) if "logits" in names else 0
-        rank.run_step([numbers[b] for b, _, _ in piece], ids, wanted, some_types, n_logits)
+        rank.run_step([numbers[b] for b, _, _ in chunk], ids, wanted, some_types, n_logits)
         found = []
         for name in names:
             rows = np.empty((len(wanted), self._width(name)), np.float32)
@@ -232,26 +233,26 @@ class PromptEvaluator:
         return found
 
     def _width(self, name: str) -> int:
-        spec = self._rank.spec
+        spec = self._worker.spec
         return spec.vocab_size if name == "logits" else spec.hidden_size
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Outputs of one sequence: a row for each of the tokens that ran, or for the last."""
+    """Outputs of one sequence: a row for each new token, or for the last one."""
 
     logits: NDArray[np.float32]
-    """(T, V): scores of the next token."""
+    """(T, V): logits of the next token."""
     hidden: NDArray[np.float32] | None
-    """(T, E): hidden states after the last layer and its norm; None if not asked for."""
+    """(T, E): hidden states after the last layer and its norm; None if not requested."""
 
 
 class SequenceEvaluator:
-    """Sequences of a model that grow, are copied and cut as the caller wants.
+    """Stepwise evaluation of sequences that can be forked and truncated.
 
-    Made by `LLM.session`; usable in a ``with`` statement, which drops what is left.  Sequences
-    that have a beginning in common share its pages.  Under mpirun every rank makes the same calls.
-    A session is used by one thread; others may use the model, and sessions of their own.
+    Returned by `LLM.session`; a ``with`` statement drops the remaining sequences.  Forks share
+    pages.  Under mpirun every rank makes the same calls.  A session belongs to one thread; other
+    threads may use the model and other sessions.
 
     Examples
     --------
@@ -272,53 +273,53 @@ class SequenceEvaluator:
         self._lengths: dict[int, int] = {}
 
     def begin(self, encoder_ids: Sequence[int] | None = None) -> int:
-        """Begin an empty sequence; for a model with an encoder, give what this one reads."""
+        """Create an empty sequence, with the encoder input of an encoder-decoder model."""
         number: int = self._call("open", check_encoder_ids(self._model.spec, encoder_ids))
         self._lengths[number] = 0
         return number
 
     def fork(self, sequence: int) -> int:
-        """Begin a sequence that has everything another one has."""
+        """Fork a sequence; return the number of the copy."""
         number: int = self._call("fork", self._known(sequence))
         self._lengths[number] = self._lengths[sequence]
         return number
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a sequence."""
+        """Truncate a sequence to its first `length` tokens."""
         present = self._lengths[self._known(sequence)]
         if not 0 <= length <= present:
-            raise UsageError(f"length must be 0..{present}, the tokens it has, got {length}")
+            raise UsageError(f"length must be 0..{present}, the sequence length, got {length}")
         self._call("truncate", sequence, length)
         self._lengths[sequence] = length
 
     def drop(self, *sequences: int) -> None:
-        """Forget sequences."""
+        """Drop sequences."""
         self._call("close", [self._known(s) for s in sequences])
         for sequence in sequences:
             del self._lengths[sequence]
 
     def length(self, sequence: int) -> int:
-        """Return how many tokens a sequence has."""
+        """Return the number of tokens of a sequence."""
         return self._lengths[self._known(sequence)]
 
     def run(
         self, tokens: Mapping[int, Sequence[int]], hidden: bool = False, last: bool = False
     ) -> dict[int, Rows]:
-        """Append tokens to sequences, in steps they share, and return what comes out.
+        """Append tokens to sequences in shared steps and return the outputs.
 
         Parameters
         ----------
         tokens : mapping of int to sequence of int
             New tokens, by sequence.
         hidden : bool
-            Whether the hidden states are wanted.
+            True to return hidden states.
         last : bool
-            Whether only the row after the last token of each sequence is wanted.
+            True to return only the row after the last token of each sequence.
 
         Raises
         ------
         UsageError
-            If a sequence is not there, has no room, or an id is outside the vocabulary.
+            If a sequence is unknown or exceeds the context, or an id is outside the vocabulary.
         """
         spec = self._model.spec
         checked = {}

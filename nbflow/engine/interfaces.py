@@ -1,4 +1,4 @@
-"""Protocols between the modules of the engine: what each asks of the model and of a worker."""
+"""Protocols of the model and its workers, for modules that must not import them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nbflow.distributed.comm import Comm
 from nbflow.distributed.plan import Plan, RankPlan
 from nbflow.engine.outputs import RequestDelta, RequestOutput, StepOutput, TokenOutput
 from nbflow.engine.request import DraftProposer, Proposals, Request
@@ -18,7 +19,7 @@ from nbflow.tokenization import Tokenizer
 
 
 class EncoderCache(Protocol):
-    """Keys and values that a decoder reads of its encoder."""
+    """Encoder keys and values that the decoder reads."""
 
     table: BlockTable
 
@@ -26,12 +27,13 @@ class EncoderCache(Protocol):
         """Run the encoder on the inputs of sequences."""
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence, if it is there."""
+        """Drop a sequence if it is present."""
 
 
 class StepRunner(Protocol):
-    """Worker of one rank: runs steps for the pipeline, the evaluator and the encoder's cache."""
+    """Worker of one rank, as pipeline, evaluator and cross-attention cache use it."""
 
+    comm: Comm
     spec: ModelSpec
     mine: RankPlan
     max_step_tokens: int
@@ -41,11 +43,11 @@ class StepRunner(Protocol):
 
     @property
     def storage(self) -> KVStorage:
-        """Return the pages."""
+        """Return the storage of the KV cache."""
 
     @property
-    def encoded(self) -> EncoderCache | None:
-        """Return what is kept of the encoder, of a decoder that has one."""
+    def cross_attention(self) -> EncoderCache | None:
+        """Return the cross-attention cache of a decoder with an encoder."""
 
     def run_step(
         self,
@@ -55,27 +57,27 @@ class StepRunner(Protocol):
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> None:
-        """Run more tokens of sequences."""
+        """Run a forward pass over new tokens of sequences."""
 
-    def begin_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
-        """Run one step of requests."""
+    def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
+        """Run the forward pass and sampling of one step."""
 
-    def end_step(
-        self, works: Sequence[ScheduledRequest], outcome: StepOutput
+    def collect_step(
+        self, scheduled: Sequence[ScheduledRequest], output: StepOutput
     ) -> list[RequestDelta]:
-        """Give the requests of a step what it gave."""
+        """Apply the output of a step to its requests."""
 
     def broadcast(self, array: np.ndarray) -> None:
-        """Give every rank the head rank's array."""
+        """Broadcast an array of the rank with the head."""
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of the evaluator."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes this rank holds."""
+        """Return the memory of this rank in bytes."""
 
     def reset_traffic(self) -> None:
-        """Count the bytes sent from here on."""
+        """Reset the counters of sent bytes."""
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes sent since `reset_traffic`."""
@@ -93,31 +95,31 @@ class ModelInfo(Protocol):
         """Return the tokenizer; raises without one."""
 
     @property
-    def found_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer if there is one."""
+    def optional_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, or None."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a text."""
+        """Return the end-of-text tokens."""
 
     @property
     def leads(self) -> bool:
-        """Return whether this process decides what the ranks do."""
+        """Return whether this process has the first rank."""
 
     @property
     def participates(self) -> bool:
         """Return whether this process holds a part of the model."""
 
     @property
-    def is_team(self) -> bool:
+    def ranks_are_threads(self) -> bool:
         """Return whether all ranks are threads of this process."""
 
     @property
     def drafter(self) -> DraftProposer:
-        """Return what lets the model propose tokens to another one's requests."""
+        """Return the proposer that uses this model as draft model."""
 
     def generation(self, request: Request) -> RequestOutput:
-        """Return the result of a request that has ended."""
+        """Return the result of a finished request."""
 
     def generations(self, request: Request) -> list[RequestOutput]:
         """Return all results of a search, best first."""
@@ -129,27 +131,24 @@ class ModelRunner(ModelInfo, Protocol):
     engine: object | None
 
     @property
-    def engines(self) -> Sequence[StepRunner]:
+    def workers(self) -> Sequence[StepRunner]:
         """Return the workers of this process."""
 
     @property
     def on_rank_thread(self) -> bool:
-        """Return whether this is the thread of a rank."""
+        """Return whether this thread runs a rank."""
 
     def check_free(self) -> None:
-        """Raise unless no engine runs the model."""
+        """Raise if an engine runs the model."""
 
-    def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of this process."""
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks, on every one of them."""
 
-    def copies(self, request: Request) -> list[Request]:
-        """Return a request for each rank of this process."""
-
     def proposed(self) -> Proposals | None:
-        """Return what draft models propose for the next step."""
+        """Return the draft tokens for the next step."""
 
     def make_request(
         self,
@@ -161,9 +160,9 @@ class ModelRunner(ModelInfo, Protocol):
         decoder_ids: Sequence[int] | None = None,
         **parameters: Any,
     ) -> Request:
-        """Return a checked request."""
+        """Return a validated request."""
 
     def run_requests(
         self, requests: list[Request], burst_s: float = ..., share_prompts: bool = False
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """Run requests to their end."""
+        """Run requests until they finish."""

@@ -1,4 +1,4 @@
-"""How much an engine takes on at a time."""
+"""Admission limits of an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nbflow.engine.interfaces import ModelRunner
 from nbflow.engine.request import Request
 from nbflow.engine.request_validation import check_request
-from nbflow.engine.scheduler import check_width, room_for
+from nbflow.engine.scheduler import check_n_sequences, max_new_tokens_for
 from nbflow.options import MAX_SEQUENCES, EngineOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -15,35 +15,35 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine never exceeds."""
+    """Limits of an engine."""
 
     max_step_tokens: int
-    """Tokens in a step."""
+    """Most tokens in a step."""
     max_sequences: int
-    """Requests that run at once."""
+    """Most sequences that run at once."""
     max_waiting: int
-    """Requests that wait."""
+    """Most waiting requests."""
     max_pages: int
-    """Pages of keys and values."""
+    """Pages of the KV cache."""
     page_size: int
-    """Tokens of a page."""
+    """Tokens per page."""
     prefix_cache: bool
-    """Whether pages are kept for requests that begin alike."""
+    """True to share prompt pages between requests."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens whose keys and values fit."""
+        """Tokens that the KV cache holds."""
         return self.max_pages * self.page_size
 
 
 def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
-    """Return the limits for a model, the same on each of its ranks, which all must call it."""
+    """Return the limits for a model; collective, with the same result on every rank."""
     kv_bytes = options.kv_bytes
-    steps = options.max_step_tokens or model.engines[0].max_step_tokens
+    steps = options.max_step_tokens or model.workers[0].max_step_tokens
     sequences = min(options.max_sequences or MAX_SEQUENCES, steps)
-    page_size = model.engines[0].storage.page_size
+    page_size = model.workers[0].storage.page_size
     ranks = model.gather("page_memory")
-    hosts = [r["host"] for r in ranks]  # ranks of one machine share what it has
+    hosts = [r["host"] for r in ranks]  # ranks of one machine share its memory
     room = min(
         (kv_bytes or r["available_bytes"] // (2 * hosts.count(r["host"]))) // r["page_bytes"]
         for r in ranks
@@ -62,27 +62,27 @@ def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
 
 
 def fit(request: Request, spec: ModelSpec, limits: Limits) -> None:
-    """Shorten a request to what the key/value cache holds.
+    """Reduce the `max_tokens` of a request to the capacity of the KV cache.
 
     Raises
     ------
     UsageError
-        If it cannot run even alone, a field is out of range, or it has been submitted before.
+        If it does not fit alone, a field is out of range, or it was submitted before.
     """
     if request.id >= 0 or request.finish_reason is not None:
-        raise UsageError("a request is submitted once; make another one")
+        raise UsageError("this request was submitted before; create a new one")
     check_request(spec, request)
-    check_width(request, limits.max_sequences)
+    check_n_sequences(request, limits.max_sequences)
     most = limits.max_tokens
     if len(request.prompt) > most:
         raise UsageError(
             f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
             f"{most}; shorten it, or give the cache more memory (kv_bytes)"
         )
-    room = room_for(request, limits.max_pages, limits.page_size)
+    room = max_new_tokens_for(request, limits.max_pages, limits.page_size)
     if room < 1:
         raise UsageError(
-            f"the key/value cache holds {most} tokens, too few for {request.width} "
+            f"the key/value cache holds {most} tokens, too few for {request.n_sequences} "
             f"continuations of a prompt of {len(request.prompt)}; follow fewer, or give the "
             "cache more memory (kv_bytes)"
         )

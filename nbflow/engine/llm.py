@@ -1,4 +1,4 @@
-"""The model a user holds: ask it for logits or text."""
+"""LLM: a loaded model, for logits, hidden states, embeddings and text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.distributed import Comm, Plan
+from nbflow.distributed import Plan
 from nbflow.distributed.thread_ranks import ThreadRanks
-from nbflow.engine.embedding import vector_of
 from nbflow.engine.evaluator import SequenceEvaluator
-from nbflow.engine.model_lock import Turns
+from nbflow.engine.model_lock import ModelLock
 from nbflow.engine.outputs import RequestOutput, TokenOutput, text_of
 from nbflow.engine.request import Proposals, Request
-from nbflow.engine.request_builder import sampling_params, validate_request
 from nbflow.engine.request_validation import (
     check_encoder_ids,
     check_ids,
     check_types,
     embedding_requests,
+    sampling_params,
+    validate_request,
 )
 from nbflow.engine.search import Search
 from nbflow.engine.search.api import SEARCHES, search
@@ -35,35 +35,33 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.errors import UsageError
 
-STREAM_BURST_S = 2e-3
-"""How long tokens are held back when somebody may be reading them one by one."""
-WHOLE_BURST_S = 0.1
-"""The same when only the whole result is wanted; an interrupt from the keyboard waits as long."""
+STREAM_MULTI_STEP_S = 2e-3
+"""Seconds of decode steps per engine step where tokens are streamed."""
+BATCH_MULTI_STEP_S = 0.1
+"""The same where only the final result is needed; also the delay of a keyboard interrupt."""
 
 
 class LLM:
-    """A loaded model.  Made by `nbflow.load`; usable in a ``with`` statement.
+    """Loaded model, returned by `nbflow.load`; usable in a ``with`` statement.
 
-    Any thread may call the methods, and several at once: each gets what it would get alone.  Steps
-    run one after the other and are shared, so generations go on together; other calls wait for the
-    step that runs.  Between two tokens of a `stream` its reader may call the model, too.  What a
-    step itself calls, e.g. a proposer, may not (`UsageError`).
+    The methods are thread-safe, and the results do not depend on other threads.  Requests of all
+    threads share steps; other calls wait for the current step.  The reader of a `stream` may call
+    the model between two tokens; callbacks of a step, e.g. a proposer, may not (`UsageError`).
 
-    Under mpirun every rank holds one and calls the same methods in the same order, which only one
-    thread of each process can keep to; results are the same on every rank that takes part.  Ranks
-    outside the partition have `participates` False and must not call the methods.
+    Under mpirun every rank makes the same calls in the same order, from one thread per process, and
+    gets the same results.  Ranks outside the partition (`participates` False) make no calls.
     """
 
     engine_class: ClassVar[type[Any] | None] = None
-    """The engine that runs this model, if `nbflow.LLMEngine` itself does not."""
+    """Subclass of `nbflow.LLMEngine` for this kind of model, if any."""
 
     def __init__(
         self,
         spec: ModelSpec,
         plan: Plan,
         tokenizer: Tokenizer | None,
-        engines: list[Worker],
-        team: ThreadRanks | None,
+        workers: list[Worker],
+        rank_threads: ThreadRanks | None,
         threads: int,
         defaults: Mapping[str, float],
         why_no_tokenizer: str = "",
@@ -73,61 +71,61 @@ class LLM:
         self.threads = threads
         """Threads of each rank."""
         self.defaults = defaults
-        """Decoding parameters the model recommends, taken where a call gives none."""
-        self.engines = engines
-        """The ranks of this process: none, one, or all of them when they are threads."""
+        """Sampling parameters recommended by the model, used where a call gives none."""
+        self.workers = workers
+        """Workers of this process: none, one, or all of them when ranks are threads."""
         self.engine: object | None = None
-        """The `nbflow.LLMEngine` that runs this model at present; the steps are then its own."""
+        """The `nbflow.LLMEngine` that currently runs the steps of this model."""
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
-        self._team = team
-        self.turns = Turns(self)
-        """By which threads call this model one after the other."""
+        self._rank_threads = rank_threads
+        self.lock = ModelLock(self)
+        """Serializes calls of several threads."""
         self._process = os.getpid()
 
     def check_free(self) -> None:
-        """Raise unless the model's steps are the caller's own."""
+        """Raise `UsageError` if an engine runs the model."""
         if self.engine is not None:
             raise UsageError(
                 f"an engine runs {self.spec.name}; submit requests to it, or close it first"
             )
 
     @property
-    def is_team(self) -> bool:
-        """Whether all ranks are threads of this process."""
-        return self._team is not None
+    def ranks_are_threads(self) -> bool:
+        """True if all ranks are threads of this process."""
+        return self._rank_threads is not None
 
     @property
     def on_rank_thread(self) -> bool:
         """True on the thread of a rank."""
-        return self._team is not None and self._team.holds_this_thread()
+        return self._rank_threads is not None and self._rank_threads.holds_this_thread()
 
     def claim(self, engine: object) -> None:
-        """Let an engine run this model; nobody else may, until it is released."""
-        with self.turns.taken():
+        """Reserve the model for an engine until `release`."""
+        with self.lock.held():
             if self.engine is not None:
                 raise UsageError(f"another engine runs {self.spec.name} already; close it first")
             self.engine = engine
 
     def release(self, engine: object) -> None:
-        """Give the model back."""
+        """End the reservation by `claim`."""
         if self.engine is engine:
             self.engine = None
 
     @property
     def leads(self) -> bool:
-        """Whether this process says what the ranks of the model do."""
-        return bool(self.engines) and self.engines[0].comm.rank == 0
+        """True on the process with the first rank, which decides for all."""
+        return bool(self.workers) and self.workers[0].comm.rank == 0
 
     @functools.cached_property
     def drafter(self) -> DraftModelProposer:
-        """What lets this model propose tokens to another one's requests."""
+        """Proposer that uses this model as draft model."""
         return DraftModelProposer(self, self.session)
 
     @property
     def participates(self) -> bool:
-        """Whether this process holds a part of the model."""
-        return bool(self.engines)
+        """True if this process holds a shard of the model."""
+        return bool(self.workers)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -153,11 +151,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the weights and end the threads."""
-        with self.turns.taken():
-            self.engines = []
-            if self._team is not None:
-                self._team.close()
-                self._team = None
+        with self.lock.held():
+            self.workers = []
+            if self._rank_threads is not None:
+                self._rank_threads.close()
+                self._rank_threads = None
 
     # ---- evaluation ---------------------------------------------------------------------------
 
@@ -167,7 +165,7 @@ class LLM:
         encoder_ids: Sequence[int] | NDArray[Any] | None = None,
         token_types: Sequence[int] | NDArray[Any] | None = None,
     ) -> NDArray[np.float32]:
-        """Return the scores of the next token after every token of a sequence.
+        """Return the logits after every token of a sequence.
 
         Parameters
         ----------
@@ -181,7 +179,7 @@ class LLM:
         Returns
         -------
         array of float32, shape (T, V)
-            For a masked language model (BERT), the scores of the token itself.
+            For a masked language model (BERT), the logits of the token itself.
 
         Raises
         ------
@@ -245,7 +243,7 @@ class LLM:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        with self.turns.taken():
+        with self.lock.held():
             self.check_free()
             results: list[NDArray[np.float32]] = self.call(
                 "sequences", "outputs", sequences, name, types, encoder_ids
@@ -260,18 +258,18 @@ class LLM:
         pooling: str = "mean",
         normalize: bool = True,
     ) -> NDArray[np.float32]:
-        """Return one vector for a text: its hidden states, pooled.
+        """Return the embedding of a text: its pooled hidden states.
 
         Parameters
         ----------
         ids : array of int, shape (T,)
-            Token ids with the special tokens the model was trained with.
+            Token ids, including the special tokens of the model.
         token_types : array of int, shape (T,), optional
             As in `hidden`.
         pooling : {"mean", "first", "last"}
             The mean over all tokens (sentence-transformers), or the first or last token alone.
         normalize : bool
-            Whether the vector is divided by its length.
+            True to normalize the vector to length 1.
 
         Returns
         -------
@@ -288,16 +286,13 @@ class LLM:
         pooling: str = "mean",
         normalize: bool = True,
     ) -> list[NDArray[np.float32]]:
-        """Return one vector for each of several texts; each is what `embed` gives for it alone.
-
-        Texts run together as far as a step has room.
-        """
+        """Return the embeddings of several texts, in shared steps; each equals that of `embed`."""
         requests = self.embedding_requests(
             sequences, token_types, pooling=pooling, normalize=normalize
         )
-        for _ in LLM.run_requests(self, requests, WHOLE_BURST_S):  # of replicas each does all
+        for _ in LLM.run_requests(self, requests, BATCH_MULTI_STEP_S):  # each replica runs all
             pass
-        return [vector_of(request) for request in requests]
+        return [request.finished_vector() for request in requests]
 
     def embedding_requests(
         self,
@@ -307,17 +302,17 @@ class LLM:
         pooling: str = "mean",
         normalize: bool = True,
     ) -> list[Request]:
-        """Return a request for each of several texts; parameters as of `embed_batch`.
+        """Return a pooling request for each text; parameters as in `embed_batch`.
 
-        When such a request has ended, its vector is in `Request.vector`.
+        `Request.finished_vector` returns the result of a finished request.
         """
         return embedding_requests(self.spec, sequences, token_types, pooling, normalize)
 
     def session(self) -> SequenceEvaluator:
-        """Return a `SequenceEvaluator`: sequences that are run, copied and cut step by step."""
-        with self.turns.taken():
+        """Return a `SequenceEvaluator` for stepwise evaluation, forks and truncation."""
+        with self.lock.held():
             self.check_free()
-            self.turns.configure()
+            self.lock.configure()
         return SequenceEvaluator(self)
 
     # ---- generation ---------------------------------------------------------------------------
@@ -337,30 +332,30 @@ class LLM:
         Parameters
         ----------
         prompt : str or sequence of int
-            Text, or token ids.  Text gets the special tokens the tokenizer puts in front.
+            Text or token ids.  The tokenizer adds its special tokens to text.
         max_tokens : int
-            At most this many new tokens.
+            Most new tokens.
         decoding : str or Strategy
-            Name of a strategy, or "auto" for the one that the parameters mean; docs/decoding.md.
+            Name of a strategy, or "auto" to infer it from the parameters; see docs/decoding.md.
         seed : int
-            Seed of the draws.
+            Seed of the random numbers.
         ignore_eos : bool
-            Go on when an end token is drawn.
+            Continue after an end token.
         decoder_ids : sequence of int, optional
-            For a model with an encoder, which reads the prompt: the first tokens of the decoder,
-            e.g. the start token and a language's; by default the start token.
+            Decoder prompt of an encoder-decoder model, e.g. start token and language token; by
+            default the start token.
         **parameters
-            Fields of `nbflow.SamplingParams`, e.g. ``temperature=0.8, stop=["END"]``; those
-            not given are what the model recommends (`defaults`), or else the strategy's own.
-            ``draft`` is a smaller model with the same vocabulary, or "ngram": its proposals are
-            verified, `n_draft` (5) at a time, and the result is the same without; with
-            ``draft_verify="chain"`` its distribution is.
+            Fields of `nbflow.SamplingParams`, e.g. ``temperature=0.8, stop=["END"]``; others come
+            from the model (`defaults`) or the strategy.
+            ``draft`` is a smaller model with the same vocabulary, or "ngram": `n_draft` (5) draft
+            tokens are verified per step.  The result is that without a draft; with
+            ``draft_verify="chain"`` only its distribution is.
             "beam" and "contrastive" take the parameters of `nbflow.beam_search` and
             `nbflow.contrastive_search`.
 
         Returns
         -------
-        Generation
+        RequestOutput
 
         Examples
         --------
@@ -390,11 +385,10 @@ class LLM:
         n: int = 1,
         **parameters: Any,
     ) -> list[RequestOutput]:
-        """Continue several prompts together; each gets the result it would get alone.
+        """Continue several prompts in shared steps; each result is that of the prompt alone.
 
-        With `n` each prompt gets so many continuations, one after the other in the result, which
-        share the full pages of the prompt.  The i-th continuation of all draws with ``seed + i``;
-        otherwise as `generate`.
+        Each prompt gets `n` consecutive results, which share the full pages of the prompt.  The
+        i-th result of all uses ``seed + i``; otherwise as `generate`.
         """
         requests = [
             self.make_request(
@@ -402,7 +396,7 @@ class LLM:
             )
             for i, p in enumerate(p for p in prompts for _ in range(n))
         ]
-        for _ in self.run_requests(requests, WHOLE_BURST_S, share_prompts=n > 1):
+        for _ in self.run_requests(requests, BATCH_MULTI_STEP_S, share_prompts=n > 1):
             pass
         return [self.generation(r) for r in requests]
 
@@ -425,7 +419,7 @@ class LLM:
             new = request.ids[n:]
             n += len(new)
             yield from new
-        yield from request.ids[n:]  # what came while another stream was read
+        yield from request.ids[n:]  # tokens of steps run by another reader
 
     def make_request(
         self,
@@ -440,10 +434,10 @@ class LLM:
         draft_verify: str = SpeculativeConfig.draft_verify,
         **parameters: Any,
     ) -> Request:
-        """Return a checked request; parameters as in `generate`.
+        """Return a validated request; parameters as in `generate`.
 
-        `decoding` may also be a search, `nbflow.sampling.BeamSearch` or `ContrastiveSearch`; the
-        first takes no `stop` texts, and neither takes a draft or parameters of strategies.
+        `decoding` may also be a search, `nbflow.engine.search.BeamSearch` or `ContrastiveSearch`,
+        without a draft or parameters of strategies; the first has no `stop` texts either.
         """
         params = sampling_params(max_tokens, decoding, seed, ignore_eos, parameters)
         request = validate_request(
@@ -456,39 +450,34 @@ class LLM:
     def run_requests(
         self,
         requests: list[Request],
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """Run requests to their end, yielding new tokens as they come.
+        """Run requests until they finish, yielding new tokens.
 
-        Each item is a list of (index of the request, token) of a step, or of as many steps as
-        fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
-        `share_prompts` requests that begin alike share pages, as in `nbflow.LLMEngine`, unless
-        others run already without.
+        Each item is a list of (index of the request, token) of one step, or of as many decode steps
+        as fit into `burst_s` seconds; more steps mean less Python overhead.  `share_prompts`
+        enables the prefix cache, unless requests already run without.
         """
-        return self.turns.run(requests, burst_s, share_prompts)
+        return self.lock.run(requests, burst_s, share_prompts)
 
     def proposed(self) -> Proposals | None:
-        """Return what draft models propose for the next step, the same on every rank."""
-        first = self.engines[0]
+        """Return the draft tokens for the next step, the same on every rank."""
+        first = self.workers[0]
         running = first.scheduler.running
         if not any(r.n_proposed and r.proposer is None for r in running):
             return None
         found = proposals(running, first.scheduler.max_step_tokens) if self.leads else None
-        if not self.is_team and self.engine is None:  # an engine tells the others itself
+        if not self.ranks_are_threads and self.engine is None:  # an engine broadcasts them itself
             found = first.comm.bcast_object(found)
         return found
 
-    def copies(self, request: Request) -> list[Request]:
-        """Return a request for each rank of this process, the first of them itself."""
-        return [request, *(request.copy() for _ in self.engines[1:])]
-
     def generation(self, request: Request) -> RequestOutput:
-        """Return what a request that has ended came to."""
+        """Return the result of a finished request."""
         return RequestOutput.of(request, text_of(request, self._tokenizer))
 
     def generations(self, request: Request) -> list[RequestOutput]:
-        """Return all that the search of a request has found, best first; else its continuation."""
+        """Return all results of a search, best first; otherwise the only result."""
         one = self.generation(request)
         return [
             one.replaced(found, request.stop_ids, self._tokenizer) for found in request.found
@@ -496,79 +485,79 @@ class LLM:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: the checkpoint's and the tokenizer's."""
-        # a GGUF file states one; its vocabulary knows the end of a turn, too
+        """End-of-text tokens of checkpoint and tokenizer."""
+        # a GGUF file states one; its vocabulary has end-of-turn tokens, too
         known = () if self._tokenizer is None else self._tokenizer.eos_ids
         return (*self.spec.eos_token_ids, *known)
 
     @property
-    def found_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer if there is one."""
+    def optional_tokenizer(self) -> Tokenizer | None:
+        """Tokenizer, or None."""
         return self._tokenizer
 
-    # ---- what it holds and what it sent -------------------------------------------------------
+    # ---- memory, traffic, workers -------------------------------------------------------------
 
     def memory(self) -> list[dict[str, int]]:
-        """Return, for each rank of the plan, the bytes it holds and the peak of its process."""
+        """Return the memory of each rank in bytes, and the peak of its process."""
         return self.gather("memory")
 
     def reset_traffic(self) -> None:
-        """Count the bytes sent between ranks from here on."""
+        """Reset the counters of bytes sent between ranks."""
         self.call("reset_traffic")
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes sent by all ranks since `reset_traffic`, measured and predicted."""
+        """Return measured and predicted bytes sent by all ranks since `reset_traffic`."""
         ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
     def exchange_error(self) -> float:
-        """Return how much of the partial sums ``exchange="q8"`` has rounded off, relative RMS.
+        """Return the relative RMS rounding error of partial sums with ``exchange="q8"``.
 
-        The largest of all ranks, over everything since the first such exchange; 0 without any.
+        The maximum over ranks, since the first such all-reduce; 0 without any.
         """
         return max(float(rank["rounding_error"]) for rank in self.gather("exchange_error"))
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
-        with self.turns.taken():
+        with self.lock.held():
             results = self.call(method)
-            if self._team is None:
-                comm = self.engines[0].comm
+            if self._rank_threads is None:
+                comm = self.workers[0].comm
                 results = comm.bcast_object(comm.gather_object(results[0]))
         return results
 
-    def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
-        """Call a method of every `Worker` of this process, and return the results.
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every `Worker` of this process; return their results.
 
-        Other threads wait for it.
+        Other threads wait.  Each rank gets its own copy of a submitted request.
         """
-        with self.turns.call():
-            return self._call(method, args, per_engine)
-
-    def _call(self, method: str, args: tuple[Any, ...], per_engine: list[Any] | None) -> list[Any]:
-        if not self.engines:
-            raise UsageError(
-                f"this process holds no part of the model (partition {self.plan.partition!r}), "
-                "or the model is closed"
+        with self.lock.calling():
+            if not self.workers:
+                raise UsageError(
+                    f"this process holds no part of the model (partition {self.plan.partition!r}), "
+                    "or the model is closed"
+                )
+            if self._process != os.getpid():
+                self._check_fork()
+            if self._rank_threads is None:
+                return [getattr(self.workers[0], method)(*args)]
+            of_rank = [args] * len(self.workers)
+            if method == "submit":
+                of_rank = [args, *((args[0].copy(),) for _ in self.workers[1:])]
+            return self._rank_threads.run(
+                lambda comm: getattr(self.workers[comm.rank], method)(*of_rank[comm.rank])
             )
-        alone = self._team is None and self.engines[0].comm.size == 1
-        if not alone and self._process != os.getpid():
+
+    def _check_fork(self) -> None:
+        """Raise in a forked child if the model has ranks that are not in this process."""
+        if self._rank_threads is not None or self.workers[0].comm.size > 1:
             raise UsageError(
                 f"the {len(self.plan.ranks)} ranks of {self.spec.name} (partition "
                 f"{self.plan.partition!r}) are not in this process, which was forked; load the "
                 "model here, or load it before the fork with a partition of one rank"
             )
-        if self._team is None:
-            extra = per_engine[:1] if per_engine else []
-            return [getattr(self.engines[0], method)(*args, *extra)]
-
-        def run(comm: Comm) -> Any:
-            extra = [per_engine[comm.rank]] if per_engine else []
-            return getattr(self.engines[comm.rank], method)(*args, *extra)
-
-        return self._team.run(run)
 
 
 def _only(ids: list[int] | None) -> list[list[int]] | None:
-    """Return what belongs to the only one of a list of sequences."""
+    """Return a batch of one, or None."""
     return None if ids is None else [ids]

@@ -1,15 +1,13 @@
-"""Serve a model: requests come and go at any time, and share its steps (continuous batching).
+"""LLMEngine: continuous batching of requests from any thread.
 
-One thread runs the steps.  Between two of them it takes in what the other threads want: new
-requests, cancellations, other calls.  Under mpirun the first rank of the model does this and tells
-the others what came in, once a step; they `follow`.  All ranks then decide alike
-(`nbflow.engine.scheduler`).
+One thread runs the steps.  Between two steps it processes new requests, cancellations and calls of
+other threads.  Under mpirun the first rank broadcasts these commands once per step and the others
+`follow`; every rank then makes the same scheduling decisions (`nbflow.engine.scheduler`).
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -19,12 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.distributed.comm import RankError
 from nbflow.engine.core import Command, EngineCore
-from nbflow.engine.embedding import vector_of
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.limits import Limits, choose_limits, fit
-from nbflow.engine.llm import LLM, STREAM_BURST_S
+from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
@@ -40,26 +36,26 @@ logger = logging.getLogger(__name__)
 
 @documents(EngineOptions)
 class LLMEngine:
-    """Runs a model for requests from any thread.  See docs/engine.md.
+    """Engine that runs a model for requests from any thread.  See docs/engine.md.
 
-    Usable in a ``with`` statement, which starts and closes it.  Under mpirun every rank of the
-    model makes one with the same arguments; the first submits, the others call `follow`.
+    A ``with`` statement starts and closes it.  Under mpirun every rank of the model creates one
+    with the same arguments; the first submits requests, the others call `follow`.
 
     Parameters
     ----------
-    model : Model
-        The model; while the engine runs, its own `generate` and the like must not be called.
+    model : LLM
+        The model; its own `generate` etc. must not be called while the engine runs.
     options : EngineOptions, optional
         The options below as one object; those given as keywords replace its own.
     burst_s : float
-        Where all requests generate, so many seconds of steps run in one go: events come, and new
-        requests and cancellations are seen, that much later at most.
+        Seconds of a multi-step decode, while all requests decode: the largest extra delay of
+        events, new requests and cancellations.
     {options}
 
     Raises
     ------
     UsageError
-        If a limit is not positive, or `kv_bytes` too little for a page.
+        If a limit is not positive, or `kv_bytes` is smaller than a page.
 
     Examples
     --------
@@ -75,7 +71,7 @@ class LLMEngine:
         model: LLM,
         options: EngineOptions | None = None,
         *,
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         **changes: Any,
     ) -> None:
         given = (options or EngineOptions()).replaced(changes)
@@ -83,13 +79,13 @@ class LLMEngine:
         self._set_up(model, limits, burst_s, given.on_failure)
 
     def __new__(cls, model: LLM, *_: Any, **__: Any) -> LLMEngine:
-        """Return the engine that suits the model: one with replicas has a `ReplicaRouter`."""
+        """Create the engine class of the model: a `ReplicaRouter` for replicas."""
         special = model.engine_class
         return super().__new__(special if cls is LLMEngine and special is not None else cls)
 
     @classmethod
     def with_limits(cls, model: LLM, limits: Limits, burst_s: float) -> LLMEngine:
-        """Return an engine whose limits have been chosen before."""
+        """Return an engine with given limits."""
         engine = super().__new__(cls)
         engine._set_up(model, limits, burst_s)
         return engine
@@ -103,7 +99,7 @@ class LLMEngine:
     ) -> None:
         self.model = model
         self.limits = limits
-        """The limits that are in force."""
+        """Limits in force."""
         self._on_failure = on_failure
         self._burst_s = burst_s
         self._lock = threading.Condition()
@@ -111,7 +107,7 @@ class LLMEngine:
         self._cancelled: list[tuple[RequestHandle, FinishReason]] = []
         self._calls: list[tuple[Future[Any], Command]] = []
         self._handles: dict[int, RequestHandle] = {}
-        self._core = EngineCore(model, self._tell)
+        self._core = EngineCore(model, broadcasts=True)
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._failure: BaseException | None = None
@@ -122,26 +118,25 @@ class LLMEngine:
         self._finished: dict[str, int] = {}
         tell_in_child(self)
 
-    # ---- life ---------------------------------------------------------------------------------
+    # ---- lifecycle ----------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
-        """Whether requests are submitted to this rank; the others `follow`."""
+        """True on the rank that takes requests; the others `follow`."""
         return self.model.leads
 
     @property
     def alive(self) -> bool:
-        """Whether it runs: started, not closed, and not failed."""
+        """True while running: started, not closed, not failed."""
         return self._state == "running"
 
     def start(self) -> LLMEngine:
-        """Begin to run requests; returns at once.
+        """Start the engine thread; returns at once.
 
         Raises
         ------
         UsageError
-            If it was started before, the model is run by another engine, or this rank does not
-            lead.
+            If it was started before, another engine runs the model, or this rank does not lead.
         """
         if not self.leads:
             raise UsageError("this rank does not lead the engine; call follow()")
@@ -155,24 +150,24 @@ class LLMEngine:
         return self
 
     def in_child(self) -> None:
-        """Be failed in a forked child: the engine's thread is in the parent."""
+        """Mark the engine as failed in a forked child, which lacks the engine thread."""
         is_idle = not (self._handles or self._inbox or self._calls)
         self._lock, self._thread = threading.Condition(), None
         if self._state in ("running", "closing"):
             self._state = "failed"
-            self._failure = EngineClosed("it runs in the process that this one was forked from")
-            if is_idle:  # else the model was left in the middle of a step
+            self._failure = EngineClosed("it runs in the parent of this forked process")
+            if is_idle:  # otherwise the model is in the middle of a step
                 self.model.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """Take no more requests, end those there are, and stop.  Closing twice does nothing.
+        """Stop accepting requests, end the present ones, and stop.  Idempotent.
 
         Parameters
         ----------
         drain : bool
-            Let requests come to their end first; otherwise they end with "abort".
+            True to finish all requests first; otherwise they end with "abort".
         timeout : float, optional
-            Seconds to wait for that; what is not over then is aborted.
+            Seconds to wait before aborting the remaining requests.
         """
         with self._lock:
             if self._state == "new":
@@ -198,59 +193,57 @@ class LLMEngine:
         self.close()
 
     def follow(self) -> None:
-        """Work as one of the other ranks, until the first one closes the engine."""
+        """Run as a worker rank until the first rank closes the engine."""
         if self.leads:
             raise UsageError("this rank leads the engine; start it, and submit requests")
         self.model.claim(self)
         try:
             self._configure()
-            while (commands := self._exchange(None)) is not None:
-                self._obey(commands)
+            self._core.follow()
         except BaseException:
-            self._leave(False)
+            self._release_model(False)
             raise
-        self._leave(True)
+        self._release_model(True)
 
-    # ---- what other threads call --------------------------------------------------------------
+    # ---- called by other threads --------------------------------------------------------------
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
-        """Let a request run; returns at once.
+        """Queue a request; returns at once.
 
         Parameters
         ----------
         request : Request
-            From `LLM.make_request`; the engine's until it has ended.
+            From `LLM.make_request`; owned by the engine until it finishes.
         on_events : callable, optional
-            ``on_events(handle, events)`` is called with every new list of `TokenEvent`, on the
-            engine's thread.
+            ``on_events(handle, events)`` receives every new list of `TokenOutput`, on the engine's
+            thread.
 
         Raises
         ------
         QueueFull
-            If `max_waiting` requests wait.
+            If the waiting queue has `max_waiting` requests.
         EngineClosed
-            If the engine does not run.
+            If the engine is not running.
         UsageError
-            If the request cannot run: a field is out of range, its prompt is longer than the
-            key/value cache, or its search follows more than `max_sequences` continuations.
+            If the request cannot run: a field is out of range, the prompt exceeds the KV cache, or
+            its search needs more than `max_sequences` sequences.
         """
         fit(request, self.model.spec, self.limits)
         if request.stop_texts:
-            _ = self.model.tokenizer  # it is needed
+            _ = self.model.tokenizer  # raises without one: stop texts need it
         handle = RequestHandle(self, request, on_events)
         with self._lock:
             self._check_running()
             if len(self._inbox) + self._n_waiting() >= self.limits.max_waiting:
                 raise QueueFull(
-                    f"{self.limits.max_waiting} requests wait already (max_waiting); try again "
-                    "later"
+                    f"{self.limits.max_waiting} requests wait already (max_waiting); retry later"
                 )
             self._inbox.append(handle)
             self._lock.notify_all()
         return handle
 
     def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
-        """Let a request end with this reason, unless it has ended; see `RequestHandle.cancel`."""
+        """End a request with this reason, unless it is finished; see `RequestHandle.cancel`."""
         with self._lock:
             self._cancelled.append((handle, reason))
             self._lock.notify_all()
@@ -263,9 +256,9 @@ class LLMEngine:
         pooling: str = "mean",
         normalize: bool = True,
     ) -> list[NDArray[np.float32]]:
-        """Return one vector for each of several texts; parameters as of `LLM.embed_batch`.
+        """Return the embeddings of several texts; parameters as in `LLM.embed_batch`.
 
-        Each is a request like others (`LLM.embedding_requests`); this waits for all of them.
+        Submits a request for each text (`LLM.embedding_requests`) and waits for all.
         """
         requests = self.model.embedding_requests(
             sequences, token_types, pooling=pooling, normalize=normalize
@@ -273,42 +266,42 @@ class LLMEngine:
         handles: list[RequestHandle] = []
         try:
             for request in requests:
-                handles.append(self._submit_patiently(request, handles))
+                handles.append(self._submit_when_free(request, handles))
             for handle in handles:
                 handle.wait()
                 if handle.finish_reason == "abort":
                     raise EngineClosed("the engine has been closed")
-            return [vector_of(handle.request) for handle in handles]
+            return [handle.request.finished_vector() for handle in handles]
         finally:
             for handle in handles:
                 if not handle.done:
                     handle.cancel()
 
-    def _submit_patiently(self, request: Request, before: Sequence[RequestHandle]) -> RequestHandle:
-        """Submit a request; while the queue is full, wait for those submitted before."""
+    def _submit_when_free(self, request: Request, before: Sequence[RequestHandle]) -> RequestHandle:
+        """Submit a request; while the queue is full, wait for earlier ones of this call."""
         while True:
             try:
                 return self.submit(request)
             except QueueFull:
                 mine = next((h for h in before if not h.done), None)
-                if mine is None:  # others fill the queue
+                if mine is None:  # the queue is full of other requests
                     raise
                 mine.wait()
 
     def flush(self) -> None:
-        """Forget what the prefix cache holds; running requests keep what they have."""
+        """Clear the prefix cache; running requests keep their pages."""
         self.call("clear_prefix_cache")
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `Worker` on every rank between two steps; return the first's result.
+        """Call a method of every `Worker` between two steps; return the first rank's result.
 
         Raises
         ------
         Exception
-            What the method raised.
+            The error of the method.
         """
         if self.on_own_thread:
-            raise UsageError(f"{method!r} would wait for itself: this is the engine's own thread")
+            raise UsageError(f"cannot call {method!r} on the engine's own thread; use another one")
         future: Future[Any] = Future()
         with self._lock:
             self._check_running()
@@ -317,13 +310,13 @@ class LLMEngine:
         return future.result()
 
     def stats(self) -> EngineStats:
-        """Return the present numbers."""
-        table, scheduler = self._rank.table, self._rank.scheduler
+        """Return current statistics."""
+        table, scheduler = self._worker.table, self._worker.scheduler
         with self._lock:
             return EngineStats(
                 running=len(scheduler.running),
                 waiting=len(self._inbox) + self._n_waiting(),
-                pages_used=table.n_held,
+                pages_used=table.n_used_pages,
                 pages_cached=table.n_cached,
                 pages_total=table.max_pages,
                 prefix_queries=table.asked_tokens,
@@ -340,10 +333,13 @@ class LLMEngine:
 
     @property
     def load(self) -> int:
-        """How many sequences it has to do."""
+        """Sequences that run or wait."""
         with self._lock:
-            handles = [*self._handles.values(), *self._inbox]  # a copy: its thread changes it
-        return sum(handle.request.width for handle in handles)
+            handles = [
+                *self._handles.values(),
+                *self._inbox,
+            ]  # a copy: the engine thread changes it
+        return sum(handle.request.n_sequences for handle in handles)
 
     @property
     def state(self) -> str:
@@ -352,20 +348,20 @@ class LLMEngine:
 
     @property
     def on_own_thread(self) -> bool:
-        """True on the engine's thread, which calls listeners."""
+        """True on the engine's thread, which calls `on_events`."""
         return threading.current_thread() is self._thread
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine, if it is failed."""
+        """Error that stopped a failed engine."""
         return self._failure
 
     @property
-    def _rank(self) -> Worker:
-        return self.model.engines[0]
+    def _worker(self) -> Worker:
+        return self.model.workers[0]
 
     def _n_waiting(self) -> int:
-        return len(self._rank.scheduler.waiting) if self._state == "running" else 0
+        return len(self._worker.scheduler.waiting) if self._state == "running" else 0
 
     def _check_running(self) -> None:
         if self._state == "failed":
@@ -380,9 +376,9 @@ class LLMEngine:
         failure: BaseException | None = None
         try:
             self._configure()
-            while self._take_in():
+            while self._process_inbox():
                 self._step()
-            self._exchange(None)
+            self._core.broadcast(None)
         except BaseException as error:
             logger.exception("the engine has failed")
             failure = error
@@ -393,13 +389,13 @@ class LLMEngine:
             calls, self._calls, self._inbox = self._calls, [], []
         cause = failure if isinstance(failure, Exception) else None
         for handle in handles:
-            self._ended(handle, "abort" if cause is None else "error", cause)
+            self._end_outside_steps(handle, "abort" if cause is None else "error", cause)
         for future, _ in calls:
             future.set_exception(cause or EngineClosed("the engine has been closed"))
-        self._leave(failure is None)
+        self._release_model(failure is None)
 
-    def _take_in(self) -> bool:
-        """Wait for something to do and tell every rank what is new; False if the engine is over."""
+    def _process_inbox(self) -> bool:
+        """Wait for input and broadcast it to every rank; False to stop the engine."""
         with self._lock:
             while self._state == "running" and not (
                 self._inbox or self._calls or self._cancelled or self._handles
@@ -411,57 +407,57 @@ class LLMEngine:
             calls, self._calls = self._calls, []
             closing, drain = self._state == "closing", self._drain
         if closing and not drain:
-            with self._lock:  # they have not begun; `_run` ends them
+            with self._lock:  # not submitted yet; `_run` ends them
                 self._inbox, self._calls = new + self._inbox, calls + self._calls
             return False
-        endings = [(h, reason) for h, reason in (*cancelled, *self._overdue()) if not h.done]
+        endings = [(h, reason) for h, reason in (*cancelled, *self._expired()) if not h.done]
         try:
-            self._begin(new)
-            # a request that was cancelled before it began has got its number by now
-            self._end(endings)
+            self._submit_new(new)
+            # after submission, so that a request cancelled early has its number
+            self._end_requests(endings)
             while calls:
-                self._answer(*calls.pop(0))
-        except BaseException:  # nobody is to wait for ever
+                self._run_call(*calls.pop(0))
+        except BaseException:  # put back, so that `_run` ends them
             with self._lock:
                 self._inbox = [h for h in new if h.request.id not in self._handles] + self._inbox
                 self._calls = calls + self._calls
             raise
         return not (closing and not self._handles)
 
-    def _begin(self, new: Sequence[RequestHandle]) -> None:
-        """Give new requests to the scheduler."""
+    def _submit_new(self, new: Sequence[RequestHandle]) -> None:
+        """Submit new requests to the schedulers."""
         try:
             results = self._core.submit([h.request for h in new])
         except Unsendable as error:
             if len(new) == 1:
-                self._ended(new[0], "error", error)
-            for handle in new if len(new) > 1 else ():  # the others are not to suffer from one
-                self._begin([handle])
+                self._end_outside_steps(new[0], "error", error)
+            for handle in new if len(new) > 1 else ():  # one by one, so that only the bad one fails
+                self._submit_new([handle])
             return
         for handle, refused in zip(new, results, strict=True):
             if isinstance(refused, Exception):
-                self._ended(handle, "error", refused)
+                self._end_outside_steps(handle, "error", refused)
             else:
                 self._handles[handle.request.id] = handle
 
-    def _end(self, endings: Sequence[tuple[RequestHandle, FinishReason]]) -> None:
-        """End requests for other reasons than their own."""
+    def _end_requests(self, endings: Sequence[tuple[RequestHandle, FinishReason]]) -> None:
+        """End requests that were cancelled or are past their deadline."""
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
                 text = self._core.end(handle.request, reason)
-                if reason == "deadline" and handle.request.searching is not None:
-                    handle.request.found = handle.request.searching.present()
+                if reason == "deadline" and handle.request.search_state is not None:
+                    handle.request.found = handle.request.search_state.best_so_far()
                 del self._handles[handle.request.id]
                 self._count_drafted(handle.request)
-                self._ended(handle, reason, text=text)
+                self._end_outside_steps(handle, reason, text=text)
 
-    def _answer(self, future: Future[Any], command: Command) -> None:
-        """Make a call that another thread waits for."""
+    def _run_call(self, future: Future[Any], command: Command) -> None:
+        """Execute a call that another thread waits for."""
         try:
-            (result,) = self._tell([command])
+            (result,) = self._core.execute([command])
         except Exception as error:
             future.set_exception(error)
-            if not isinstance(error, Unsendable):  # the others may be in the middle of it
+            if not isinstance(error, Unsendable):  # other ranks may be in the middle of it
                 raise
         else:
             if isinstance(result, Exception):
@@ -469,8 +465,8 @@ class LLMEngine:
             else:
                 future.set_result(result)
 
-    def _overdue(self) -> list[tuple[RequestHandle, FinishReason]]:
-        """Return the requests whose time is over."""
+    def _expired(self) -> list[tuple[RequestHandle, FinishReason]]:
+        """Return the requests past their deadline."""
         now = time.monotonic()
         return [
             (h, "deadline")
@@ -479,12 +475,12 @@ class LLMEngine:
         ]
 
     def _step(self) -> None:
-        """Run a step on every rank and pass on what it gave."""
+        """Run a step on every rank and deliver the new tokens."""
         if not self._handles:
             return
         started = time.perf_counter()
         deltas = self._core.step(self._burst_s)
-        if self._rank.comm.size > 1:  # what follows must come to an end, too
+        if self._worker.comm.size > 1:  # the watchdog covers the delivery, too
             status.set(WORKING, "the step")
         self._step_seconds += time.perf_counter() - started
         self._steps += 1
@@ -504,14 +500,14 @@ class LLMEngine:
         self._drafted_tokens += request.n_drafted
         self._accepted_tokens += request.n_accepted
 
-    def _ended(
+    def _end_outside_steps(
         self,
         handle: RequestHandle,
         reason: FinishReason,
         error: Exception | None = None,
         text: str | None = None,
     ) -> None:
-        """End a request outside of the steps."""
+        """Finish a request outside of a step."""
         if not handle.done:
             self._count_end(reason)
             handle.end(reason, error, text)
@@ -528,47 +524,9 @@ class LLMEngine:
             limits.prefix_cache,
         )  # fmt: skip
 
-    def _leave(self, in_order: bool) -> None:
-        """Give the model back, and the memory of its pages."""
+    def _release_model(self, in_order: bool) -> None:
+        """Release the model and the memory of its pages."""
         if in_order:
-            self._obey([("end_all", ()), ("configure", ())])
+            self._core.execute([("end_all", ()), ("configure", ())], received=True)
             status.idle()
         self.model.release(self)
-
-    def _tell(self, commands: list[Command]) -> list[Any]:
-        """Let every rank obey the commands, and return the first rank's results, or errors."""
-        if not commands:
-            return []
-        self._exchange(commands)
-        return self._obey(commands)
-
-    def _obey(self, commands: list[Command]) -> list[Any]:
-        """Do what the first rank wants; an error that leaves all ranks alike is a result.
-
-        Any other ends the engine, because the other ranks may wait for this one.
-        """
-        results: list[Any] = []
-        for command in commands:
-            try:
-                results.append(self._core.run(command))
-            except Exception as error:
-                alike = isinstance(error, UsageError) and not isinstance(error, RankError)
-                if not alike and self._rank.comm.size > 1:
-                    raise
-                results.append(error)
-        return results
-
-    def _exchange(self, commands: list[Command] | None) -> list[Command] | None:
-        """Return the first rank's commands on every rank; None says that the engine is over."""
-        if not self.model.engines or self.model.is_team or self._rank.comm.size == 1:
-            return commands
-        try:
-            data = np.frombuffer(pickle.dumps(commands), np.uint8)
-        except Exception as error:  # the others have been told nothing yet
-            raise Unsendable(f"the other ranks cannot be sent this: {error}") from error
-        size = np.array([data.size])
-        self._rank.comm.Bcast(size, 0)
-        message = data.copy() if self.leads else np.empty(int(size[0]), np.uint8)
-        self._rank.comm.Bcast(message, 0)
-        result: list[Command] | None = pickle.loads(message.tobytes())
-        return result

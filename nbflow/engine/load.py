@@ -1,4 +1,4 @@
-"""From a model's name to a loaded model on every rank."""
+"""`load`: from the name of a model to workers on every rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(
     comm: Comm | None = None,
     **changes: Any,
 ) -> LLM:
-    """Load a model, each rank its own part.
+    """Load a model; each rank loads its shard.
 
     Parameters
     ----------
@@ -57,12 +57,12 @@ def load(
     options : LoadOptions, optional
         The options below as one object; those given as keywords replace its own.
     comm : Comm, optional
-        Ranks to use; by default those mpirun started.
+        Ranks to use; by default those started by mpirun.
     {options}
 
     Returns
     -------
-    Model
+    LLM
 
     Raises
     ------
@@ -123,7 +123,7 @@ def load(
         "max_step_tokens": given.max_step_tokens,
         "offload": given.offload,
     }
-    # every rank takes part in every split
+    # split is collective
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm
     models, first = [], 0
@@ -145,18 +145,18 @@ def load(
 def measure(
     comm: Comm, probe_bytes: int, formats: Sequence[str], arithmetics: Sequence[str]
 ) -> Machine | None:
-    """Measure ranks, as partition "auto" needs it; the first one returns what was found."""
-    from nbflow.benchmark.measure_machine import measure_ranks
+    """Measure the machine for partition "auto"; the first rank returns the description."""
+    from nbflow.planner.measure_machine import measure_ranks
 
     return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
 
 
 def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer, or why there is none: who passes token ids does not need it."""
+    """Return the tokenizer, or None and the reason; callers with token ids need none."""
     if given is not None:
         return load_tokenizer(given), ""
     if found is None:
-        return None, "has no tokenizer file beside its weights"
+        return None, "has no tokenizer file next to its weights"
     try:
         return load_tokenizer_file(found), ""
     except (UsageError, MissingExtraError) as error:
@@ -166,7 +166,7 @@ def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer 
 def _prepare(
     resolved: ResolvedModel, spec: ModelSpec, formats: WeightFormats | None, given: LoadOptions
 ) -> Prepared:
-    """Return what the quantizer needs; the default one reads no weights for it."""
+    """Return spec and quantizer options; only non-default options read weights."""
     names = ("encoder", "importance", "act_order", "damping")
     if all(getattr(given, name) == getattr(LoadOptions, name) for name in names):
         return Prepared(spec, QuantizerOptions(outliers=given.outliers))
@@ -187,7 +187,7 @@ def _prepare(
 
 
 def check_outliers(outliers: float, formats: WeightFormats | None) -> None:
-    """Raise unless `outliers` is a share that goes with the weight formats."""
+    """Raise `UsageError` unless `outliers` is a valid share for the weight formats."""
     in_blocks = formats is not None and any(
         nk.FORMATS[format].block_size > 1 for _, format in formats.patterns
     )
@@ -200,7 +200,7 @@ def check_outliers(outliers: float, formats: WeightFormats | None) -> None:
 
 
 def _block_size(path: Path, formats: WeightFormats | None) -> int:
-    """Return the least number of columns that holds whole blocks of every tensor in memory."""
+    """Return the least common multiple of the block sizes of the tensors in memory."""
     if formats is not None and formats.is_for_all:
         return formats.block_size
     with open_weights(path) as file:
@@ -209,7 +209,7 @@ def _block_size(path: Path, formats: WeightFormats | None) -> int:
 
 
 def stored_block_size(file: WeightFile) -> int:
-    """Return the least number of columns that holds whole blocks of every tensor of a file."""
+    """Return the least common multiple of the block sizes of the tensors of a file."""
     formats = {file.dtype(name) for name in file.names()} - set(ITEM_BYTES)
     return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
 
@@ -222,7 +222,7 @@ def _start(
     places: list[Device],
     options: dict[str, Any],
 ) -> tuple[list[Worker], ThreadRanks | None]:
-    """Make the ranks of this process: one of `comm`, or all of them as threads."""
+    """Create the workers of this process: one rank of `comm`, or all as threads."""
 
     def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), places[mine.rank]
@@ -235,7 +235,7 @@ def _start(
                 engine = Worker(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
-        status.idle()  # the others may need longer: they are watched, too
+        status.idle()  # the others may need longer
         _agree(mine, failure)
         assert engine is not None
         return engine
@@ -251,14 +251,14 @@ def _start(
 
 
 def _agree(comm: Comm, failure: Exception | None) -> None:
-    """Raise on every rank if one has failed, so that no rank waits for one that has given up."""
+    """Raise on every rank if one has failed, so that none waits for it."""
     failures = comm.bcast_object(comm.gather_object(failure))
     if failure is not None and not (comm.size > 1 and isinstance(failure, MemoryError)):
         raise failure
     for rank, other in enumerate(failures):
         if other is not None:
-            what = "has not the memory for" if isinstance(other, MemoryError) else "could not load"
-            raise UsageError(f"rank {rank} {what} its part: {other}") from other
+            what = "ran out of memory" if isinstance(other, MemoryError) else "failed"
+            raise UsageError(f"rank {rank} {what} while loading its shard: {other}") from other
 
 
 def _shorten(spec: ModelSpec, max_context: int | None) -> ModelSpec:

@@ -1,7 +1,7 @@
-"""Calls of several threads to one model: serialized by a lock, with shared steps.
+"""Model lock: serializes calls of several threads, whose requests share steps.
 
-A thread that generates takes a turn for each step.  A step runs the requests of all threads, so
-the thread that makes it leaves the results of the others where they look first.
+A generating thread holds the lock for one step at a time.  A step runs the requests of all threads;
+the thread that runs it buffers the outputs of the others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nbflow.engine.request_validation import check_request
 from nbflow_kernels.errors import UsageError
 
 
-class Turns:
-    """The lock of a model, and the requests that run on it without an engine.
+class ModelLock:
+    """Lock of a model, and its requests without an engine.
 
     Parameters
     ----------
@@ -34,16 +34,16 @@ class Turns:
         self._in_call = False
         self._core = EngineCore(model)
         self._outputs: dict[Request, list[RequestDelta]] = {}  # not read yet
-        self._left: deque[Request] = deque()
+        self._abandoned: deque[Request] = deque()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Have the model for one call, or for several that belong together.
+    def held(self) -> Iterator[None]:
+        """Hold the lock for one call or several.
 
         Raises
         ------
         UsageError
-            If the caller is called by the model itself, within a step: it would wait for itself.
+            If called from within a step of the model, which would deadlock.
         """
         if self._model.on_rank_thread:
             raise _within_a_step()
@@ -53,9 +53,9 @@ class Turns:
             yield
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Make a call to the ranks; raises as `taken`."""
-        with self.taken():
+    def calling(self) -> Iterator[None]:
+        """Hold the lock during a call of the workers; raises as `held`."""
+        with self.held():
             self._in_call = True
             try:
                 yield
@@ -63,29 +63,29 @@ class Turns:
                 self._in_call = False
 
     def configure(self, share_prompts: bool = False) -> None:
-        """Have the cache as what comes now would like it; the model is `taken`.
+        """Reset the KV cache with or without prefix cache; the lock is `held`.
 
-        Where requests run, or a session is open, it stays as it is: they keep their pages, and what
-        comes has the same result either way.
+        While requests run or a session is open, the cache stays as it is, because they keep their
+        pages.  The results are the same either way.
         """
-        self._end_left()
+        self._end_abandoned()
         runs = any(request.finish_reason is None for request in self._outputs)
-        if not runs and not (self._model.engines and self._model.engines[0].table.sequences):
+        if not runs and not (self._model.workers and self._model.workers[0].table.sequences):
             self._model.call("configure", None, None, None, share_prompts)
 
     def run(
         self, requests: Sequence[Request], burst_s: float, share_prompts: bool
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """Run requests to their end; see `LLM.run_requests`."""
-        mine: dict[Request, int] = {}
+        """Run requests until they finish; see `LLM.run_requests`."""
+        index_of: dict[Request, int] = {}
         try:
-            self._begin(requests, share_prompts, mine)
-            while outputs := self._outputs_of(mine, burst_s):
+            self._begin(requests, share_prompts, index_of)
+            while outputs := self._wait_for_outputs(index_of, burst_s):
                 for output in outputs:
                     if output.request.error is not None:
                         raise output.request.error
                 events = [
-                    (mine[o.request], token)
+                    (index_of[o.request], token)
                     for o in outputs
                     for token in o.tokens
                     if token.token is not None
@@ -93,81 +93,83 @@ class Turns:
                 if events:
                     yield events
         finally:
-            self._leave(mine)
+            self._abandon(index_of)
 
     def _begin(
-        self, requests: Sequence[Request], share_prompts: bool, mine: dict[Request, int]
+        self, requests: Sequence[Request], share_prompts: bool, index_of: dict[Request, int]
     ) -> None:
-        """Give requests to the scheduler, and note which is which."""
+        """Submit requests and record their indices."""
         model = self._model
         for request in requests:
             check_request(model.spec, request)
-        with self.taken():
+        with self.held():
             model.check_free()
             self.configure(share_prompts)
             for i, request in enumerate(requests):
-                self._core.submit([request])
-                mine[request] = i
+                (refused,) = self._core.submit([request])
+                if isinstance(refused, Exception):
+                    raise refused
+                index_of[request] = i
                 self._outputs[request] = []
 
-    def _outputs_of(self, mine: Iterable[Request], burst_s: float) -> list[RequestDelta]:
-        """Return what the next steps give some requests; nothing when all have ended."""
+    def _wait_for_outputs(self, index_of: Iterable[Request], burst_s: float) -> list[RequestDelta]:
+        """Return the next outputs of some requests; empty when all are finished."""
         while True:
-            with self.taken():
-                found = [output for request in mine for output in self._outputs[request]]
-                self._outputs.update({request: [] for request in mine})
-                # an engine that has been started meanwhile has ended all requests
-                if found or not any(self._is_going_on(request) for request in mine):
+            with self.held():
+                found = [output for request in index_of for output in self._outputs[request]]
+                self._outputs.update({request: [] for request in index_of})
+                # an engine started meanwhile has ended all requests
+                if found or not any(self._is_active(request) for request in index_of):
                     return found
-                self._end_left()
+                self._end_abandoned()
                 self._step(burst_s)
 
-    def _is_going_on(self, request: Request) -> bool:
-        """Return whether steps will give more of a request.
+    def _is_active(self, request: Request) -> bool:
+        """Return whether a request is not finished or has pending outputs.
 
-        One that has ended in a step which another thread's call waited for (`Pipeline.settle`)
-        stays with the scheduler until the next step gives what came out.
+        A request that finished while the pipeline was drained for another call stays in the
+        scheduler until the next step returns its outputs.
         """
         if request.finish_reason is None:
             return True
-        engines = self._model.engines
+        engines = self._model.workers
         return bool(engines) and request in engines[0].scheduler.requests
 
     def _step(self, burst_s: float) -> None:
-        """Run a step of the requests of all threads; the model is `taken`."""
+        """Run a step for the requests of all threads; the lock is `held`."""
         outputs = self._core.step(burst_s)
         for output in outputs:
             if output.request in self._outputs:
                 self._outputs[output.request].append(output)
 
-    def _leave(self, mine: Iterable[Request]) -> None:
-        """Let go of requests that are not read any further, as soon as the model is free.
+    def _abandon(self, index_of: Iterable[Request]) -> None:
+        """End requests without a reader as soon as the model is free.
 
-        The garbage collector may call this, for a stream that was not read to its end, in any
-        thread and in the middle of a step: it must not wait.
+        The garbage collector calls this for an abandoned stream, in any thread and within a step:
+        it must not block.
         """
-        self._left.extend(mine)
+        self._abandoned.extend(index_of)
         if self._lock.acquire(blocking=False):
             try:
                 if not self._in_call:
-                    self._end_left()
+                    self._end_abandoned()
             finally:
                 self._lock.release()
 
-    def _end_left(self) -> None:
-        """End requests that are not read any further; the model is `taken`."""
-        while self._left:
-            request = self._left.popleft()
+    def _end_abandoned(self) -> None:
+        """End abandoned requests; the lock is `held`."""
+        while self._abandoned:
+            request = self._abandoned.popleft()
             self._outputs.pop(request, None)
             with contextlib.suppress(Exception):
                 if request.finish_reason is None and self._model.engine is None:
                     self._core.end(request, "abort")
                 else:
-                    self._core.forget(request)
+                    self._core.release(request)
 
 
 def _within_a_step() -> UsageError:
     return UsageError(
-        "the model is asked from within its own step (by a proposer, or something that it calls); "
-        "load it a second time for that"
+        "the model was called from within its own step, e.g. by a proposer; load it a second time "
+        "for such calls"
     )

@@ -1,11 +1,11 @@
-"""Several steps of generation without Python between them.
+"""Multi-step decode: several decode steps without Python between them.
 
-While every sequence of a step generates, the next step's numbers follow from the drawn tokens
-alone: the token is the next id, positions and lengths grow by one.  Then the draws and this
-bookkeeping are compiled calls behind the program's own, and the team goes through all of them
-again and again (`nbflow.executor.CpuExecutor.run_repeated`).  The tokens are the same as step by
-step.  A burst ends when a sequence draws an end token, after a number of steps that the caller
-chooses by their duration: a new request waits no longer than that.
+While every sequence of a step decodes, the inputs of the next step follow from the sampled tokens:
+the token is the next id, positions and lengths grow by one.  Sampling and this update are compiled
+calls appended to those of the program, and the thread pool repeats the whole list
+(`nbflow.executor.CpuExecutor.run_repeated`).  The tokens are those of single steps.  The loop ends
+when a sequence samples an end token, or after a number of steps that the caller derives from a time
+limit, so that new requests wait no longer than that.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture
 
 MAX_STEPS = 512
-"""Most steps of one burst."""
+"""Most steps of one multi-step decode."""
 
 
 class MultiStepDecode:
-    """The arrays of a burst of `n` sequences that draw with one strategy.
+    """Buffers for a multi-step decode of `n` sequences with one strategy.
 
     Parameters
     ----------
     strategy : Strategy
-        How all sequences choose.
+        Strategy of all sequences.
     n : int
         Number of sequences.
     n_stops : int
@@ -56,8 +56,8 @@ class MultiStepDecode:
         self.stop = np.zeros(1, np.int64)
 
     @staticmethod
-    def fits(requests: Sequence[Request]) -> bool:
-        """Return whether one burst can draw for these requests: they have one compiled strategy."""
+    def can_run(requests: Sequence[Request]) -> bool:
+        """Return whether these requests share one compiled strategy."""
         if any(r.n_top_logprobs or not r.strategy.compiled for r in requests):
             return False
         return len({r.strategy for r in requests}) == 1
@@ -69,21 +69,21 @@ class MultiStepDecode:
         return requests[0].strategy, len(requests), n_stops, any(r.wants_logprobs for r in requests)
 
     def begin(self, requests: Sequence[Request]) -> dict[int, Exception]:
-        """Fill the arrays for the first step; return what went wrong, by the row it belongs to."""
+        """Fill the buffers for the first step; return errors by row."""
         self.stops[:] = -1
-        wrong: dict[int, Exception] = {}
+        errors: dict[int, Exception] = {}
         for b, request in enumerate(requests):
             try:
                 self.seeds[b] = request.seed
                 self.offsets[b] = len(request.ids)
                 self.stops[b, : len(request.stop_ids)] = sorted(request.stop_ids)
             except Exception as error:
-                wrong[b] = error
+                errors[b] = error
         self.n_steps[0] = self.stop[0] = 0
-        return wrong
+        return errors
 
     def calls(self, bound: BoundProgram, logits: np.ndarray) -> list[GraphNode]:
-        """Return the calls that go from the logits of a step to the numbers of the next one."""
+        """Return the calls from the logits of a step to the inputs of the next one."""
         with capture() as seen:
             self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)
             if self.logprobs:
@@ -108,13 +108,13 @@ def _next_step(
     flag: Any, offsets: Any, ids: Any, positions: Any, rope_rows: Any, kv_lens: Any, start: Any,
     stop: Any,
 ) -> None:  # fmt: skip
-    """Note the drawn tokens and make them the next step's input."""
+    """Record the sampled tokens and make them the input of the next step."""
     step = n_steps[0]
     for b in range(len(drawn)):
         token = drawn[b]
         tokens[b, step] = token
         token_logprobs[b, step] = drawn_logprobs[b, 0]
-        if token < 0:  # no distribution: the caller raises, but the list goes on to its end
+        if token < 0:  # no distribution: the caller raises after the loop
             flag[0] = 1
             token = np.int32(0)
         for s in range(stops.shape[1]):

@@ -1,9 +1,9 @@
-"""Outputs of the engine: arrays of a step, tokens of a request as they come, and its result.
+"""Outputs: arrays of a step, new tokens of a request, and the result of a request.
 
-The rank that holds the head computes an `StepOutput`, a few small arrays whose shapes follow from
-the works, which every rank knows; the others receive them.  `apply` then brings every rank's
-requests to the same state and returns a `RequestDelta` for each, whose tokens are `TokenOutput`
-from here to the HTTP server.  A request that has ended comes to a `RequestOutput`.
+The rank with the head computes a `StepOutput`, a few small arrays whose shapes every rank derives
+from the scheduled step; the others receive it.  `StepOutput.apply` then updates the requests of
+each rank alike and returns a `RequestDelta` of `TokenOutput`s for each, which go up to the HTTP
+server.  A finished request has a `RequestOutput`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nbflow.engine.detokenizer import IncrementalDetokenizer
-from nbflow.engine.embedding import empty_vectors, pool
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.sampler import (
-    FIRST,
+    TOP_COLUMN,
     SamplerOutput,
-    choose,
-    describe,
-    draw_ahead,
+    gather_logprobs,
     log_probabilities,
     rows_of,
+    sample_ahead,
+    sample_tokens,
     state_of,
     top_log_probabilities,
 )
@@ -37,44 +36,44 @@ from nbflow.tokenization import Tokenizer
 from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
 
-NO_TOKEN = -1
-"""In the place of a token: none could be drawn, or something else about the request failed."""
+FAILED_TOKEN = -1
+"""Marks a request that failed, in place of a token."""
 ERROR_BYTES = 512
-"""Bytes in which the other ranks are told what failed."""
+"""Bytes of an error message sent to the other ranks."""
 
 
 @dataclass(slots=True)
 class TokenOutput:
-    """A new token of a request, its end, or both."""
+    """New token of a request, its finish, or both."""
 
     token: int | None
-    """The token id; None if the request ended without one (an end token is not reported)."""
+    """Token id; None for a finish without token (end tokens are not reported)."""
     logprob: float = math.nan
-    """Natural logarithm of its probability; NaN if not wanted."""
+    """Log-probability; NaN if not requested."""
     top_logprobs: TopLogprobs | None = None
-    """The most probable tokens in its place; None if not wanted."""
+    """Most probable tokens at its position; None if not requested."""
     finish_reason: FinishReason | None = None
-    """Why the request ended; None while it runs."""
+    """Finish reason; None while the request runs."""
     error: Exception | None = None
-    """The failure, if it ended with "error"."""
+    """The failure, for finish reason "error"."""
     text: str | None = None
-    """Text that is certain from here on, of a request with stop texts; else None."""
+    """Text released by the stop checker; None without stop texts."""
     offset: int = 0
     """Characters of text before the token, where the server reports them."""
 
 
 @dataclass(slots=True)
 class RequestDelta:
-    """New tokens of one request, of a step or of several in one go."""
+    """New tokens of one request from one engine step."""
 
     request: Request
     tokens: list[TokenOutput] = field(default_factory=list)
-    """New tokens, the one that ended the sequence not among them."""
-    rest: str | None = None
-    """Text that was held back until the request ended."""
+    """New tokens, without the end token."""
+    held_text: str | None = None
+    """Text held back until the request finished."""
 
     def add(self, n_before: int) -> None:
-        """Take the tokens behind the first `n_before` of the request."""
+        """Take the new tokens after the first `n_before` of the request."""
         request = self.request
         new = zip(request.ids[n_before:], request.logprobs[n_before:], strict=True)
         self.tokens = [TokenOutput(token, logprob) for token, logprob in new]
@@ -82,55 +81,61 @@ class RequestDelta:
             for output, top in zip(self.tokens, request.top_logprobs[n_before:], strict=True):
                 output.top_logprobs = top
 
-    def cut(self, n: int) -> None:
-        """Take away the last `n` tokens, also from the request."""
+    def truncate(self, n: int) -> None:
+        """Remove the last `n` tokens, also from the request."""
         if n:
             request = self.request
             for values in (self.tokens, request.ids, request.logprobs, request.top_logprobs):
                 del values[-n:]
 
     def close(self) -> None:
-        """Add the end of a request that has ended: to its last token, or behind it."""
+        """Attach the finish of a request to its last token, or add a `TokenOutput` for it."""
         request = self.request
         if request.finish_reason is None:
             return
         if request.finish_reason == "length" and self.tokens:
             last = self.tokens[-1]
             last.finish_reason = "length"
-            last.text = last.text if self.rest is None else (last.text or "") + self.rest
+            last.text = last.text if self.held_text is None else (last.text or "") + self.held_text
             return
         self.tokens.append(
             TokenOutput(
-                None, finish_reason=request.finish_reason, error=request.error, text=self.rest
+                None, finish_reason=request.finish_reason, error=request.error, text=self.held_text
             )
         )
 
 
 @dataclass
 class StepOutput:
-    """Numbers that a step computes, in the order of its works."""
+    """Results of a step, in the order of its entries."""
 
     drawn: SamplerOutput
-    """A row for each token that may come out: one for a request that draws, and one more for each
-    token proposed to it.  The token is NaN where it did not come out."""
+    """A row for each possible token: one for a sampling request, and one more for each of its draft
+    tokens.  The token is NaN after a rejected draft."""
     prompt: SamplerOutput
-    """A row for each prompt token whose log-probability is wanted and became known."""
+    """A row for each prompt token whose log-probability was computed."""
     searches: list[np.ndarray] = field(default_factory=list)
     """Candidates of each search (`nbflow.engine.search.runtime.empty_rows`)."""
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """The vector of each text whose last token ran, float32 (n, E)."""
+    """Pooled vectors of texts that ended in this step, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
-    """Errors by the request's number; see `failed`."""
+    """Errors by the request's number; see `failed_requests`."""
 
     @classmethod
-    def empty(cls, works: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int) -> StepOutput:
-        """Return room for a step's numbers."""
-        draws = [w.request for w in works if _is_drawn(w) for _ in range(1 + len(w.drafts))]
-        known = [w.request.prompt_logprobs or 0 for w in works for _ in _prompt_rows(w)]
-        width = FIRST + 2 * max(known, default=0)
+    def empty(
+        cls, scheduled: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int
+    ) -> StepOutput:
+        """Allocate the arrays of a step."""
+        emits_token = [
+            w.request for w in scheduled if _is_sampled(w) for _ in range(1 + len(w.drafts))
+        ]
+        known = [w.request.prompt_logprobs or 0 for w in scheduled for _ in _prompt_rows(w)]
+        width = TOP_COLUMN + 2 * max(known, default=0)
         prompt = SamplerOutput(np.full((len(known), width), math.nan))
-        vectors = empty_vectors(works, hidden_size)
-        return cls(SamplerOutput.empty(draws), prompt, empty_rows(works, n_vocab), vectors)
+        vectors = np.zeros((sum(w.emits_vector for w in scheduled), hidden_size), np.float32)
+        return cls(
+            SamplerOutput.empty(emits_token), prompt, empty_rows(scheduled, n_vocab), vectors
+        )
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -138,145 +143,158 @@ class StepOutput:
         every = (self.drawn.array, self.prompt.array, *self.searches, self.vectors)
         return [a for a in every if a.size]
 
-    def pool(self, works: Sequence[ScheduledRequest], states: np.ndarray) -> None:
-        """Take the hidden states that are pooled; the last rows of the step's."""
-        pool(self.vectors, works, states)
+    def pool(self, scheduled: Sequence[ScheduledRequest], states: np.ndarray) -> None:
+        """Add hidden states, the last rows of the step, to the texts being pooled."""
+        start = done = 0
+        for entry in scheduled:
+            request, rows = entry.request, entry.state_rows
+            if request.pooling is None:
+                continue
+            request.pooling.add(states[start : start + len(rows)], request.n_computed)
+            start += len(rows)
+            if entry.emits_vector:
+                self.vectors[done] = request.pooling.vector(len(request.prompt))
+                done += 1
 
     def compute(
         self,
         logits: np.ndarray,
-        works: Sequence[ScheduledRequest],
+        scheduled: Sequence[ScheduledRequest],
         hidden: Callable[[], np.ndarray],
     ) -> None:
-        """Fill in the numbers from the logits of the step, and its hidden states if need be.
+        """Fill the arrays from the logits of the step, and its hidden states where needed.
 
-        The logits may lie on a device.  What cannot be computed for a request is its failure alone:
-        the arrays say so to the other ranks (`failed`), who wait for them in any case.
+        The logits may lie on a device.  An error fails the affected request only; the arrays report
+        it to the other ranks (`failed_requests`).
         """
-        self._read_prompts(logits, works)
-        self._look_for_searches(logits, works, hidden)
-        rows = _drawing_rows(works)
-        drawing = [w for w in works if _is_drawn(w)]
-        requests = [w.request for w in drawing for _ in range(1 + len(w.drafts))]
+        self._compute_prompt_logprobs(logits, scheduled)
+        self._compute_searches(logits, scheduled, hidden)
+        rows = _sampled_rows(scheduled)
+        sampled = [w for w in scheduled if _is_sampled(w)]
+        requests = [w.request for w in sampled for _ in range(1 + len(w.drafts))]
         if not requests:
             return
         some = rows_of(logits, rows)
-        starts = np.cumsum([0, *(1 + len(w.drafts) for w in drawing)]).tolist()
-        plain = [i for i, w in enumerate(drawing) if not w.drafts]
+        starts = np.cumsum([0, *(1 + len(w.drafts) for w in sampled)]).tolist()
+        plain = [i for i, w in enumerate(sampled) if not w.drafts]
         at = [starts[i] for i in plain]
-        self._choose(rows_of(some, at), [drawing[i].request for i in plain], at)
-        for i, work in enumerate(drawing):
-            if work.drafts:
-                self._verify(some[starts[i] : starts[i + 1]], work, starts[i])
-        self._describe(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
+        self._sample(rows_of(some, at), [sampled[i].request for i in plain], at)
+        for i, entry in enumerate(sampled):
+            if entry.drafts:
+                self._verify(some[starts[i] : starts[i + 1]], entry, starts[i])
+        self._fill_logprobs(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
 
-    def _choose(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
-        """Draw one token for each of these requests, into these rows of `drawn`."""
+    def _sample(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
+        """Sample a token for each request into these rows of `drawn`."""
         tokens = self.drawn.array[:, 0]
         if not requests:
             return
         try:
-            tokens[rows] = choose(logits, requests)
+            tokens[rows] = sample_tokens(logits, requests)
         except Exception as error:
             if len(requests) == 1:
                 self._failed(rows[0], requests[0], error)
                 return
-            for i, row in enumerate(rows):  # the others are not to suffer from one
-                self._choose(logits[i : i + 1], requests[i : i + 1], [row])
+            for i, row in enumerate(rows):  # one by one, so that only the bad one fails
+                self._sample(logits[i : i + 1], requests[i : i + 1], [row])
 
-    def _verify(self, logits: np.ndarray, work: ScheduledRequest, row: int) -> None:
+    def _verify(self, logits: np.ndarray, entry: ScheduledRequest, row: int) -> None:
         try:
-            tokens = verify(logits, work.request, work.drafts)
+            tokens = verify_drafts(logits, entry.request, entry.drafts)
         except Exception as error:
-            self._failed(row, work.request, error)
+            self._failed(row, entry.request, error)
         else:
             self.drawn.array[row : row + len(tokens), 0] = tokens
 
-    def _describe(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
-        """Fill in what is wanted besides the tokens of these rows of `drawn`."""
+    def _fill_logprobs(
+        self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]
+    ) -> None:
+        """Fill in log-probabilities and top tokens of these rows of `drawn`."""
         if not rows:
             return
         part = self.drawn.array[rows]
         try:
-            describe(rows_of(logits, rows), [requests[i] for i in rows], part)
+            gather_logprobs(rows_of(logits, rows), [requests[i] for i in rows], part)
         except Exception as error:
             if len(rows) == 1:
                 self._failed(rows[0], requests[rows[0]], error)
                 return
             for row in rows:
-                self._describe(logits, requests, [row])
+                self._fill_logprobs(logits, requests, [row])
         else:
             self.drawn.array[rows] = part
 
     def _failed(self, row: int, request: Request, error: Exception) -> None:
-        self.drawn.array[row, 0] = NO_TOKEN
+        self.drawn.array[row, 0] = FAILED_TOKEN
         self.errors[request.id] = error
 
-    def _look_for_searches(
+    def _compute_searches(
         self,
         logits: np.ndarray,
-        works: Sequence[ScheduledRequest],
+        scheduled: Sequence[ScheduledRequest],
         hidden: Callable[[], np.ndarray],
     ) -> None:
-        """Fill in what searches are told."""
+        """Fill in the candidates of searches."""
         left, end = iter(self.searches), 0
-        for work in works:
-            rows = slice(end, end + work.n_logits)
+        for entry in scheduled:
+            rows = slice(end, end + entry.n_logits)
             end = rows.stop
-            request = work.request
+            request = entry.request
             if request.search is None:
                 continue
-            array = next(left) if work.draws else None
+            array = next(left) if entry.emits_token else None
             try:
-                if request.trouble is not None:
-                    raise request.trouble
-                compute_rows(array, work, logits[rows], hidden, rows)
+                if request.pending_error is not None:
+                    raise request.pending_error
+                compute_rows(array, entry, logits[rows], hidden, rows)
             except Exception as error:
-                if array is None:  # the other ranks are told with a later step
-                    request.trouble = error
+                if array is None:  # reported to the other ranks with a later step
+                    request.pending_error = error
                 else:
-                    array[0, 1] = NO_TOKEN
+                    array[0, 1] = FAILED_TOKEN
                     self.errors[request.id] = error
 
-    def _read_prompts(self, logits: np.ndarray, works: Sequence[ScheduledRequest]) -> None:
+    def _compute_prompt_logprobs(
+        self, logits: np.ndarray, scheduled: Sequence[ScheduledRequest]
+    ) -> None:
         first = done = 0
-        for work in works:
-            rows = _prompt_rows(work)
+        for entry in scheduled:
+            rows = _prompt_rows(entry)
             if rows:
-                request = work.request
-                at = [first + i - request.n_done for i in rows]
+                request = entry.request
+                at = [first + i - request.n_computed for i in rows]
                 ids = np.array([request.prompt[i + 1] for i in rows], np.int32)
                 array = self.prompt.array[done : done + len(rows)]
                 try:
-                    self._describe_prompt(rows_of(logits, at), ids, array)
+                    self._fill_prompt_logprobs(rows_of(logits, at), ids, array)
                 except Exception as error:
-                    array[:, 0] = NO_TOKEN
+                    array[:, 0] = FAILED_TOKEN
                     self.errors[request.id] = error
                 done += len(rows)
-            first += work.n_logits
+            first += entry.n_logits
 
-    def failed(self, works: Sequence[ScheduledRequest]) -> list[Request]:
-        """Return the requests that fail in this step, as the arrays tell on every rank."""
-        if not any((array[:, :2] == NO_TOKEN).any() for array in self.arrays):
+    def failed_requests(self, scheduled: Sequence[ScheduledRequest]) -> list[Request]:
+        """Return the requests that failed in this step, from the arrays, on every rank."""
+        if not any((array[:, :2] == FAILED_TOKEN).any() for array in self.arrays):
             return []
         found, row, prompt_row = [], 0, 0
         searches = iter(self.searches)
-        for work in works:
-            n_prompt = len(_prompt_rows(work))
-            n_drawn = 1 + len(work.drafts) if _is_drawn(work) else 0
+        for entry in scheduled:
+            n_prompt = len(_prompt_rows(entry))
+            n_drawn = 1 + len(entry.drafts) if _is_sampled(entry) else 0
             marks = [
                 *self.prompt.array[prompt_row : prompt_row + n_prompt, 0],
                 *self.drawn.array[row : row + n_drawn, 0],
             ]
-            if work.draws and work.request.search is not None:
+            if entry.emits_token and entry.request.search is not None:
                 marks.append(next(searches)[0, 1])
-            if NO_TOKEN in marks:
-                found.append(work.request)
+            if FAILED_TOKEN in marks:
+                found.append(entry.request)
             row, prompt_row = row + n_drawn, prompt_row + n_prompt
         return found
 
-    def words(self, failed: Sequence[Request]) -> np.ndarray:
-        """Return what happened to these requests, uint8 (B, `ERROR_BYTES`), for other ranks."""
+    def encode_errors(self, failed: Sequence[Request]) -> np.ndarray:
+        """Return the errors of these requests for other ranks, uint8 (B, `ERROR_BYTES`)."""
         array = np.zeros((len(failed), ERROR_BYTES), np.uint8)
         for line, request in zip(array, failed, strict=True):
             error = self.errors[request.id]
@@ -285,43 +303,47 @@ class StepOutput:
             line[1 : 1 + len(text)] = np.frombuffer(text[: ERROR_BYTES - 1], np.uint8)
         return array
 
-    def take_words(self, failed: Sequence[Request], array: np.ndarray) -> None:
-        """Take what another rank's `words` tell."""
+    def decode_errors(self, failed: Sequence[Request], array: np.ndarray) -> None:
+        """Set the errors from the `encode_errors` of another rank."""
         for line, request in zip(array, failed, strict=True):
             text = line[1:].tobytes().rstrip(b"\0").decode(errors="replace")
             self.errors[request.id] = (UsageError if line[0] else RuntimeError)(text)
 
     @staticmethod
-    def _describe_prompt(logits: np.ndarray, ids: np.ndarray, array: np.ndarray) -> None:
+    def _fill_prompt_logprobs(logits: np.ndarray, ids: np.ndarray, array: np.ndarray) -> None:
         values = np.empty((len(ids), 1))
         log_probabilities(logits, ids, values)
         array[:, 0], array[:, 1] = ids, values[:, 0]
-        most = (array.shape[1] - FIRST) // 2
+        most = (array.shape[1] - TOP_COLUMN) // 2
         if most and np.isfinite(values).all():
             top, logprobs = top_log_probabilities(logits, most)
-            array[:, FIRST : FIRST + top.shape[1]] = top
-            array[:, FIRST + most : FIRST + most + top.shape[1]] = logprobs
+            array[:, TOP_COLUMN : TOP_COLUMN + top.shape[1]] = top
+            array[:, TOP_COLUMN + most : TOP_COLUMN + most + top.shape[1]] = logprobs
 
-    def apply(self, works: Sequence[ScheduledRequest]) -> list[RequestDelta]:
-        """Give the requests what came out, and return it."""
+    def apply(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestDelta]:
+        """Update the requests and return their new tokens."""
         outputs, row, prompt_row = [], 0, 0
         searches, vectors = iter(self.searches), iter(self.vectors)
-        for work in works:
-            request, output, draws = work.request, RequestDelta(work.request), work.draws
+        for entry in scheduled:
+            request, output, emits_token = (
+                entry.request,
+                RequestDelta(entry.request),
+                entry.emits_token,
+            )
             error = self.errors.get(request.id)
-            for _ in _prompt_rows(work):
+            for _ in _prompt_rows(entry):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
                 request.prompt_results.append((float(self.prompt.array[prompt_row, 1]), top))
                 prompt_row += 1
-            if work.ends_pooling:
+            if entry.emits_vector:
                 request.vector, request.finish_reason = next(vectors).copy(), "stop"
             if not request.branches:
-                request.n_done += work.n_tokens
-            if draws and request.search is not None:
-                self._search(request, next(searches), output, error)
-            elif draws:
-                n_rows = 1 + len(work.drafts)
-                self._accept(work, row, n_rows, output, error)
+                request.n_computed += entry.n_tokens
+            if emits_token and request.search is not None:
+                self._apply_search(request, next(searches), output, error)
+            elif emits_token:
+                n_rows = 1 + len(entry.drafts)
+                self._accept(entry, row, n_rows, output, error)
                 row += n_rows
             elif request.max_tokens == 0 and request.n_pending == 0 and request.pooling is None:
                 request.finish_reason = "length"
@@ -331,10 +353,10 @@ class StepOutput:
         return outputs
 
     @staticmethod
-    def _search(
+    def _apply_search(
         request: Request, row: np.ndarray, output: RequestDelta, error: Exception | None
     ) -> None:
-        """Let a search go on; that it cannot is the same on every rank."""
+        """Advance a search; an error is the same on every rank."""
         n_before = len(request.ids)
         try:
             if error is None:
@@ -345,67 +367,65 @@ class StepOutput:
 
     def _accept(
         self,
-        work: ScheduledRequest,
+        entry: ScheduledRequest,
         row: int,
         n_rows: int,
         output: RequestDelta,
         error: Exception | None,
     ) -> None:
-        request, n_before = work.request, len(work.request.ids)
+        request, n_before = entry.request, len(entry.request.ids)
         for i in range(row, row + n_rows):
             token, logprob = self.drawn.array[i, :2].tolist()
             if math.isnan(token) or request.finish_reason is not None:
                 break
-            if token == NO_TOKEN:
-                request.fail(error or UsageError("no token could be drawn"))
+            if token == FAILED_TOKEN:
+                request.fail(error or UsageError("no token could be sampled"))
                 break
             request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
         output.add(n_before)
-        if work.drafts:
+        if entry.drafts:
             n_right = max(0, len(output.tokens) - 1)
-            request.n_done += n_right
-            request.n_drafted += len(work.drafts)
+            request.n_computed += n_right
+            request.n_drafted += len(entry.drafts)
             request.n_accepted += n_right
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A continuation."""
+    """Result of a finished request."""
 
     ids: list[int]
     """New token ids."""
     text: str
-    """The new tokens as text, up to a stop text; empty if the model was loaded without a
-    tokenizer."""
+    """The new tokens as text, up to a stop text; empty without a tokenizer."""
     logprobs: list[float]
-    """Natural logarithm of each new token's probability."""
+    """Log-probability of each new token."""
     finish_reason: FinishReason
-    """"stop": an end token was drawn or a stop text came; "length": max_tokens or the context is
-    full."""
+    """"stop": end token or stop text; "length": `max_tokens` or context reached."""
     prompt_ids: list[int]
     """The prompt as token ids."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """With `logprobs`: the most probable tokens in the place of each new one."""
+    """With `logprobs`: the most probable tokens at each position."""
     prompt_logprobs: list[tuple[float, TopLogprobs]] = field(default_factory=list)
-    """With `prompt_logprobs`: for each prompt token but the first its log-probability and the most
-    probable tokens."""
+    """With `prompt_logprobs`: log-probability and most probable tokens at each prompt position but
+    the first."""
     n_drafted: int = 0
-    """Tokens that a draft model proposed."""
+    """Draft tokens."""
     n_accepted: int = 0
-    """Proposed tokens that were right."""
+    """Accepted draft tokens."""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed, but shared with another request."""
+    """Prompt tokens found in the prefix cache."""
     score: float | None = None
-    """Score of a beam: log-probability divided by the length to the power of the penalty."""
+    """Beam score: log-probability / length ** length_penalty."""
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the proposed tokens that were right; None without proposals."""
+        """Accepted share of the draft tokens; None without any."""
         return self.n_accepted / self.n_drafted if self.n_drafted else None
 
     @classmethod
     def of(cls, request: Request, text: str) -> RequestOutput:
-        """Return what a request that has ended came to."""
+        """Return the result of a finished request."""
         assert request.finish_reason is not None
         return cls(
             request.ids, text, request.logprobs, request.finish_reason, request.prompt,
@@ -416,7 +436,7 @@ class RequestOutput:
     def replaced(
         self, found: Continuation, stop_ids: frozenset[int], tokenizer: Tokenizer | None
     ) -> RequestOutput:
-        """Return the result with another continuation that a search has found."""
+        """Return the result with another continuation of the search."""
         ended = found.steps[-1].token in stop_ids
         steps = found.steps[:-1] if ended else found.steps
         ids = [step.token for step in steps]
@@ -441,29 +461,30 @@ def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
     return "".join([*(stream.push(i) for i in request.ids), stream.finish()])
 
 
-def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[int]:
-    """Return the tokens that come out where some were proposed.
+def verify_drafts(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[int]:
+    """Verify draft tokens; return the accepted ones and the next token.
 
-    The tokens are drawn as if there had been no proposal, each after those before it; the first
-    that differs from the proposed one is the last whose logits are right.  So the result is, bit
-    for bit, the one without proposals, whatever the strategy.  `Request.verifies_chain` wants
-    another verification, `nbflow.engine.speculative.rejection_sampler`.
+    Tokens are sampled as without a draft; the first one that differs from its draft token is the
+    last with valid logits.  The result is therefore bit-identical to that without a draft, for
+    every strategy.  With `Request.verifies_chain`, rejection sampling is used instead.
 
     Parameters
     ----------
     logits : array of float32, shape (n + 1, V)
-        Scores after the last token and after each of the `n` proposed ones.
+        Logits after the last token and after each of the `n` draft tokens.
     request : Request
         The request.
     drafts : sequence of int
-        The proposed tokens.
+        The draft tokens.
     """
     if request.verifies_chain:
         assert request.draft_probs is not None
         probs = request.draft_probs[: len(drafts)]
         return rejection_sample(on_host(logits), request, drafts, probs)
     compiled, tokens = request.strategy.compiled, list[int]()
-    drawn = draw_ahead(logits, request) if compiled else _draw_on(on_host(logits), request)
+    drawn = (
+        sample_ahead(logits, request) if compiled else _sample_with_state(on_host(logits), request)
+    )
     for i, token in enumerate(drawn):
         tokens.append(token)
         if i == len(drafts) or token != drafts[i] or token in request.stop_ids:
@@ -471,8 +492,8 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     return tokens
 
 
-def _draw_on(logits: np.ndarray, request: Request) -> Iterator[int]:
-    """Draw token after token of a request from rows of logits, by the state of its strategy."""
+def _sample_with_state(logits: np.ndarray, request: Request) -> Iterator[int]:
+    """Sample consecutive tokens from rows of logits with the state of the strategy."""
     state = state_of(request)
     for row in logits:
         token = state.choose(row.copy())
@@ -481,26 +502,26 @@ def _draw_on(logits: np.ndarray, request: Request) -> Iterator[int]:
         yield token
 
 
-def _prompt_rows(work: ScheduledRequest) -> range:
-    """Return the positions in the prompt after which the log-probability of the next is wanted."""
-    request = work.request
-    if not request.wants_prompt_logits:
+def _prompt_rows(entry: ScheduledRequest) -> range:
+    """Return the prompt positions whose next token needs a log-probability."""
+    request = entry.request
+    if not request.needs_prompt_logits:
         return range(0)
-    begin = max(request.n_done, len(request.prompt_results))
-    return range(begin, min(request.n_done + work.n_tokens, len(request.prompt) - 1))
+    begin = max(request.n_computed, len(request.prompt_results))
+    return range(begin, min(request.n_computed + entry.n_tokens, len(request.prompt) - 1))
 
 
-def _is_drawn(work: ScheduledRequest) -> bool:
-    """Return whether a strategy draws a token, as no search does."""
-    return work.draws and work.request.search is None
+def _is_sampled(entry: ScheduledRequest) -> bool:
+    """Return whether a strategy samples a token (a search does not)."""
+    return entry.emits_token and entry.request.search is None
 
 
-def _drawing_rows(works: Sequence[ScheduledRequest]) -> list[int]:
-    """Return which rows of the logits draw tokens."""
+def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of the logits from which tokens are sampled."""
     rows: list[int] = []
     end = 0
-    for work in works:
-        end += work.n_logits
-        if _is_drawn(work):
-            rows += range(end - 1 - len(work.drafts), end)
+    for entry in scheduled:
+        end += entry.n_logits
+        if _is_sampled(entry):
+            rows += range(end - 1 - len(entry.drafts), end)
     return rows

@@ -1,13 +1,12 @@
 """Pipeline parallelism: as many steps in flight as there are stages.
 
-With one step at a time, a stage idles while the others work on it.  Here a rank dispatches a step
-with some of the requests, then one with others, before it collects the outputs of the first: the
-rank with the head sends these to every rank as soon as it has them.  Only the requests of a step in
-flight wait.  A chunk of a prompt that draws nothing has nothing to wait for, so chunks follow each
-other without a pause.
+With one step in flight, a stage idles while the others compute.  Here a rank dispatches a step for
+some requests, then one for others, before it collects the outputs of the first, which the rank with
+the head broadcasts as soon as they exist.  Only the requests of a step in flight wait.  Prompt
+chunks that sample no token follow each other without waiting.
 
-Every rank begins and ends the same steps in the same order, so that they need not tell each other
-which.  Results do not change: a row does not depend on what else is in its step.
+Every rank dispatches and collects the same steps in the same order without communication.  Results
+do not change: a row is independent of the rest of its step.
 """
 
 from __future__ import annotations
@@ -24,69 +23,71 @@ class Pipeline:
 
     Parameters
     ----------
-    rank : StepRunner
-        The rank.
+    worker : StepRunner
+        Worker of this rank.
     depth : int
         Most steps in flight: the number of stages.
     """
 
-    def __init__(self, rank: StepRunner, depth: int) -> None:
-        self._rank = rank
+    def __init__(self, worker: StepRunner, depth: int) -> None:
+        self._worker = worker
         self._depth = depth
         self._steps: deque[tuple[list[ScheduledRequest], StepOutput]] = deque()
-        self._kept: list[RequestDelta] = []
+        self._collected: list[RequestDelta] = []
 
-    def advance(self) -> list[RequestDelta]:
-        """Begin as many steps as there are stages, and return what came out meanwhile."""
-        requests = self._rank.scheduler.requests  # some may have been ended since
-        outputs = [output for output in self._kept if output.request in requests]
-        self._kept = []
+    def step(self) -> list[RequestDelta]:
+        """Dispatch one step per stage and return the outputs collected meanwhile."""
+        requests = self._worker.scheduler.requests  # some may have ended since
+        outputs = [output for output in self._collected if output.request in requests]
+        self._collected = []
         for _ in range(self._depth):
             if len(self._steps) == self._depth:
-                outputs += self._end_step()
-            while self._steps and self._is_short():  # pages can only be taken from who waits
-                outputs += self._end_step()
-            if not self._begin_step(outputs):
+                outputs += self._collect()
+            while (
+                self._steps and self._pages_are_scarce()
+            ):  # a request in flight cannot be preempted
+                outputs += self._collect()
+            if not self._dispatch(outputs):
                 break
         if not outputs and self._steps:
-            outputs = self._end_step()
+            outputs = self._collect()
         return outputs
 
-    def settle(self) -> None:
-        """Wait for all steps in flight; the next `advance` returns their outputs.
+    def drain(self) -> None:
+        """Collect all steps in flight; the next `step` returns their outputs.
 
-        Messages between ranks outside of the steps would meet those of the steps.
+        Other messages between the ranks would mix with those of the steps.
         """
         while self._steps:
-            self._kept += self._end_step()
+            self._collected += self._collect()
 
     def end_all(self) -> None:
-        """Wait for all steps in flight and drop their outputs."""
-        self.settle()
-        self._kept = []
+        """Collect all steps in flight and drop their outputs."""
+        self.drain()
+        self._collected = []
 
-    def _busy(self) -> set[int]:
-        return {work.request.id for works, _ in self._steps for work in works}
+    def _in_flight(self) -> set[int]:
+        return {entry.request.id for scheduled, _ in self._steps for entry in scheduled}
 
-    def _is_short(self) -> bool:
-        """Return whether some request might have to give its pages back in the next step."""
-        scheduler = self._rank.scheduler
-        return scheduler.table.n_available < scheduler.width
+    def _pages_are_scarce(self) -> bool:
+        """Return whether the next step might preempt a request."""
+        scheduler = self._worker.scheduler
+        return scheduler.table.n_available < scheduler.n_sequences
 
-    def _begin_step(self, outputs: list[RequestDelta]) -> bool:
-        """Run this rank's part of a step; False if there is nothing to run."""
-        rank, busy = self._rank, self._busy()
-        n = len(rank.scheduler.requests)
-        works = rank.scheduler.next_step(busy, -(-n // self._depth))
-        if not works:
+    def _dispatch(self, outputs: list[RequestDelta]) -> bool:
+        """Dispatch a step on this rank; False if nothing can run."""
+        worker, in_flight = self._worker, self._in_flight()
+        n = len(worker.scheduler.requests)
+        scheduled = worker.scheduler.next_step(in_flight, -(-n // self._depth))
+        if not scheduled:
             return False
-        outcome = rank.begin_step(works)
-        if outcome.arrays:
-            self._steps.append((works, outcome))
+        output = worker.dispatch_step(scheduled)
+        if output.arrays:
+            self._steps.append((scheduled, output))
         else:
-            outputs += rank.end_step(works, outcome)
+            outputs += worker.collect_step(scheduled, output)
         return True
 
-    def _end_step(self) -> list[RequestDelta]:
-        """Receive what the oldest step gave, and give it to its requests."""
-        return self._rank.end_step(*self._steps.popleft())
+    def _collect(self) -> list[RequestDelta]:
+        """Collect the oldest step."""
+        return self._worker.collect_step(*self._steps.popleft())

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Timings:
-    """When things happened, in seconds of `time.monotonic`; None for what has not happened yet."""
+    """Time stamps of a request in seconds of `time.monotonic`; None until reached."""
 
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
-    """The first step with a token of the request was over (from then on it is not queued)."""
+    """End of the first step that processed tokens of the request."""
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
@@ -35,31 +35,31 @@ class Runner(Protocol):
 
     @property
     def model(self) -> ModelInfo:
-        """The model that it runs."""
+        """Model of the engine."""
 
     @property
     def on_own_thread(self) -> bool:
-        """True on the thread that passes on the events of requests."""
+        """True on the thread that delivers events."""
 
     def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
-        """Let a request end with this reason, unless it has ended."""
+        """End a request with this reason, unless it is finished."""
 
 
 OnEvents = Callable[["RequestHandle", list[TokenOutput]], None]
 
 
 class RequestHandle:
-    """A submitted request.  Made by `LLMEngine.submit`.
+    """Handle returned by `LLMEngine.submit`.
 
-    Iterate over it for the events as they come, or wait for `result`.  Where `on_events` was given,
-    the events go there instead, on the engine's thread: it must be quick and must not raise.
+    Iterate over it for token events, or wait for `result`.  With `on_events`, events are passed to
+    that callback on the engine's thread instead: it must return quickly and must not raise.
 
     Attributes
     ----------
     request : Request
-        What was submitted; the engine changes it until the end.
+        The submitted request, which the engine updates until it finishes.
     timings : Timings
-        When things happened.
+        Time stamps.
     """
 
     def __init__(self, engine: Runner, request: Request, on_events: OnEvents | None) -> None:
@@ -72,36 +72,36 @@ class RequestHandle:
 
     @property
     def done(self) -> bool:
-        """True once the request has ended."""
+        """True once the request is finished."""
         return self._ended.is_set()
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
+        """Finish reason; None while it runs."""
         return self.request.finish_reason if self.done else None
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens that were taken from the prefix cache."""
+        """Prompt tokens found in the prefix cache."""
         return self.request.cached_tokens
 
     @property
     def prompt_logprobs(self) -> list[tuple[float, TopLogprobs]] | None:
         """For each prompt token but the first, its log-probability and the most probable tokens.
 
-        None if the request does not want them, or the prompt has not been read to its end.
+        None if not requested, or while the prompt is being processed.
         """
         request = self.request
-        if request.prompt_logprobs is None or request.wants_prompt_logits:
+        if request.prompt_logprobs is None or request.needs_prompt_logits:
             return None
         return request.prompt_results
 
     def cancel(self, reason: FinishReason = "abort") -> None:
-        """Let the request end with this reason, unless it has ended already.  Returns at once."""
+        """End the request with this reason, unless it is finished.  Returns at once."""
         self._engine.cancel(self, reason)
 
     def __iter__(self) -> Iterator[TokenOutput]:
-        """Yield the events as they come; the last one has a `finish_reason`."""
+        """Yield events; the last one has a `finish_reason`."""
         if self._on_events is not None:
             raise UsageError(
                 "the events of this request go to on_events; leave that out to iterate"
@@ -113,14 +113,14 @@ class RequestHandle:
                     return
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end and return the continuation.
+        """Wait until the request is finished and return its output.
 
         Raises
         ------
         TimeoutError
-            If it has not ended after `timeout` seconds; it goes on.
+            If it is not finished after `timeout` seconds; it continues.
         Exception
-            What happened, if the request ended with "error".
+            The error of a request that finished with "error".
         """
         self.wait(timeout)
         if self.request.error is not None:
@@ -128,21 +128,21 @@ class RequestHandle:
         return self._engine.model.generation(self.request)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end; raise `TimeoutError` if it has not come after `timeout` seconds."""
+        """Wait until finished; raise `TimeoutError` after `timeout` seconds."""
         if self._engine.on_own_thread and not self.done:
-            raise UsageError("a listener would wait for itself: this is the engine's own thread")
+            raise UsageError("cannot wait on the engine's own thread, which delivers the events")
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the request has not ended after {timeout} s")
+            raise TimeoutError(f"the request is not finished after {timeout} s")
 
     def results(self, timeout: float | None = None) -> list[RequestOutput]:
-        """Wait for the end and return all that a search has found, best first; else the result."""
+        """Wait and return all results of a search, best first; otherwise the only result."""
         one = self.result(timeout)
         return self._engine.model.generations(self.request) if self.request.found else [one]
 
     # ---- for the engine -----------------------------------------------------------------------
 
     def push(self, delta: RequestDelta) -> None:
-        """Pass on what a step gave; called on the engine's thread."""
+        """Deliver the new tokens of a step; called on the engine's thread."""
         now, timings = time.monotonic(), self.timings
         timings.started = timings.started or now
         if delta.tokens and delta.tokens[0].token is not None:
@@ -151,7 +151,7 @@ class RequestHandle:
         self._deliver(delta.tokens)
 
     def relay(self, events: list[TokenOutput], facts: dict[str, Any]) -> None:
-        """Take what a request that runs in another process has given."""
+        """Deliver events of a request that runs in another process."""
         now, timings, request = time.monotonic(), self.timings, self.request
         timings.started = timings.started or now
         for event in events:
@@ -169,9 +169,9 @@ class RequestHandle:
     def end(
         self, reason: FinishReason, error: Exception | None = None, text: str | None = None
     ) -> None:
-        """End the request for a reason outside of the steps; called on the engine's thread.
+        """Finish the request outside of a step; called on the engine's thread.
 
-        `text` was held back for a stop text.
+        `text` was held back by the stop checker.
         """
         if not self.done:
             self.request.finish_reason, self.request.error = reason, error
@@ -188,5 +188,5 @@ class RequestHandle:
             return
         try:
             self._on_events(self, events)
-        except Exception:  # who listens must not be able to end the engine
+        except Exception:  # a callback must not end the engine
             logger.exception("on_events of request %d raised", self.request.id)

@@ -1,23 +1,27 @@
-"""Checks of what a caller gives: token ids, and requests before they are scheduled."""
+"""Request validation: token ids, sampling parameters, and the fields of a `Request`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.engine.interfaces import ModelInfo
 from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
-from nbflow.sampling import Greedy
-from nbflow.sampling.logits_processors import check_token_ids
+from nbflow.engine.search import Search
+from nbflow.engine.search.api import check_search
+from nbflow.options import SamplingParams
+from nbflow.sampling import Greedy, Strategy, build_strategy, end_ids
+from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
 def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> list[int]:
-    """Return token ids that fit into the context, with `room` tokens besides them."""
+    """Return valid token ids that leave `room` tokens of the context."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise UsageError(
@@ -41,7 +45,7 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
 def check_encoder_ids(
     spec: ModelSpec, ids: Sequence[int] | NDArray[Any] | None
 ) -> list[int] | None:
-    """Return the encoder's token ids, checked; None if there is no encoder."""
+    """Return valid encoder token ids; None for a model without encoder."""
     if spec.encoder is None:
         if ids is not None:
             raise UsageError(f"{spec.name} has no encoder; leave encoder_ids out")
@@ -54,7 +58,7 @@ def check_encoder_ids(
 def check_types(
     spec: ModelSpec, types: Sequence[int] | NDArray[Any] | None, n: int
 ) -> list[int] | None:
-    """Return the types of `n` tokens, if there are any and they fit the model."""
+    """Return valid types of `n` tokens, or None."""
     if types is None:
         return None
     array = np.asarray(types)
@@ -73,10 +77,10 @@ def check_types(
 
 
 def check_request(spec: ModelSpec, request: Request) -> None:
-    """Raise `UsageError` if a step could fail on the fields of a request.
+    """Raise `UsageError` if a field of a request is invalid.
 
-    A request shares its steps with others, so all that the scheduler and the draws read is checked
-    before, also in a request whose fields have been set by hand.
+    Requests share steps, so a bad field must not reach the scheduler or the sampler, also where
+    the caller has set it on the `Request`.
     """
     for name, low, high in (
         ("max_tokens", 0, 2**31 - 1),
@@ -109,7 +113,7 @@ def embedding_requests(
     pooling: str,
     normalize: bool,
 ) -> list[Request]:
-    """Return a checked request for each of several texts; parameters as of `LLM.embed_batch`."""
+    """Return a pooling request for each text; parameters as in `LLM.embed_batch`."""
     if spec.encoder is not None:
         raise UsageError(f"{spec.name} has an encoder and a decoder; use hidden()")
     if pooling not in POOLINGS:
@@ -126,3 +130,105 @@ def embedding_requests(
         request.pooling = Pooling(pooling, normalize, not spec.causal, some)
         requests.append(request)
     return requests
+
+
+def sampling_params(
+    max_tokens: int,
+    decoding: str | Strategy | Search,
+    seed: int,
+    ignore_eos: bool,
+    parameters: Mapping[str, Any],
+) -> SamplingParams:
+    """Return the keyword arguments of `LLM.generate` as `SamplingParams`."""
+    named = decoding if isinstance(decoding, str) and decoding != "auto" else None
+    params = SamplingParams.parse(
+        {
+            **parameters, "max_tokens": max_tokens, "decoding": named, "seed": seed,
+            "ignore_eos": ignore_eos,
+        }
+    )  # fmt: skip
+    if params.n != 1:
+        raise UsageError("n is an argument of generate_batch; submit n requests instead")
+    return params
+
+
+def validate_request(
+    model: ModelInfo,
+    prompt: str | Sequence[int] | NDArray[Any],
+    params: SamplingParams,
+    decoding: str | Strategy | Search | None = None,
+    decoder_ids: Sequence[int] | None = None,
+    *,
+    drafted: bool = False,
+) -> Request:
+    """Return a request with these parameters; `drafted` is True with a draft model."""
+    _check_generates(model.spec)
+    if decoding is None or isinstance(decoding, (str, Strategy)):
+        chosen: Strategy | Search = build_strategy(
+            params, model.spec.vocab_size, model.optional_tokenizer, model.end_ids, model.defaults,
+            decoding if isinstance(decoding, Strategy) else None,
+        )  # fmt: skip
+    else:
+        check_search(decoding, params, drafted)
+        chosen = decoding
+    return build_request(model, prompt, params, chosen, decoder_ids)
+
+
+def build_request(
+    model: ModelInfo,
+    prompt: str | Sequence[int] | NDArray[Any],
+    params: SamplingParams,
+    strategy: Strategy | Search,
+    decoder_ids: Sequence[int] | None = None,
+) -> Request:
+    """Return a request with a strategy that has its logits processors already."""
+    spec = model.spec
+    _check_generates(spec)
+    ends = frozenset(end_ids(params, model.end_ids, spec.vocab_size))
+    search = None if isinstance(strategy, Strategy) else strategy
+    drawn = strategy if isinstance(strategy, Strategy) else Greedy()
+    if spec.banned_token_ids:
+        drawn = constrain(drawn, LogitsProcessors(banned_token_ids=spec.banned_token_ids))
+    if params.stop_texts:
+        _ = model.tokenizer  # raises without one: stop texts need it
+    if isinstance(prompt, str):
+        prompt = model.tokenizer.encode(prompt, add_special_tokens=True)
+    encoder_ids = None
+    if spec.encoder is not None:
+        encoder_ids = check_encoder_ids(spec, prompt)
+        prompt = _decoder_prompt(spec, decoder_ids)
+    elif decoder_ids is not None:
+        raise UsageError(
+            f"{spec.name} has no encoder; give all tokens as the prompt, without decoder_ids"
+        )
+    ids = check_ids(spec, prompt, room=1)
+    most = min(params.max_tokens, spec.max_context - len(ids))
+    request = Request(ids, most, drawn, params.seed % 2**64, ends, encoder_ids)
+    request.search = search
+    request.banned_ids = frozenset(spec.banned_token_ids)
+    request.n_top_logprobs = min(params.logprobs or 0, spec.vocab_size)
+    if params.prompt_logprobs is not None:
+        request.prompt_logprobs = min(params.prompt_logprobs, spec.vocab_size)
+    request.stop_texts = params.stop_texts
+    request.include_stop_text = params.include_stop_str_in_output
+    return request
+
+
+def _check_generates(spec: ModelSpec) -> None:
+    if not spec.causal or not spec.head:
+        raise UsageError(
+            f"{spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
+            "or logits()"
+        )
+
+
+def _decoder_prompt(spec: ModelSpec, decoder_ids: Sequence[int] | None) -> Sequence[int]:
+    """Return the decoder prompt of an encoder-decoder model."""
+    if decoder_ids is not None:
+        return decoder_ids
+    if spec.decoder_start_id is None:
+        raise UsageError(
+            f"the configuration of {spec.name} has no decoder_start_token_id; give the "
+            "decoder's first tokens as decoder_ids"
+        )
+    return [spec.decoder_start_id]

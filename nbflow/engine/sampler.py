@@ -1,11 +1,7 @@
-"""From the logits of a step to the next token of each request, with the numbers that describe it.
+"""Sampler: next token of each request from the logits of a step, with log-probabilities.
 
-Logits on a CUDA device stay there: draws, log-probabilities and the most probable tokens come back.
-Of strategies that no kernel draws for, so do the best tokens where a few are enough; only else a
-row of logits does.
-
-The rank that holds the head draws and sends one array to the others; its shape follows from the
-requests, which every rank knows.
+Logits on a CUDA device stay there; tokens, log-probabilities and top tokens are copied back.  For
+strategies without a kernel only the top candidates are copied where they suffice, else the row.
 """
 
 from __future__ import annotations
@@ -18,79 +14,79 @@ from typing import Any
 import numpy as np
 
 from nbflow.engine.request import Request
-from nbflow.sampling.candidates import shortlists
-from nbflow.sampling.strategy import State, check_drawn
+from nbflow.sampling.candidates import top_candidates
+from nbflow.sampling.strategy import State, check_sampled
 from nbflow_kernels import embedding
 from nbflow_kernels.arrays import empty, is_cuda, on_device, on_host
 from nbflow_kernels.logits import cpu, cuda
 from nbflow_kernels.sampling import top_k
 
-FIRST = 2
-"""Columns of `SamplerOutput.array` before the most probable tokens: token and log-probability."""
-MOST_BEST = 1024
-"""Most tokens of a row that come from a device in place of the row."""
+TOP_COLUMN = 2
+"""First column of the top tokens in `SamplerOutput.array`, after token and log-probability."""
+MAX_CANDIDATES = 1024
+"""Most candidates copied from a device instead of the whole row."""
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Drawn tokens of some requests, with their log-probabilities."""
+    """Sampled tokens with their log-probabilities."""
 
     array: np.ndarray
-    """float64 (B, 2 + 2 K): token, log-probability, K most probable tokens, their
-    log-probabilities; NaN where not asked for.  K is the most that one of the requests wants."""
+    """float64 (B, 2 + 2 K): token, log-probability, K top tokens, their log-probabilities; NaN
+    where not requested.  K is the largest number that a request asks for."""
 
     @classmethod
     def empty(cls, requests: Sequence[Request]) -> SamplerOutput:
-        """Return room for these requests."""
+        """Allocate the output for these requests."""
         most = max((r.n_top_logprobs for r in requests), default=0)
-        return cls(np.full((len(requests), FIRST + 2 * most), math.nan))
+        return cls(np.full((len(requests), TOP_COLUMN + 2 * most), math.nan))
 
     @property
     def tokens(self) -> list[int]:
-        """The drawn tokens."""
+        """The sampled tokens."""
         return [int(token) for token in self.array[:, 0]]
 
     @property
     def logprobs(self) -> list[float]:
-        """Natural logarithms of their probabilities under the model; NaN where not wanted."""
+        """Log-probabilities under the model; NaN where not requested."""
         numbers: list[float] = self.array[:, 1].tolist()
         return numbers
 
     def top(self, b: int, n: int) -> list[tuple[int, float]]:
         """Return the `n` most probable tokens of request `b` with their log-probabilities."""
-        most = (self.array.shape[1] - FIRST) // 2
-        ids = self.array[b, FIRST : FIRST + n]
-        values = self.array[b, FIRST + most : FIRST + most + n]
+        most = (self.array.shape[1] - TOP_COLUMN) // 2
+        ids = self.array[b, TOP_COLUMN : TOP_COLUMN + n]
+        values = self.array[b, TOP_COLUMN + most : TOP_COLUMN + most + n]
         return [(int(i), float(x)) for i, x in zip(ids, values, strict=True) if not math.isnan(i)]
 
 
-def draw(logits: np.ndarray, requests: Sequence[Request]) -> SamplerOutput:
-    """Choose the next token of each request.
+def sample(logits: np.ndarray, requests: Sequence[Request]) -> SamplerOutput:
+    """Sample the next token of each request.
 
     Parameters
     ----------
     logits : array of float32, shape (B, V)
         Scores after the last token of each request, in host memory or on a device; not changed.
     requests : sequence of Request
-        The requests; the states of their strategies go on.
+        The requests; the states of their strategies advance.
 
     Returns
     -------
-    Drawn
+    SamplerOutput
 
     Raises
     ------
     UsageError
-        If a row has a NaN, +inf, or no token that may be drawn.
+        If a row has a NaN, +inf, or only banned tokens.
     """
     drawn = SamplerOutput.empty(requests)
-    drawn.array[:, 0] = choose(logits, requests)
-    describe(logits, requests, drawn.array)
+    drawn.array[:, 0] = sample_tokens(logits, requests)
+    gather_logprobs(logits, requests, drawn.array)
     return drawn
 
 
-def choose(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
-    """Return the next token of each request, int32 (B,); parameters as in `draw`."""
+def sample_tokens(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
+    """Return the next token of each request, int32 (B,); parameters as in `sample`."""
     tokens = np.empty(len(requests), np.int32)
     compiled = [i for i, r in enumerate(requests) if r.strategy.compiled]
     for strategy in dict.fromkeys(requests[i].strategy for i in compiled):
@@ -100,13 +96,13 @@ def choose(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
         tokens[rows] = strategy.choose(rows_of(logits, rows), seeds, offsets)
     others = [i for i, r in enumerate(requests) if not r.strategy.compiled]
     states = [state_of(requests[i]) for i in others]
-    for i, state, row in zip(others, states, _seen(logits, others, states), strict=True):
+    for i, state, row in zip(others, states, _rows_for_states(logits, others, states), strict=True):
         tokens[i] = state.choose(row)
     return tokens
 
 
 def rows_of(logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Return some rows of logits, where they lie; `logits` itself if they are all."""
+    """Return some rows of logits on their device; `logits` itself if all are selected."""
     if len(rows) == len(logits):  # no row twice: in order
         return logits
     if not is_cuda(logits):
@@ -115,41 +111,43 @@ def rows_of(logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     return found
 
 
-def draw_ahead(logits: np.ndarray, request: Request) -> Iterator[int]:
-    """Draw token after token of a request from rows of logits, by its compiled strategy."""
+def sample_ahead(logits: np.ndarray, request: Request) -> Iterator[int]:
+    """Sample consecutive tokens of a request from rows of logits, with a compiled strategy."""
     n, strategy = len(logits), request.strategy
     seeds = np.full(n, request.seed, np.uint64)
     offsets = len(request.ids) + np.arange(n, dtype=np.uint64)
-    size = n if is_cuda(logits) else 1  # on a device one launch for all, needed or not
+    size = n if is_cuda(logits) else 1  # on a device one launch for all rows
     for i in range(0, n, size):
         part = slice(i, i + size)
         for token in strategy.drawn(logits[part], seeds[part], offsets[part]):
-            check_drawn(token)
+            check_sampled(token)
             yield int(token)
 
 
-def _seen(logits: np.ndarray, rows: Sequence[int], states: Sequence[State]) -> list[Any]:
-    """Return what these states must see of these rows: the row, or the best of a row."""
+def _rows_for_states(logits: np.ndarray, rows: Sequence[int], states: Sequence[State]) -> list[Any]:
+    """Return the input of each state: its row of logits, or the top candidates of it."""
     if not is_cuda(logits):
         return [logits[i].copy() for i in rows]
-    seen: dict[int, Any] = {}
-    n_best = {i: state.n_best() or MOST_BEST + 1 for i, state in zip(rows, states, strict=True)}
-    most = min(MOST_BEST, logits.shape[1] // 4)
+    rows_seen: dict[int, Any] = {}
+    n_best = {
+        i: state.n_best() or MAX_CANDIDATES + 1 for i, state in zip(rows, states, strict=True)
+    }
+    most = min(MAX_CANDIDATES, logits.shape[1] // 4)
     few = [i for i in rows if n_best[i] <= most]
     if few:
-        found = shortlists(rows_of(logits, few), max(n_best[i] for i in few))
-        seen.update({i: best.first(n_best[i]) for i, best in zip(few, found, strict=True)})
+        found = top_candidates(rows_of(logits, few), max(n_best[i] for i in few))
+        rows_seen.update({i: best.first(n_best[i]) for i, best in zip(few, found, strict=True)})
     for i, state in zip(rows, states, strict=True):
-        if i not in seen and state.takes_device_rows:
-            seen[i] = logits[i].copy()
-    whole = [i for i in rows if i not in seen]
+        if i not in rows_seen and state.takes_device_rows:
+            rows_seen[i] = logits[i].copy()
+    whole = [i for i in rows if i not in rows_seen]
     if whole:
-        seen.update(zip(whole, on_host(rows_of(logits, whole)), strict=True))
-    return [seen[i] for i in rows]
+        rows_seen.update(zip(whole, on_host(rows_of(logits, whole)), strict=True))
+    return [rows_seen[i] for i in rows]
 
 
 def state_of(request: Request) -> State:
-    """Return the state of a request's strategy, brought up to its last token."""
+    """Return the state of a request's strategy after its last token."""
     if request.state is None:
         request.state = request.strategy.begin(request.prompt, request.seed)
         request.n_seen = 0
@@ -188,15 +186,15 @@ def top_log_probabilities(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.nd
     return on_host(ids), on_host(out)
 
 
-def describe(logits: np.ndarray, requests: Sequence[Request], array: np.ndarray) -> None:
-    """Fill in the log-probabilities of the tokens in column 0, and the most probable ones."""
+def gather_logprobs(logits: np.ndarray, requests: Sequence[Request], array: np.ndarray) -> None:
+    """Fill in log-probabilities of the tokens in column 0, and the top tokens."""
     if any(r.wants_logprobs for r in requests):
         values = np.empty((len(requests), 1))
         log_probabilities(logits, array[:, 0].astype(np.int32), values)
         wanted = [r.wants_logprobs for r in requests]
         array[wanted, 1] = values[wanted, 0]
-    most = (array.shape[1] - FIRST) // 2
+    most = (array.shape[1] - TOP_COLUMN) // 2
     if most:
         ids, logprobs = top_log_probabilities(logits, most)
-        array[:, FIRST : FIRST + ids.shape[1]] = ids
-        array[:, FIRST + most : FIRST + most + ids.shape[1]] = logprobs
+        array[:, TOP_COLUMN : TOP_COLUMN + ids.shape[1]] = ids
+        array[:, TOP_COLUMN + most : TOP_COLUMN + most + ids.shape[1]] = logprobs

@@ -1,4 +1,4 @@
-"""The numbers of a running engine."""
+"""Statistics of a running engine."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Numbers of a running engine; counters count from its start."""
+    """Gauges and counters of a running engine; counters start at 0 with it."""
 
     running: int
-    """Requests with pages."""
+    """Running requests, which hold pages."""
     waiting: int
-    """Requests without."""
+    """Waiting requests."""
     pages_used: int
-    """Pages that requests hold."""
+    """Pages held by requests."""
     pages_cached: int
-    """Pages that nobody holds, kept for requests that begin alike."""
+    """Unreferenced pages kept in the prefix cache."""
     pages_total: int
-    """Pages there may be."""
+    """Pages of the KV cache."""
     prefix_queries: int
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int
-    """Those of them that were there."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int
-    """How often a request had to give its pages back."""
+    """Preemptions of running requests."""
     steps: int
-    """Steps, and bursts of steps."""
+    """Engine steps; a multi-step decode counts as one."""
     step_seconds: float
-    """Time in steps."""
+    """Seconds spent in steps."""
     prompt_tokens: int
-    """Prompt tokens that were read, those from the cache included."""
+    """Prompt tokens processed, including cached ones."""
     generated_tokens: int
-    """Tokens that came out."""
+    """Generated tokens."""
     drafted_tokens: int
-    """Tokens that were proposed to requests that have ended."""
+    """Draft tokens of finished requests."""
     accepted_tokens: int
-    """Those of them that were right."""
+    """Accepted draft tokens of finished requests."""
     finished: dict[str, int]
-    """Requests that have ended, by reason."""
+    """Finished requests by reason."""

@@ -1,4 +1,4 @@
-"""Stop texts: detokenizes the requests that have some, and ends them where one is complete."""
+"""Stop texts: detokenize requests that have some, and finish them at a match."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nbflow.tokenization import Tokenizer
 
 
 class StopChecker:
-    """The texts of the requests that have stop texts.
+    """Incremental detokenizers of the requests with stop texts.
 
     Parameters
     ----------
     tokenizer : callable
-        Returns the model's tokenizer; called if a request has a stop text.
+        Returns the tokenizer; called for the first request with a stop text.
     """
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
@@ -24,13 +24,13 @@ class StopChecker:
         self._streams: dict[Request, IncrementalDetokenizer] = {}
 
     def check(self, deltas: Sequence[RequestDelta]) -> list[Request]:
-        """Fill in the text of tokens; cut requests after the token that completes a stop text.
+        """Fill in the text of new tokens; truncate requests after a stop text.
 
         Returns
         -------
         list of Request
-            Those that had one and have not ended by themselves, and those whose tokens have no
-            text, which have failed.
+            Requests to end on the workers: those with a match, and those whose tokens could not
+            be detokenized, which have failed.
         """
         found = []
         for delta in deltas:
@@ -40,7 +40,7 @@ class StopChecker:
             runs = request.finish_reason is None
             try:
                 self._detokenize(delta)
-            except Exception as error:  # the tokenizer's; other requests are not affected
+            except Exception as error:  # fails this request only
                 request.fail(error)
             if runs and request.finish_reason is not None:
                 found.append(request)
@@ -49,7 +49,7 @@ class StopChecker:
         return found
 
     def finish(self, request: Request) -> str | None:
-        """Forget a request that is ended from outside, and return the text that was held back."""
+        """Drop a request and return the text held back."""
         stream = self._streams.pop(request, None)
         return None if stream is None else stream.finish()
 
@@ -65,9 +65,9 @@ class StopChecker:
             assert output.token is not None
             output.text = stream.push(output.token)
             if stream.stopped is not None:
-                delta.cut(len(delta.tokens) - n)
+                delta.truncate(len(delta.tokens) - n)
                 break
         if request.finish_reason in ("stop", "length"):
-            delta.rest = stream.finish()
+            delta.held_text = stream.finish()
         if stream.stopped is not None:
             request.finish_reason, request.stop_reason = "stop", stream.stopped

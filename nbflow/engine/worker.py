@@ -1,7 +1,7 @@
-"""One rank of a model: its part of the program, its pages, and the loop over steps.
+"""Worker: one rank of a model, with its shard of the program, its KV cache and its scheduler.
 
-Every rank runs the same host code on the same requests; the rank that holds the head draws the next
-tokens and tells the others.
+Every rank runs the same host code on the same requests.  The rank with the head samples the next
+tokens and broadcasts them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from nbflow.distributed.comm import Comm, RankError
 from nbflow.distributed.device_comms import DeviceComms
 from nbflow.distributed.plan import Plan, make_plan
 from nbflow.engine.cross_attention import CrossAttentionCache
-from nbflow.engine.embedding import token_types
 from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
 from nbflow.engine.multi_step import MAX_STEPS, MultiStepDecode
 from nbflow.engine.outputs import ERROR_BYTES, RequestDelta, StepOutput
@@ -47,12 +46,12 @@ from nbflow.utils.system import available_memory_bytes, peak_rss_bytes, reset_pe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
-MAX_BURSTS = 32
-"""Bursts (strategies and batch sizes) kept."""
+MAX_MULTI_STEP_DECODES = 32
+"""Most cached multi-step buffers, one for each strategy and batch size."""
 
 
 def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
-    """Return the communicator of this rank's stage; every rank of `comm` must call it."""
+    """Return the communicators of this rank's stages; collective over `comm`."""
     groups: dict[tuple[int, ...], Comm] = {}
     for group in dict.fromkeys(r.group for r in plan.ranks):
         if len(group) > 1:
@@ -63,12 +62,12 @@ def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
 
 
 class Worker:
-    """The part of a model that one rank holds and runs.
+    """Shard of a model that one rank holds and runs.
 
     Parameters
     ----------
     plan : Plan
-        Who holds what.
+        Assignment of layers and heads to ranks.
     file : WeightFile
         The checkpoint, open.
     comm : Comm
@@ -77,12 +76,12 @@ class Worker:
         The communicators of the stages this rank belongs to, from `make_groups`.
     spec, weights, encoding, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
-    place : Place
-        Where weights, pages and buffers live.
+    place : Device
+        Device of weights, KV cache and buffers.
     links : DeviceComms, optional
         The communicators for arrays on devices, from `make_device_comms`.
     offload : OffloadConfig
-        Parts that lie in host memory, if the place is a device.
+        Parts in host memory, if the device is a GPU.
     """
 
     def __init__(
@@ -113,14 +112,14 @@ class Worker:
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
             "page_size": page_size, "place": place, "offload": offload,
         }  # fmt: skip
-        self.encoded: CrossAttentionCache | None = None
+        self.cross_attention: CrossAttentionCache | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
-            self.encoded = CrossAttentionCache(
+            self.cross_attention = CrossAttentionCache(
                 encoder, spec, plan.ranks[comm.rank], file, **options
             )
         self.mine = plan.ranks[comm.rank]
@@ -143,36 +142,36 @@ class Worker:
         self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
         self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self.encoded is None else self.encoded.storage, device=place,
+            None if self.cross_attention is None else self.cross_attention.storage, device=place,
         )  # fmt: skip
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = PromptEvaluator(self)
         n_stages = plan.ranks[-1].stage + 1
-        together = n_stages > 1 and self.encoded is None
+        together = n_stages > 1 and self.cross_attention is None
         self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
-        self._bursts: dict[tuple[Any, ...], MultiStepDecode] = {}
+        self._multi_step_decodes: dict[tuple[Any, ...], MultiStepDecode] = {}
         self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
 
-    # ---- sequences of others ------------------------------------------------------------------
+    # ---- forward passes -----------------------------------------------------------------------
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `PromptEvaluator`."""
         with self._watched():
             if self._pipeline is not None:
-                self._pipeline.settle()
+                self._pipeline.drain()
             return getattr(self._sequences, method)(*args)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
-        """Return what a step is run in: on this rank's device, and noticed if it never ends."""
-        self.executor.device.activate()  # the thread may have made no other step
+        """Activate this rank's device; return a context in which a hanging step is reported."""
+        self.executor.device.activate()  # of this thread
         return status.step() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
@@ -183,14 +182,24 @@ class Worker:
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> None:
-        """Run more tokens of sequences; results are in the executor's buffers.
+        """Run a forward pass over new tokens of sequences; results are in the executor's buffers.
 
-        Hidden states are computed of the rows, and logits of the first `n_logits`: by default all.
+        Hidden states are computed for `logit_rows`, logits for the first `n_logits` of them (all by
+        default).
         """
         self.executor.device.activate()
-        self._run(self._step(sequences, tokens, logit_rows, types, n_logits))
+        step = self._make_step(sequences, tokens, logit_rows, types, n_logits)
+        try:
+            self._prepare()
+            self.executor.run(step)
+        except UsageError as error:  # memory or device of this rank; the others continue
+            if self.comm.size == 1:
+                raise
+            raise RankError(f"rank {self.mine.rank}: {error}") from error
+        if self.comm.size > 1:
+            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 
-    def _step(
+    def _make_step(
         self,
         sequences: Sequence[int],
         tokens: Sequence[Sequence[int]],
@@ -198,7 +207,7 @@ class Worker:
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> Step:
-        memory = None if self.encoded is None else self.encoded.table
+        memory = None if self.cross_attention is None else self.cross_attention.table
         return make_step(
             self.table, sequences, tokens, logit_rows, types, memory,
             short_context=self.spec.short_context, n_logits=n_logits,
@@ -213,11 +222,11 @@ class Worker:
         max_pages: int | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        """Have these limits, and an empty cache where they are other ones than before.
+        """Set limits; clears the KV cache if they change.
 
-        Without arguments they are those of `nbflow.load`.  With `max_pages` that many are made at
-        once, so that no step has to wait for it; the system gives memory to a page when it is
-        first written.  All ranks must call it then: they agree that each has room.
+        Without arguments the limits are those of `nbflow.load`.  `max_pages` pages are allocated at
+        once, so that steps do not wait for it; the system maps their memory at the first write.
+        Collective: fails on every rank if one lacks the memory.
         """
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
@@ -231,7 +240,7 @@ class Worker:
         self.executor.release_bindings()
         self.storage.release()
         self._begin((None, None, None, False))
-        if max_pages is not None:  # an engine's: all the memory it will take is taken now
+        if max_pages is not None:  # an engine's: allocate everything now
             failure = None
             try:
                 self.storage.ensure(max_pages)
@@ -241,13 +250,13 @@ class Worker:
                 failure = error
             try:
                 self._agree(failure)
-            except UsageError:  # there is no room: go on as before
+            except UsageError:  # not enough memory: keep the former limits
                 self.storage.release()
                 raise
         self._begin(limits)
 
     def _agree(self, failure: UsageError | None) -> None:
-        """Raise the same on every rank if one has failed, so that all of them go on as before."""
+        """Raise the same error on every rank if one has failed."""
         if self.comm.size == 1:
             if failure is not None:
                 raise failure
@@ -259,7 +268,7 @@ class Worker:
                 raise UsageError(text)
 
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
-        """Have an empty cache with these limits."""
+        """Create an empty block table and scheduler with these limits."""
         max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
         self.table = BlockTable(self.storage.page_size, max_pages)
         self.table.grow(max_pages or 0)
@@ -274,20 +283,20 @@ class Worker:
         )
 
     def submit(self, request: Request) -> None:
-        """Take a request; `advance` works on all there are."""
+        """Add a request to the scheduler."""
         self.scheduler.add(request)
 
     def end(self, request_id: int, reason: FinishReason) -> None:
-        """End a request for another reason than its own, if it is still there."""
+        """End a request from outside, if it is still present."""
         for request in self.scheduler.requests:
             if request.id == request_id:
                 request.finish_reason = reason
                 self._remove(request)
         if self._pipeline is not None and not self.scheduler.requests:
-            self._pipeline.end_all()  # steps of requests that are gone
+            self._pipeline.end_all()  # steps in flight have no requests left
 
     def clear_prefix_cache(self) -> None:
-        """Forget which tokens the pages hold."""
+        """Clear the prefix cache."""
         self.table.clear_cache()
 
     def end_all(self, reason: FinishReason = "abort") -> None:
@@ -297,120 +306,113 @@ class Worker:
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
-    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[RequestDelta]:
-        """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+    def step(self, burst_s: float, proposed: Proposals | None = None) -> list[RequestDelta]:
+        """Run one step, or at most `burst_s` seconds of decode steps, and return the new tokens.
 
         `proposed` are tokens of a draft model (`nbflow.engine.speculative.draft_model`), which this
         step verifies.
-
-        A step that fails ends the requests that were in it, where this is the only rank; among
-        several, who fails leaves the others waiting in the middle of a step, so the error is
-        raised.
         """
         for request in self.scheduler.running:
             request.proposed = None if proposed is None else proposed.get(request.id)
         with self._watched():
-            return self._advance(burst_s)
+            deltas = self._run_next(burst_s) if self._pipeline is None else self._pipeline.step()
+        for delta in deltas:
+            if delta.request.finish_reason is not None:
+                self._remove(delta.request)
+        return deltas
 
-    def _advance(self, burst_s: float) -> list[RequestDelta]:
-        if self._pipeline is not None:
-            outputs = self._pipeline.advance()
-            self._remove_ended(outputs)
-            return outputs
-        works = self.scheduler.next_step()
-        if not works:
+    def _run_next(self, burst_s: float) -> list[RequestDelta]:
+        """Run the next step of the scheduler.
+
+        An error ends the requests of the step if this is the only rank.  Among several it is
+        raised: the others wait in the middle of the step.
+        """
+        scheduled = self.scheduler.next_step()
+        if not scheduled:
             assert not self.scheduler.requests, "requests are left, but none can run"
             return []
         try:
-            if self.encoded is not None:
-                self.encoded.update(self.scheduler.running)
-            outputs = (
-                self._burst(works, burst_s) if self._can_burst(works) else self._one_step(works)
-            )
+            if self.cross_attention is not None:
+                self.cross_attention.update(self.scheduler.running)
+            if self._can_multi_step(scheduled):
+                return self._multi_step(scheduled, burst_s)
+            return self.collect_step(scheduled, self.dispatch_step(scheduled))
         except Exception as error:
             if self.comm.size > 1:
                 raise
-            for work in works:
-                work.request.fail(error)
-            outputs = [RequestDelta(work.request) for work in works]
-        self._remove_ended(outputs)
-        return outputs
-
-    def _remove_ended(self, outputs: Sequence[RequestDelta]) -> None:
-        for output in outputs:
-            if output.request.finish_reason is not None:
-                self._remove(output.request)
+            for entry in scheduled:
+                entry.request.fail(error)
+            return [RequestDelta(entry.request) for entry in scheduled]
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
-        if self.encoded is not None:
-            self.encoded.update(self.scheduler.running)
+        if self.cross_attention is not None:
+            self.cross_attention.update(self.scheduler.running)
 
-    def _one_step(self, works: Sequence[ScheduledRequest]) -> list[RequestDelta]:
-        """Run one step, draw, and enter the pages that are full into the cache."""
-        return self.end_step(works, self.begin_step(works))
-
-    def begin_step(self, works: Sequence[ScheduledRequest]) -> StepOutput:
-        """Run one step; on the rank with the head, draw, and tell the others."""
-        parts = [part for work in works for part in work.parts]
+    def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
+        """Run the forward pass; on the rank with the head, sample and send to the others."""
+        parts = [part for entry in scheduled for part in entry.parts]
         rows: list[int] = []
         end = 0
-        for work in works:
-            start, end = end, end + work.n_tokens + len(work.drafts)
-            rows += range(end - work.n_logits, end)
-            rows += [start + i for i in work.state_rows]
-        n_logits = sum(work.n_logits for work in works)
+        for entry in scheduled:
+            start, end = end, end + entry.n_tokens + len(entry.drafts)
+            rows += range(end - entry.n_logits, end)
+            rows += [start + i for i in entry.state_rows]
+        n_logits = sum(entry.n_logits for entry in scheduled)
+        types = None
+        if any(entry.request.pooling and entry.request.pooling.token_types for entry in scheduled):
+            types = [token_type for entry in scheduled for token_type in entry.token_types]
         self.run_step(
             [sequence for sequence, _ in parts], [ids for _, ids in parts], rows,
-            token_types(works), n_logits,
+            types, n_logits,
         )  # fmt: skip
-        outcome = StepOutput.empty(works, self.spec.vocab_size, self.spec.hidden_size)
+        output = StepOutput.empty(scheduled, self.spec.vocab_size, self.spec.hidden_size)
         if self.comm.rank == self._head:
             states = functools.partial(self.executor.buffer, "y", len(rows))
             if n_logits:
-                outcome.compute(self.executor.logits(n_logits), works, states)
-            if n_logits < len(rows) or outcome.vectors.size:
-                outcome.pool(works, states()[n_logits:] if rows else outcome.vectors[:0])
-            failed = outcome.failed(works)
-            for array in (*outcome.arrays, *([outcome.words(failed)] if failed else [])):
+                output.compute(self.executor.logits(n_logits), scheduled, states)
+            if n_logits < len(rows) or output.vectors.size:
+                output.pool(scheduled, states()[n_logits:] if rows else output.vectors[:0])
+            failed = output.failed_requests(scheduled)
+            for array in (*output.arrays, *([output.encode_errors(failed)] if failed else [])):
                 self._post(array)
-        return outcome
+        return output
 
-    def end_step(
-        self, works: Sequence[ScheduledRequest], outcome: StepOutput
+    def collect_step(
+        self, scheduled: Sequence[ScheduledRequest], output: StepOutput
     ) -> list[RequestDelta]:
-        """Give the requests of a step what it gave."""
-        if self.comm.rank != self._head and outcome.arrays:
+        """Receive the output of a step and apply it to its requests."""
+        if self.comm.rank != self._head and output.arrays:
             status.set(WAITING, "draw")
-            for array in outcome.arrays:
+            for array in output.arrays:
                 self.comm.Recv(array, self._head)
-            failed = outcome.failed(works)
+            failed = output.failed_requests(scheduled)
             if failed:
                 words = np.empty((len(failed), ERROR_BYTES), np.uint8)
                 self.comm.Recv(words, self._head)
-                outcome.take_words(failed, words)
+                output.decode_errors(failed, words)
             status.set(WORKING, "draw")
-        # some may have been ended while the step was on its way
-        ended = {w.request.id for w in works if w.request.finish_reason is not None}
-        outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
-        for work in works:
-            request = work.request
+        # some may have ended while the step was in flight
+        ended = {w.request.id for w in scheduled if w.request.finish_reason is not None}
+        outputs = [o for o in output.apply(scheduled) if o.request.id not in ended]
+        for entry in scheduled:
+            request = entry.request
             if request.id in ended:
                 continue
-            if work.drafts:
-                self.table.truncate(request.id, request.n_done)
+            if entry.drafts:
+                self.table.truncate(request.id, request.n_computed)
             if not request.branches:
                 self._commit(request)
-            if request.searching is not None and request.finish_reason is None:
+            if request.search_state is not None and request.finish_reason is None:
                 self._follow(request)
         return outputs
 
     def _follow(self, request: Request) -> None:
-        """Let the sequences of a search follow what it has decided."""
+        """Fork and drop sequences as a search has decided."""
         forks = fork_sequences(request, self.table, self.scheduler.numbers)
-        if self.encoded is not None:
+        if self.cross_attention is not None:
             for old, new in forks:
-                self.encoded.table.fork(old, new)
+                self.cross_attention.table.fork(old, new)
 
     def _commit(self, request: Request) -> None:
         if not self.scheduler.prefix_cache or request.error is not None:
@@ -418,56 +420,58 @@ class Worker:
         if self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
-    def _can_burst(self, works: Sequence[ScheduledRequest]) -> bool:
-        """Return whether the next steps can run as one burst: all generate, nobody is to join."""
+    def _can_multi_step(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Return whether all requests decode and none waits, so that several steps can run."""
         return (
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
-            and all(w.request.is_generating and w.request.n_proposed == 0 for w in works)
-            and all(w.request.search is None for w in works)
-            and len(works) == len(self.scheduler.running)
-            and MultiStepDecode.fits([w.request for w in works])
+            and all(w.request.is_generating and w.request.n_proposed == 0 for w in scheduled)
+            and all(w.request.search is None for w in scheduled)
+            and len(scheduled) == len(self.scheduler.running)
+            and MultiStepDecode.can_run([w.request for w in scheduled])
         )
 
-    def _burst(self, works: Sequence[ScheduledRequest], burst_s: float) -> list[RequestDelta]:
-        """Run several steps in which each of these requests draws a token."""
-        requests = [w.request for w in works]
+    def _multi_step(
+        self, scheduled: Sequence[ScheduledRequest], burst_s: float
+    ) -> list[RequestDelta]:
+        """Run several decode steps of these requests."""
+        requests = [w.request for w in scheduled]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
-        n_steps = min(n_steps, *(self.scheduler.n_alike(r) for r in requests))
+        n_steps = min(n_steps, *(self.scheduler.n_until_long_rope(r) for r in requests))
         n_steps = self._reserve(requests, n_steps)
         key = MultiStepDecode.key(requests)
-        if key not in self._bursts:
-            if len(self._bursts) >= MAX_BURSTS:
-                self._bursts.clear()
-            self._bursts[key] = MultiStepDecode(*key)
-        burst = self._bursts[key]
-        wrong = burst.begin(requests)
-        if wrong:  # the others draw in the next step
-            for b, error in wrong.items():
+        if key not in self._multi_step_decodes:
+            if len(self._multi_step_decodes) >= MAX_MULTI_STEP_DECODES:
+                self._multi_step_decodes.clear()
+            self._multi_step_decodes[key] = MultiStepDecode(*key)
+        decode = self._multi_step_decodes[key]
+        errors = decode.begin(requests)
+        if errors:  # the others decode in the next step
+            for b, error in errors.items():
                 requests[b].fail(error)
-            return [RequestDelta(requests[b]) for b in wrong]
+            return [RequestDelta(requests[b]) for b in errors]
         assert isinstance(self.executor, CpuExecutor)
-        step = self._step(
+        step = self._make_step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
         )
         self._prepare()
         started = time.perf_counter()
         self.executor.run_repeated(
             step,
-            burst,  # the calls write to its arrays
-            lambda bound: burst.calls(bound, self.executor.buffer("logits", len(requests))),
+            decode,  # the calls write to its arrays
+            lambda bound: decode.calls(bound, self.executor.buffer("logits", len(requests))),
             n_steps,
-            burst.stop,
+            decode.stop,
         )
-        done = int(burst.n_steps[0])
+        done = int(decode.n_steps[0])
         self._step_s = (time.perf_counter() - started) / done
-        tokens, logprobs = (a[:, :done].tolist() for a in (burst.tokens, burst.token_logprobs))
+        tokens, logprobs = (a[:, :done].tolist() for a in (decode.tokens, decode.token_logprobs))
         outputs = []
         for b, request in enumerate(requests):
             n_before = len(request.ids)
             self.table.extend(request.id, done - 1)
-            request.n_done += done
+            request.n_computed += done
             for s, token in enumerate(tokens[b]):
                 if token < 0:
                     request.fail(no_distribution())
@@ -479,10 +483,10 @@ class Worker:
         return outputs
 
     def _reserve(self, requests: Sequence[Request], n_steps: int) -> int:
-        """Give all requests pages for so many steps, or for as many as there are pages."""
+        """Reserve pages for `n_steps` steps, or fewer if pages are short; return the steps."""
         table = self.table
         while n_steps > 1:
-            missing = sum(table.missing(r.id, n_steps) for r in requests)
+            missing = sum(table.n_missing_pages(r.id, n_steps) for r in requests)
             if missing <= table.n_available:
                 break
             n_steps //= 2
@@ -490,36 +494,25 @@ class Worker:
             table.reserve(request.id, n_steps)
         return n_steps
 
-    # ---- running and counting -----------------------------------------------------------------
+    # ---- pages, messages, statistics ----------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Have threads and pages as the next step needs them."""
+        """Set the number of threads, grow the KV cache and copy pages for the next step."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
         if self.table.n_pages > self.storage.n_pages:
-            self.executor.release_bindings()  # or the pages of before stay beside the new ones
+            self.executor.release_bindings()  # frees the former pages before new ones are allocated
             self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
-    def _run(self, step: Step) -> None:
-        try:
-            self._prepare()
-            self.executor.run(step)
-        except UsageError as error:  # of this rank's memory or device: the others go on
-            if self.comm.size == 1:
-                raise
-            raise RankError(f"rank {self.mine.rank}: {error}") from error
-        if self.comm.size > 1:
-            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
-
     def _post(self, array: np.ndarray) -> None:
-        """Send every other rank an array that this one, with the head, has computed."""
+        """Send an array to every other rank without waiting."""
         for other in range(self.comm.size):
             if other != self.comm.rank:
                 self.comm.Post(array, other)
                 self._predicted_bytes += array.nbytes
 
     def broadcast(self, array: np.ndarray) -> None:
-        """Give every rank the head rank's array."""
+        """Broadcast an array of the rank with the head."""
         if self.comm.size > 1:
             self.comm.Bcast(array, self._head)
             if self.comm.rank == self._head:
@@ -529,40 +522,40 @@ class Worker:
         return dict(sum((comm.sent for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
-        """Count the bytes sent from here on."""
+        """Reset the counters of sent bytes."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self.encoded is not None:
-            self.encoded.encoder.reset_traffic()
+        if self.cross_attention is not None:
+            self.cross_attention.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
+        """Return measured and predicted bytes sent since `reset_traffic`."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self.encoded is not None:  # what it sends is measured by the same communicators
-            predicted += self.encoded.encoder.traffic()["predicted_bytes"]
+        if self.cross_attention is not None:  # measured by the same communicators
+            predicted += self.cross_attention.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def exchange_error(self) -> dict[str, float]:
-        """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
+        """Return the largest `Comm.rounding_error` of the communicators."""
         errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, Any]:
-        """Return the bytes of a page, those that are available, and which machine has them."""
+        """Return the size of a page, the available memory, and the machine."""
         return {
             "page_bytes": self.storage.page_bytes,
             "available_bytes": available_memory_bytes(),
             "host": platform.node(),
         }
 
-    def whereabouts(self) -> dict[str, Any]:
-        """Return the name of this rank's machine, and its addresses."""
+    def host_addresses(self) -> dict[str, Any]:
+        """Return name and addresses of this rank's machine."""
         return {"host": platform.node(), "addresses": own_addresses()}
 
     def memory(self) -> dict[str, int]:
-        """Return what this rank holds, in bytes."""
+        """Return the memory of this rank in bytes."""
         held = {
             "rank": self.mine.rank,
             "weight_bytes": self.weights.n_bytes,
@@ -572,14 +565,14 @@ class Worker:
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,
         }
-        more = {} if self.encoded is None else self.encoded.memory()
+        more = {} if self.cross_attention is None else self.cross_attention.memory()
         whole = {key: n + more.get(key, 0) for key, n in held.items()}
         used = self.executor.device.used_bytes
         return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of matrices that one generation step reads; experts count by their share."""
+        """Bytes of matrices read by a decode step; experts count by the routed share."""
         moe = self.spec.moe
         shares = dict.fromkeys(("linear", "heads_linear"), 1.0)
         shares["experts"] = moe.top_k / moe.n_experts if moe else 0.0

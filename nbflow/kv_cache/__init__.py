@@ -1,4 +1,4 @@
-"""The paged key/value cache: whose pages are whose (`page_table`), the pages (`storage`)."""
+"""Paged KV cache: block table, prefix cache and page storage."""
 
 from nbflow.kv_cache.block_table import BlockTable
 from nbflow.kv_cache.storage import KVStorage, make_storage

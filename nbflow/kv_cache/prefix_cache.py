@@ -1,8 +1,8 @@
-"""What names a page by its content: a chain of digests over the tokens up to its end.
+"""Prefix cache keys: chained hashes of page contents.
 
-Two sequences that begin with the same tokens compute the same keys and values for them, so a page
-is named by the tokens from the beginning of the sequence to the last one it holds.  The chain
-begins with a salt: whatever else the keys and values depend on.
+Sequences with equal prefixes have equal keys and values, so a full page is identified by a hash of
+all tokens up to its end.  The chain starts with a salt: everything else that keys and values depend
+on.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
-"""128 bits: that two texts get one name is as good as impossible, even if somebody tries."""
+"""128 bits: collisions are negligible, also adversarial ones."""
 
 
-def page_name(before: bytes, tokens: array[int]) -> bytes:
-    """Return the name of a page with these tokens, which follows the page of name `before`."""
+def page_hash(before: bytes, tokens: array[int]) -> bytes:
+    """Return the hash of a page with these tokens after the page with hash `before`."""
     return blake2b(before + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common at their beginnings."""
+    """Return the length of the common prefix of two sequences."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n
@@ -30,34 +30,34 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass
-class Chain:
-    """The names of a sequence's full pages, from the first one on.
+class HashChain:
+    """Hashes of the full pages of a sequence.
 
     Examples
     --------
-    >>> a, b = Chain(b""), Chain(b"")
+    >>> a, b = HashChain(b""), HashChain(b"")
     >>> a.extend([1, 2, 3, 4], page_size=2, n_pages=2)
     >>> b.extend([1, 2, 3, 5], page_size=2, n_pages=2)
-    >>> a.names[0] == b.names[0], a.names[1] == b.names[1]
+    >>> a.hashes[0] == b.hashes[0], a.hashes[1] == b.hashes[1]
     (True, False)
     """
 
     salt: bytes
-    """What the chain begins with."""
-    names: list[bytes] = field(default_factory=list)
+    """Start of the chain."""
+    hashes: list[bytes] = field(default_factory=list)
     ids: array[int] = field(default_factory=lambda: array("i"))
-    """The tokens that are looked up."""
+    """Tokens to look up."""
 
     def before(self, page: int) -> bytes:
-        """Return the name of the page before this one."""
-        return self.names[page - 1] if page else self.salt
+        """Return the hash of the preceding page, or the salt."""
+        return self.hashes[page - 1] if page else self.salt
 
     def extend(self, ids: Sequence[int], page_size: int, n_pages: int) -> None:
-        """Have the names of the first `n_pages` pages; `ids` are the sequence's tokens."""
-        for page in range(len(self.names), n_pages):
+        """Hash pages up to `n_pages`; `ids` are the tokens of the sequence."""
+        for page in range(len(self.hashes), n_pages):
             tokens = array("i", ids[page * page_size : (page + 1) * page_size])
-            self.names.append(page_name(self.before(page), tokens))
+            self.hashes.append(page_hash(self.before(page), tokens))
 
-    def copy(self) -> Chain:
-        """Return a chain that goes its own way from here."""
-        return Chain(self.salt, list(self.names), self.ids)
+    def copy(self) -> HashChain:
+        """Return an independent copy."""
+        return HashChain(self.salt, list(self.hashes), self.ids)

@@ -1,4 +1,4 @@
-"""The pages themselves: keys and values of one rank's layers."""
+"""Page storage: keys and values of the layers of one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, kv_formats
 
 LAYOUT = "HND"
-"""A page holds one head's tokens after the other: attention reads them as one stream."""
+"""Page layout (heads, tokens, dim): attention reads the tokens of a head contiguously."""
 
 
 PageArray = tuple[tuple[int, int, int], np.dtype[Any]]
@@ -21,7 +21,7 @@ PageArray = tuple[tuple[int, int, int], np.dtype[Any]]
 
 
 class KVStorage:
-    """For each layer a pair (keys, values) of shape (pages, heads, page_size, row length), HND.
+    """Keys and values of each layer, shape (pages, heads, page_size, row length), HND.
 
     Parameters
     ----------
@@ -30,13 +30,13 @@ class KVStorage:
     page_size : int
         Tokens per page.
     n_kv_heads, head_dim : int
-        Heads, and numbers of a head vector.
+        Number of KV heads and their dimension.
     kv : str
         Format of keys and values, or of each (``"q8/q4"``): see `nbflow_kernels.kv_formats`.
     xp : module
-        Makes the arrays: NumPy, or what stands for it on a device.
+        Array module: NumPy, or the allocator of a device.
     host : pair of module and int, optional
-        What makes the arrays of the last layers, in the host's memory, and of how many.
+        Allocator and number of the last layers that are kept in host memory.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class KVStorage:
     ) -> None:
         self.page_size = page_size
         self.formats = kv_formats(kv)
-        """Of keys and of values."""
+        """Formats of keys and values."""
         n_here = len(layers) - host[1]
         self._xp = {layer: xp if i < n_here else host[0] for i, layer in enumerate(layers)}
         self.n_host_layers = host[1]
-        """How many of the last layers lie in the host's memory, beside a device."""
+        """Number of last layers in host memory, with a device."""
         self._arrays = self._arrays_of_layer(n_kv_heads, head_dim)
         self._held: dict[int, tuple[Any, ...]] = dict.fromkeys(layers, ())
         self.layers: dict[int, tuple[Any, Any]] = {}
         """Keys and values of each layer."""
         self.n_pages = 0
         self.version = 0
-        """Counts how often the arrays have been made anew."""
+        """Incremented on each reallocation."""
         self.release()
 
     @property
     def kinds(self) -> tuple[int, int]:
-        """Return the numbers that kernels know the formats of keys and of values by."""
+        """Return the format codes of keys and values for kernels."""
         return self.formats[0].kind, self.formats[1].kind
 
     @property
@@ -77,12 +77,12 @@ class KVStorage:
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of the pages in the host's memory, beside a device."""
+        """Return the bytes of the pages in host memory, with a device."""
         return self.n_pages * self.n_host_layers * self._layer_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page, all layers together."""
+        """Return the bytes of one page over all layers."""
         return len(self._held) * self._layer_bytes
 
     @property
@@ -90,10 +90,9 @@ class KVStorage:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays)
 
     def ensure(self, n_pages: int) -> None:
-        """Have at least `n_pages` pages, keeping what the present ones hold.
+        """Grow to at least `n_pages` pages, keeping their contents.
 
-        Where there is no memory for them, some layers have more pages than `n_pages` says and none
-        has lost any.
+        If memory runs out, some layers have grown and none has lost a page.
         """
         if n_pages <= self.n_pages:
             return
@@ -103,28 +102,28 @@ class KVStorage:
         self.n_pages = n_pages
 
     def _grown(self, layer: int, n_pages: int) -> tuple[Any, ...]:
-        """Return more pages of a layer with what the present ones hold."""
+        """Return a larger copy of the pages of a layer."""
         new = self._pages(layer, n_pages)
         for a, b in zip(self._held[layer], new, strict=True):
             b[: self.n_pages] = a[: self.n_pages]
         return new
 
     def release(self) -> None:
-        """Give all memory back; no page is left."""
+        """Free all pages."""
         for layer in self._held:
             self._keep(layer, self._pages(layer, 0))
         self.n_pages = 0
         self.version += 1
 
     def copy_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy pages (from, to), one after the other."""
+        """Copy pages (from, to) in order."""
         for source, target in pairs:
             for arrays in self._held.values():
                 for array in arrays:
                     array[target] = array[source]
 
     def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
-        """Return shape and dtype of a page of each array that a layer has."""
+        """Return shape and dtype of a page for each array of a layer."""
         return [self._page_array(n_kv_heads, format, head_dim) for format in self.formats]
 
     def _page_array(self, n_heads: int, format: KVFormat, head_dim: int) -> PageArray:
@@ -135,7 +134,7 @@ class KVStorage:
         self.layers[layer] = self._pair(arrays)
 
     def _pair(self, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Return keys and values of the arrays of a layer."""
+        """Return keys and values from the arrays of a layer."""
         keys, values = arrays
         return keys, values
 
@@ -146,18 +145,18 @@ class KVStorage:
 
 
 class LatentStorage(KVStorage):
-    """Pages of one vector for each token, whose first columns are the values too.
+    """MLA storage: one latent vector per token, whose first columns are the values.
 
-    The pair (keys, values) of a layer is the pages and a view of their first columns.
+    The values of a layer are a view of its pages.
 
     Parameters
     ----------
     layers, page_size, kv, xp, host
-        As of `KVStorage`.
+        As in `KVStorage`.
     width : int
-        Numbers of a vector.
+        Size of a vector.
     value_width : int
-        Numbers of it that are values.
+        Number of value columns.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ def make_storage(
     xp: Any = np,
     host: tuple[Any, int] = (np, 0),
 ) -> KVStorage:
-    """Return the storage of some layers' keys and values for a model."""
+    """Return the storage of some layers of a model."""
     if spec.latent is not None:
         width, value_width = spec.cached_dim, spec.latent.kv_rank
         return LatentStorage(layers, page_size, width, value_width, kv, xp, host)

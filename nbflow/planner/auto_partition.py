@@ -50,7 +50,7 @@ def choose_partition(
     config : RunConfig, optional
         Formats.
     measure : callable, optional
-        Measurement of the ranks without `machine`: `nbflow.engine.load.measure`.
+        Measures the ranks where no `machine` is given (`nbflow.planner.measure_machine`).
 
     Raises
     ------

@@ -13,7 +13,7 @@ from typing import Any, cast
 from nbflow.distributed import make_plan, split_replicas, world
 from nbflow.distributed.device import is_host, split_host_layers
 from nbflow.distributed.plan import RankPlan
-from nbflow.kv_cache.block_table import grown
+from nbflow.kv_cache.block_table import pages_after_growth
 from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
 from nbflow.planner.auto_partition import Measure, choose_partition
 from nbflow.planner.memory import PAGE_SIZE, buffer_bytes, weight_bytes
@@ -210,7 +210,7 @@ class _ModelMemory:
         else:  # texts stay whole, and embeddings need all hidden states
             texts = self._texts_per_step(model, max_step_tokens)
             self._rows = texts * context, texts * context, 0
-            self.pages = grown(texts * -(-context // PAGE_SIZE))
+            self.pages = pages_after_growth(texts * -(-context // PAGE_SIZE))
 
     def page_bytes(self, rank: RankPlan) -> int:
         """Return the bytes of a KV page over all layers of a rank."""
@@ -230,7 +230,7 @@ class _ModelMemory:
         context = model.spec.max_context
         encoder_memory = _ModelMemory(model, self._options, self._sequences)
         program = fuse(shard(build_cross_kv(self._model.spec), rank))
-        pages = grown(self._sequences * -(-context // PAGE_SIZE))
+        pages = pages_after_growth(self._sequences * -(-context // PAGE_SIZE))
         rows = self._texts_per_step(model, self._options.max_step_tokens) * context, 0, 0
         kept = self._sizes(program, self._model, pages, rows, device, offload)
         return [encoder_memory.rank(encoder, device, offload), kept]

@@ -1,8 +1,9 @@
-"""Decoding strategy and constraints of a request, made from its `SamplingParams`."""
+"""Strategy and logits processors of a request, from its `SamplingParams`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,14 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def end_ids(params: SamplingParams, known: Sequence[int], n_vocab: int) -> tuple[int, ...]:
-    """Return the tokens that end the output.
+    """Return the end tokens of a request.
 
     Parameters
     ----------
     params : SamplingParams
         The parameters of the request.
     known : sequence of int
-        The model's end tokens; those without a logit are left out, as they are never drawn.
+        End tokens of the model; those without a logit are dropped.
     n_vocab : int
         Number of the model's logits.
 
@@ -52,11 +53,11 @@ def build_strategy(
     defaults: Mapping[str, float] | None = None,
     inner: Strategy | None = None,
 ) -> Strategy:
-    """Return the strategy of a request with its constraints.
+    """Return the strategy of a request with its logits processors.
 
-    Without `decoding`, a temperature of 0 is greedy; `mirostat` of 1 or 2 is that; temperature,
-    top_k, top_p and min_p are `Filters`; whatever else belongs to llama.cpp's chain makes a
-    `Chain` whose other samplers are off; without any of these it is greedy.
+    Without `decoding`, temperature 0 selects greedy; `mirostat` 1 or 2 selects Mirostat;
+    temperature, top_k, top_p and min_p select `Filters`; other parameters of llama.cpp's chain
+    select a `Chain` with all other samplers off; the default is greedy.
 
     Parameters
     ----------
@@ -65,20 +66,20 @@ def build_strategy(
     n_vocab : int
         Number of the model's logits.
     tokenizer : Tokenizer, optional
-        Needed for structures, bad words and breakers given as text.
+        Needed for structured output, bad words and breakers given as text.
     known_end_ids : sequence of int
         The model's end tokens.
     defaults : mapping, optional
-        Parameters that the model recommends, taken where none is given.
+        Parameters recommended by the model, used where none is given.
     inner : Strategy, optional
-        The strategy itself; then `params` may have constraints only.
+        A ready strategy; `params` may then hold logits processors only.
 
     Raises
     ------
     UsageError
         If a value is out of range, or the strategy does not take a parameter.
     MissingExtraError
-        If a structure is wanted and llguidance is not installed.
+        If structured output is requested without llguidance.
     """
     ends = end_ids(params, known_end_ids, n_vocab)
     name = params.decoding or _strategy_name(params, defaults or {})
@@ -97,14 +98,14 @@ def build_strategy(
 
 
 def _penalties_in_chain(params: SamplingParams) -> bool:
-    """Return whether penalties are llama.cpp's: a window of prompt and text, part of the chain."""
+    """Return whether penalties belong to the chain (llama.cpp: a window of prompt and text)."""
     return params.decoding == "chain" or (
         params.decoding is None and params.repeat_last_n is not None
     )
 
 
 def _strategy_name(params: SamplingParams, defaults: Mapping[str, float]) -> str:
-    """Return the name of the strategy that the given parameters mean."""
+    """Return the name of the strategy inferred from the parameters."""
     if params.temperature == 0.0 and not params.dynatemp_range:
         return "greedy"
     if params.mirostat:
@@ -120,8 +121,8 @@ def _strategy_name(params: SamplingParams, defaults: Mapping[str, float]) -> str
 def _strategy_parameters(
     params: SamplingParams, name: str, tokenizer: Tokenizer | None, ends: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return the given parameters of the strategy, under the names of its fields."""
-    given = {f: getattr(params, f) for f in _STRATEGY_FIELDS if getattr(params, f) is not None}
+    """Return the parameters of the strategy, by field name."""
+    given = {f: getattr(params, f) for f in _strategy_fields() if getattr(params, f) is not None}
     if params.samplers is not None:
         given["samplers"] = parse_samplers(params.samplers)
     if params.dry_sequence_breakers is not None:
@@ -135,8 +136,8 @@ def _strategy_parameters(
         given["eos_ids"] = ends
     if params.decoding is None:
         if params.top_k is not None:
-            given["top_k"] = max(params.top_k, 0)  # -1 is off, as in vLLM
-        if name == "greedy":  # a temperature of 0 makes the filters void
+            given["top_k"] = max(params.top_k, 0)  # -1 disables, as in vLLM
+        if name == "greedy":  # temperature 0 disables filters
             given = {f: v for f, v in given.items() if f not in {*_fields("chain"), "mirostat"}}
         if not params.mirostat:
             given.pop("mirostat", None)
@@ -150,7 +151,7 @@ def _constraints(
     tokenizer: Tokenizer | None,
     ends: tuple[int, ...],
 ) -> LogitsProcessors:
-    """Return the changes of the logits."""
+    """Return the logits processors."""
     given = () if _penalties_in_chain(params) else PENALTIES
     penalties = {p: getattr(params, p) for p in given}
     kind, grammar = params.structure, None
@@ -176,7 +177,7 @@ def _constraints(
 _CHAIN_NAMES = {
     "repetition_penalty": "repeat_penalty", "dry_sequence_breakers": "dry_breakers",
 }  # fmt: skip
-"""Names of `SamplingParams` -> those of `Chain`, whose breakers are tokens."""
+"""Names in `SamplingParams` -> names in `Chain`, whose breakers are tokens."""
 _PARAMS_NAMES = {chain: name for name, chain in _CHAIN_NAMES.items()}
 _NEUTRAL: dict[str, dict[str, Any]] = {
     "chain": {
@@ -184,20 +185,18 @@ _NEUTRAL: dict[str, dict[str, Any]] = {
     },
     "mirostat": {"temperature": 1.0},
 }  # fmt: skip
-"""Values that change nothing, where the strategy follows from other parameters."""
+"""Neutral values, where the strategy is inferred from other parameters."""
 
 
 def _fields(name: str) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(STRATEGIES[name]))
 
 
-_STRATEGY_FIELDS = tuple(
-    f.name
-    for f in dataclasses.fields(SamplingParams)
-    if any(f.name in _fields(name) for name in STRATEGIES) and f.name not in PENALTIES
-)
-_OTHERS = {"repeat_penalty", "dry_breakers", *PENALTIES[1:]}
-assert set(_fields("chain")) - set(_STRATEGY_FIELDS) == _OTHERS
+@functools.cache
+def _strategy_fields() -> tuple[str, ...]:
+    """Return the fields of `SamplingParams` that belong to a strategy."""
+    known = {field for name in STRATEGIES for field in _fields(name)} - {*PENALTIES}
+    return tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name in known)
 
 
 def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
@@ -207,7 +206,7 @@ def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
 
 
 def _biases(bias: Mapping[Any, Any] | Sequence[Any] | None) -> tuple[tuple[int, float], ...]:
-    """Return (token, bias); JSON spells tokens as texts, llama.cpp forbids by false."""
+    """Return (token, bias) pairs; JSON has tokens as strings, llama.cpp bans with false."""
     pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
     try:
         return tuple((_token_id(i), _bias(x)) for i, x in pairs)
@@ -216,7 +215,7 @@ def _biases(bias: Mapping[Any, Any] | Sequence[Any] | None) -> tuple[tuple[int, 
 
 
 def _bias(given: Any) -> float:
-    """Return a bias; minus infinity for false."""
+    """Return a bias; -inf for false."""
     if given is False:
         return -math.inf
     if given is True or not isinstance(given, numbers.Real):
@@ -225,7 +224,7 @@ def _bias(given: Any) -> float:
 
 
 def _token_id(given: Any) -> int:
-    """Return a token id that is a whole number, or its ASCII digits."""
+    """Return a token id from an integer or ASCII digits."""
     if isinstance(given, str) and not (given.isascii() and given.isdigit()):
         raise ValueError(given)
     if isinstance(given, bool) or not isinstance(given, str | numbers.Integral):
@@ -234,7 +233,7 @@ def _token_id(given: Any) -> int:
 
 
 def _words(words: Sequence[Word], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of bad words: as they are, and after a space."""
+    """Return the token sequences of bad words, with and without a leading space."""
     found: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):

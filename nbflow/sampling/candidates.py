@@ -1,4 +1,4 @@
-"""The tokens that may come next, with their scores, as samplers see them one after the other."""
+"""Candidate tokens with logits, on which samplers operate in sequence."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import top_k
 from nbflow_kernels.sampling.cpu_philox import uniform
 
-COLD = 1e-6
-"""Lower temperatures are this one, at which the best token is the only one."""
+MIN_TEMPERATURE = 1e-6
+"""Smallest temperature, at which sampling is greedy."""
 
 
 @dataclass(frozen=True)
 class TopCandidates:
-    """The best tokens of a row of logits, which is all that a device sends of it."""
+    """Top tokens of a row of logits, copied from a device instead of the row."""
 
     n_vocab: int
-    """Columns of the row."""
+    """Length of the row."""
     ids: np.ndarray
-    """int32 (n,): the tokens, best first, the lowest id among equals; -1 if the row has a NaN."""
+    """int32 (n,): tokens, best first, ties by id; -1 if the row has a NaN."""
     logits: np.ndarray
-    """float32 (n,): their scores."""
+    """float32 (n,): their logits."""
 
     def first(self, n: int) -> TopCandidates:
-        """Return the `n` best."""
+        """Return the `n` best tokens."""
         return TopCandidates(self.n_vocab, self.ids[:n], self.logits[:n])
 
 
-def shortlists(logits: np.ndarray, n: int) -> list[TopCandidates]:
-    """Return the `n` best tokens of each row of logits, float32 (B, V), on a CUDA device."""
+def top_candidates(logits: np.ndarray, n: int) -> list[TopCandidates]:
+    """Return the `n` top tokens of each row of logits, float32 (B, V), on a CUDA device."""
     n_vocab = logits.shape[1]
     values, ids = (on_host(array) for array in top_k(logits, min(n, n_vocab), sorted=True))
     return [TopCandidates(n_vocab, *row) for row in zip(ids, values, strict=True)]
 
 
 class Candidates:
-    """Tokens and logits; float64, so that the order of sums does not decide what is kept.
+    """Candidates with float64 logits, so that results do not depend on the summation order.
 
     Parameters
     ----------
-    logits : array of float32, shape (V,), or Shortlist
-        Scores of the vocabulary; tokens of -inf are no candidates.  Of a shortlist: as if the
-        others were -inf.
+    logits : array of float32, shape (V,), or TopCandidates
+        Logits of the vocabulary; tokens with -inf, or missing in `TopCandidates`, are excluded.
 
     Raises
     ------
     UsageError
-        If there is a NaN or +inf, or no candidate.
+        If there is a NaN or +inf, or all tokens are excluded.
     """
 
     def __init__(self, logits: np.ndarray | TopCandidates) -> None:
@@ -58,13 +57,13 @@ class Candidates:
             best = logits.logits[0] if logits.ids[0] >= 0 else np.nan
         else:
             best = logits.max()
-        if not np.isfinite(best):  # NaN wins, too
+        if not np.isfinite(best):  # max propagates NaN
             raise UsageError(
-                "the model's logits have a NaN or an infinity, or every token is forbidden, so "
-                "that no token can be drawn; check the constraints, or try another weights= or kv="
+                "the model's logits have a NaN or an infinity, or every token is banned, so "
+                "that no token can be sampled; check the bans, or try another weights= or kv="
             )
         self._row: np.ndarray | None = None
-        """The float32 row as long as all of it is there."""
+        """The float32 row until it is filtered."""
         self._ids: np.ndarray = np.empty(0, np.int64)
         self._logits: np.ndarray = np.empty(0)
         self._sorted = False
@@ -79,13 +78,13 @@ class Candidates:
 
     @property
     def ids(self) -> np.ndarray:
-        """The tokens."""
+        """Token ids."""
         self._unpack()
         return self._ids
 
     @property
     def logits(self) -> np.ndarray:
-        """Their scores, float64."""
+        """Logits, float64."""
         self._unpack()
         return self._logits
 
@@ -102,17 +101,17 @@ class Candidates:
         return len(self.ids)
 
     def sort(self) -> None:
-        """Put the best first; the lowest id among equals."""
+        """Sort by falling logit, ties by id."""
         if not self._sorted:
             self.take(np.argsort(-self.logits, kind="stable"))
             self._sorted = True
 
     def take(self, chosen: np.ndarray | slice) -> None:
-        """Keep these places, in this order."""
+        """Keep the candidates at these indices, in this order."""
         self._ids, self._logits = self.ids[chosen], self.logits[chosen]
 
     def first(self, n: int) -> None:
-        """Keep the `n` best, best first."""
+        """Keep the `n` best, sorted."""
         if self._row is not None and n < self.n_vocab // 2:
             values, ids = top_k(self._row[None], n, sorted=True)
             kept = values[0] > -np.inf
@@ -130,7 +129,7 @@ class Candidates:
         self.take(slice(0, n))
 
     def reaching(self, mass: float, least: int = 1) -> None:
-        """Keep the fewest best whose probabilities sum to `mass`, at least `least`; best first."""
+        """Keep the fewest best with probability `mass`, at least `least`, sorted."""
         weights = np.exp(self.logits - self.logits.max())
         wanted, n = mass * weights.sum(), len(self)
         for size in (256, 4096, n):  # mostly a few hundred are enough
@@ -142,7 +141,7 @@ class Candidates:
         self.first(max(n, least))
 
     def rescore(self, logits: np.ndarray) -> None:
-        """Give the candidates other logits, in another order of merit."""
+        """Replace the logits, which invalidates the order."""
         self._unpack()
         self._logits, self._sorted = logits, False
 
@@ -152,7 +151,7 @@ class Candidates:
         self._logits = self._logits * factor
 
     def keep(self, mask: np.ndarray) -> None:
-        """Keep what the mask says, in the present order."""
+        """Keep the masked candidates in order."""
         self.take(np.flatnonzero(mask))
 
     def probs(self) -> np.ndarray:
@@ -168,12 +167,12 @@ class Candidates:
         return row
 
     def draw(self, u: float) -> int:
-        """Return the candidate where the running sum of probabilities passes `u` in [0, 1)."""
+        """Sample by inverse CDF at `u` in [0, 1)."""
         sums = np.cumsum(self.probs())
         place = int(np.searchsorted(sums, u * sums[-1], side="right"))
         return int(self.ids[min(place, len(self) - 1)])
 
 
 def random_number(seed: int, offset: int, index: int = 0) -> float:
-    """Return number `index` in [0, 1) of the draw `offset` of a request's seed."""
+    """Return random number `index` in [0, 1) of token `offset` for a seed."""
     return float(uniform(np.uint64(seed), np.uint64(offset), np.uint64(index)))

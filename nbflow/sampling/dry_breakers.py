@@ -21,27 +21,27 @@ MAX_BREAKERS = 64
 MAX_TAIL = 20
 """Most tokens after a sequence's first, as in llama.cpp."""
 MAX_SEQUENCES = 1 << 18
-"""Most token sequences that breakers may stand for."""
+"""Most token sequences of all breakers."""
 _KEPT = 32
-"""Results that are kept with a tokenizer, the ones used last."""
+"""LRU cache size per tokenizer."""
 _END = 256
-"""Stands behind each token in the index, where no byte can be."""
+"""End marker of a token in the index; not a byte."""
 
 
 def breaker_sequences(
     tokenizer: Tokenizer, breakers: tuple[str, ...] = DEFAULT_BREAKERS
 ) -> Breakers:
-    """Return the token sequences in which a breaker's text may come.
+    """Return the token sequences that spell the breakers.
 
-    A token that contains the breaker is a sequence of one; a token that ends in its beginning is
-    one with the tokens of the rest, as in llama.cpp.
+    As in llama.cpp, a token that contains a breaker is a sequence; a token that ends with a prefix
+    of it is one together with the tokens of the rest.
 
     Parameters
     ----------
     tokenizer : Tokenizer
-        The model's.
+        Tokenizer of the model.
     breakers : tuple of str
-        Texts over which no repetition reaches, at most 64, each of at most 40 bytes.
+        Texts that end a repetition; at most 64 of at most 40 bytes each.
 
     Raises
     ------
@@ -65,12 +65,12 @@ _lock = threading.Lock()
 
 
 class _Index:
-    """Index of the vocabulary by bytes, and the results for the breakers used last.
+    """Byte index of a vocabulary, with an LRU cache of results.
 
     Parameters
     ----------
     tokenizer : Tokenizer
-        The model's.
+        Tokenizer of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -80,7 +80,7 @@ class _Index:
         self._bytes: np.ndarray | None = None
 
     def sequences(self, breakers: tuple[str, ...]) -> Breakers:
-        """Return the sequences of breakers."""
+        """Return the token sequences of all breakers."""
         with self._lock:
             if breakers in self._kept:
                 self._kept.move_to_end(breakers)
@@ -90,11 +90,11 @@ class _Index:
             found |= dict.fromkeys(self._of(breaker))
             if len(found) > MAX_SEQUENCES:
                 raise UsageError(
-                    f"the breakers stand for more than {MAX_SEQUENCES:,} token sequences; give "
+                    f"the breakers expand to more than {MAX_SEQUENCES:,} token sequences; give "
                     "fewer of them"
                 )
         made = Breakers(found)
-        _ = made.arrays  # here, and not between the steps of all requests
+        _ = made.arrays  # built here, not between steps
         with self._lock:
             self._kept[breakers] = made
             while len(self._kept) > _KEPT:
@@ -102,7 +102,7 @@ class _Index:
         return made
 
     def _build(self) -> np.ndarray:
-        """Return the bytes of all tokens, each with an end behind it; make the index."""
+        """Build the index; return the bytes of all tokens, each with an end marker."""
         with self._lock:
             if self._bytes is not None:
                 return self._bytes
@@ -121,9 +121,9 @@ class _Index:
             return data
 
     def _of(self, breaker: str) -> list[tuple[int, ...]]:
-        """Return the sequences of a breaker."""
+        """Return the token sequences of one breaker."""
         data, whole = self._build(), breaker.encode()
-        places = self._places[whole[0]]  # where the bytes so far begin
+        places = self._places[whole[0]]  # starts of matches so far
         partial: list[tuple[int, np.ndarray]] = []
         for n in range(1, len(whole)):
             following = data[places + n]
@@ -144,5 +144,5 @@ class _Index:
         return found
 
     def _tokens(self, places: np.ndarray) -> np.ndarray:
-        """Return the tokens in which places of the index lie, each once."""
+        """Return the distinct tokens at positions of the index."""
         return np.unique(np.searchsorted(self._ends, places))

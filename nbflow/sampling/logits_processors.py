@@ -1,4 +1,4 @@
-"""Constraints: what is changed in the logits before any strategy sees them."""
+"""Logits processors: biases, penalties and bans applied before a strategy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import TopCandidates, shortlists
+from nbflow.sampling.candidates import TopCandidates, top_candidates
 from nbflow.sampling.strategy import State, Strategy, check_range
 from nbflow.sampling.structured_output import Grammar, Matcher
-from nbflow.sampling.token_buffer import Tokens
+from nbflow.sampling.token_buffer import TokenBuffer
 from nbflow_kernels.arrays import is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.penalties import (
@@ -24,11 +24,11 @@ from nbflow_kernels.penalties import (
 )
 
 MAX_BIAS = 1e6
-"""Largest bias of a logit: above any logit, and far from float32's end at low temperatures."""
+"""Largest bias: above any logit, but safe in float32 at low temperatures."""
 
 
 def check_token_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
-    """Raise `UsageError` if a token is not in the vocabulary; `name` is the parameter's."""
+    """Raise `UsageError` naming the parameter if a token is outside the vocabulary."""
     for token in ids:
         if not 0 <= token < n_vocab:
             raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {token!s:.40}")
@@ -36,30 +36,30 @@ def check_token_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """Biases, penalties and forbidden tokens, in the order in which they are applied."""
+    """Parameters of the logits processors, in the order of application."""
 
     grammar: Grammar | None = None
-    """What the new text must match."""
+    """Grammar that the new text must match."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these may come; empty for all."""
+    """Allowed tokens; empty for all."""
     repetition_penalty: float = 1.0
-    """Factor for tokens of prompt and new text (Hugging Face); 1 for none."""
+    """Penalty factor for tokens of prompt and output (Hugging Face); 1 disables."""
     frequency_penalty: float = 0.0
-    """Subtracted for each occurrence in the new text (OpenAI)."""
+    """Penalty per occurrence in the output (OpenAI)."""
     presence_penalty: float = 0.0
-    """Subtracted for having occurred in the new text (OpenAI)."""
+    """Penalty for any occurrence in the output (OpenAI)."""
     no_repeat_ngram_size: int = 0
-    """n-grams of this size come once in prompt and new text; 0 for no such rule."""
+    """Size of n-grams that may not repeat in prompt and output; 0 disables."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit); -inf forbids it."""
+    """(token, bias) pairs; -inf bans the token."""
     banned_token_ids: tuple[int, ...] = ()
-    """These may not come."""
+    """Banned tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that may not come: the last token of one after the others."""
+    """Banned token sequences: bans the last token after the others."""
     min_tokens: int = 0
-    """No end token before this many new tokens."""
+    """End tokens are banned before this many new tokens."""
     end_ids: tuple[int, ...] = ()
-    """The end tokens."""
+    """End tokens."""
 
     def __post_init__(self) -> None:
         check_range("constraints", "repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
@@ -73,17 +73,17 @@ class LogitsProcessors:
             if bias != -math.inf and not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise UsageError(
                     f"logit_bias must be in {-MAX_BIAS:,.0f}..{MAX_BIAS:,.0f}, or minus infinity, "
-                    f"which forbids the token; got {bias:g} for token {token}"
+                    f"which bans the token; got {bias:g} for token {token}"
                 )
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is changed."""
+        """True if the logits are unchanged."""
         free = {"end_ids"} if self.min_tokens == 0 else set()
         return all(getattr(self, f.name) == f.default for f in fields(self) if f.name not in free)
 
     def check_vocabulary(self, n_vocab: int) -> None:
-        """Raise `UsageError` if a token is not in the vocabulary."""
+        """Raise `UsageError` if a token is outside the vocabulary."""
         for name, ids in (
             ("logit_bias", [token for token, _ in self.logit_bias]),
             ("allowed_token_ids", self.allowed_token_ids),
@@ -95,12 +95,12 @@ class LogitsProcessors:
 
 @dataclass(frozen=True)
 class Constrained(Strategy):
-    """A strategy that sees changed logits."""
+    """Strategy behind logits processors."""
 
     strategy: Strategy
-    """What chooses."""
+    """The wrapped strategy."""
     constraints: LogitsProcessors
-    """What is changed before."""
+    """The logits processors."""
 
     compiled: ClassVar[bool] = False
 
@@ -108,13 +108,13 @@ class Constrained(Strategy):
         inner = self.strategy.begin(prompt_ids, seed)
         grammar = self.constraints.grammar
         matcher = None if grammar is None else grammar.begin()
-        return ConstrainedState(inner, self.constraints, matcher, Tokens(prompt_ids))
+        return ConstrainedState(inner, self.constraints, matcher, TokenBuffer(prompt_ids))
 
 
 class ConstrainedState:
-    """The tokens so far, the place in the grammar, and the state of what chooses.
+    """Tokens so far, grammar state, and the state of the wrapped strategy.
 
-    Of a row on a CUDA device, the logits are changed there.
+    Rows on a CUDA device are processed there.
     """
 
     takes_device_rows = True
@@ -124,7 +124,7 @@ class ConstrainedState:
         inner: State,
         constraints: LogitsProcessors,
         matcher: Matcher | None,
-        tokens: Tokens,
+        tokens: TokenBuffer,
     ) -> None:
         self._inner = inner
         self._constraints = constraints
@@ -132,7 +132,7 @@ class ConstrainedState:
         self._tokens = tokens
 
     def n_best(self) -> int | None:
-        """See `nbflow.sampling.State.n_best`; which tokens are allowed is not known before."""
+        """See `nbflow.sampling.State.n_best`; needs the whole row."""
         return None
 
     def choose(self, logits: np.ndarray | TopCandidates) -> int:
@@ -143,7 +143,7 @@ class ConstrainedState:
         if not is_cuda(row) or self._inner.takes_device_rows:
             return self._inner.choose(row)
         return self._inner.choose(
-            on_host(row) if n_best is None else shortlists(row[None], n_best)[0]
+            on_host(row) if n_best is None else top_candidates(row[None], n_best)[0]
         )
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
@@ -164,15 +164,17 @@ class ConstrainedState:
         return ConstrainedState(inner, self._constraints, matcher, tokens)
 
     def _changed(self, logits: np.ndarray) -> np.ndarray:
-        """Return the changed logits, in place of the given ones."""
+        """Apply the processors in place."""
         rules, row = self._constraints, logits[None]
 
-        def beside(array: np.ndarray) -> np.ndarray:
+        def on_device_of_row(array: np.ndarray) -> np.ndarray:
             found: np.ndarray = on_device(array, row) if is_cuda(row) else array
             return found
 
         def ragged(ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return beside(np.array(ids, np.int32)), beside(np.array([0, len(ids)], np.int32))
+            return on_device_of_row(np.array(ids, np.int32)), on_device_of_row(
+                np.array([0, len(ids)], np.int32)
+            )
 
         history, whole = ragged(self._tokens.array)
         if rules.allowed_token_ids:
@@ -189,18 +191,18 @@ class ConstrainedState:
         if rules.logit_bias:
             tokens, indptr = ragged([token for token, _ in rules.logit_bias])
             biases = np.array([bias for _, bias in rules.logit_bias], np.float32)
-            apply_logit_bias(row, tokens, beside(biases), indptr)
+            apply_logit_bias(row, tokens, on_device_of_row(biases), indptr)
         banned = [*rules.banned_token_ids, *self._ends_of_bad_words()]
         if self._tokens.n_new < rules.min_tokens:
             banned += rules.end_ids
         if banned:
             mask_token_ids(row, *ragged(banned))
         if self._matcher is not None:
-            apply_token_bitmask(row, beside(self._matcher.bitmask(row.shape[1])))
+            apply_token_bitmask(row, on_device_of_row(self._matcher.bitmask(row.shape[1])))
         return logits
 
     def _ends_of_bad_words(self) -> list[int]:
-        """Return the tokens that would complete a bad word in the new text."""
+        """Return the tokens that would complete a bad word."""
         words = self._constraints.bad_words
         longest = max(map(len, words), default=0)
         n = min(self._tokens.n_new, longest)
@@ -209,5 +211,5 @@ class ConstrainedState:
 
 
 def constrain(strategy: Strategy, constraints: LogitsProcessors) -> Strategy:
-    """Return the strategy under these constraints; itself if there are none."""
+    """Wrap the strategy in these processors, if any."""
     return strategy if constraints.empty else Constrained(strategy, constraints)

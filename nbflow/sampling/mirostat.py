@@ -1,4 +1,4 @@
-"""Mirostat: truncation that keeps the surprise of the text at a level.
+"""Mirostat: truncation with feedback control of the surprise.
 
 S. Basu et al., "Mirostat: a neural text decoding algorithm that directly controls perplexity",
 ICLR 2021, arXiv:2007.14966.
@@ -13,25 +13,25 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates, TopCandidates
+from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates, TopCandidates
 from nbflow.sampling.strategy import SampledState, Strategy, check_range
 from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Mirostat(Strategy):
-    """A draw from what the running bound of surprise leaves."""
+    """Sample below an adaptive bound of the surprise."""
 
     temperature: float = 0.8
-    """Logits are divided by it before anything else; llama.cpp's default."""
+    """Divisor of the logits, applied first; llama.cpp's default."""
     mirostat: int = 2
-    """Version: 1 estimates a top-k from the shape of the distribution, 2 cuts by surprise."""
+    """Version: 1 estimates top-k from a fitted Zipf law, 2 truncates by surprise."""
     mirostat_tau: float = 5.0
-    """Wanted surprise of a token in bits."""
+    """Target surprise of a token in bits."""
     mirostat_eta: float = 0.1
-    """How fast the bound follows."""
+    """Learning rate of the bound."""
     mirostat_m: int = 100
-    """How many tokens version 1 looks at."""
+    """Number of tokens in the fit of version 1."""
 
     compiled: ClassVar[bool] = False
 
@@ -48,7 +48,7 @@ class Mirostat(Strategy):
 
 
 class MirostatState(SampledState):
-    """The running bound of surprise, `mu`."""
+    """State of Mirostat: the surprise bound `mu`."""
 
     def __init__(self, strategy: Mirostat, prompt_ids: Sequence[int], seed: int) -> None:
         super().__init__(prompt_ids, seed)
@@ -60,7 +60,7 @@ class MirostatState(SampledState):
         strategy = self._strategy
         found = Candidates(logits)
         if strategy.temperature != 1.0:
-            found.scale(1.0 / max(strategy.temperature, COLD))
+            found.scale(1.0 / max(strategy.temperature, MIN_TEMPERATURE))
         if strategy.mirostat == 1:
             found.first(max(1, _count(found, self.mu, strategy.mirostat_m)))
         else:
@@ -75,14 +75,14 @@ class MirostatState(SampledState):
             return
         ids, probs = self._seen
         place = np.flatnonzero(ids == token)
-        # a token that was not a candidate (a replayed text) tells nothing about the bound
+        # a replayed token outside the candidates does not change the bound
         if len(place) and probs[place[0]] > 0.0:
             error = -math.log2(probs[place[0]]) - self._strategy.mirostat_tau
             self.mu -= self._strategy.mirostat_eta * error
 
 
 def _count(candidates: Candidates, mu: float, m: int) -> int:
-    """Return the k of version 1: the paper's algorithm 1, with the exponent of Zipf's law."""
+    """Return k of version 1 (algorithm 1 of the paper) from the fitted Zipf exponent."""
     p = candidates.probs()
     p = -np.sort(-(p if len(p) <= m else np.partition(p, len(p) - m)[len(p) - m :]))
     p = p[p > 0.0]

@@ -1,4 +1,4 @@
-"""Chain: llama.cpp's samplers in an order of one's own, then a draw."""
+"""Sampler chain: llama.cpp's samplers in a configurable order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from nbflow.sampling.candidates import Candidates, TopCandidates, random_number
 from nbflow.sampling.samplers import (
-    IDLE,
+    ALIASES,
+    IS_NOOP,
     LETTERS,
-    OTHER_NAMES,
     SAMPLERS,
-    Moment,
+    SamplerContext,
     SamplerOptions,
     n_lowered_by,
 )
@@ -24,7 +24,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 @dataclass(frozen=True)
 class Chain(SamplerOptions, Strategy):
-    """A draw from what is left after a chain of samplers; names and defaults are llama.cpp's."""
+    """Sample after a chain of samplers; names and defaults are those of llama.cpp."""
 
     compiled: ClassVar[bool] = False
 
@@ -48,14 +48,14 @@ class Chain(SamplerOptions, Strategy):
 
 
 class ChainState(SampledState):
-    """The tokens so far."""
+    """State of a chain: the tokens so far."""
 
     def __init__(self, chain: Chain, prompt_ids: Sequence[int], seed: int) -> None:
         super().__init__(prompt_ids, seed)
         self._chain = chain
 
     def n_best(self) -> int | None:
-        """See `State.n_best`: those that "top_k" keeps, if what comes before lowers few tokens."""
+        """See `State.n_best`: `top_k`, plus the tokens lowered by samplers before it."""
         chain = self._chain
         if chain.top_k <= 0 or "top_k" not in chain.samplers:
             return None
@@ -70,10 +70,10 @@ class ChainState(SampledState):
     def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
         found = Candidates(logits)
         place = self.tokens.n_new
-        moment = Moment(self.tokens.array, lambda: random_number(self.seed, place, 1))
+        context = SamplerContext(self.tokens.array, lambda: random_number(self.seed, place, 1))
         for name in self._chain.samplers:
-            if not IDLE[name](self._chain):
-                SAMPLERS[name](found, self._chain, moment)
+            if not IS_NOOP[name](self._chain):
+                SAMPLERS[name](found, self._chain, context)
         return found
 
 
@@ -83,7 +83,7 @@ def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
     Parameters
     ----------
     order : str or sequence of str
-        Names; one string may hold names between semicolons, or llama.cpp's letters ("edskypmxt").
+        Names, or a string with names separated by semicolons or llama.cpp's letters ("edskypmxt").
 
     Raises
     ------
@@ -98,17 +98,17 @@ def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
     ('top_k', 'top_p', 'temperature')
     """
     if isinstance(order, str):
-        whole = OTHER_NAMES.get(order, order)
+        whole = ALIASES.get(order, order)
         if order and ";" not in order and whole not in SAMPLERS and set(order) <= set(LETTERS):
             return tuple(LETTERS[letter] for letter in order)
         order = [name.strip() for name in order.split(";") if name.strip()]
-    names = [OTHER_NAMES.get(name, name) for name in order]
+    names = [ALIASES.get(name, name) for name in order]
     for name in names:
         if name not in SAMPLERS:
             raise unknown_name("sampler", name, SAMPLERS)
     if not names:
         raise UsageError(
-            "samplers must name at least one sampler; for a draw from all tokens use "
+            "samplers must name at least one sampler; to sample from all tokens use "
             "decoding='sample'"
         )
     return tuple(names)

@@ -1,4 +1,4 @@
-"""llama.cpp's samplers: each changes the candidates, by the parameters of a chain.
+"""llama.cpp's samplers, functions that modify candidates.
 
 They follow llama.cpp's rules with sums in float64; equal logits keep the order of their ids.
 ``min_keep`` is the least number of candidates that a truncation leaves.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates
+from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates
 from nbflow_kernels.penalties import apply_dry_penalty, apply_penalties
 
 DEFAULT_ORDER = (
@@ -26,68 +26,68 @@ class SamplerOptions:
     """Parameters of the samplers; names and defaults are llama.cpp's."""
 
     samplers: tuple[str, ...] = DEFAULT_ORDER
-    """Which samplers, in which order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
+    """Samplers in order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
     temperature: float = 0.8
-    """Logits are divided by it; 0 or less takes the best token."""
+    """Divisor of the logits; 0 or less is greedy."""
     dynatemp_range: float = 0.0
-    """The temperature moves this far up and down with the entropy; 0 for none."""
+    """Half range of the entropy-dependent temperature; 0 disables."""
     dynatemp_exponent: float = 1.0
-    """How the normalized entropy is bent before it sets the temperature."""
+    """Exponent of the normalized entropy in the dynamic temperature."""
     top_k: int = 40
-    """How many of the best tokens are kept; 0 for all."""
+    """Number of tokens kept; 0 for all."""
     top_p: float = 0.95
-    """Mass that is kept; 1 for all."""
+    """Mass kept; 1 for all."""
     min_p: float = 0.05
-    """Least probability kept, relative to the best; 0 for all."""
+    """Smallest probability kept, relative to the best; 0 for all."""
     typical_p: float = 1.0
-    """Mass of the locally typical tokens that is kept; 1 for all."""
+    """Mass of locally typical tokens kept; 1 for all."""
     tfs_z: float = 1.0
-    """Share of the bends before the tail (only where "tfs_z" is in `samplers`); 1 for all."""
+    """Tail-free share of the curvature (if "tfs_z" is in `samplers`); 1 for all."""
     top_n_sigma: float = -1.0
-    """Standard deviations below the best logit that are kept; 0 or less for all."""
+    """Width below the best logit, in standard deviations; 0 or less for all."""
     xtc_probability: float = 0.0
-    """How often the top choices are excluded."""
+    """Probability of excluding top choices."""
     xtc_threshold: float = 0.1
-    """From which probability on a token is a top choice; above 0.5 switches it off."""
+    """Probability of a top choice; above 0.5 disables."""
     repeat_last_n: int = 64
-    """How many of the last tokens, prompt included, the penalties see; 0 none, -1 all."""
+    """Window of the penalties in tokens, including the prompt; 0 none, -1 all."""
     repeat_penalty: float = 1.0
-    """Factor for tokens that occurred; 1 for none."""
+    """Penalty factor for tokens in the window; 1 disables."""
     frequency_penalty: float = 0.0
-    """Subtracted for each occurrence."""
+    """Penalty per occurrence."""
     presence_penalty: float = 0.0
-    """Subtracted for having occurred."""
+    """Penalty for any occurrence."""
     dry_multiplier: float = 0.0
-    """Penalty of a repetition of the allowed length; 0 for none."""
+    """Penalty of a repetition of the allowed length; 0 disables."""
     dry_base: float = 1.75
     """Growth of the penalty with each further token."""
     dry_allowed_length: int = 2
-    """Repetitions shorter than this go free."""
+    """Shorter repetitions are not penalized."""
     dry_penalty_last_n: int = -1
-    """How many of the last tokens DRY sees; 0 none, -1 all."""
+    """Window of DRY in tokens; 0 none, -1 all."""
     dry_breakers: tuple[tuple[int, ...], ...] = ()
-    """Token sequences over which no repetition reaches; see `breaker_sequences`."""
+    """Token sequences that end a repetition; see `breaker_sequences`."""
     min_keep: int = 0
-    """Least number of candidates that a truncation leaves."""
+    """Least number of candidates after a truncation."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What else a sampler may look at."""
+class SamplerContext:
+    """History and random numbers for a sampler."""
 
     history: np.ndarray
     """int32 (N,): prompt and tokens so far."""
     random: Callable[[], float]
-    """A number in [0, 1) for the sampler's own decisions."""
+    """Returns a random number in [0, 1)."""
 
 
-def penalties(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Lower tokens that occurred among the last `repeat_last_n`."""
+def penalties(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Penalize tokens among the last `repeat_last_n`."""
     row = _row(candidates)
     apply_penalties(
         row,
-        moment.history,
-        np.array([0, len(moment.history)], np.int32),
+        context.history,
+        np.array([0, len(context.history)], np.int32),
         repetition_penalty=chain.repeat_penalty,
         frequency_penalty=chain.frequency_penalty,
         presence_penalty=chain.presence_penalty,
@@ -96,13 +96,13 @@ def penalties(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> 
     _rescore(candidates, row)
 
 
-def dry(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Lower tokens that would go on with a repetition; see `nbflow_kernels.apply_dry_penalty`."""
+def dry(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Penalize tokens that extend a repetition; see `nbflow_kernels.apply_dry_penalty`."""
     row = _row(candidates)
     apply_dry_penalty(
         row,
-        moment.history,
-        np.array([0, len(moment.history)], np.int32),
+        context.history,
+        np.array([0, len(context.history)], np.int32),
         multiplier=chain.dry_multiplier,
         base=chain.dry_base,
         allowed_length=chain.dry_allowed_length,
@@ -112,20 +112,20 @@ def dry(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     _rescore(candidates, row)
 
 
-def top_n_sigma(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def top_n_sigma(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep logits within `top_n_sigma` standard deviations of the best (arXiv:2411.07641)."""
     if len(candidates) > 1:
         bound = candidates.logits.max() - chain.top_n_sigma * candidates.logits.std()
         candidates.keep(candidates.logits >= bound)
 
 
-def top_k(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def top_k(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the `top_k` best; 0 or less keeps all."""
     candidates.first(chain.top_k)
 
 
-def typical(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Keep the tokens nearest to the entropy that have mass `typical_p` (arXiv:2202.00666)."""
+def typical(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Keep the locally typical tokens with mass `typical_p` (arXiv:2202.00666)."""
     p = candidates.probs()
     order = least_typical_last(p)
     passed = np.flatnonzero(np.cumsum(p[order]) > chain.typical_p)
@@ -135,20 +135,20 @@ def typical(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> No
     candidates.keep(mask)
 
 
-def tail_free(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Keep the tokens before the flat tail (`tfs_z` of the bends), as llama.cpp did until 2024."""
+def tail_free(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Keep the tokens before the flat tail, as llama.cpp did until 2024."""
     if len(candidates) <= 2:
         return
     candidates.sort()
     candidates.first(max(tail_free_count(candidates.probs(), chain.tfs_z), chain.min_keep))
 
 
-def top_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Keep the fewest best tokens that have mass `top_p`."""
+def top_p(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Keep the fewest best tokens with mass `top_p`."""
     candidates.reaching(chain.top_p, max(chain.min_keep, 1))
 
 
-def min_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
+def min_p(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Keep the tokens at least `min_p` times as probable as the best."""
     mask = candidates.logits >= candidates.logits.max() + math.log(chain.min_p)
     if mask.sum() >= chain.min_keep:
@@ -157,11 +157,11 @@ def min_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None
         candidates.first(max(int(mask.sum()), chain.min_keep))
 
 
-def xtc(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Exclude top choices: sometimes drop the likely tokens but the least likely of them."""
+def xtc(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Exclude top choices: randomly drop all likely tokens but the least likely one."""
     if len(candidates) < 2:
         return
-    if moment.random() >= chain.xtc_probability:
+    if context.random() >= chain.xtc_probability:
         return
     candidates.sort()
     n_likely = int((candidates.probs() >= chain.xtc_threshold).sum())
@@ -169,8 +169,8 @@ def xtc(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
         candidates.take(slice(n_likely - 1, None))
 
 
-def temperature(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
-    """Divide the logits; with `dynatemp_range` by a temperature that follows the entropy."""
+def temperature(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
+    """Divide logits by the temperature, dynamic with `dynatemp_range`."""
     value = chain.temperature
     if chain.dynatemp_range > 0.0:
         if len(candidates) < 2:
@@ -179,13 +179,13 @@ def temperature(candidates: Candidates, chain: SamplerOptions, moment: Moment) -
         p = candidates.probs()
         entropy = -(p[p > 0.0] * np.log(p[p > 0.0])).sum() / math.log(len(candidates))
         value = low + (high - low) * entropy**chain.dynatemp_exponent
-    if value < COLD:
+    if value < MIN_TEMPERATURE:
         candidates.first(1)
     else:
         candidates.scale(1.0 / value)
 
 
-SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, Moment], None]] = {
+SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, SamplerContext], None]] = {
     "penalties": penalties,
     "dry": dry,
     "top_n_sigma": top_n_sigma,
@@ -199,7 +199,7 @@ SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, Moment], None]] = {
 }
 """Samplers by llama.cpp's names."""
 
-IDLE: dict[str, Callable[[SamplerOptions], bool]] = {
+IS_NOOP: dict[str, Callable[[SamplerOptions], bool]] = {
     "penalties": lambda c: (
         not c.repeat_last_n
         or (c.repeat_penalty, c.frequency_penalty, c.presence_penalty) == (1.0, 0.0, 0.0)
@@ -214,9 +214,9 @@ IDLE: dict[str, Callable[[SamplerOptions], bool]] = {
     "xtc": lambda c: c.xtc_probability <= 0.0 or c.xtc_threshold > 0.5,
     "temperature": lambda c: False,
 }
-"""Whether the parameters of a chain switch a sampler off."""
+"""Predicates: True if the parameters disable a sampler."""
 
-OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
+ALIASES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
                "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "typ-p": "typ_p",
                "top-n-sigma": "top_n_sigma", "nucleus": "top_p"}  # fmt: skip
 
@@ -228,12 +228,11 @@ LETTERS = {
 
 
 def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
-    """Return how many tokens a sampler lowers at most, after `n_tokens`.
+    """Return the most tokens that a sampler lowers, after `n_tokens`.
 
-    None if it does anything else: only where tokens were lowered and nothing more, the best of what
-    is left are among the best before.
+    None if it has other effects: only lowering keeps the top candidates among the former ones.
     """
-    if IDLE[name](chain):
+    if IS_NOOP[name](chain):
         return 0
     if name == "penalties":
         least = min(chain.repeat_penalty - 1.0, chain.frequency_penalty, chain.presence_penalty)
@@ -246,16 +245,16 @@ def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
 
 
 def least_typical_last(p: np.ndarray) -> np.ndarray:
-    """Return the order of probabilities by the distance of their surprise from the entropy."""
+    """Sort tokens by the distance of their surprise from the entropy."""
     surprise = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
     return np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
 
 
 def tail_free_count(p: np.ndarray, z: float, first_counts: bool = True) -> int:
-    """Return how many of falling probabilities come before the flat tail, at least 1.
+    """Return the number of sorted probabilities before the flat tail, at least 1.
 
-    The bends ``|p[i] - 2 p[i+1] + p[i+2]|``, divided by their sum, are added until they pass `z`;
-    with `first_counts` False the first is left out of the sum, as in Inferflow.
+    Normalized second differences ``|p[i] - 2 p[i+1] + p[i+2]|`` are summed up to `z`; with
+    `first_counts` False without the first, as in Inferflow.
     """
     bends = np.abs(np.diff(p, 2))
     if not len(bends):
@@ -276,5 +275,5 @@ def _row(candidates: Candidates) -> np.ndarray:
 
 
 def _rescore(candidates: Candidates, row: np.ndarray) -> None:
-    """Take changed logits."""
+    """Replace the logits."""
     candidates.rescore(row[0, candidates.ids].astype(np.float64))

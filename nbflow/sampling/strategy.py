@@ -1,4 +1,4 @@
-"""What every strategy offers."""
+"""Interfaces of decoding strategies: compiled ones, and states of the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from nbflow.sampling.candidates import COLD, Candidates, TopCandidates, random_number
-from nbflow.sampling.token_buffer import Tokens
+from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates, TopCandidates, random_number
+from nbflow.sampling.token_buffer import TokenBuffer
 from nbflow_kernels.arrays import empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import (
@@ -25,44 +25,44 @@ from nbflow_kernels.sampling.argument_checks import limits_of
 
 
 class State(Protocol):
-    """What a strategy remembers of one request."""
+    """State of a strategy for one request."""
 
     takes_device_rows: bool
-    """Whether `choose` also takes a row that lies on a CUDA device, and sends little of it."""
+    """True if `choose` accepts rows on a CUDA device."""
 
     def n_best(self) -> int | None:
-        """Return how many of the best tokens `choose` needs to see; None: all."""
+        """Return the number of top candidates that `choose` needs; None: the whole row."""
 
     def choose(self, logits: np.ndarray | TopCandidates) -> int:
-        """Return the next token; asking again without `accept` gives the same.
+        """Return the next token; idempotent until `accept`.
 
         Parameters
         ----------
-        logits : array of float32, shape (V,), or Shortlist
-            Scores of the vocabulary; may be changed.  A shortlist only if `n_best` allows it.
+        logits : array of float32, shape (V,), or TopCandidates
+            Logits, which may be modified; `TopCandidates` only if `n_best` allows it.
         """
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
-        """Return what `choose` draws from, float32 (V,); parameters as there."""
+        """Return the distribution of `choose`, float32 (V,)."""
 
     def accept(self, token: int) -> None:
-        """Take the token that came next; it need not be the chosen one."""
+        """Append the next token, which may differ from the chosen one."""
 
     def fork(self) -> State:
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
 
 
 class SampledState:
-    """A state whose next token is drawn from candidates with Philox numbers."""
+    """State that samples from candidates with Philox random numbers."""
 
     takes_device_rows = False
 
     def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
-        self.tokens = Tokens(prompt_ids)
+        self.tokens = TokenBuffer(prompt_ids)
         self.seed = seed
 
     def candidates(self, logits: np.ndarray | TopCandidates) -> Candidates:
-        """Return the tokens that may come next with their final logits."""
+        """Return the remaining candidates with their final logits."""
         raise NotImplementedError
 
     def n_best(self) -> int | None:
@@ -90,21 +90,21 @@ class SampledState:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the next token is chosen from the logits.
+    """Decoding strategy: selects the next token from logits.
 
-    A strategy that needs nothing but the logits, a seed and the number of draws before is
-    `compiled`: it has `launch`.  Others have `begin`, which gives a state for each request.
+    A `compiled` strategy depends on logits, seed and token index only, and has `launch`.  Others
+    have `begin`, which returns a state for each request.
     """
 
     compiled: ClassVar[bool] = True
-    """Whether it has `launch`; else it has `begin`."""
+    """True if it has `launch`; otherwise it has `begin`."""
 
     def begin(self, prompt_ids: Sequence[int], seed: int) -> State:
-        """Return what it remembers of a request before the first new token."""
+        """Return the initial state of a request."""
         return CompiledState(self, seed)
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
-        """Return the probabilities it draws with, float32 (B, V), of logits of that shape."""
+        """Return the sampling distribution for logits, both float32 (B, V)."""
         raise NotImplementedError
 
     def launch(
@@ -112,19 +112,19 @@ class Strategy:
     ) -> None:
         """Write the next token of each row to `out`; -1 for a row without a distribution.
 
-        It is a launcher (`nbflow_kernels.cpu.parallel_for.capture`): compiled calls and nothing
-        else, so that generation can run them behind the model's.
+        Must consist of compiled calls only (`nbflow_kernels.cpu.parallel_for.capture`), so that
+        multi-step decode can append them to those of the model.
 
         Parameters
         ----------
         logits : array of float32, shape (B, V)
-            Scores of the vocabulary; on a CUDA device the draw runs there, for the same tokens.
+            Logits; on a CUDA device sampling runs there, with the same result.
         seeds : array of uint64, shape (B,)
             Seed of each row's request.
         offsets : array of uint64, shape (B,)
-            Number of tokens each row's request has drawn before.
+            Number of tokens sampled before by each row's request.
         out : array of int32, shape (B,)
-            Where to write, beside the logits.
+            Output, on the device of the logits.
         """
         raise NotImplementedError
 
@@ -137,11 +137,11 @@ class Strategy:
             If a row has a NaN, +inf or nothing but -inf.
         """
         tokens = self.drawn(logits, seeds, offsets)
-        check_drawn(tokens)
+        check_sampled(tokens)
         return tokens
 
     def drawn(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Do as `choose`, with -1 for a row without a distribution."""
+        """Return as `choose`, with -1 for a row without a distribution."""
         out = empty(logits, (len(logits),), np.int32)
         self.launch(logits, seeds, offsets, out)
         tokens: np.ndarray = on_host(out)
@@ -149,7 +149,7 @@ class Strategy:
 
 
 class CompiledState:
-    """The state of a compiled strategy: the number of draws."""
+    """State of a compiled strategy: the number of tokens."""
 
     takes_device_rows = True
 
@@ -183,16 +183,25 @@ class CompiledState:
 
 
 @dataclass(frozen=True)
-class Draw(Strategy):
-    """A draw from the tokens that a filter keeps, the probabilities after a temperature."""
+class FilteredSampling(Strategy):
+    """Sampling with a temperature from the tokens that filters keep."""
+
+    temperature: float = 1.0
+    """Divisor of the logits, applied first."""
+
+    name: ClassVar[str]
+    """Name in `nbflow.sampling.STRATEGIES`, for messages."""
+
+    def __post_init__(self) -> None:
+        check_range(self.name, "temperature", self.temperature, 0.0, 100.0, open_low=True)
 
     def filters(self) -> dict[str, float]:
         """Return temperature and the filters: ``top_k``, ``top_p``, ``min_p``."""
-        raise NotImplementedError
+        return {"temperature": self.temperature}
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
         filters = self.filters()
-        p: np.ndarray = softmax(logits, max(filters.pop("temperature"), COLD))
+        p: np.ndarray = softmax(logits, max(filters.pop("temperature"), MIN_TEMPERATURE))
         renorm = {
             "top_k": top_k_renorm_probs, "top_p": top_p_renorm_probs, "min_p": min_p_renorm_probs
         }  # fmt: skip
@@ -205,23 +214,23 @@ class Draw(Strategy):
     ) -> None:
         """See `Strategy.launch`."""
         filters, n = self.filters(), len(logits)
-        temperature = np.full(n, max(filters.pop("temperature"), COLD), np.float32)
+        temperature = np.full(n, max(filters.pop("temperature"), MIN_TEMPERATURE), np.float32)
         rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
         variant = cuda if is_cuda(logits) else cpu
         variant.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
 
 
-def check_drawn(tokens: np.ndarray) -> None:
-    """Raise `UsageError` if a row had no distribution to draw from."""
+def check_sampled(tokens: np.ndarray) -> None:
+    """Raise `UsageError` if a row had no distribution."""
     if (tokens < 0).any():
         raise no_distribution()
 
 
 def no_distribution() -> UsageError:
-    """Return the error for logits from which no token can be drawn."""
+    """Return the error for logits without a distribution."""
     return UsageError(
-        "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
-        "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
+        "the model's logits have a NaN or an infinity, so that no token can be sampled; its "
+        "weights or the KV cache may exceed their format: try another (weights=, kv=)"
     )
 
 

@@ -1,8 +1,8 @@
-"""Text of a given structure: a choice, a regular expression, a JSON schema, a grammar.
+"""Structured output: choice, regular expression, JSON schema or grammar.
 
-The grammar engine is llguidance (extra ``structured``); it says for each step which tokens may
-come.  It wants a vocabulary that can spell every byte: with one that cannot (some Unigram ones), a
-structure that forces a character without a token ends in an error.
+llguidance (extra ``structured``) computes the allowed tokens of each step.  It needs a vocabulary
+that covers all bytes: with others (some Unigram ones) a structure that requires a missing character
+fails.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from nbflow.tokenization.token_bytes import vocabulary_bytes
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 _MAX_ENGINES = 8
-_MEANINGS = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
-"""The engine's words in ours."""
+_MESSAGES = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
+"""Messages of llguidance in plain words."""
 
 
 class StructureError(UsageError):
-    """A structure is wrong, or more than the engine can do.
+    """Structure that is invalid or beyond the limits of llguidance.
 
     Parameters
     ----------
     kind : str
-        Which of `nbflow.options.STRUCTURES` it is.
+        One of `nbflow.options.STRUCTURES`.
     reason : str
-        What is wrong with it.
+        The error.
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -48,26 +48,26 @@ class StructureError(UsageError):
 
 
 class Grammar:
-    """A structure for the new text, ready to be begun for any number of requests.
+    """Compiled structure, shared by any number of requests.
 
     Parameters
     ----------
     kind : {"choice", "regex", "json_schema", "grammar"}
-        What `text` is.
+        Kind of `text`.
     text : str, dict or sequence of str
-        Texts to choose from; a regular expression for the whole text (Rust's syntax); a JSON
+        Choices; a regular expression for the whole text (Rust's syntax); a JSON
         schema; a grammar in llama.cpp's GBNF or in Lark's notation.
     tokenizer : Tokenizer
-        The model's.
+        Tokenizer of the model.
     n_vocab : int
-        Number of the model's logits; those beyond the tokenizer never come.
+        Number of logits; ids beyond the tokenizer are banned.
     end_ids : sequence of int
-        The end tokens, which may come where the structure is complete.
+        End tokens, allowed where the structure is complete.
 
     Raises
     ------
     UsageError
-        If the structure is wrong, or more than the engine can do; if there is no end token.
+        If the structure is invalid or too complex, or there are no end tokens.
     MissingExtraError
         If llguidance is not installed.
     """
@@ -88,11 +88,11 @@ class Grammar:
         self._kind = kind
         self._source = _source(library, kind, text)
         self._first: Matcher | None = None
-        self._rehearse(n_vocab)
+        self._compile_and_step(n_vocab)
 
     def begin(self) -> Matcher:
-        """Return the beginning of a text."""
-        if self._first is None:  # it came from another process
+        """Return a matcher at the start of the text."""
+        if self._first is None:  # unpickled
             self._first = self._compiled()
         return self._first.fork()
 
@@ -100,21 +100,21 @@ class Grammar:
         return {**self.__dict__, "_first": None}
 
     def _compiled(self) -> Matcher:
-        """Return the structure as the engine runs it."""
+        """Compile the structure."""
         library, engine = _library(), _engine(self._vocabulary)
         matcher = library.LLMatcher(engine, self._source, log_level=0, limits=_limits(library))
         return Matcher(matcher, self._end_ids, self._kind)
 
-    def _rehearse(self, n_vocab: int) -> None:
-        """Compile the structure and take a step: what is too much is found here.
+    def _compile_and_step(self, n_vocab: int) -> None:
+        """Compile the structure and take a step, so that limits are exceeded here.
 
-        The steps of all requests would wait for it otherwise, and a request fail in one of them.
+        Otherwise the steps of all requests would wait, and a request fail in one of them.
         """
         self._first = self._compiled()
         mask = self._first.bitmask(n_vocab).view(np.uint32)[0]
         words = mask.nonzero()[0]
         if not len(words):
-            raise StructureError(self._kind, "no token of the vocabulary can begin it")
+            raise StructureError(self._kind, "no token of the vocabulary can start it")
         word = int(mask[words[0]])
         copy = self._first.fork()
         copy.accept(32 * int(words[0]) + (word & -word).bit_length() - 1)
@@ -122,7 +122,7 @@ class Grammar:
 
 
 class Matcher:
-    """A place in a structure of the kind `kind`."""
+    """State of a structure within a text."""
 
     def __init__(self, matcher: Any, end_ids: tuple[int, ...], kind: str) -> None:
         self._matcher = matcher
@@ -131,7 +131,7 @@ class Matcher:
         self._check()
 
     def bitmask(self, n_vocab: int) -> np.ndarray:
-        """Return which tokens may come, int32 (1, ceil(n_vocab / 32))."""
+        """Return the bitmask of allowed tokens, int32 (1, ceil(n_vocab / 32))."""
         words = np.zeros(-(-n_vocab // 32), np.uint32)
         if self._matcher.is_stopped():
             for token in self._end_ids:
@@ -143,7 +143,7 @@ class Matcher:
         return words.view(np.int32)[None]
 
     def accept(self, token: int) -> None:
-        """Go on by a token.
+        """Advance by a token.
 
         Raises
         ------
@@ -151,18 +151,18 @@ class Matcher:
             If the structure does not allow it.
         """
         if self._matcher.is_stopped() or token in self._end_ids:
-            return  # what comes after the end is nobody's
+            return  # nothing follows the end
         if not self._matcher.consume_token(token):
             self._check()
 
     def fork(self) -> Matcher:
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         return Matcher(self._matcher.deep_copy(), self._end_ids, self._kind)
 
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = (self._matcher.get_error().splitlines() or ["unknown"])[0]
-            raise StructureError(self._kind, f"structured output: {_MEANINGS.get(reason, reason)}")
+            raise StructureError(self._kind, f"structured output: {_MESSAGES.get(reason, reason)}")
 
 
 def _library() -> Any:
@@ -176,7 +176,7 @@ def _library() -> Any:
 
 
 def _limits(library: Any) -> Any:
-    """Return what a structure may cost: a fifth of a second to compile it, less in each step."""
+    """Return limits: about 0.2 s for compilation, less for each step."""
     return library.LLParserLimits(
         initial_lexer_fuel=200_000, step_lexer_fuel=50_000, verbose_errors=False
     )
@@ -186,12 +186,12 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def _source(library: Any, kind: str, text: Any) -> str:
-    """Return the structure as the engine's grammar."""
+    """Return the structure as a grammar of llguidance."""
     if kind == "choice":
         texts = [text] if isinstance(text, str) else list(text)
         if not texts or not all(isinstance(t, str) and t for t in texts):
             raise StructureError(kind, f"must be non-empty texts, got {text!r:.100}")
-        # as one expression: a grammar of alternatives may have 2,000 of them at most
+        # as a regex: a grammar has at most 2,000 alternatives
         kind, text = "regex", "|".join(_SPECIAL.sub(r"\\\g<0>", t) for t in texts)
     if kind == "json_schema" and not isinstance(text, str):
         text = json.dumps(text)
@@ -204,10 +204,9 @@ def _source(library: Any, kind: str, text: Any) -> str:
 
 
 class _Vocabulary:
-    """A tokenizer as the engine wants to see it.
+    """Adapter of a tokenizer for llguidance.
 
-    It is sent to other ranks with a request, and spells by the longest tokens there: without the
-    tokenizer.
+    It is pickled without the tokenizer for other ranks, where it encodes by longest match.
     """
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
@@ -215,7 +214,7 @@ class _Vocabulary:
         texts = vocabulary_bytes(tokenizer)[:n_vocab]
         special = {i for i, text in enumerate(texts) if text is None}
         self.tokens = [
-            # a name for what has no text; the first byte, which no text has, marks it
+            # placeholder for tokens without text; \xff does not occur in UTF-8
             b"\xff<%d>" % i if text is None or i in end_ids else text
             for i, text in enumerate(texts)
         ] + [b"\xff<%d>" % i for i in range(len(texts), n_vocab)]
@@ -231,7 +230,7 @@ class _Vocabulary:
         return {**self.__dict__, "_tokenizer": None}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return ids whose bytes are the text, the tokenizer's own where it adds no space."""
+        """Encode bytes, with the tokenizer unless that adds a space."""
         if self._tokenizer is not None:
             ids = self._tokenizer.encode(text.decode("utf-8"))
             if b"".join(self.tokens[i] for i in ids) == text:
@@ -239,7 +238,7 @@ class _Vocabulary:
         return self._greedy(text)
 
     def _greedy(self, text: bytes) -> list[int]:
-        """Return the longest tokens one after the other, as far as there are any."""
+        """Encode bytes by longest match, up to the first byte without a token."""
         ids, start = [], 0
         while start < len(text):
             n = min(self._longest, len(text) - start)
@@ -253,36 +252,36 @@ class _Vocabulary:
 
 
 _ENGINES: OrderedDict[str, Any] = OrderedDict()
-"""The engine's view of the vocabularies used last, by digest."""
+"""LRU cache of llguidance tokenizers by digest."""
 _lock = threading.Lock()
-"""Held while one of the two collections of vocabularies is looked at or changed."""
+"""Guards both vocabulary caches."""
 
 
 def _vocabulary(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> _Vocabulary:
-    """Return a tokenizer's vocabulary, made once for each."""
+    """Return the cached vocabulary of a tokenizer."""
     made: OrderedDict[Any, _Vocabulary]
     made = tokenizer.__dict__.setdefault("_grammar_vocabularies", OrderedDict())
     found: _Vocabulary
-    found = _kept(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
+    found = _cached_in(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
     return found
 
 
-def _kept(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Return what is kept under a key, made where it is not; the ones used last stay."""
+def _cached_in(cache: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Return an LRU cache entry, created if missing."""
     with _lock:
-        if key in kept:
-            kept.move_to_end(key)
-            return kept[key]
+        if key in cache:
+            cache.move_to_end(key)
+            return cache[key]
     made = make()
     with _lock:
-        kept[key] = made
-        while len(kept) > _MAX_ENGINES:
-            kept.popitem(last=False)
+        cache[key] = made
+        while len(cache) > _MAX_ENGINES:
+            cache.popitem(last=False)
     return made
 
 
 def _engine(vocabulary: _Vocabulary) -> Any:
-    """Return the engine's view of a vocabulary."""
+    """Return the llguidance tokenizer of a vocabulary."""
 
     def make() -> Any:
         library = _library()
@@ -291,4 +290,4 @@ def _engine(vocabulary: _Vocabulary) -> Any:
             n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.end_ids),
         )  # fmt: skip
 
-    return _kept(_ENGINES, vocabulary.digest, make)
+    return _cached_in(_ENGINES, vocabulary.digest, make)

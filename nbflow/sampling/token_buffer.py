@@ -1,4 +1,4 @@
-"""The tokens of a request so far, as an array that grows."""
+"""Growing token array of a request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Tokens:
-    """Prompt and new tokens.
+class TokenBuffer:
+    """Prompt and new tokens of a request.
 
     Parameters
     ----------
     prompt_ids : sequence of int
-        The prompt.
+        Prompt tokens.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -30,19 +30,19 @@ class Tokens:
 
     @property
     def array(self) -> np.ndarray:
-        """All tokens, int32; valid until the next one comes."""
+        """All tokens, int32; valid until the next `append`."""
         return self._array[: self._n]
 
     def append(self, token: int) -> None:
-        """Add a new token."""
+        """Append a token."""
         if self._n == len(self._array):
             self._array = np.concatenate([self._array, np.zeros(self._n + 64, np.int32)])
         self._array[self._n] = token
         self._n += 1
 
-    def copy(self) -> Tokens:
-        """Return a copy that grows by itself."""
-        other = Tokens(())
+    def copy(self) -> TokenBuffer:
+        """Return an independent copy."""
+        other = TokenBuffer(())
         other._array, other._n = self.array.copy(), self._n
         other.n_prompt = self.n_prompt
         return other

@@ -198,7 +198,7 @@ def _follow(config: ServerConfig) -> None:
             return
         engine = LLMEngine(model, options.engine.options())
         _spare_collector()
-        if isinstance(engine, ReplicaRouter) and engine.begins:
+        if isinstance(engine, ReplicaRouter) and engine.leads_replica:
             with _draft(options, model) as draft:
                 engine.follow(draft if isinstance(draft, nbflow.LLM) else None)
         else:

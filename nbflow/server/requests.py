@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.engine.request_builder import build_request
+from nbflow.engine.request_validation import build_request
 from nbflow.engine.search import BeamSearch, ContrastiveSearch, Search
 from nbflow.engine.speculative.config import attach
 from nbflow.option_fields import fields

@@ -62,7 +62,7 @@ def test_first_matrix_reads_the_normalized_embedding(
 def test_nothing_is_observed_unless_asked(llama: Path) -> None:
     with nbflow.load(llama) as model:
         model.logits(WINDOWS[0])
-        executor = model.engines[0].executor
+        executor = model.workers[0].executor
         (bound,) = executor._bound.values()
         assert len(bound.segments) == 1  # one list of compiled calls, no Python in between
 

@@ -115,7 +115,7 @@ def test_tensors_of_several_types_keep_them(tmp_path: Path, partition: str) -> N
         logits, expected = model.logits(ids), reference.logits(ids)
         names = {
             t.format.name
-            for ops in model.engines[0].weights.operands
+            for ops in model.workers[0].weights.operands
             for t in ops
             if isinstance(t, nk.QuantTensor)
         }

@@ -125,7 +125,7 @@ def test_first_layers_on_the_host(cupy: Any) -> None:
     options = {**OPTIONS, "device": "emulator", "cpu_layers": 1}
     with nbflow.load(FOLDER / "llama31", **options) as model:
         assert model.plan.partition == "0;1"  # of two layers
-        assert [engine.executor.device.name for engine in model.engines] == ["cpu", "emulator"]
+        assert [engine.executor.device.name for engine in model.workers] == ["cpu", "emulator"]
         found = model.logits(IDS)
     # as the CPU's logits, up to float32 sums in another order
     assert np.abs(found - logits("llama31")).max() < 4e-6 * np.abs(found).max()
@@ -133,7 +133,7 @@ def test_first_layers_on_the_host(cupy: Any) -> None:
     assert plan.devices == ("cpu", "emulator")
     assert plan.host_bytes == plan.ranks[0].total_bytes
     with nbflow.load(FOLDER / "llama31", **{**options, "cpu_layers": 2}) as model:
-        assert [engine.executor.device.name for engine in model.engines] == ["cpu"]
+        assert [engine.executor.device.name for engine in model.workers] == ["cpu"]
     with pytest.raises(UsageError, match="cpu_layers must be at most 2"):
         nbflow.load(FOLDER / "llama31", **{**options, "cpu_layers": 3})
     with pytest.raises(UsageError, match="cpu_layers=1 goes with one rank"):

@@ -157,7 +157,7 @@ def test_ranks(partition: str, cupy: Any) -> None:
 def test_ranks_on_different_devices(partition: str, cupy: Any) -> None:
     ids, logits = golden("llama31")
     with on("cpu,emulator", "llama31", kv="f32", partition=partition) as model:
-        assert [engine.executor.device.name for engine in model.engines] == ["cpu", "emulator"]
+        assert [engine.executor.device.name for engine in model.workers] == ["cpu", "emulator"]
         assert error(model.logits(ids), logits) < TOLERANCE
     with pytest.raises(UsageError, match="names 3 devices for 2 ranks"):
         on("cpu,cpu,cpu", "llama31", partition=partition)
@@ -172,7 +172,7 @@ def test_every_thread_that_runs_steps_chooses_the_device(monkeypatch: pytest.Mon
         for run in (
             lambda: model.generate([3], 2, ignore_eos=True),
             lambda: model.logits([3, 4]),
-            lambda: model.engines[0].configure(max_pages=3),
+            lambda: model.workers[0].configure(max_pages=3),
         ):
             thread = threading.Thread(target=run, name="another")
             thread.start()

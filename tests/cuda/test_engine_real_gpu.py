@@ -46,7 +46,7 @@ def by_cpu(name: str) -> list[list[int]]:
 
 
 def by_graph(model: nbflow.LLM) -> int:
-    return sum(getattr(engine.executor, "steps_by_graph", 0) for engine in model.engines)
+    return sum(getattr(engine.executor, "steps_by_graph", 0) for engine in model.workers)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_graphs_change_no_bit() -> None:
     prompt, logits = [[3, 9, 4]], []
     for graphs in (True, False):
         with on_device("llama31", graphs=graphs) as model:
-            (engine,) = model.engines
+            (engine,) = model.workers
             engine.table.add(7)
             engine.run_step([7], prompt, [2])
             for token in range(5):

@@ -33,7 +33,7 @@ class Sequences:
     """Sequences of a model's engine, run step by step."""
 
     def __init__(self, model: nbflow.LLM, prompts: list[list[int]]) -> None:
-        (self.engine,) = model.engines
+        (self.engine,) = model.workers
         self.executor: Any = self.engine.executor
         self.numbers = list(range(100, 100 + len(prompts)))
         for number in self.numbers:
@@ -180,7 +180,7 @@ def test_ranks_run_graphs_between_their_exchanges(cupy: Any) -> None:
         expected = model.generate([3], 3, ignore_eos=True).ids
     with load("llama31", **options) as model:
         assert model.generate([3], 3, ignore_eos=True).ids == expected
-        for engine in model.engines:
+        for engine in model.workers:
             executor: Any = engine.executor
             assert executor.steps_by_graph == 2
             (graphs,) = (b.graphs for b in executor._bound.values() if b.graphs)
@@ -231,7 +231,7 @@ def test_hidden_states_without_logits(name: str) -> None:
     prompts, rows, found = [[3, 5, 7], [2, 9]], [2, 3, 4], []
     for n_logits in (3, 1, 0):
         with load(name) as model:
-            (engine,) = model.engines
+            (engine,) = model.workers
             for number in (0, 1):
                 engine.table.add(number)
             engine.run_step([0, 1], prompts, rows, None, n_logits)

@@ -48,7 +48,7 @@ def test_kernels_of_a_step_and_its_bits(
     with nbflow.load(folder, max_step_tokens=9, **options) as model:
         whole = model.logits(IDS)
     with nbflow.load(folder, **options) as model:
-        (engine,) = model.engines
+        (engine,) = model.workers
         engine.table.add(0)
         for token, row in zip(IDS[:3], whole, strict=False):
             before = State.n_launches

@@ -10,7 +10,7 @@ import pytest
 
 import nbflow
 from nbflow.engine.request import Request
-from nbflow.engine.sampler import SamplerOutput, draw, draw_ahead
+from nbflow.engine.sampler import SamplerOutput, sample, sample_ahead
 from nbflow.sampling import Strategy, make_strategy
 from nbflow.sampling.logits_processors import LogitsProcessors, constrain
 
@@ -75,8 +75,8 @@ def test_tokens_are_the_cpus_and_no_logits_come_back(
     rows, there = logits(3), cupy.asarray(logits(3))
     here_requests, there_requests = requests(*3 * [strategy]), requests(*3 * [strategy])
     for _ in range(2):
-        wanted = draw(rows, here_requests).tokens
-        assert draw(there, there_requests).tokens == wanted
+        wanted = sample(rows, here_requests).tokens
+        assert sample(there, there_requests).tokens == wanted
         for request, token in zip(here_requests + there_requests, 2 * wanted, strict=True):
             request.ids.append(token)
     assert 0 < sum(traffic.sizes) <= 2 * 3 * most
@@ -86,15 +86,15 @@ def test_tokens_are_the_cpus_and_no_logits_come_back(
 def test_different_strategies_share_a_step(cupy: Any, traffic: Traffic) -> None:
     strategies = [strategy for strategy, _ in STRATEGIES.values()]
     rows = logits(len(strategies))
-    wanted = draw(rows, requests(*strategies)).tokens
-    assert draw(cupy.asarray(rows), requests(*strategies)).tokens == wanted
+    wanted = sample(rows, requests(*strategies)).tokens
+    assert sample(cupy.asarray(rows), requests(*strategies)).tokens == wanted
     assert sum(traffic.sizes) <= sum(most for _, most in STRATEGIES.values()) + 8 * 50
 
 
 def test_log_probabilities_and_the_most_probable_tokens(cupy: Any, traffic: Traffic) -> None:
     rows, both = logits(2), [STRATEGIES[n][0] for n in ("greedy", "filters")]
     wanted, found = (
-        draw(x, requests(*both, logprobs=True, n_top=4)) for x in (rows, cupy.asarray(rows))
+        sample(x, requests(*both, logprobs=True, n_top=4)) for x in (rows, cupy.asarray(rows))
     )
     assert_same(found, wanted)
     assert sum(traffic.sizes) <= 2 * (4 + 8 + 4 * 12)
@@ -107,8 +107,8 @@ def assert_same(found: SamplerOutput, wanted: SamplerOutput) -> None:
 
 def test_tokens_that_are_checked_are_drawn_in_one_launch(cupy: Any, traffic: Traffic) -> None:
     (one,) = requests(STRATEGIES["filters"][0])
-    wanted = list(draw_ahead(logits(3), one))
-    assert list(draw_ahead(cupy.asarray(logits(3)), one)) == wanted
+    wanted = list(sample_ahead(logits(3), one))
+    assert list(sample_ahead(cupy.asarray(logits(3)), one)) == wanted
     assert traffic.sizes == [3 * 4]
 
 
@@ -117,7 +117,7 @@ def test_a_row_with_nan_names_the_logits(cupy: Any) -> None:
     rows[1, 5] = np.nan
     for name in ("greedy", "filters", "chain"):
         with pytest.raises(nbflow.UsageError, match="NaN"):
-            draw(cupy.asarray(rows), requests(*2 * [STRATEGIES[name][0]]))
+            sample(cupy.asarray(rows), requests(*2 * [STRATEGIES[name][0]]))
 
 
 def test_generation_sends_tokens_only(cupy: Any, traffic: Traffic) -> None:

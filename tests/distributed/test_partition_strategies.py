@@ -30,7 +30,7 @@ def test_a_tied_head_is_split_with_the_embedding(checkpoint, ids, partition):
     with nbflow.load(checkpoint, kv="f32", partition=partition, threads=1) as model:
         # float32 sums in another order: about sqrt(320) * 2**-24 for each of 3 layers
         assert np.abs(model.logits(ids) - expected).max() < 1e-5 * np.abs(expected).max()
-        for rank, engine in zip(model.plan.ranks, model.engines, strict=True):
+        for rank, engine in zip(model.plan.ranks, model.workers, strict=True):
             operands = zip(engine.program.ops, engine.weights.operands, strict=True)
             tables = [w for op, ws in operands if op.kind == "embedding" for w in ws]
             width = rank.vocab_widths[rank.index]

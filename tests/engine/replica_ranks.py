@@ -1,4 +1,4 @@
-"""Run by mpirun: two replicas, each a process.  What came out is written to a file as JSON."""
+"""Program for mpirun: two replicas, one process each; writes results as JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lead(model, engine, draft):
 
 
 def outlive(engine, model):
-    """Go on after the other replica has failed."""
+    """Continue after the failure of the other replica."""
     handles = [engine.submit(asked(model, p, n=400)) for p in PROMPTS[:2]]
     ends = [list(h)[-1] for h in handles]
     told = {"ends": sorted(e.finish_reason for e in ends)}
@@ -65,7 +65,7 @@ def outlive(engine, model):
 
 
 def fail_later():
-    """Let this process's engine fail in the middle of a text, beyond a step of one request."""
+    """Fail the engine of this process in the middle of a text."""
     next_step = Scheduler.next_step
 
     def planted(self, *args):

@@ -1,7 +1,7 @@
-"""A request gets the same tokens and the same bits of their log-probabilities, whatever goes on.
+"""Batch invariance: tokens and log-probabilities of a request are bit-identical in any batch.
 
-Alone; beside others; its prompt in pieces of any size; its beginning from the prefix cache; after
-its pages were taken away; with proposed tokens, right or wrong; in bursts of steps or without.
+Alone; in a batch; with chunked prefill; with a prefix from the cache; after a preemption; with
+right or wrong draft tokens; with single and multi-step decode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIGURATIONS = [
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Return a model whose matrices have many tiles and a part of one in both directions."""
+    """Return a model whose matrices have many tiles and a partial one in both dimensions."""
     folder = tmp_path_factory.mktemp("wide")
     write_llama(
         folder, n_layers=1, hidden_size=320, intermediate_size=544, n_heads=4, n_kv_heads=2,
@@ -41,7 +41,7 @@ def wide(tmp_path_factory):
 
 
 def guess(ids, n):
-    """Propose what came after the last token before, as prompt lookup does, or nonsense."""
+    """Propose draft tokens by prompt lookup, or random ones."""
     before = [i for i, token in enumerate(ids[:-1]) if token == ids[-1]]
     return ids[before[-1] + 1 :][:n] if before else [5, 6, 7][:n]
 
@@ -58,7 +58,7 @@ def everything(results):
 
 
 def served(model, limits, order=ORDER, **fields):
-    """Return the results of an engine, and its numbers."""
+    """Return the results and statistics of an engine."""
     with nbflow.LLMEngine(model, **limits) as engine:
         handles = {i: engine.submit(make(model, i, **fields)) for i in order}
         results = [handles[i].result(300) for i in range(len(PROMPTS))]
@@ -70,7 +70,7 @@ def served(model, limits, order=ORDER, **fields):
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
 def test_whatever_goes_on(wide, options):
     with nbflow.load(wide, max_step_tokens=200, threads=1, **options) as model:
-        page = model.engines[0].storage.page_bytes
+        page = model.workers[0].storage.page_bytes
         alone = []
         for i in range(len(PROMPTS)):
             request = make(model, i)
@@ -122,7 +122,7 @@ def test_pages_that_sequences_have_in_common_are_read_once(wide, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gemma2", "bloom"])
 def test_other_kinds_of_layers(name):
-    """Experts, windows and soft caps, biases by distance: logits in pieces and beside others."""
+    """Experts, windows, soft caps, distance biases: logits of chunks and in batches."""
     ids = np.load(FAMILIES / name / "golden.npz")["ids"].tolist()
     with nbflow.load(FAMILIES / name, threads=1) as model:
         whole, other = model.logits(ids), model.logits(ids[5:])
@@ -137,12 +137,12 @@ def test_other_kinds_of_layers(name):
 
 
 def test_encoders_read_together(tmp_path):
-    """What a decoder's request gets does not depend on whose inputs are read in the same step."""
+    """Results of an encoder-decoder model do not depend on other inputs of the step."""
     read = np.load(FAMILIES / "m2m_100" / "golden.npz")["encoder_ids"].tolist()
     inputs = [read[i:] for i in range(5)]
     with nbflow.load(FAMILIES / "m2m_100", threads=1) as model:
         alone = [model.generate(ids, 6) for ids in inputs]
-        memory = model.engines[0].encoded
+        memory = model.workers[0].cross_attention
         with nbflow.LLMEngine(model, max_sequences=3) as engine:
             handles = [
                 engine.submit(model.make_request(ids, 6, "greedy", 0, False)) for ids in inputs

@@ -1,4 +1,4 @@
-"""The page table against a naive model: random operations, every invariant after each."""
+"""Block table against a naive model: random operations, all invariants after each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = 4
 
 
 class Checked:
-    """A page table, a memory that its pages stand for, and what every sequence should read there.
+    """Block table, simulated page contents, and the expected contents of each sequence.
 
     The memory holds the tokens themselves: a page that was given to two writers, copied too late,
     or found under a wrong name shows as a wrong token.
@@ -34,7 +34,7 @@ class Checked:
         ids = self.rng.choices((0, 1), (9, 1), k=self.rng.randrange(1, 20))
         named = self.rng.random() < 0.8
         chain = self.table.chain(ids) if named else None
-        needed, available = self.table.needed(chain, len(ids)), self.table.n_available
+        needed, available = self.table.n_new_pages(chain, len(ids)), self.table.n_available
         found = self.table.add(self.next, chain, len(ids))
         assert found < len(ids)
         self.in_part += found % PAGE > 0
@@ -49,7 +49,10 @@ class Checked:
 
     def write(self, sequence: int, tokens: list[int]) -> None:
         text, before = self.texts[sequence], self.table.length(sequence)
-        missing, available = self.table.missing(sequence, len(tokens)), self.table.n_available
+        missing, available = (
+            self.table.n_missing_pages(sequence, len(tokens)),
+            self.table.n_available,
+        )
         try:
             self.table.extend(sequence, len(tokens))
         except NoFreePageError:
@@ -95,15 +98,15 @@ class Checked:
             self.write(sequence, self.rng.choices((0, 1), (9, 1), k=self.rng.randrange(1, 7)))
 
     def check(self) -> None:
-        """Check the books, and what one sequence reads."""
+        """Check the counters and the contents of one sequence."""
         table = self.table
-        assert table.n_held + table.n_cached <= table.n_pages <= table.max_pages
-        assert table.n_available == table.max_pages - table.n_held
+        assert table.n_used_pages + table.n_cached <= table.n_pages <= table.max_pages
+        assert table.n_available == table.max_pages - table.n_used_pages
         if self.texts:
             self.read(self.rng.choice(list(self.texts)))
 
     def read(self, sequence: int) -> list[int]:
-        """Check what a sequence reads, and return its pages."""
+        """Check the contents of a sequence and return its pages."""
         text, view = self.texts[sequence], self.table.view([sequence])
         assert view.kv_lens.tolist() == [len(text)]
         pages = view.kv_indices.tolist()
@@ -112,17 +115,17 @@ class Checked:
         return pages
 
     def check_all(self) -> None:
-        """Check what every sequence reads, and that every page is in one state."""
+        """Check the contents of all sequences, and that every page is in one state."""
         table, held = self.table, set()
         assert sorted(table.sequences) == sorted(self.texts)
         for sequence in self.texts:
             pages = self.read(sequence)
             assert len(set(pages)) == len(pages)
             held.update(pages)
-        assert len(held) == table.n_held
+        assert len(held) == table.n_used_pages
         assert not held & set(table._free)
         assert not held & set(table._cached)
-        assert len(table._free) + table.n_cached + table.n_held == table.n_pages
+        assert len(table._free) + table.n_cached + table.n_used_pages == table.n_pages
 
 
 @pytest.mark.parametrize(("seed", "max_pages"), [(1, 12), (2, 24), (3, 24), (4, None)])
@@ -139,8 +142,8 @@ def test_random_operations(seed, max_pages):
     assert (checked.n_refused > 100) == (max_pages is not None)
     for sequence in list(checked.texts):
         checked.drop(sequence)
-    assert table.n_held == 0
-    assert table._coming == {}
+    assert table.n_used_pages == 0
+    assert table._in_flight == {}
     table.clear_cache()
     assert sorted(table._free) == list(range(table.n_pages))
 
@@ -154,7 +157,7 @@ def test_two_sequences_that_begin_alike_share_pages():
     table.commit(0, ids)
     assert table.find(table.chain(ids), 10) == (8, False)
     assert table.add(1, table.chain(ids), 10) == 8
-    assert table.n_held == 3
+    assert table.n_used_pages == 3
     assert table.add(2, table.chain(ids[:8]), 8) == 7  # the last token is computed always
     assert table.add(3, table.chain(ids, b"salt"), 10) == 0
     table.extend(2, 1)  # in a page of its own

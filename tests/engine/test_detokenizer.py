@@ -1,4 +1,4 @@
-"""Text of tokens as they come: borders of tokens do not matter for characters and stop texts."""
+"""Incremental detokenization: characters and stop texts across token boundaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tokenizer():
 
 
 def cut(text, stops, include):
-    """The text up to the stop text that ends first; of equals the one that begins first."""
+    """Return the text up to the stop text that ends first; ties by start."""
     found = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
     return text[: min(found)[0 if include else 1]] if found else text
 
@@ -31,13 +31,13 @@ def test_random_texts_and_stops(tokenizer):
         ids = [i for part in text for i in tokenizer.encode(part)]
         ids = ids if rng.random() < 0.5 else tokenizer.encode(text)
         stream = IncrementalDetokenizer(tokenizer, stops, include)
-        pieces = []
+        chunks = []
         for token in ids:
-            pieces.append(stream.push(token))
-            assert "\ufffd" not in pieces[-1]
-        pieces.append(stream.finish())
+            chunks.append(stream.push(token))
+            assert "\ufffd" not in chunks[-1]
+        chunks.append(stream.finish())
         expected = cut(text, stops, include)
-        assert "".join(pieces) == expected, (text, stops, include)
+        assert "".join(chunks) == expected, (text, stops, include)
         assert (stream.stopped is not None) == any(s in text for s in stops)
         assert stream.push(ids[0]) == stream.finish() == ""
 

@@ -1,4 +1,4 @@
-"""Texts that are embedded: requests that share steps and pages with those that generate."""
+"""Embedding requests, which share steps and pages with generating ones."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def stream_of(model, i, n=60, **fields):
 
 
 def pages(model, n):
-    """Return the bytes of so many pages on the rank with the largest."""
-    return n * max(engine.storage.page_bytes for engine in model.engines)
+    """Return the bytes of `n` pages on the rank with the largest pages."""
+    return n * max(engine.storage.page_bytes for engine in model.workers)
 
 
 def all_free(engine):
@@ -97,7 +97,7 @@ def test_texts_of_an_encoder(partition):
 def test_no_logits_of_texts_are_computed(checkpoint):
     rows = Counter()
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
-        executor = model.engines[0].executor
+        executor = model.workers[0].executor
         executor.observe = lambda op, inputs: rows.update({op.out: sum(map(len, inputs))})
         model.embed_batch(texts_of(2, 150))
         model.hidden(IDS[:150])
@@ -111,7 +111,7 @@ def test_streams_go_on_between_the_pieces_of_many_texts(checkpoint, monkeypatch)
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
         sizes, came = [], []
         begun, go_on = threading.Event(), threading.Event()
-        run = model.engines[0].executor.run
+        run = model.workers[0].executor.run
 
         def record(step):
             sizes.append(step.size)
@@ -122,7 +122,7 @@ def test_streams_go_on_between_the_pieces_of_many_texts(checkpoint, monkeypatch)
             begun.set()
             go_on.wait(60)
 
-        monkeypatch.setattr(model.engines[0].executor, "run", record)
+        monkeypatch.setattr(model.workers[0].executor, "run", record)
         with nbflow.LLMEngine(model, kv_bytes=pages(model, 32)) as engine:
             stream = engine.submit(stream_of(model, 0, 100), listen)
             assert begun.wait(60)
@@ -143,14 +143,14 @@ def test_a_text_that_loses_its_pages_is_read_again(checkpoint, monkeypatch):
     with nbflow.load(checkpoint, threads=1, max_step_tokens=64) as model:
         expected = model.embed(text)
         with nbflow.LLMEngine(model, max_sequences=4, kv_bytes=pages(model, 4)) as engine:
-            run, first = model.engines[0].executor.run, []
+            run, first = model.workers[0].executor.run, []
 
             def submit_then_run(step):
                 if not first and step.positions[0] == 64:  # the second piece of the text
                     first.append(engine.submit(stream_of(model, 0, priority=-1)))
                 run(step)
 
-            monkeypatch.setattr(model.engines[0].executor, "run", submit_then_run)
+            monkeypatch.setattr(model.workers[0].executor, "run", submit_then_run)
             (request,) = model.embedding_requests([text])
             engine.submit(request).wait(60)
             np.testing.assert_array_equal(request.vector, expected)
@@ -184,14 +184,14 @@ def test_texts_that_end_early(checkpoint, monkeypatch):
         with engine:
             cancelled, late = model.embedding_requests(texts_of(2, 400))
             late.deadline = 0.0
-            run = model.engines[0].executor.run
+            run = model.workers[0].executor.run
 
             def cancel_then_run(step):
                 handles[0].cancel()
                 run(step)
 
             with monkeypatch.context() as patch:
-                patch.setattr(model.engines[0].executor, "run", cancel_then_run)
+                patch.setattr(model.workers[0].executor, "run", cancel_then_run)
                 handles = [engine.submit(cancelled), engine.submit(late)]
                 for handle in handles:
                     handle.wait(60)

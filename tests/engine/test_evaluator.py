@@ -1,4 +1,4 @@
-"""Sequences that are run, copied and cut step by step."""
+"""Sequence evaluator: stepwise runs, forks, truncation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = (np.arange(300) * 7 % 101).tolist()
 
 
 def test_random_forks_and_cuts_give_what_the_whole_sequence_gives(model):
-    """Sequences that share pages never write into each other's."""
+    """Forked sequences do not overwrite shared pages."""
     rng = random.Random(3)
     with model.session() as session:
         first = session.begin()
@@ -46,8 +46,8 @@ def test_random_forks_and_cuts_give_what_the_whole_sequence_gives(model):
                     n = len(tokens)
                     np.testing.assert_array_equal(rows[s].logits, model.logits(texts[s])[-n:])
         assert {s: session.length(s) for s in texts} == {s: len(t) for s, t in texts.items()}
-    table = model.engines[0].table
-    assert table.n_held == 0
+    table = model.workers[0].table
+    assert table.n_used_pages == 0
 
 
 def test_hidden_states_come_along(model):

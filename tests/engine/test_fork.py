@@ -1,4 +1,4 @@
-"""Processes that are forked after a model has been used, as servers that load it once do."""
+"""Processes forked after a model was used, as in pre-fork servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def _in_forked_child(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, or the message it raises, in a forked child."""
+    """Return the result or error message of a function in a forked child."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
 
@@ -50,7 +50,7 @@ def _load(checkpoint: Path, **options: Any) -> nbflow.LLM:
 
 @pytest.fixture(autouse=True)
 def _shared_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small model's kernels be shared by the threads."""
+    """Run the kernels of the small model on several threads."""
     monkeypatch.setattr(graph, "MIN_WORK_PER_PART", 1)
 
 

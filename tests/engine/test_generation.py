@@ -1,4 +1,4 @@
-"""Decoding in the engine: stop texts, structure, proposals, searches, reports."""
+"""Generation: stop texts, structured output, draft tokens, searches, log-probabilities."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_beam_search_finds_what_transformers_finds(golden):
             if theirs["score"] is not None:
                 # sums of 12 log-probabilities of float32 models, each good to about 1e-6
                 assert ours.score == pytest.approx(theirs["score"], abs=1e-4)
-        pages = model.engines[0].table
-        assert pages.n_held == 0
+        pages = model.workers[0].table
+        assert pages.n_used_pages == 0
 
 
 def test_contrastive_search_follows_its_formula(golden):
@@ -74,12 +74,12 @@ def test_searches_run_on_ranks():
     folder, options = GOLDEN / "families" / "gpt2", {"kv": "f32", "threads": 1}
     with nbflow.load(folder, **options) as whole:
         expected = nbflow.beam_search(whole, BEAM["prompt"], 6, num_beams=3, n=3)
-        words = nbflow.contrastive_search(whole, BEAM["prompt"], 6)
+        encode_errors = nbflow.contrastive_search(whole, BEAM["prompt"], 6)
         drawn = whole.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
     with nbflow.load(folder, partition="0;1", **options) as parts:
         found = nbflow.beam_search(parts, BEAM["prompt"], 6, num_beams=3, n=3)
         assert [h.ids for h in found] == [h.ids for h in expected]
-        assert nbflow.contrastive_search(parts, BEAM["prompt"], 6).ids == words.ids
+        assert nbflow.contrastive_search(parts, BEAM["prompt"], 6).ids == encode_errors.ids
         again = parts.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
         assert again.ids == drawn.ids
         # ranks make the same float32 sums, but not in one order
@@ -119,7 +119,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tiny):
             assert helped.ids == plain.ids
             # rows of a step of five and of one agree up to rounding: a token may tip over
             assert helped.acceptance_rate > 0.9
-        assert draft.engines[0].table.n_held == 0
+        assert draft.workers[0].table.n_used_pages == 0
 
 
 def test_a_bad_draft_model_changes_nothing(tmp_path):
@@ -139,13 +139,13 @@ def test_a_bad_draft_model_changes_nothing(tmp_path):
         assert helped.acceptance_rate < 0.5
         own = model.generate([1, 2, 3], 50, draft=lambda ids, n: [0] * n, **options)
         assert own.ids == plain.ids
-        for wrong, message in (
+        for errors, message in (
             (other, "must have the vocabulary"),
             (model, "differ from the target model"),
             ("grams", "unknown draft"),
         ):
             with pytest.raises(UsageError, match=message):
-                model.generate([1], 2, draft=wrong)
+                model.generate([1], 2, draft=errors)
 
 
 def test_a_chain_takes_more_proposals_and_keeps_greedy(tmp_path):
@@ -165,15 +165,15 @@ def test_a_chain_takes_more_proposals_and_keeps_greedy(tmp_path):
         plain = model.generate([1, 2, 3], 60, ignore_eos=True)
         assert model.generate([1, 2, 3], 60, draft_verify="chain", **options).ids == plain.ids
         rates = {
-            verify: np.mean(
+            verify_drafts: np.mean(
                 [
                     model.generate(
-                        [1, 2, 3], 60, "sample", seed=s, draft_verify=verify, **options
+                        [1, 2, 3], 60, "sample", seed=s, draft_verify=verify_drafts, **options
                     ).acceptance_rate
                     for s in range(5)
                 ]
             )
-            for verify in ("same", "chain")
+            for verify_drafts in ("same", "chain")
         }
         assert rates["chain"] > rates["same"] > 0.0
         chained = model.generate(
@@ -224,8 +224,8 @@ def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
         nbflow.load("tiny_python", threads=1, max_step_tokens=48) as draft,  # reads in pieces
     ):
         plain = model.generate_batch(prompts, 30, seed=3, decoding="top_p", ignore_eos=True)
-        asked, run = [], draft.engines[0].run_step
-        draft.engines[0].run_step = lambda sequences, *rest: (
+        asked, run = [], draft.workers[0].run_step
+        draft.workers[0].run_step = lambda sequences, *rest: (
             asked.append(len(sequences)),
             run(sequences, *rest),
         )
@@ -245,7 +245,7 @@ def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
             cut.cancel()
             assert list(cut)[-1].finish_reason == "abort"
         assert max(asked) == 3
-        assert draft.engines[0].table.n_held == 0
+        assert draft.workers[0].table.n_used_pages == 0
 
 
 @pytest.mark.parametrize("partition", ["0;1", "0&1"])
@@ -354,7 +354,7 @@ def test_n_continuations(tiny):
     assert [g.cached_tokens for g in shared] == [0, 64, 64]
     for i, one in enumerate(shared):
         assert one.ids == tiny.generate(long, 10, seed=2 + i, **options).ids
-    with pytest.raises(UsageError, match="n belongs to generate_batch"):
+    with pytest.raises(UsageError, match="n is an argument of generate_batch"):
         tiny.make_request(PROMPT, n=2)
 
 

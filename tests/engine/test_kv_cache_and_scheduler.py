@@ -1,4 +1,4 @@
-"""Page table and scheduler: plain Python, tested alone."""
+"""Unit tests of block table and scheduler."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_storage_keeps_its_pages_when_it_grows():
     assert storage.n_bytes == 2 * 2 * 5 * 4 * 3 * 8 * 2
 
 
-def request(n_prompt: int, n_done: int = 0, n_new: int = 0) -> Request:
-    return Request(list(range(n_prompt)), 10, Greedy(), ids=[9] * n_new, n_done=n_done)
+def request(n_prompt: int, n_computed: int = 0, n_new: int = 0) -> Request:
+    return Request(list(range(n_prompt)), 10, Greedy(), ids=[9] * n_new, n_computed=n_computed)
 
 
 def test_pending_tokens_of_a_request():
     r = request(4, 2)
     assert r.pending == [2, 3]
-    r.n_done = 4
+    r.n_computed = 4
     r.accept(42, -0.5)
     assert r.pending == [42]
 

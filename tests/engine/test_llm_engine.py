@@ -1,4 +1,4 @@
-"""The engine: requests from other threads, their events, ends of all kinds, failures."""
+"""LLMEngine: requests from several threads, events, finish reasons, failures."""
 
 from __future__ import annotations
 
@@ -135,18 +135,18 @@ def test_closing_without_waiting_ends_everybody(model):
 
 
 def test_what_does_not_fit_is_refused_or_shortened(model):
-    page = model.engines[0].storage.page_bytes
+    page = model.workers[0].storage.page_bytes
     with nbflow.LLMEngine(model, kv_bytes=2 * page) as engine:
         assert engine.limits.max_tokens == 128
         with pytest.raises(UsageError, match="has 129 tokens, but the key/value cache holds 128"):
             engine.submit(make(model, IDS[:129]))
-        # the last token needs no room: nobody reads its key
+        # the last token needs no slot: its key is never read
         assert len(engine.submit(make(model, IDS[:120], 400)).result(300).ids) == 9
         again = make(model, IDS[:5])
         engine.submit(again).result(300)
-        with pytest.raises(UsageError, match="submitted once"):
+        with pytest.raises(UsageError, match="was submitted before"):
             engine.submit(again)
-    assert model.engines[0].storage.n_bytes == 0  # given back
+    assert model.workers[0].storage.n_bytes == 0  # given back
     with pytest.raises(UsageError, match="kv_bytes must be at least"):
         nbflow.LLMEngine(model, kv_bytes=page - 1)
     with pytest.raises(UsageError, match=r"max_sequences must be in 1\.\."):
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused_or_shortened(model):
 
 
 def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
-    rank = model.engines[0]
+    rank = model.workers[0]
     real = rank.executor.run
 
     def fail(step):
@@ -178,7 +178,7 @@ def test_a_call_that_fails_is_told_to_who_made_it(engine, model, monkeypatch):
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.engines[0].executor, "run", fail)
+        patch.setattr(model.workers[0].executor, "run", fail)
         with pytest.raises(MemoryError, match="planted"):
             engine.embed([[1, 2, 3]])
     with pytest.raises(UsageError, match="token id 101 is outside"):
@@ -198,7 +198,7 @@ def test_streams_that_are_read_in_turn(model):
     with nbflow.LLMEngine(model, kv_bytes=1 << 22) as engine:  # takes over
         assert engine.submit(make(model, IDS[:9])).result(300).ids == expected
     assert len(list(third)) <= 11
-    assert not model.engines[0].scheduler.requests
+    assert not model.workers[0].scheduler.requests
 
 
 def test_a_proposer_that_raises_is_left_out(engine, model, caplog):
@@ -213,10 +213,10 @@ def test_a_proposer_that_raises_is_left_out(engine, model, caplog):
 
 
 def test_numbers_that_are_none_do_not_stay_in_the_pages(engine, model, monkeypatch):
-    """A request whose keys are not finite leaves nothing behind for the next one in its pages."""
+    """Non-finite keys of a request do not affect later requests in its pages."""
     plain = engine.submit(make(model, IDS[:5])).result(300).logprobs
     engine.flush()
-    rank = model.engines[0]
+    rank = model.workers[0]
     real = rank.executor.run
 
     def poison(step):

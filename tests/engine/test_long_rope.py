@@ -1,4 +1,4 @@
-"""LongRoPE: a sequence has the short divisors up to the original context, and the long ones beyond.
+"""LongRoPE: short factors up to the original context, long factors beyond.
 
 The golden model has an original context of 16 tokens and a context of 64; `crossing` is what
 transformers generates behind 10 tokens, beyond the 16: other tokens than with the short or with the
@@ -59,7 +59,7 @@ def test_the_context_of_the_load_decides_nothing(model):
 
 
 def test_short_and_long_in_one_step(model):
-    """The hidden states that `embed_batch` pools come from steps with all of these texts."""
+    """`embed_batch` pools hidden states of steps with all of these texts."""
     texts = [IDS[:n] for n in (5, 16, 17, 10, 40)]
     together = model.embed_batch(texts)
     for text, vector in zip(texts, together, strict=True):
@@ -68,7 +68,7 @@ def test_short_and_long_in_one_step(model):
 
 @pytest.mark.parametrize("partition", ["0", "0&1", "0;1"])
 def test_generation_in_a_batch(partition):
-    """Beside each other, and however many tokens may come."""
+    """In one batch, and with any `max_tokens`."""
     with load(partition=partition) as model:
         prompts = [BEGIN, IDS, SHORT[:4]]
         batch = model.generate_batch(prompts, len(CROSSING))
@@ -99,7 +99,7 @@ def test_drafts_stop_at_the_original_context(model, partition):
 
 
 def test_searches_that_outgrow_the_original_context(model):
-    """A beam search begins again, as one of a long sequence; contrastive search goes on.
+    """Beam search restarts with the long factors; contrastive search continues.
 
     With the candidates behind it, a text of 16 tokens is beyond the original context.
     """
@@ -142,14 +142,14 @@ def test_the_prefix_cache_keeps_short_and_long_sequences_apart(model):
 
 
 def test_preempted_requests_are_computed_with_the_same_angles(model):
-    """Before, at and behind the original context."""
+    """Before, at and beyond the original context."""
     for at in (1, 6, 7, 9):
         request = model.make_request(BEGIN, len(CROSSING))
         model.call("configure")
         model.call("submit", request)
-        scheduler = model.engines[0].scheduler
+        scheduler = model.workers[0].scheduler
         while request.finish_reason is None:
-            model.call("advance", 0.0)
+            model.call("step", 0.0)
             if len(request.ids) == at and scheduler.running:
                 scheduler.preempt(request)
                 assert request.long == (N_SHORT + at > ORIGINAL)

@@ -1,4 +1,4 @@
-"""Several threads at one model: each gets what it would get alone, and none waits for itself."""
+"""Model lock: concurrent calls get the results of separate ones, without deadlock."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_threads_get_what_they_would_get_alone(ranks):
     with ThreadPoolExecutor(4) as pool:
         for first, found in enumerate(pool.map(work, range(4))):
             assert found == alone[first:] + alone[:first]
-    assert not ranks.engines[0].scheduler.requests
-    assert ranks.engines[0].table.n_held == 0
+    assert not ranks.workers[0].scheduler.requests
+    assert ranks.workers[0].table.n_used_pages == 0
 
 
 def test_a_stop_text_is_found_whoever_makes_the_step(tiny):
-    """A stream is behind: other calls make its steps, and bursts of many tokens."""
+    """A slow stream: other calls run its steps, also multi-step decodes."""
     whole = tiny.generate("def __init__(self", 40, ignore_eos=True)
     stop = whole.text[20:24]
     cut = tiny.generate("def __init__(self", 40, ignore_eos=True, stop=[stop])
@@ -80,7 +80,7 @@ def test_a_stop_text_is_found_whoever_makes_the_step(tiny):
 
 
 def test_a_stream_survives_a_batch_that_shares_prompts(tiny):
-    """Such a batch wants other settings of the cache; it goes without."""
+    """Such a batch needs other cache settings and runs without them."""
     whole = tiny.generate("def f(", 20, ignore_eos=True).ids
     stream = tiny.stream("def f(", 20, ignore_eos=True)
     first = next(stream)
@@ -103,7 +103,7 @@ def test_within_the_loop_over_a_stream(ranks):
 
 
 def test_a_step_that_asks_the_model_itself_is_refused(ranks, caplog):
-    """It runs on the thread that waits for the step, or on a rank's: both would wait for ever."""
+    """It runs on a thread within the step, where waiting would deadlock."""
 
     def propose(ids, n):
         return ranks.generate(ids, n, ignore_eos=True).ids
@@ -114,7 +114,7 @@ def test_a_step_that_asks_the_model_itself_is_refused(ranks, caplog):
 
 
 def test_a_stream_that_is_dropped_during_a_step_does_not_hold_it_up(ranks):
-    """The garbage collector may find it on a rank's thread, while the lock is held."""
+    """The garbage collector may run on the thread of a rank while the lock is held."""
     streams = [ranks.stream(IDS[:9], 300, ignore_eos=True)]
     next(streams[0])
 
@@ -125,11 +125,11 @@ def test_a_stream_that_is_dropped_during_a_step_does_not_hold_it_up(ranks):
 
     assert len(ranks.generate(IDS[:5], 5, ignore_eos=True, draft=propose).ids) == 5
     assert ranks.generate(IDS[:5], 5, ignore_eos=True)
-    assert not ranks.engines[0].scheduler.requests
+    assert not ranks.workers[0].scheduler.requests
 
 
 def test_an_engine_keeps_its_requests_when_an_old_stream_is_dropped(model):
-    """The engine counts its requests from 0 again, as the stream's was."""
+    """The engine numbers its requests from 0, like that of the stream."""
     stream = model.stream(IDS[:9], 300, ignore_eos=True)
     next(stream)
     with nbflow.LLMEngine(model, kv_bytes=1 << 22) as engine:
@@ -151,9 +151,9 @@ def test_an_engine_keeps_its_requests_when_an_old_stream_is_dropped(model):
 def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(model):
     requests = [model.make_request(IDS[:9], 5, ignore_eos=True) for _ in range(2)]
     requests[1].search = BeamSearch(num_beams=100)  # max_step_tokens is 64
-    with pytest.raises(UsageError, match="follows 100 continuations, but at most 64"):
+    with pytest.raises(UsageError, match="needs 100 sequences, but at most 64"):
         list(model.run_requests(requests))
-    assert not model.engines[0].scheduler.requests
+    assert not model.workers[0].scheduler.requests
 
 
 def test_the_listener_of_an_engine_is_not_left_waiting_for_itself(model):
@@ -172,7 +172,7 @@ def test_the_listener_of_an_engine_is_not_left_waiting_for_itself(model):
 
 
 def test_what_ends_while_another_call_waits_is_given_out(checkpoint):
-    """One request's last token is on its way through the stages when another call has its turn."""
+    """Another call arrives while the last token of a request is in flight."""
     with nbflow.load(checkpoint, partition="0;1", threads=1) as model:
         found = {0: [], 1: []}
         requests = [model.make_request(IDS[i : i + 9], 2, ignore_eos=True) for i in found]
@@ -181,4 +181,4 @@ def test_what_ends_while_another_call_waits_is_given_out(checkpoint):
                 found[i].append(output.token)
             model.logits(IDS[:5])
         assert found == {i: request.ids for i, request in enumerate(requests)}
-        assert not model.engines[0].scheduler.requests
+        assert not model.workers[0].scheduler.requests

@@ -1,4 +1,4 @@
-"""Stages work at the same time, and nobody sees a difference in the results."""
+"""Pipeline parallelism: stages overlap and results are unchanged."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_a_cache_without_free_pages_takes_turns(checkpoint, prompts, expected):
             for i, p in enumerate(prompts)
         ]
         for request in requests:
-            model.call("submit", per_engine=model.copies(request))
+            model.call("submit", request)
         while any(r.finish_reason is None for r in requests):
-            model.call("advance", 0.0)
+            model.call("step", 0.0)
         assert [r.ids for r in requests] == expected
 
 
@@ -82,14 +82,14 @@ def test_a_request_ended_on_its_way_gives_nothing_more(checkpoint, prompts, expe
             for i, p in enumerate(prompts[:4])
         ]
         for request in requests:
-            model.call("submit", per_engine=model.copies(request))
-        model.call("advance", 0.0)  # leaves steps on their way
+            model.call("submit", request)
+        model.call("step", 0.0)  # leaves steps on their way
         model.call("end", requests[3].id, "abort")
         while any(r.finish_reason is None for r in requests):
-            assert requests[3] not in [o.request for o in model.call("advance", 0.0)[0]]
+            assert requests[3] not in [o.request for o in model.call("step", 0.0)[0]]
         assert [r.ids for r in requests[:3]] == expected[:3]
         assert len(requests[3].ids) < 9
-        assert model.engines[1].table.n_held == 0
+        assert model.workers[1].table.n_used_pages == 0
 
 
 @pytest.mark.parametrize(("n", "begun"), [(4, 2), (1, 1)])
@@ -106,18 +106,18 @@ def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n,
 
         return call
 
-    for name in ("begin_step", "end_step"):
+    for name in ("dispatch_step", "collect_step"):
         monkeypatch.setattr(Worker, name, noted(name))
     with nbflow.load(checkpoint, partition="0;1", threads=1) as model:
         model.generate_batch([[1, 2]] * n, max_tokens=6, ignore_eos=True)
-    ahead = np.cumsum([1 if name == "begin_step" else -1 for name in events])
+    ahead = np.cumsum([1 if name == "dispatch_step" else -1 for name in events])
     assert ahead.max() == begun
     assert ahead[-1] == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_scheduling_around_busy_requests(seed):
-    """Plain Python: busy requests are left alone, pages never run out, every request ends."""
+    """Requests in flight are not scheduled, pages suffice, every request finishes."""
     rng = random.Random(seed)
     depth, table = rng.randrange(2, 5), BlockTable(4, rng.randrange(24, 40))
     scheduler = Scheduler(table, 16, prefix_cache=rng.random() < 0.5)
@@ -130,10 +130,10 @@ def test_scheduling_around_busy_requests(seed):
     coming = list(requests)
 
     def land() -> None:
-        for work in flying.popleft():
-            request, draws = work.request, work.draws
-            request.n_done += work.n_tokens
-            if draws:
+        for entry in flying.popleft():
+            request, emits_token = entry.request, entry.emits_token
+            request.n_computed += entry.n_tokens
+            if emits_token:
                 request.accept(7)
             table.commit(request.id, request.prompt + request.ids)
             if request.finish_reason is not None:
@@ -145,20 +145,20 @@ def test_scheduling_around_busy_requests(seed):
         if flying and (len(flying) == depth or table.n_available < len(scheduler.running)):
             land()
             continue
-        busy = {work.request.id for works in flying for work in works}
+        busy = {entry.request.id for scheduled in flying for entry in scheduled}
         held = {i: table.length(i) for i in busy}
         most = -(-max(1, len(scheduler.requests)) // depth)
-        works = scheduler.next_step(busy, most)
-        assert len(works) <= most
-        assert not busy & {work.request.id for work in works}
+        scheduled = scheduler.next_step(busy, most)
+        assert len(scheduled) <= most
+        assert not busy & {entry.request.id for entry in scheduled}
         assert held == {i: table.length(i) for i in busy}  # still there, nothing taken away
-        for work in works:
-            table.extend(work.request.id, work.n_tokens)
-        if works:
-            flying.append(works)
+        for entry in scheduled:
+            table.extend(entry.request.id, entry.n_tokens)
+        if scheduled:
+            flying.append(scheduled)
         elif flying:
             land()
         elif not coming and not scheduler.requests:
             break
     assert all(len(r.ids) == r.max_tokens for r in requests)
-    assert table.n_held == 0
+    assert table.n_used_pages == 0

@@ -1,4 +1,4 @@
-"""Connections between the processes of replicas: who waits for whom, and at which address."""
+"""Connections between replica processes: handshake, addresses, timeouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import pytest
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replicas import address as replica_address
 from nbflow.engine.replicas import rpc
-from nbflow.engine.replicas.address import SETTING, addresses_towards, connect, own_addresses
+from nbflow.engine.replicas.address import (
+    ADDRESS_ENV,
+    addresses_towards,
+    connect,
+    own_addresses,
+)
 from nbflow.engine.replicas.rpc import Listener, RemoteEngine
 from nbflow.engine.request import Request
 from nbflow.engine.stats import EngineStats
@@ -25,7 +30,7 @@ WAIT_S = 60.0
 
 
 def in_thread(function):
-    """Run a function; fail if it does not come to its end."""
+    """Run a function; fail on a timeout."""
     found = []
     thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
     thread.start()
@@ -42,7 +47,7 @@ def greet(address, index):
 
 @pytest.fixture
 def remote():
-    """Return a replica as the leading process sees it, and the other end of the connection."""
+    """Return a remote engine and the other end of its connection."""
     here, there = (Connection(s.detach()) for s in socket.socketpair())
     limits = SimpleNamespace(max_sequences=100, max_waiting=100)
     yield RemoteEngine(1, here, None, limits), there
@@ -59,9 +64,11 @@ def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
     accepting.start()
     with socket.create_connection((host, port)), socket.create_connection((host, port)) as rude:
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        for wrong in (b"x" * 32, key[:-1]):
-            with pytest.raises(UsageError, match=f"does not reach the leading process.*{SETTING}"):
-                connect([(host, port)], wrong)
+        for errors in (b"x" * 32, key[:-1]):
+            with pytest.raises(
+                UsageError, match=f"does not reach the leading process.*{ADDRESS_ENV}"
+            ):
+                connect([(host, port)], errors)
         mine = greet(listener.address, 1)
         accepting.join(WAIT_S)
     ((index, connection),) = found
@@ -74,7 +81,7 @@ def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
 
 def test_replicas_that_do_not_come(monkeypatch):
     monkeypatch.setattr(rpc, "START_S", 0.1)
-    with pytest.raises(UsageError, match=r"2 of 2 other replicas have not come within 0\.1 s"):
+    with pytest.raises(UsageError, match=r"2 of 2 other replicas did not connect within 0\.1 s"):
         Listener([HERE, HERE, HERE]).accept(2)
 
 
@@ -103,14 +110,14 @@ def test_the_address_of_the_interface_that_leads_to_the_others(monkeypatch):
     assert not [address for address in own if address.startswith("127.")]
     assert set(addresses_towards([["192.0.2.1"], ["192.0.2.1", "127.0.1.1"]])) <= set(own)
     assert addresses_towards([own]) == []  # a bridge that every host has
-    with pytest.raises(UsageError, match=f"a has no address that leads to b; set {SETTING}"):
+    with pytest.raises(UsageError, match=f"a has no address that leads to b; set {ADDRESS_ENV}"):
         Listener([HERE, {"host": "b", "addresses": own}])
-    monkeypatch.setenv(SETTING, "127.0.0.1")
+    monkeypatch.setenv(ADDRESS_ENV, "127.0.0.1")
     listener = Listener([HERE, {"host": "b", "addresses": own}])
     assert listener.address[0][0][0] == "127.0.0.1"
     listener.close()
-    monkeypatch.setenv(SETTING, "192.0.2.77")
-    with pytest.raises(UsageError, match=r"cannot be awaited at 192\.0\.2\.77"):
+    monkeypatch.setenv(ADDRESS_ENV, "192.0.2.77")
+    with pytest.raises(UsageError, match=r"cannot listen for the other replicas at 192\.0\.2\.77"):
         Listener([HERE])
 
 
@@ -149,7 +156,7 @@ def test_numbers_are_told_without_being_asked_for(remote):
 def test_a_request_that_cannot_be_sent_is_refused(remote):
     engine, there = remote
     request = Request([1], 1, Greedy(), proposer=lambda ids, n: [])
-    with pytest.raises(UsageError, match=r"replica 1 cannot be sent this: .*local object"):
+    with pytest.raises(UsageError, match=r"cannot send this to replica 1: .*local object"):
         engine.submit(request)
     assert engine.load == 0
     assert not there.poll(0)

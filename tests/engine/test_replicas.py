@@ -1,4 +1,4 @@
-"""Replicas of a model behind one engine: threads of this process, and processes of mpirun."""
+"""Replica router: replicas as threads, and as processes of mpirun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpirun import MPIRUN, mpirun
 
 import nbflow
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.replicas.router import AFFINITY, ReplicaRouter
+from nbflow.engine.replicas.router import MAX_AFFINITY_LOAD, ReplicaRouter
 from nbflow.engine.search import BeamSearch
 from nbflow_kernels.errors import UsageError
 
@@ -62,9 +62,9 @@ def test_prompts_that_begin_alike_go_to_one_replica_unless_it_has_more_to_do(mod
         engine.submit(asked(model, LONG, n=1)).result(60)
         again = [engine.submit(asked(model, [*LONG, i], n=1)) for i in range(4)]
         assert all(h.result(60).cached_tokens >= 64 for h in again)
-        held = [engine.submit(asked(model, LONG, n=300)) for _ in range(2 * AFFINITY + 4)]
-        loads = [member.load for member in engine._members]
-        assert min(loads) >= AFFINITY - 1
+        held = [engine.submit(asked(model, LONG, n=300)) for _ in range(2 * MAX_AFFINITY_LOAD + 4)]
+        loads = [member.load for member in engine._engines]
+        assert min(loads) >= MAX_AFFINITY_LOAD - 1
         for handle in held:
             handle.cancel()
         engine.flush()
@@ -91,7 +91,7 @@ def test_when_a_replica_fails(policy):
         nbflow.load("tiny_python", partition="0&1/2", threads=1) as model,
         nbflow.LLMEngine(model, on_failure=policy) as engine,
     ):
-        broken = engine._own[0].model.engines[1]
+        broken = engine._own[0].model.workers[1]
 
         def planted(*_):
             raise RuntimeError("planted")

@@ -1,4 +1,4 @@
-"""The scheduler without a model: what it promises, over random requests."""
+"""Scheduler invariants over random requests, without a model."""
 
 from __future__ import annotations
 
@@ -29,41 +29,43 @@ def scheduler(budget=16, max_pages=None, **options) -> Scheduler:
     return Scheduler(BlockTable(PAGE, max_pages), budget, **options)
 
 
-def run(s: Scheduler, draw=lambda request: 7, works=None) -> list[tuple[int, int]]:
-    """Run a step as an engine does; return (request, tokens) of its works."""
-    works = s.next_step() if works is None else works
-    for work in works:
-        r, draws = work.request, work.draws
-        for sequence, ids in work.parts:
+def run(s: Scheduler, draw=lambda request: 7, scheduled=None) -> list[tuple[int, int]]:
+    """Run a step like the engine; return (request, tokens) of its entries."""
+    scheduled = s.next_step() if scheduled is None else scheduled
+    for entry in scheduled:
+        r, emits_token = entry.request, entry.emits_token
+        for sequence, ids in entry.parts:
             s.table.extend(sequence, len(ids))
         if r.search is not None:
-            search(s, work, draw)
+            search(s, entry, draw)
             continue
-        n_prompt_rows = min(r.n_done + work.n_tokens, len(r.prompt) - 1) - len(r.prompt_results)
-        if r.wants_prompt_logits:
+        n_prompt_rows = min(r.n_computed + entry.n_tokens, len(r.prompt) - 1) - len(
+            r.prompt_results
+        )
+        if r.needs_prompt_logits:
             r.prompt_results += [(0.0, [])] * n_prompt_rows
-        r.n_done += work.n_tokens
-        if draws:
+        r.n_computed += entry.n_tokens
+        if emits_token:
             r.accept(draw(r))
-            for token in work.drafts:
+            for token in entry.drafts:
                 if r.finish_reason is None and token == r.ids[-1]:  # proposed rightly
                     r.accept(draw(r))
-                    r.n_done += 1
-            s.table.truncate(r.id, min(r.n_done, s.table.length(r.id)))
+                    r.n_computed += 1
+            s.table.truncate(r.id, min(r.n_computed, s.table.length(r.id)))
         elif r.max_tokens == 0 and r.n_pending == 0:
             r.finish_reason = "length"
         s.table.commit(r.id, r.prompt + r.ids)
-    for work in works:
-        if work.request.finish_reason is not None:
-            s.remove(work.request)
-    return [(work.request.id, work.n_tokens) for work in works]
+    for entry in scheduled:
+        if entry.request.finish_reason is not None:
+            s.remove(entry.request)
+    return [(entry.request.id, entry.n_tokens) for entry in scheduled]
 
 
-def search(s: Scheduler, work: ScheduledRequest, draw) -> None:
-    """Let a search go on with random log-probabilities."""
-    r, rows = work.request, empty_rows([work], 12)
+def search(s: Scheduler, entry: ScheduledRequest, draw) -> None:
+    """Advance a search with random log-probabilities."""
+    r, rows = entry.request, empty_rows([entry], 12)
     if not r.branches:
-        r.n_done += work.n_tokens
+        r.n_computed += entry.n_tokens
     for row in rows:
         n = (row.shape[1] - 1) // 2
         row[:, 0] = 0.5
@@ -80,7 +82,7 @@ def random_search(rng: random.Random) -> Request:
 
 
 def text(n: int, method: str = "mean", whole: bool = False, **fields) -> Request:
-    """Return a text that is embedded."""
+    """Return an embedding request."""
     return request(n, 0, pooling=Pooling(method, True, whole), **fields)
 
 
@@ -114,19 +116,19 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
         generating = [r for r in s.running if r.is_generating]
         reading = next((r for r in s.running if not r.is_generating), None)
         before = {id(r): len(r.ids) for r in generating}
-        works = s.next_step()
-        chosen = [w.request for w in works]
-        assert sum(w.n_tokens + len(w.drafts) for w in works) <= budget
-        assert sum(w.n_logits for w in works if w.n_logits > 1) <= 8 + most
-        assert len(works) <= len(s.running) <= s.width <= s.max_sequences
-        assert all(w.n_tokens > 0 for w in works)
-        kinds = [w.request.pooling is not None for w in works]
+        scheduled = s.next_step()
+        chosen = [w.request for w in scheduled]
+        assert sum(w.n_tokens + len(w.drafts) for w in scheduled) <= budget
+        assert sum(w.n_logits for w in scheduled if w.n_logits > 1) <= 8 + most
+        assert len(scheduled) <= len(s.running) <= s.n_sequences <= s.max_sequences
+        assert all(w.n_tokens > 0 for w in scheduled)
+        kinds = [w.request.pooling is not None for w in scheduled]
         assert kinds == sorted(kinds)  # behind those that have logits
-        # nobody that generates waits, unless its pages were taken away
+        # decoding requests run in every step unless preempted
         assert all(r in chosen or r in s.waiting for r in generating)
         # a prompt goes on whatever the others do
         assert reading is None or reading in chosen or reading in s.waiting
-        run(s, lambda r: rng.choice((7, 7, 7, 8, -1)), works)
+        run(s, lambda r: rng.choice((7, 7, 7, 8, -1)), scheduled)
         for r in generating:
             went_on = r.search is not None or len(r.ids) > before[id(r)]
             assert r in s.waiting or r.finish_reason or went_on
@@ -134,7 +136,7 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
     assert s.requests == []
     assert ended > 300
     assert s.n_preemptions > 0
-    assert s.table.n_held == 0
+    assert s.table.n_used_pages == 0
     assert s._chains == {}
 
 
@@ -181,11 +183,11 @@ def test_the_last_in_order_gives_its_pages_back():
     first.priority = -1
     s.waiting.sort(key=lambda r: (r.priority, r.id))
     run(s)
-    assert {r.n_done for r in (first, last)} == {7}
+    assert {r.n_computed for r in (first, last)} == {7}
     run(s)
     run(s)  # a ninth token: each needs a third page
     assert (first.n_preempted, last.n_preempted) == (0, 1)
-    assert last.n_done == 0
+    assert last.n_computed == 0
     assert s.waiting == [last]
     while first in s.running:
         run(s)
@@ -235,10 +237,10 @@ def test_what_can_never_run_is_refused():
 
 def test_pending_tokens_of_a_request():
     r = request(4)
-    r.n_done = 2
+    r.n_computed = 2
     assert r.pending == [2, 3]
     assert r.n_pending == 2
-    r.n_done = 4
+    r.n_computed = 4
     r.accept(42, -0.5)
     assert r.pending == [42]
     assert r.is_generating

@@ -1,4 +1,4 @@
-"""Searches within the engine: beside other requests, without pages, cancelled, on ranks."""
+"""Searches in the engine: batched, preempted, cancelled, on several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import nbflow
-from nbflow.engine.scheduler import room_for
+from nbflow.engine.scheduler import max_new_tokens_for
 from nbflow.engine.search import BeamSearch, ContrastiveSearch
 from nbflow_kernels.errors import UsageError
 
@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """What each search finds when nothing else runs."""
+    """Return the result of each search running alone."""
     return {
         (search.name, len(prompt)): run(model, search, prompt)
         for search in (BEAM, CONTRAST)
@@ -57,7 +57,7 @@ def idle(engine):
 
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 24}])
 def test_searches_share_steps_with_all_others(model, alone, limits):
-    """The same bits as alone; nobody waits for a search, which takes a row for each beam."""
+    """Bit-identical to separate runs; a search takes a row per beam and blocks no request."""
     plain = model.generate(PROMPT, 30, ignore_eos=True)
     with nbflow.LLMEngine(model, **limits) as engine:
         others = [engine.submit(make(model, "greedy", n=30)) for _ in range(3)]
@@ -77,7 +77,7 @@ def test_searches_share_steps_with_all_others(model, alone, limits):
 
 
 def test_searches_that_lose_their_pages_find_the_same(model, alone):
-    page = model.engines[0].storage.page_bytes
+    page = model.workers[0].storage.page_bytes
     with nbflow.LLMEngine(model, kv_bytes=12 * page) as engine:
         handles = [engine.submit(make(model, s, LONG)) for s in (BEAM, CONTRAST) for _ in range(2)]
         handles += [engine.submit(make(model, "greedy", LONG, 80)) for _ in range(2)]
@@ -154,25 +154,25 @@ def test_a_search_with_an_encoder():
             handles = [engine.submit(make(model, s, [5, 6, 7], 8)) for s in (BEAM, CONTRAST)]
             assert [numbers(h.results(60)) for h in handles] == alone
             assert idle(engine)
-        assert model.engines[0].encoded.table.sequences == []
+        assert model.workers[0].cross_attention.table.sequences == []
 
 
 def test_refused(model):
-    for wrong, words in (
+    for errors, encode_errors in (
         ({"temperature": 0.5}, "no parameter 'temperature'"),
         ({"stop": ["x"]}, "no parameter 'stop'"),
         ({"draft": "ngram"}, "takes no draft"),
         ({"min_tokens": 3}, "no parameter 'min_tokens'"),
     ):
-        with pytest.raises(UsageError, match=words):
-            make(model, BEAM, **wrong)
+        with pytest.raises(UsageError, match=encode_errors):
+            make(model, BEAM, **errors)
     with pytest.raises(UsageError, match=r"n must be in 1\.\.num_beams"):
         BeamSearch(num_beams=2, n=3)
-    page = model.engines[0].storage.page_bytes
+    page = model.workers[0].storage.page_bytes
     with nbflow.LLMEngine(model, max_sequences=3, kv_bytes=9 * page) as engine:
-        with pytest.raises(UsageError, match="follows 4 continuations"):
+        with pytest.raises(UsageError, match="needs 4 sequences"):
             engine.submit(make(model, BEAM)).result(60)
         with pytest.raises(UsageError, match="too few for 3 continuations"):
             engine.submit(make(model, BeamSearch(num_beams=3), LONG + LONG))
     # 2 pages of the prompt; for each of 2, a copy of the last one and one more
-    assert room_for(make(model, BeamSearch(num_beams=2), LONG), 2 + 2 * 2, 64) == 64
+    assert max_new_tokens_for(make(model, BeamSearch(num_beams=2), LONG), 2 + 2 * 2, 64) == 64

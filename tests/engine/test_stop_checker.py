@@ -1,4 +1,4 @@
-"""Stop texts: the text that tokens carry from the engine to its callers."""
+"""Stop texts, and the text that tokens carry to callers."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def tokenizer():
 
 
 def run(tokenizer, text, stops, max_tokens=100, step=2, **fields):
-    """Return a request that draws a text, `step` tokens at a time, and its outputs."""
+    """Return a request that generates a text, `step` tokens at a time, and its outputs."""
     ids = tokenizer.encode(text)
     request = Request([1], max_tokens, Greedy(), stop_texts=stops, **fields)
     checker, outputs, ended = StopChecker(lambda: tokenizer), [], []

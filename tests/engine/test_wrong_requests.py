@@ -1,4 +1,4 @@
-"""Requests that cannot run, or fail in a step: they end alone."""
+"""Invalid or failing requests end without affecting others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_search_wider_than_the_engine_is_refused_before_it_is_scheduled(ranks)
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     with nbflow.LLMEngine(ranks, max_sequences=3, kv_bytes=KV) as engine:
         for _ in range(2):
-            with pytest.raises(UsageError, match="follows 4 continuations, but at most 3"):
+            with pytest.raises(UsageError, match="needs 4 sequences, but at most 3"):
                 engine.submit(make(ranks, decoding=BeamSearch(4)))
         assert alive(engine, ranks, expected)
 
@@ -65,12 +65,12 @@ def test_a_search_wider_than_the_engine_is_refused_before_it_is_scheduled(ranks)
 def test_a_field_that_a_step_could_fail_on_is_refused_by_name(model, field, value):
     request = make(model)
     setattr(request, field, value)
-    words = "token ids|token id" if field == "prompt" else field
+    encode_errors = "token ids|token id" if field == "prompt" else field
     with nbflow.LLMEngine(model, kv_bytes=KV) as engine:
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=encode_errors):
             engine.submit(request)
         assert len(engine.submit(make(model)).result(60).ids) == 12
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=encode_errors):
         list(model.run_requests([request]))
 
 
@@ -86,8 +86,8 @@ def test_a_salt_with_half_a_surrogate_pair(ranks):
 def test_ids_of_a_proposer_that_are_no_tokens_are_left_out(ranks):
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
-        for wrong in (2**70, -1, 101):
-            request = make(ranks, draft=lambda ids, n, wrong=wrong: [ids[-1], wrong])
+        for errors in (2**70, -1, 101):
+            request = make(ranks, draft=lambda ids, n, errors=errors: [ids[-1], errors])
             assert engine.submit(request).result(60).ids == expected
         assert alive(engine, ranks, expected)
 
@@ -104,13 +104,13 @@ def test_a_proposer_that_other_ranks_cannot_have(checkpoint):
         nbflow.load(checkpoint, threads=1, partition="0&1") as model,
         nbflow.LLMEngine(model, kv_bytes=KV) as engine,
     ):
-        with pytest.raises(UsageError, match="each rank needs the proposer"):
+        with pytest.raises(UsageError, match="each rank needs a copy of the proposer"):
             engine.submit(make(model, draft=Proposer())).result(60)
         assert len(engine.submit(make(model)).result(60).ids) == 12
 
 
-def test_preparing_a_burst_fails_for_one_request(model):
-    """The others of the step draw on, and get what they would have got."""
+def test_preparing_a_multi_step_decode_fails_for_one_request(model):
+    """The other requests of the step continue with unchanged results."""
     expected = [model.generate(p, 30, ignore_eos=True).ids for p in (IDS[:9], IDS[3:20])]
 
     class Stops(frozenset):
@@ -133,7 +133,7 @@ def test_preparing_a_burst_fails_for_one_request(model):
 
 
 def plant(monkeypatch, name):
-    """Let a function raise for every step in which the request with seed 99 has a part."""
+    """Make a function raise in every step with the request of seed 99."""
     real = getattr(outputs, name)
 
     def function(*args, **more):
@@ -146,9 +146,9 @@ def plant(monkeypatch, name):
     monkeypatch.setattr(outputs, name, function)
 
 
-@pytest.mark.parametrize("name", ["choose", "describe"])
+@pytest.mark.parametrize("name", ["sample_tokens", "gather_logprobs"])
 def test_the_rank_that_draws_fails_for_one_request(ranks, monkeypatch, name):
-    """The others wait for its numbers: they are told that there are none, and why."""
+    """The other ranks receive the error in place of its results."""
     expected = ranks.generate(IDS[:9], 12, "sample", 3, True).ids
     plant(monkeypatch, name)
     with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
@@ -192,7 +192,7 @@ def test_the_numbers_of_a_prompt_fail_for_one_request(ranks, monkeypatch):
     ],
 )
 def test_a_search_fails_alone(ranks, monkeypatch, search, where):
-    """On the rank that draws before it can tell (its prompt is read), there, or on every rank."""
+    """On the sampling rank during prefill, at a token, or on every rank."""
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     if where == "rows":
         real = runtime.top_log_probabilities
@@ -225,17 +225,19 @@ def raising(real, when):
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])
 def test_a_length_penalty_beyond_the_numbers(penalty):
-    """Of a continuation of some thousand tokens the power has no float."""
+    """The power of a length of some thousand tokens overflows a float."""
     search = BeamSearch(2, penalty, False, 1)
     beams = Beams(search, 4000, [])
     rows = np.log(np.array([[0.6, 0.4]]))
     beams.advance(rows)
     long = [
-        dataclasses.replace(h, ids=(*h.ids,) * 2000, logprobs=(0.0,) * 2000, tops=([],) * 2000)
+        dataclasses.replace(
+            h, ids=(*h.ids,) * 2000, logprobs=(0.0,) * 2000, top_tokens=([],) * 2000
+        )
         for h in beams.running
     ]
     beams.running, beams.finished = long, [dataclasses.replace(h, score=-1.0) for h in long]
-    assert len(beams.present()) == 1
+    assert len(beams.best_so_far()) == 1
     assert isinstance(beams._is_done(), bool)
 
 
@@ -243,7 +245,7 @@ def test_a_stop_text_that_cannot_be_looked_for(monkeypatch):
     with nbflow.load("tiny_python", threads=1) as model, nbflow.LLMEngine(model) as engine:
         plain = engine.submit(model.make_request("def f(", 8, ignore_eos=True))
         monkeypatch.setattr(
-            "nbflow.engine.stop_checker.TextStream.push", raising(None, lambda *_: True)
+            "nbflow.engine.stop_checker.IncrementalDetokenizer.push", raising(None, lambda *_: True)
         )
         bad = engine.submit(model.make_request("def f(", 8, ignore_eos=True, stop=["x"]))
         with pytest.raises(ValueError, match="planted"):
@@ -254,7 +256,7 @@ def test_a_stop_text_that_cannot_be_looked_for(monkeypatch):
 
 
 def test_a_session_in_the_way_of_an_engine_leaves_the_ranks_alive(ranks):
-    """All ranks refuse alike: it is an answer, and no failure."""
+    """All ranks refuse alike, which is a result and not a failure."""
     expected = ranks.generate(IDS[:9], 12, ignore_eos=True).ids
     with ranks.session() as session:
         a = session.begin()
@@ -273,10 +275,10 @@ def test_a_session_in_the_way_of_an_engine_leaves_the_ranks_alive(ranks):
 
 @pytest.mark.parametrize("partition", ["0&1", "0;1"])
 def test_one_rank_without_memory_for_an_engine(checkpoint, partition, monkeypatch):
-    """All ranks agree that there is none, and the model is as it was."""
+    """All ranks agree on the failure, and the model is unchanged."""
     with nbflow.load(checkpoint, kv="f32", threads=1, partition=partition) as model:
         expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
-        storage = model.engines[1].storage
+        storage = model.workers[1].storage
         with monkeypatch.context() as patch:
             patch.setattr(storage, "ensure", refusing)
             engine = nbflow.LLMEngine(model, kv_bytes=KV).start()
@@ -291,7 +293,7 @@ def refusing(*_):
 
 def test_one_rank_without_memory_within_a_step_ends_them_all_with_the_cause(checkpoint):
     with nbflow.load(checkpoint, threads=1, partition="0&1") as model:
-        model.engines[1].storage.ensure = refusing
+        model.workers[1].storage.ensure = refusing
         with pytest.raises(UsageError, match="rank 1: planted: no room"):
             model.generate(IDS[:9], 3)
         with pytest.raises(RuntimeError, match="load the model again"):
@@ -299,7 +301,7 @@ def test_one_rank_without_memory_within_a_step_ends_them_all_with_the_cause(chec
 
 
 def test_end_tokens_that_have_no_logit_are_never_drawn(checkpoint, model):
-    """Checkpoints state such ids: of another vocabulary, or to say that there is none."""
+    """Checkpoints have such ids: of another vocabulary, or as a placeholder."""
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     with nbflow.load(checkpoint, threads=1) as other:
         other.spec = dataclasses.replace(
@@ -318,7 +320,7 @@ def test_end_tokens_that_have_no_logit_are_never_drawn(checkpoint, model):
 
 
 def test_a_request_with_a_strategy_that_cannot_be_compared(model):
-    """A list makes it so; it does not keep others from one burst."""
+    """A list is unhashable; other requests still run a multi-step decode."""
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     odd = nbflow.sampling.Chain(temperature=0.0, dry_breakers=[(1,)])
     with nbflow.LLMEngine(model, kv_bytes=KV) as engine:
@@ -326,7 +328,7 @@ def test_a_request_with_a_strategy_that_cannot_be_compared(model):
         assert [h.result(60).ids for h in handles] == [expected] * 3
 
 
-def test_burst_names_the_requests_that_are_wrong(model):
+def test_multi_step_decode_reports_invalid_requests(model):
     burst = MultiStepDecode(Greedy(), 2, 1, False)
     requests = [make(model), make(model)]
     requests[1].seed = -1

@@ -157,9 +157,9 @@ def test_generation_ends_at_the_context(checkpoint, ids):
 
 def test_a_rank_reads_only_its_bytes(checkpoint):
     with nbflow.load(checkpoint) as model:
-        whole = model.engines[0].bytes_read
+        whole = model.workers[0].bytes_read
     with nbflow.load(checkpoint, partition="0;1;2") as model:
-        read = [e.bytes_read for e in model.engines]
+        read = [e.bytes_read for e in model.workers]
     assert sum(read) == whole
     assert max(read) < 0.6 * whole
 

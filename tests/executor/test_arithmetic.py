@@ -100,13 +100,13 @@ def test_unknown_arithmetic_is_refused_with_a_suggestion(checkpoint: Path) -> No
     ids=lambda o: o["decoding"],
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_bursts_draw_what_single_steps_draw(
+def test_multi_step_decode_samples_as_single_steps(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, options: dict, batch: int
 ) -> None:
     prompts = [IDS[: 3 + 5 * i].tolist() for i in range(batch)]
     results = []
-    for seconds in (0.0, 1e6):  # one step per burst, then the maximum
-        monkeypatch.setattr(engine_model, "WHOLE_BURST_S", seconds)
+    for seconds in (0.0, 1e6):  # one step, and as many as fit
+        monkeypatch.setattr(engine_model, "BATCH_MULTI_STEP_S", seconds)
         with nbflow.load(checkpoint) as model:
             made = [model.generate_batch(prompts, max_tokens=24, seed=3, **options)]
             made.append(model.generate_batch(prompts, max_tokens=24, seed=3, **options))
@@ -115,10 +115,10 @@ def test_bursts_draw_what_single_steps_draw(
     assert results[0] == results[1]
 
 
-def test_more_strategies_than_bursts_are_kept(
+def test_more_strategies_than_cached_buffers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_BURSTS", 2)
+    monkeypatch.setattr(worker, "MAX_MULTI_STEP_DECODES", 2)
     prompt = IDS[:4].tolist()
 
     def rounds(model: nbflow.LLM) -> list[list[int]]:
@@ -131,15 +131,20 @@ def test_more_strategies_than_bursts_are_kept(
         assert rounds(model) == rounds(model)
 
 
-def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
+def test_multi_step_decode_stops_at_an_end_token(checkpoint: Path) -> None:
     with nbflow.load(checkpoint) as model:
         free = model.generate(IDS[:5].tolist(), max_tokens=20, ignore_eos=True)
         end = free.ids[6]
         first = free.ids.index(end)
         request = model.make_request(IDS[:5].tolist(), 20, "greedy", 0, False)
         request.stop_ids = frozenset({end})
-        for _ in range(2):  # the first burst measures the step time
-            request.ids, request.logprobs, request.n_done, request.finish_reason = [], [], 0, None
+        for _ in range(2):  # the first run measures the step time
+            request.ids, request.logprobs, request.n_computed, request.finish_reason = (
+                [],
+                [],
+                0,
+                None,
+            )
             for _ in model.run_requests([request], burst_s=1e6):
                 pass
             assert request.finish_reason == "stop"
@@ -150,7 +155,7 @@ def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
 def test_logits_that_are_no_numbers_are_reported(checkpoint: Path, tmp_path: Path) -> None:
     write_llama(tmp_path, n_layers=1)
     with nbflow.load(tmp_path) as model:
-        for operands in model.engines[0].weights.operands[-1:]:
+        for operands in model.workers[0].weights.operands[-1:]:
             packed = operands[0].packed()
             packed.data[:] = np.nan
         with pytest.raises(UsageError, match="the model's logits have a NaN"):

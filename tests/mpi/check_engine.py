@@ -37,7 +37,7 @@ def main() -> None:
                     lead(engine, model, expected)
                 else:
                     engine.follow()
-                assert model.engines[0].table.n_held == 0
+                assert model.workers[0].table.n_used_pages == 0
                 assert len(model.generate(PROMPTS[0], 3, ignore_eos=True).ids) == 3
         comm.barrier()
     if comm.rank == 0:

@@ -39,7 +39,7 @@ def _compiled():
             "load-sleep",
             r"rank 1 of 2 on \S+ has stood still for \d+ s while loading layers\.0\.\S+ ",
         ),
-        ("load-memory", r"error: rank 1 has not the memory for its part: planted"),
+        ("load-memory", r"error: rank 1 ran out of memory while loading its shard: planted"),
         ("draw-sleep", r"rank 0 of 2 on \S+ has stood still for \d+ s behind all_gather; "),
     ],
 )

@@ -158,7 +158,7 @@ def held_after_use(model, plan, name):
         longest = (np.arange(model.spec.max_context) % 50).tolist()
         model.embed_batch([longest] * plan.max_sequences)
         return model.memory()
-    kv = max(engine.storage.page_bytes for engine in model.engines) * plan.kv_tokens // PAGE_SIZE
+    kv = max(engine.storage.page_bytes for engine in model.workers) * plan.kv_tokens // PAGE_SIZE
     prompt = [1, 2, 3]
     if name in PAIRS:
         prompt = (np.arange(model.spec.encoder.max_context) % 50 + 3).tolist()

@@ -10,7 +10,6 @@ import pytest
 from small_models import make_spec
 
 from nbflow import cli
-from nbflow.benchmark import measure_machine
 from nbflow.distributed import make_plan
 from nbflow.planner import (
     Device,
@@ -26,6 +25,7 @@ from nbflow.planner import (
     known_machines,
     load_machine,
     machine_toml,
+    measure_machine,
     planned_model,
     predict,
     with_shares,

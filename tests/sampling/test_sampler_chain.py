@@ -177,5 +177,5 @@ def test_the_best_are_found_without_sorting_all():
 
 def test_rows_without_a_distribution_are_refused():
     for row in ([np.nan, 0.0], [np.inf, 0.0], [-np.inf, -np.inf]):
-        with pytest.raises(UsageError, match="no token can be drawn"):
+        with pytest.raises(UsageError, match="no token can be sampled"):
             Candidates(np.array(row, np.float32))

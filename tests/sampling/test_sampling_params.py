@@ -1,4 +1,4 @@
-"""Parameters: names, types, ranges, and the strategy that they mean; constraints."""
+"""Sampling parameters: names, types, ranges, inferred strategy, logits processors."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_bias_bans_and_allowed_tokens(rows):
     }
     assert 5 not in text(constrain(Greedy(), LogitsProcessors(banned_token_ids=(5,))), rows)
     assert set(text(constrain(Greedy(), LogitsProcessors(logit_bias=((3, 100.0),))), rows)) == {3}
-    with pytest.raises(UsageError, match="every token is forbidden"):
+    with pytest.raises(UsageError, match="every token is banned"):
         text(constrain(Chain(), LogitsProcessors(banned_token_ids=tuple(range(20)))), rows)
 
 
@@ -211,12 +211,12 @@ def test_a_fork_goes_on_by_itself(rows):
 
 def test_bad_words_come_with_and_without_a_space(tokenizer):
     made = build_strategy(SamplingParams(bad_words=["return"]), tokenizer.vocab_size, tokenizer)
-    words = made.constraints.bad_words
-    assert [tokenizer.decode(w) for w in words] == ["return", " return"]
+    encode_errors = made.constraints.bad_words
+    assert [tokenizer.decode(w) for w in encode_errors] == ["return", " return"]
 
 
 def slow_sequences(tokenizer, breaker):
-    """Breakers by going through the vocabulary."""
+    """Reference: breakers by a scan of the vocabulary."""
     whole, found = breaker.encode(), set()
     for token, text in enumerate(vocabulary_bytes(tokenizer)):
         if text is None:

@@ -1,4 +1,4 @@
-"""Beam search and contrastive search by hand and by trying everything; proposals from n-grams."""
+"""Beam and contrastive search against brute force; n-gram proposer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V, END = 5, 0
 
 
 def markov(seed, n=6):
-    """Log-probabilities by place, last token and token."""
+    """Log-probabilities by position, last token and token."""
     logits = np.random.default_rng(seed).normal(0, 1.5, (n, V, V))
     return logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
 
@@ -92,20 +92,20 @@ def test_contrastive_by_hand():
     history = History()
     for row in before:
         history.add(row[None])
-    likeness = history.likeness(hidden)
-    np.testing.assert_allclose(likeness, [1.0, 0.5**0.5, -(0.5**0.5)], rtol=1e-6)  # float32
-    assert ContrastiveSearch(penalty_alpha=0.0).choose(probs, likeness) == 0
+    similarity = history.similarity(hidden)
+    np.testing.assert_allclose(similarity, [1.0, 0.5**0.5, -(0.5**0.5)], rtol=1e-6)  # float32
+    assert ContrastiveSearch(penalty_alpha=0.0).choose(probs, similarity) == 0
     # .54 - .1, .27 - .0707, .09 + .0707
-    assert ContrastiveSearch(penalty_alpha=0.1).choose(probs, likeness) == 0
+    assert ContrastiveSearch(penalty_alpha=0.1).choose(probs, similarity) == 0
     # .24 - .6, .12 - .424, .04 + .424
-    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs, likeness) == 2
-    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs[:2], likeness[:2]) == 1
+    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs, similarity) == 2
+    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs[:2], similarity[:2]) == 1
     history.take(1)
-    np.testing.assert_allclose(history.likeness(hidden), [1.0, 1.0, -(0.5**0.5)], rtol=1e-6)
+    np.testing.assert_allclose(history.similarity(hidden), [1.0, 1.0, -(0.5**0.5)], rtol=1e-6)
     for _ in range(200):  # beyond the room it began with
         history.add(hidden[2:])
     assert len(history) == 203
-    np.testing.assert_allclose(history.likeness(-hidden[:1]), [0.5**0.5], rtol=1e-6)
+    np.testing.assert_allclose(history.similarity(-hidden[:1]), [0.5**0.5], rtol=1e-6)
 
 
 def naive_ngram(ids, n, min_n, max_n):

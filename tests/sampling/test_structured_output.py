@@ -1,4 +1,4 @@
-"""Structured output: whatever a model wants, the text matches."""
+"""Structured output: the text matches for any logits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def llama_file(folder):
-    """A tokenizer.json like Llama 2's: pieces with U+2581 for a space, bytes for the rest."""
+    """A tokenizer.json like that of Llama 2: U+2581 for spaces, byte fallback."""
     parts = tokenizers.decoders
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", *'abcdefghijklmnopqrstuvwxyz0123456789-(),:{}[]"', "\u2581t", "th"]
@@ -72,7 +72,7 @@ def llama_file(folder):
 
 
 def generate(tokenizer, seed, most=400, **structure):
-    """The text of a random model: noise for logits, with some padding rows beyond the tokenizer."""
+    """Generate from random logits, with padding rows beyond the tokenizer."""
     n_vocab = tokenizer.vocab_size + 5
     ends = tuple(tokenizer.eos_ids) or (0,)
     made = build_strategy(SamplingParams(temperature=1.0, **structure), n_vocab, tokenizer, ends)
@@ -101,8 +101,8 @@ def test_json_follows_its_schema(tokenizer):
 def test_regex_choice_and_grammar(tokenizer, seed):
     pattern = r"[a-z]{2,5}-[0-9]{3}(é|x)"
     assert re.fullmatch(pattern, generate(tokenizer, seed, regex=pattern))
-    words = ["yes", "no", "not at all"]
-    assert generate(tokenizer, seed, choice=words) in words
+    encode_errors = ["yes", "no", "not at all"]
+    assert generate(tokenizer, seed, choice=encode_errors) in encode_errors
     gbnf = 'root ::= "(" item ("," item)? ")"\nitem ::= [0-9] | "x" [a-c]'
     item = "([0-9]|x[a-c])"
     assert re.fullmatch(rf"\({item}(,{item})?\)", generate(tokenizer, seed, grammar=gbnf))
@@ -118,7 +118,7 @@ def test_tokens_put_together_are_the_bytes_of_the_text(tokenizer):
 
 
 def test_many_choices():
-    """More than the engine takes as alternatives of a grammar."""
+    """More choices than llguidance allows as grammar alternatives."""
     tokenizer = nbflow.load_tokenizer("tiny_python")
     choices = [f"choice number {i}." for i in range(3000)] + ["a.b", "a|b", "[x]\\", "(", "a", "a*"]
     found = {generate(tokenizer, seed, choice=choices) for seed in range(4)}
@@ -128,7 +128,7 @@ def test_many_choices():
 
 
 def test_vocabularies_of_few_end_tokens_are_kept():
-    """Requests choose their end tokens: each choice has a vocabulary of its own."""
+    """Each choice of end tokens has a separate vocabulary."""
     tokenizer = nbflow.load_tokenizer("tiny_python")
     for end in range(20):
         grammar = Grammar("regex", "a", tokenizer, 2048, (end,))

@@ -19,7 +19,7 @@ PROMPT = "def __init__(self"
 def config_of(offline, partition, pages, step=32):
     """Return a configuration with so many pages of keys and values, and tokens in a step."""
     ranks = partition.count("&") + 1
-    kv_bytes = pages * offline.engines[0].storage.page_bytes // ranks
+    kv_bytes = pages * offline.workers[0].storage.page_bytes // ranks
     model = f'path = "tiny_python"\npartition = "{partition}"'
     return (
         CONFIG.replace('path = "tiny_python"', model)

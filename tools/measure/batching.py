@@ -166,7 +166,7 @@ def asked(model: nbflow.LLM, ids: list[int], n_new: int) -> Request:
 
 def overhead(model: nbflow.LLM, n: int, n_steps: int = 200) -> dict[str, Any]:
     """Return the processor time of Python for a step of `n` generating requests."""
-    rank = model.engines[0]
+    rank = model.workers[0]
     batch = requests(model, n, min(n_steps, model.spec.max_context // 2))
     real = rank.executor.run, rank.executor.run_repeated
 

@@ -3,7 +3,7 @@
     mpirun -n 2 python -m mpi4py tools/measure/partitions.py MODEL FOLDER
     python tools/measure/partitions.py MODEL FOLDER --ranks 2       (threads instead of processes)
 
-First the machine is measured (nbflow/benchmark/measure_machine.py) and written to
+First the machine is measured (nbflow/planner/measure_machine.py) and written to
 FOLDER/machine.toml.  Then every partition of its ranks is run, at first one process with the cores
 of all of them.  A row is added to FOLDER/rows.jsonl as soon as it is there, and FOLDER/README.md,
 the table of all rows, is written anew, so that a run that is cut short leaves what it has.  No
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.benchmark.measure_machine import measure_machine, measure_ranks
 from nbflow.benchmark.timing import time_both
 from nbflow.cli.options import numbers
 from nbflow.distributed import Comm, SelfComm, world
@@ -37,6 +36,7 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
+from nbflow.planner.measure_machine import measure_machine, measure_ranks
 from nbflow_kernels.cpu.thread_pool import available_cores
 
 WARM_UP = 2

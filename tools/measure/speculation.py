@@ -50,7 +50,7 @@ STEPS = 20
 
 def prompts(model: nbflow.LLM, n: int) -> list[list[int]]:
     """Return `n` prompts."""
-    tokenizer = model.found_tokenizer
+    tokenizer = model.optional_tokenizer
     if tokenizer is None:
         rng = np.random.default_rng(0)
         return [rng.integers(0, model.spec.vocab_size, 24).tolist() for _ in range(n)]

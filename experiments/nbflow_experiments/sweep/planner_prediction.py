@@ -81,8 +81,8 @@ class Predictor:
 
     def _measure(self, numbers: tuple[int, ...]) -> Machine:
         """Return the machine of these ranks, measured once; every rank calls it."""
-        from nbflow.benchmark.measure_machine import measure_machine, measure_ranks
         from nbflow.engine.load import load
+        from nbflow.planner.measure_machine import measure_machine, measure_ranks
 
         if numbers not in self._measured:
             if self._comm.size == 1:

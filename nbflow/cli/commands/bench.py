@@ -95,7 +95,7 @@ def _peer(arguments: argparse.Namespace, model: nbflow.LLM, tests: list[Test]) -
     if arguments.peer not in PEERS:
         raise unknown_name("peer", arguments.peer, PEERS)
     path = Path(arguments.model)
-    if path.suffix != ".gguf" or arguments.weights is not None or len(model.engines) != 1:
+    if path.suffix != ".gguf" or arguments.weights is not None or len(model.workers) != 1:
         raise UsageError(
             "--peer llama.cpp needs a .gguf file as the model, its weights as stored (without "
             f"--weights) and one rank, got {arguments.model} --weights {arguments.weights}"

@@ -134,8 +134,8 @@ def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
 
 def _measure(arguments: argparse.Namespace) -> int:
     """Describe this machine."""
-    from nbflow.benchmark.measure_machine import FORMATS, measure_machine
     from nbflow.engine.load import load
+    from nbflow.planner.measure_machine import FORMATS, measure_machine
 
     formats: Sequence[str] = FORMATS
     if arguments.weights is not None:

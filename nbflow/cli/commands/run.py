@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(arguments, model.generation(request))
         elif speaks(model) and not arguments.quiet:
             _statistics(request, (first or ended) - started, ended - (first or ended))
-            for engine in model.engines:
+            for engine in model.workers:
                 _device(engine)
     return 0
 

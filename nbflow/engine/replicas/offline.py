@@ -1,4 +1,4 @@
-"""Several whole models, each on ranks of its own, that share batches out."""
+"""Data-parallel replicas for batches: each is a whole model on separate ranks."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nbflow.distributed import Comm, Plan
-from nbflow.engine.llm import LLM, STREAM_BURST_S
+from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.outputs import RequestOutput, TokenOutput
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.request import Request
 
 
 class Replicas(LLM):
-    """Replicas of a model, seen from one process.
+    """Replicas of a model, as seen by one process.
 
-    A batch is shared out: the i-th request goes to replica i modulo their number.  Everything else
-    (logits, one sequence) each replica does for itself, with the same result.
+    Request i of a batch runs on replica i modulo their number.  Every replica makes all other calls
+    (logits, a single sequence) itself, with the same result.
 
     Parameters
     ----------
-    mine : list of Model
-        The replicas of this process: one under mpirun (none if it holds no part), all of them where
-        ranks are threads.
+    mine : list of LLM
+        Replicas of this process: one under mpirun, all where ranks are threads.
     plan : Plan
         All ranks of all replicas.
     comm : Comm
-        All those ranks, in that order; a single one where ranks are threads.
+        Those ranks in order; a single one where ranks are threads.
     index, n : int
-        Which replica is this process's, and of how many.
+        Index of the first replica of this process, and their number.
     """
 
     engine_class = ReplicaRouter
@@ -38,56 +37,55 @@ class Replicas(LLM):
     def __init__(self, mine: list[LLM], plan: Plan, comm: Comm, index: int, n: int) -> None:
         first = mine[0]
         super().__init__(
-            first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
+            first.spec, plan, first._tokenizer, first.workers, first._rank_threads, first.threads,
             first.defaults, first._why_no_tokenizer,
         )  # fmt: skip
-        self.turns = first.turns  # its ranks are called here, too
+        self.lock = first.lock  # shared: both call its workers
         self.mine = mine
-        """The replicas of this process."""
+        """Replicas of this process."""
         self._comm = comm
         self.index = index
-        """Which of them is the first of these."""
+        """Index of the first of them."""
         self.n = n
-        """How many there are."""
+        """Number of replicas."""
 
     def close(self) -> None:
         """Close all replicas of this process."""
         for model in self.mine:
             model.close()
-        self.engines, self._team = [], None
+        self.workers, self._rank_threads = [], None
 
     @property
     def leads(self) -> bool:
-        """Whether this process says what all replicas do."""
+        """True on the process that decides for all replicas."""
         return self.index == 0 and super().leads
 
     @property
-    def begins(self) -> bool:
-        """Whether this process says what the ranks of its replica do."""
+    def leads_replica(self) -> bool:
+        """True on the process that decides for the ranks of its replica."""
         return super().leads
 
-    def tell(self, value: Any) -> Any:
-        """Return what the first rank of the first replica says, on every rank of all of them."""
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast a value of the first rank of the first replica to all ranks."""
         return self._comm.bcast_object(value)
 
     def stream(self, *args: Any, **options: Any) -> Iterator[int]:
-        """As `LLM.stream`, by each process's own replica."""
+        """As `LLM.stream`, on the replica of each process."""
         yield from self.mine[0].stream(*args, **options)
 
     def generate(self, *args: Any, **options: Any) -> RequestOutput:
-        """As `LLM.generate`, by each process's own replica."""
+        """As `LLM.generate`, on the replica of each process."""
         return self.mine[0].generate(*args, **options)
 
     def run_requests(
         self,
         requests: list[Request],
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """As `LLM.run_requests`; what other processes' replicas give comes in two parts.
+        """As `LLM.run_requests`; tokens of other processes' replicas arrive in two exchanges.
 
-        These are the first tokens, when every request has one, and the rest at the end; all events
-        must be taken.
+        One exchange follows the first tokens, one the end.  The iterator must be exhausted.
         """
         if len(self.mine) > 1:
             yield self._run_all(requests, burst_s, share_prompts)
@@ -99,14 +97,14 @@ class Replicas(LLM):
             yield [(own[i], token) for i, token in events]
             if meetings == 0 and all(requests[i].ids for i in own):
                 meetings += 1
-                yield self._meet(requests)
+                yield self._exchange_results(requests)
         for _ in range(2 - meetings):
-            yield self._meet(requests)
+            yield self._exchange_results(requests)
 
     def _run_all(
         self, requests: list[Request], burst_s: float, share_prompts: bool
     ) -> list[tuple[int, TokenOutput]]:
-        """Run every replica in a thread, and return what came out."""
+        """Run each replica in a thread and return all tokens."""
 
         def run(index: int) -> None:
             mine = requests[index :: self.n]
@@ -121,8 +119,8 @@ class Replicas(LLM):
             for token, logprob in zip(request.ids, request.logprobs, strict=True)
         ]
 
-    def _meet(self, requests: list[Request]) -> list[tuple[int, TokenOutput]]:
-        """Give all ranks what every replica has so far; return what is new here."""
+    def _exchange_results(self, requests: list[Request]) -> list[tuple[int, TokenOutput]]:
+        """Exchange the results so far between all ranks; return the tokens new to this one."""
         mine = requests[self.index :: self.n]
         own = [(r.ids, r.logprobs, r.finish_reason, r.found) for r in mine]
         everywhere = self._comm.bcast_object(self._comm.gather_object((self.index, own)))
@@ -141,7 +139,7 @@ class Replicas(LLM):
         return events
 
     def reset_traffic(self) -> None:
-        """Count the bytes sent between ranks of each replica from here on."""
+        """Reset the counters of bytes sent between the ranks of each replica."""
         for model in self.mine:
             model.reset_traffic()
 

@@ -1,8 +1,7 @@
-"""An engine for several replicas of a model: requests go to the one that has least to do.
+"""Replica router: sends each request to the least loaded replica of a model.
 
-Each replica has an engine of its own.  Those of this process are called; under mpirun the others
-are told over a socket what to do (`nbflow.engine.replicas.rpc`).  They know nothing of each other,
-so the death of one is no matter of the rest.
+Each replica has its own engine.  Engines of this process are called directly, others by RPC over a
+socket (`nbflow.engine.replicas.rpc`).  Replicas are independent: others survive the failure of one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy as np
 
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.limits import choose_limits, fit
-from nbflow.engine.llm import LLM, STREAM_BURST_S
+from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.llm_engine import LLMEngine
-from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, obey
+from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, serve_replica
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
@@ -27,17 +26,17 @@ from nbflow.options import EngineOptions
 from nbflow.utils.rank_status import status
 from nbflow_kernels.errors import UsageError
 
-AFFINITY = 4
-"""A request goes where its beginning is known if that replica has at most so many more to do."""
-MAX_HOMES = 65_536
-"""Beginnings that are remembered."""
+MAX_AFFINITY_LOAD = 4
+"""Most extra sequences of a replica that is preferred for its cached prefix."""
+MAX_AFFINITY_ENTRIES = 65_536
+"""Prefixes whose replica is recorded."""
 
 logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class ReplicatedModel(Protocol):
-    """Model with replicas (`nbflow.engine.replicas.offline.Replicas`), as its engine uses it."""
+    """Protocol of `nbflow.engine.replicas.offline.Replicas`."""
 
     mine: list[LLM]
     index: int
@@ -48,33 +47,33 @@ class ReplicatedModel(Protocol):
         """Return whether this process decides what all replicas do."""
 
     @property
-    def begins(self) -> bool:
+    def leads_replica(self) -> bool:
         """Return whether this process decides what the ranks of its replica do."""
 
-    def tell(self, value: Any) -> Any:
-        """Return what the first rank of the first replica says."""
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast a value of the first rank of the first replica."""
 
     def claim(self, engine: object) -> None:
-        """Let an engine run the model."""
+        """Reserve the model for an engine."""
 
     def release(self, engine: object) -> None:
-        """Give the model back."""
+        """End the reservation."""
 
 
-class Member(Protocol):
-    """What is asked of the engine of a replica."""
+class ReplicaEngine(Protocol):
+    """Protocol of the engine of a replica, local or remote."""
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """True while running."""
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it, if it is failed."""
+        """Error that stopped a failed engine."""
 
     @property
     def load(self) -> int:
-        """How many sequences it has to do."""
+        """Sequences that run or wait."""
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
         """See `LLMEngine.submit`."""
@@ -83,25 +82,25 @@ class Member(Protocol):
         """See `LLMEngine.flush`."""
 
     def stats(self) -> EngineStats | None:
-        """See `LLMEngine.stats`; None before another process has told any."""
+        """See `LLMEngine.stats`; None before the first report of a remote process."""
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `LLMEngine.close`."""
 
 
 class ReplicaRouter(LLMEngine):
-    """The engine of a model with replicas; made by `nbflow.LLMEngine`, and used like any other.
+    """Engine of a model with replicas, created by `nbflow.LLMEngine`.
 
     Under mpirun the first rank of the first replica leads; all others `follow`.  A request goes to
-    the replica that has least to do, or to the one that has read a prompt that begins alike, unless
-    that has much more to do (`AFFINITY`).
+    the least loaded replica, or to one with its prompt prefix in the cache unless that has much
+    more load (`MAX_AFFINITY_LOAD`).
 
     Parameters
     ----------
     model : Replicas
         The model.
     max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache, burst_s, on_failure
-        As of `LLMEngine`, for each replica.
+        As in `LLMEngine`, for each replica.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class ReplicaRouter(LLMEngine):
         model: LLM,
         options: EngineOptions | None = None,
         *,
-        burst_s: float = STREAM_BURST_S,
+        burst_s: float = STREAM_MULTI_STEP_S,
         **changes: Any,
     ) -> None:
         assert isinstance(model, ReplicatedModel)
@@ -117,47 +116,47 @@ class ReplicaRouter(LLMEngine):
         limits = choose_limits(model, given)
         self._set_up(model, limits, burst_s, given.on_failure)
         self._replicas = model
-        self._ranks = model.gather("whereabouts")  # every rank is asked
+        self._ranks = model.gather("host_addresses")  # collective
         self._own = [LLMEngine.with_limits(m, limits, burst_s) for m in model.mine]
-        self._members: list[Member] = []
+        self._engines: list[ReplicaEngine] = []
         self._listener: Listener | None = None
-        self._homes: OrderedDict[tuple[str, bytes], Member] = OrderedDict()
+        self._affinity: OrderedDict[tuple[str, bytes], ReplicaEngine] = OrderedDict()
 
-    # ---- life ---------------------------------------------------------------------------------
+    # ---- lifecycle ----------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
-        """Whether requests are submitted to this rank; the others `follow`."""
+        """True on the rank that takes requests; the others `follow`."""
         return self._replicas.leads
 
     @property
-    def begins(self) -> bool:
-        """Whether this process says what the ranks of its replica do."""
-        return self._replicas.begins
+    def leads_replica(self) -> bool:
+        """True on the process that decides for the ranks of its replica."""
+        return self._replicas.leads_replica
 
     @property
     def state(self) -> str:
-        """One of new, running, closed, failed: the last by `on_failure`, or if none is left."""
+        """One of new, running, closed, failed (see `on_failure`)."""
         if self._state == "running" and self._has_failed():
             return "failed"
         return self._state
 
     @property
     def alive(self) -> bool:
-        """Whether it runs: started, not closed, and not failed."""
+        """True while running: started, not closed, not failed."""
         return self.state == "running"
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the first replica that has failed."""
-        return next((m.failure for m in self._members if m.failure is not None), None)
+        """Error of the first failed replica."""
+        return next((m.failure for m in self._engines if m.failure is not None), None)
 
     def _has_failed(self) -> bool:
-        living = [m.alive for m in self._members]
+        living = [m.alive for m in self._engines]
         return not (all(living) if self._on_failure == "stop" else any(living))
 
     def start(self) -> LLMEngine:
-        """See `LLMEngine.start`; it waits for the other replicas to `follow`."""
+        """See `LLMEngine.start`; waits for the other replicas to `follow`."""
         if not self.leads:
             raise UsageError("this rank does not lead the engine; call follow()")
         with self._lock:
@@ -168,27 +167,27 @@ class ReplicaRouter(LLMEngine):
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
             self._listener = Listener(self._ranks)
-        self._replicas.tell(self._listener and self._listener.address)
+        self._replicas.broadcast(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
-        self._members += self._own
+        self._engines += self._own
         if self._listener is not None:
             for index, connection in self._listener.accept(n_remote):
-                self._members.append(RemoteEngine(index, connection, self.model, self.limits))
+                self._engines.append(RemoteEngine(index, connection, self.model, self.limits))
         return self
 
     def follow(self, draft: LLM | None = None) -> None:
-        """Work as one of the other ranks, until the first one closes the engine.
+        """Run as another rank until the first one closes the engine.
 
         Parameters
         ----------
-        draft : Model, optional
-            Where a replica begins: the model that proposes tokens to requests that want some.
+        draft : LLM, optional
+            Draft model, on the first rank of a replica.
         """
         if self.leads:
             raise UsageError("this rank leads the engine; start it, and submit requests")
         self._replicas.claim(self)
-        address: Address | None = self._replicas.tell(None)
+        address: Address | None = self._replicas.broadcast(None)
         (engine,) = self._own
         if self._replicas.index:
             status.is_needed = False
@@ -196,7 +195,7 @@ class ReplicaRouter(LLMEngine):
             engine.follow()
         else:
             assert address is not None
-            obey(engine, self._replicas.index, address, draft)
+            serve_replica(engine, self._replicas.index, address, draft)
         self._replicas.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
@@ -205,13 +204,13 @@ class ReplicaRouter(LLMEngine):
             was, self._state = self._state, "closed"
         if was != "running":
             return
-        with ThreadPoolExecutor(len(self._members)) as pool:
-            list(pool.map(lambda member: member.close(drain, timeout), self._members))
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            list(pool.map(lambda member: member.close(drain, timeout), self._engines))
         if self._listener is not None:
             self._listener.close()
         self._replicas.release(self)
 
-    # ---- what other threads call --------------------------------------------------------------
+    # ---- called by other threads --------------------------------------------------------------
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
         """See `LLMEngine.submit`."""
@@ -223,27 +222,27 @@ class ReplicaRouter(LLMEngine):
             for member in members:
                 with contextlib.suppress(QueueFull, EngineClosed):
                     return member.submit(request, on_events)
-            return members[0].submit(request, on_events)  # it says why not
+            return members[0].submit(request, on_events)  # raises the reason
 
-    def _by_load(self, request: Request | None = None) -> list[Member]:
-        """Return the members that run, the one to be asked first in front."""
+    def _by_load(self, request: Request | None = None) -> list[ReplicaEngine]:
+        """Return the running replicas in order of preference for a request."""
         self._check_running()
-        living = sorted((m for m in self._members if m.alive), key=lambda m: m.load)
+        living = sorted((m for m in self._engines if m.alive), key=lambda m: m.load)
         if not living:
-            raise EngineClosed(f"no replica runs any more: {self.failure}")
+            raise EngineClosed(f"all replicas have failed or ended: {self.failure}")
         size = self.limits.page_size
-        if request is None or not self.limits.prefix_cache or not request.takes_cached:
+        if request is None or not self.limits.prefix_cache or not request.uses_prefix_cache:
             return living
         if len(request.prompt) <= size:
             return living
         page = np.array(request.prompt[:size], np.int64).tobytes()
-        home = self._homes.get((request.cache_salt, page))
-        if home is None or not home.alive or home.load > living[0].load + AFFINITY:
+        home = self._affinity.get((request.cache_salt, page))
+        if home is None or not home.alive or home.load > living[0].load + MAX_AFFINITY_LOAD:
             home = living[0]
-        self._homes[request.cache_salt, page] = home
-        self._homes.move_to_end((request.cache_salt, page))
-        if len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
+        self._affinity[request.cache_salt, page] = home
+        self._affinity.move_to_end((request.cache_salt, page))
+        if len(self._affinity) > MAX_AFFINITY_ENTRIES:
+            self._affinity.popitem(last=False)
         return [home, *(m for m in living if m is not home)]
 
     def _check_running(self) -> None:
@@ -253,7 +252,7 @@ class ReplicaRouter(LLMEngine):
 
     def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
         """See `LLMEngine.cancel`."""
-        handle.cancel(reason)  # it knows its replica
+        handle.cancel(reason)  # calls its replica
 
     def flush(self) -> None:
         """See `LLMEngine.flush`."""
@@ -261,11 +260,11 @@ class ReplicaRouter(LLMEngine):
             member.flush()
 
     def call(self, method: str, *args: Any) -> Any:
-        """Refuse, as it is not clear which replica is meant."""
+        """Raise: a call needs one model."""
         raise UsageError(f"{method!r} is a call for one model; this engine has several replicas")
 
     def stats(self) -> EngineStats:
-        """Return the present numbers of all replicas together."""
+        """Return the total statistics of all replicas."""
         parts = [vars(numbers) for numbers in self.replica_stats() if numbers is not None]
         total: dict[str, Any] = {name: 0 for name in EngineStats.__dataclass_fields__}
         total["finished"] = {}
@@ -279,12 +278,12 @@ class ReplicaRouter(LLMEngine):
         return EngineStats(**total)
 
     def replica_stats(self) -> list[EngineStats | None]:
-        """Return the numbers of each replica, None for those that do not tell any.
+        """Return the statistics of each replica, None for those without a report.
 
-        Those of other processes are what these have told last; this does not wait.
+        Remote replicas report periodically; this does not wait.
         """
         found: list[EngineStats | None] = []
-        for member in self._members:
+        for member in self._engines:
             found.append(None)
             if member.alive:
                 with contextlib.suppress(EngineClosed):

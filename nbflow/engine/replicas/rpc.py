@@ -1,8 +1,7 @@
-"""Remote calls between the engines of replicas: messages over a socket.
+"""RPC between the engines of replicas over a socket.
 
-A socket and not MPI, because its end says that the other process has ended, so that no thread waits
-for a process that will not answer.  A connecting process proves that it belongs to the same run by
-a key that is sent with MPI (`multiprocessing.connection`).
+Unlike MPI, a socket reports the death of its peer, so that callers do not hang.  Processes
+authenticate with a key broadcast by MPI (`multiprocessing.connection`).
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from nbflow.engine.llm import LLM
 from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replicas.address import (
+    ADDRESS_ENV,
     REFUSED,
-    SETTING,
     Connection,
-    Place,
+    SocketAddress,
+    accept_handshake,
     addresses_towards,
-    be_patient,
-    chosen_address,
+    clear_timeout,
+    configured_address,
     connect,
     listen,
-    welcome,
 )
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
@@ -44,21 +43,21 @@ from nbflow.sampling.structured_output import StructureError
 from nbflow_kernels.errors import UsageError
 
 START_S = 300.0
-"""Seconds for the other replicas to connect; they have loaded their part by then."""
+"""Seconds for the other replicas to connect, after loading."""
 REPORT_S = 0.25
-"""Seconds between two reports of a replica's numbers, if they have changed."""
-MOST_UNKNOWN = 32
-"""Most connections at a time that have not proved yet where they come from."""
+"""Least seconds between two statistics reports of a replica."""
+MAX_UNAUTHENTICATED = 32
+"""Most unauthenticated connections at a time."""
 
-Address = tuple[list[Place], bytes]
-"""Addresses and ports of the leading process, in the order to try, and the key."""
+Address = tuple[list[SocketAddress], bytes]
+"""Addresses of the leading process, in the order to try, and the key."""
 
-_TOLD = (
+_FINAL_FIELDS = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
     "n_drafted", "n_accepted", "found", "vector", "finish_reason", "stop_reason",
     "error",
 )  # fmt: skip
-"""Fields of a request that are sent when it has ended."""
+"""Fields sent for a finished request."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +68,13 @@ class Listener:
     Parameters
     ----------
     ranks : sequence of dict
-        `RankEngine.whereabouts` of all ranks, the own first.  With one host, only the loopback
-        interface is listened to, else the addresses that the other hosts reach.
+        `Worker.host_addresses` of all ranks, the own first.  One host uses the loopback interface
+        only, several the addresses that the other hosts reach.
     """
 
     def __init__(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         self._key = secrets.token_bytes(32)
-        here, given = ranks[0]["host"], chosen_address()
+        here, given = ranks[0]["host"], configured_address()
         others = {rank["host"]: rank["addresses"] for rank in ranks if rank["host"] != here}
         if given is not None:
             own = [given]
@@ -83,32 +82,32 @@ class Listener:
             own = addresses_towards(list(others.values())) if others else ["127.0.0.1"]
         if not own:
             raise UsageError(
-                f"{here} has no address that leads to {', '.join(others)}; set {SETTING} to one "
-                "that the other hosts reach"
+                f"{here} has no address that leads to {', '.join(others)}; set {ADDRESS_ENV} to "
+                "one that the other hosts reach"
             )
         self._sockets = [listen(address, len(ranks)) for address in own]
         ports = [int(listening.getsockname()[1]) for listening in self._sockets]
         self.address: Address = list(zip(own, ports, strict=True)), self._key
 
     def accept(self, n: int) -> list[tuple[int, Connection]]:
-        """Return the connections of `n` replicas with their numbers, in order.
+        """Return the connections of `n` replicas with their indices, in order.
 
-        Then no more are taken.  A peer that does not answer delays no other.
+        Closes the listener afterwards.  A silent peer does not delay others.
 
         Raises
         ------
         UsageError
-            If they do not come in time.
+            If some do not connect in time.
         """
         found: dict[int, Connection] = {}
         came = threading.Condition()
-        free = threading.BoundedSemaphore(n + MOST_UNKNOWN)
+        free = threading.BoundedSemaphore(n + MAX_UNAUTHENTICATED)
 
         def greet(accepted: socket.socket) -> None:
             with free_after(), contextlib.suppress(*REFUSED):
-                connection = welcome(accepted, self._key)
+                connection = accept_handshake(accepted, self._key)
                 index = connection.recv()
-                be_patient(connection)
+                clear_timeout(connection)
                 with came:
                     found[index] = connection
                     came.notify_all()
@@ -135,32 +134,32 @@ class Listener:
         self.close()
         if len(found) < n:
             raise UsageError(
-                f"{n - len(found)} of {n} other replicas have not come within {START_S:g} s; every "
-                "rank must make the engine and call follow()"
+                f"{n - len(found)} of {n} other replicas did not connect within {START_S:g} s; "
+                "every rank must create the engine and call follow()"
             )
         return sorted(found.items())
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop listening."""
         for listening in self._sockets:
             with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes up who waits in accept
+                listening.shutdown(socket.SHUT_RDWR)  # wakes threads in accept
             listening.close()
 
 
 class RemoteEngine:
-    """The engine of a replica in another process, as the leading one sees it.
+    """Client for the engine of a replica in another process.
 
     Parameters
     ----------
     index : int
-        Which replica.
+        Index of the replica.
     connection : Connection
-        The way to it.
-    model : Model
-        The model, to turn results into text.
+        Connection to its process.
+    model : LLM
+        The model, for detokenization.
     limits : Limits
-        Those of its engine.
+        Limits of its engine.
     """
 
     def __init__(self, index: int, connection: Connection, model: LLM, limits: Limits) -> None:
@@ -173,13 +172,13 @@ class RemoteEngine:
         self._handles: dict[int, RequestHandle] = {}
         self._number_of: dict[RequestHandle, int] = {}
         self._futures: dict[int, Future[Any]] = {}
-        self._told: EngineStats | None = None  # the numbers
+        self._last_stats: EngineStats | None = None
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._closing = False
         self.alive = True
-        """True while it runs."""
+        """True while running."""
         self.failure: BaseException | None = None
-        """Error that ended it, if it has failed."""
+        """Error that stopped a failed engine."""
         self._reader = threading.Thread(
             target=self._read, name=f"nbflow-replica-{index}", daemon=True
         )
@@ -190,26 +189,26 @@ class RemoteEngine:
 
     @property
     def on_own_thread(self) -> bool:
-        """True on the thread that calls the listeners of requests."""
+        """True on the thread that calls `on_events`."""
         return threading.current_thread() is self._reader
 
     @property
     def load(self) -> int:
-        """Number of sequences that run there or wait."""
+        """Sequences that run or wait there."""
         with self._lock:
-            return sum(handle.request.width for handle in self._handles.values())
+            return sum(handle.request.n_sequences for handle in self._handles.values())
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
-        """See `LLMEngine.submit`; the request stays here, a copy of it runs there."""
+        """See `LLMEngine.submit`; a copy of the request runs there."""
         handle, number = RequestHandle(self, request, on_events), next(self._numbers)
         try:
             message = pickle.dumps(("submit", number, request))
         except Exception as error:
-            raise UsageError(f"replica {self.index} cannot be sent this: {error}") from error
+            raise UsageError(f"cannot send this to replica {self.index}: {error}") from error
         with self._lock:
             self._check()
             if len(self._handles) >= self._most:
-                raise QueueFull(f"{self._most} requests wait already or run; try again later")
+                raise QueueFull(f"{self._most} requests run or wait already; retry later")
             self._handles[number], self._number_of[handle] = handle, number
             self._out.put(message)
         return handle
@@ -226,9 +225,9 @@ class RemoteEngine:
         self._ask("flush")
 
     def stats(self) -> EngineStats | None:
-        """See `LLMEngine.stats`; the last numbers that were told, at most some `REPORT_S` old."""
+        """See `LLMEngine.stats`; the last report, about `REPORT_S` old at most."""
         self._check()
-        return self._told
+        return self._last_stats
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `LLMEngine.close`."""
@@ -237,7 +236,7 @@ class RemoteEngine:
         self._reader.join()
 
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the engine there and return what it returns."""
+        """Call a method of the remote engine and return its result."""
         future: Future[Any] = Future()
         with self._lock:
             self._check()
@@ -248,20 +247,20 @@ class RemoteEngine:
 
     def _check(self) -> None:
         if not self.alive:
-            raise EngineClosed(f"replica {self.index} does not run: {self.failure}")
+            raise EngineClosed(f"replica {self.index} is not running: {self.failure}")
 
     def _send(self, *message: Any) -> None:
-        """Let the writer send a message; returns at once."""
+        """Queue a message for the writer thread."""
         self._out.put(pickle.dumps(message))
 
     def _write(self) -> None:
-        """Send what there is to say: only this thread waits for the other process to read."""
-        with contextlib.suppress(OSError):  # its end is seen by the reader
+        """Send queued messages; only this thread blocks on the socket."""
+        with contextlib.suppress(OSError):  # the reader handles the end
             while (message := self._out.get()) is not None:
                 self._connection.send_bytes(message)
 
     def _read(self) -> None:
-        """Pass on what the replica tells, until it ends."""
+        """Deliver messages of the replica until it ends."""
         try:
             while True:
                 for kind, number, *facts in self._connection.recv():
@@ -270,19 +269,19 @@ class RemoteEngine:
                     elif kind == "events":
                         self._pass_on(number, *facts)
                     elif kind == "stats":
-                        self._told = facts[0]
+                        self._last_stats = facts[0]
                     else:
                         self._answer(number, *facts)
         except (EOFError, OSError):
             self._lost(None if self._closing else EngineClosed("its process has ended"))
-        except Exception as error:  # what came cannot be read
-            logger.exception("replica %d is given up", self.index)
+        except Exception as error:  # unreadable message
+            logger.exception("replica %d sent an unreadable message", self.index)
             self._lost(error)
         self._out.put(None)
         self._connection.close()
 
     def _lost(self, failure: BaseException | None) -> None:
-        """Give up what it was to do; without a failure it was told to end."""
+        """Fail pending requests and calls; without a failure the end was requested."""
         with self._lock:
             self.alive = False
             self.failure = self.failure or failure
@@ -315,33 +314,33 @@ class RemoteEngine:
             future.set_result(result)
 
 
-def obey(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
-    """Run an engine for the leading process, until that says that it is over, or ends.
+def serve_replica(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
+    """Run an engine for the leading process until that closes it or ends.
 
     Parameters
     ----------
-    engine : Engine
-        The engine of this replica; it is started and closed here.
+    engine : LLMEngine
+        Engine of this replica; started and closed here.
     index : int
-        Which replica.
+        Index of the replica.
     address : Address
-        Where the leading process listens.
-    draft : Model, optional
-        Proposes tokens to requests that want some and have no proposer.
+        Address of the leading process.
+    draft : LLM, optional
+        Draft model of requests without proposer.
     """
     connection = connect(*address)
     connection.send(index)
-    servant = _Servant(engine, connection, draft)
+    server = _ReplicaServer(engine, connection, draft)
     engine.start()
     try:
-        servant.run()
+        server.run()
     finally:
         engine.close()
-        servant.end()
+        server.end()
 
 
-class _Servant:
-    """Does what the leading process says, and tells it what becomes of it."""
+class _ReplicaServer:
+    """Executes the commands of the leading process and sends back events."""
 
     def __init__(self, engine: LLMEngine, connection: Connection, draft: LLM | None) -> None:
         self._engine, self._connection, self._draft = engine, connection, draft
@@ -354,8 +353,8 @@ class _Servant:
         threading.Thread(target=self._report, name="nbflow-replica-stats", daemon=True).start()
 
     def run(self) -> None:
-        """Take messages until the last one."""
-        with contextlib.suppress(EOFError, OSError):  # the leading process has ended
+        """Execute commands until "close"."""
+        with contextlib.suppress(EOFError, OSError):  # the leading process ended
             while True:
                 kind, number, *facts = self._connection.recv()
                 if kind == "submit":
@@ -369,7 +368,7 @@ class _Servant:
                     return
 
     def end(self) -> None:
-        """Send what is left to say, and end."""
+        """Flush the queue and close the connection."""
         self._pool.shutdown(cancel_futures=True)
         self._ended.set()
         self._out.put(None)
@@ -385,7 +384,7 @@ class _Servant:
             nonlocal told
             names: tuple[str, ...] = ()
             if events[-1].finish_reason is not None:
-                names = _TOLD
+                names = _FINAL_FIELDS
                 self._handles.pop(number, None)
             elif not told:
                 names = ("cached_tokens", "prompt_results")
@@ -394,12 +393,12 @@ class _Servant:
             if facts.get("error") is not None:
                 facts["error"] = _sendable(facts["error"])
             self._out.put(("events", number, [_plain(e) for e in events], facts))
-            if self._engine.failure is not None:  # this process waits to be told to end
+            if self._engine.failure is not None:  # "close" still follows
                 self._out.put(("end", 0, _sendable(self._engine.failure)))
 
         try:
             self._handles[number] = self._engine.submit(request, on_events)
-        except Exception as error:  # of this request: the engine has not taken it
+        except Exception as error:  # the engine refused the request
             event = TokenOutput(None, finish_reason="error", error=_sendable(error))
             facts = {"finish_reason": "error", "error": event.error}
             self._out.put(("events", number, [event], facts))
@@ -413,7 +412,7 @@ class _Servant:
             self._out.put(("answer", number, result, None))
 
     def _report(self) -> None:
-        """Tell the engine's numbers from time to time, so that `stats` need not ask for them."""
+        """Report statistics periodically."""
         told = None
         while not self._ended.is_set():
             numbers = self._engine.stats()
@@ -423,7 +422,7 @@ class _Servant:
             self._ended.wait(REPORT_S)
 
     def _write(self) -> None:
-        """Send what there is to say, all that came meanwhile in one message."""
+        """Send queued messages in batches."""
         while (first := self._out.get()) is not None:
             messages, last = [first], False
             while not self._out.empty():
@@ -439,14 +438,14 @@ class _Servant:
 
 
 def _plain(event: TokenOutput) -> TokenOutput:
-    """Return an event whose error can be sent."""
+    """Return an event with a picklable error."""
     if event.error is None:
         return event
     return dataclasses.replace(event, error=_sendable(event.error))
 
 
 def _sendable(error: BaseException) -> Exception:
-    """Return an error that another process can read: of our kinds as it is, else its text."""
+    """Return a picklable error: `UsageError`s unchanged, others as text."""
     if isinstance(error, UsageError) and type(error) in (UsageError, StructureError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

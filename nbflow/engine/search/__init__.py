@@ -1,4 +1,4 @@
-"""Beam search and contrastive search: strategies over several sequences of one request."""
+"""Beam search and contrastive search: several sequences per request."""
 
 from __future__ import annotations
 

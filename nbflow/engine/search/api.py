@@ -1,4 +1,4 @@
-"""Searches over several continuations: beam search and contrastive search."""
+"""`beam_search` and `contrastive_search`."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def beam_search(
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
 ) -> list[RequestOutput]:
-    r"""Return the continuations of greatest probability that a beam search finds.
+    r"""Return the best continuations found by beam search.
 
     Parameters
     ----------
     model : Model
         A decoder, or an encoder and a decoder.
     prompt, max_tokens, ignore_eos, stop_token_ids, decoder_ids
-        As of `LLM.generate`.
+        As in `LLM.generate`.
     num_beams : int
-        How many continuations are followed.
+        Number of beams.
     length_penalty : float
         The sum of log-probabilities is divided by the length to this power.
     early_stopping : bool or "never"
-        When the search ends; see `nbflow.engine.search.beam.BeamSearch`.
+        End condition; see `nbflow.engine.search.beam.BeamSearch`.
     n : int
-        How many are returned, best first; at most `num_beams`.
+        Number of results, best first; at most `num_beams`.
 
     Returns
     -------
-    list of Generation
-        With `score`.  Scores, penalty and end are those of Hugging Face's ``generate``.
+    list of RequestOutput
+        With `score`; see `nbflow.engine.search.beam`.
 
     Raises
     ------
     UsageError
-        If a parameter is out of range, or an engine runs the model: submit a request to that,
+        If a parameter is out of range, or an engine runs the model.  Use then
         ``engine.submit(model.make_request(prompt, 64, BeamSearch(num_beams=4, n=2)))``, whose
         handle has `results`.
 
@@ -90,7 +90,7 @@ def contrastive_search(
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
 ) -> RequestOutput:
-    """Continue a prompt by tokens that are probable, but unlike what was said.
+    """Continue a prompt with probable tokens that differ from the context.
 
     Each step runs the `top_k` most probable tokens and takes the one of greatest
     ``(1 - penalty_alpha) p - penalty_alpha s``, s the greatest cosine between its last hidden state
@@ -101,11 +101,11 @@ def contrastive_search(
     model : Model
         A decoder, or an encoder and a decoder.
     prompt, max_tokens, ignore_eos, stop_token_ids, decoder_ids
-        As of `LLM.generate`.
+        As in `LLM.generate`.
     top_k : int
-        How many tokens are compared.
+        Number of candidates.
     penalty_alpha : float
-        Weight of the likeness; 0 is greedy.
+        Weight of the similarity; 0 is greedy.
 
     Raises
     ------
@@ -124,10 +124,10 @@ def contrastive_search(
 
 
 def check_search(search: Search, params: SamplingParams, drafted: bool) -> None:
-    """Raise `UsageError` if a request has parameters that its search does not take."""
+    """Raise `UsageError` for parameters that the search does not support."""
     free = {"max_tokens", "seed", "ignore_eos", "stop_token_ids", "logprobs", "prompt_logprobs"}
     name = search.name
-    if name == "contrastive":  # its text comes as it goes
+    if name == "contrastive":  # streams its text
         free |= {"stop", "include_stop_str_in_output"}
     for given in params.given():
         if given not in free:
@@ -139,20 +139,20 @@ def check_search(search: Search, params: SamplingParams, drafted: bool) -> None:
 
 
 def _run(model: ModelRunner, request: Request) -> list[RequestOutput]:
-    """Run a request to its end and return what its search has found."""
+    """Run a request and return the results of its search."""
     for _ in model.run_requests([request]):
         pass
     return model.generations(request)
 
 
 SEARCHES = ("beam", "contrastive")
-"""Names of the searches, beside those of the strategies."""
+"""Names of the searches."""
 
 
 def search(
     model: ModelRunner, name: str, prompt: Prompt, max_tokens: int, **options: Any
 ) -> RequestOutput:
-    """Return the best that a search finds; the options are those of its function."""
+    """Return the best result of a search; options as for its function."""
     function = beam_search if name == "beam" else contrastive_search
     known = inspect.signature(function).parameters
     for option in options:

@@ -1,8 +1,8 @@
-"""What every search over several continuations offers: beam search and contrastive search.
+"""Interfaces of beam search and contrastive search.
 
-A search sees, behind every continuation that it follows, the most probable next tokens, and says
-which continuations go on with which of them.  It draws nothing and knows no arrays of the model, so
-that every rank can make the same decisions from a few numbers.
+A search gets the most probable next tokens of each hypothesis and decides which hypotheses continue
+with which of them.  It is deterministic and independent of device arrays, so that every rank makes
+the same decisions.
 """
 
 from __future__ import annotations
@@ -19,104 +19,103 @@ Top = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Step:
-    """A token of a continuation, and how probable it was."""
+    """Token of a continuation with its log-probability."""
 
     token: int
     logprob: float
     top: Top
-    """The most probable tokens in its place."""
+    """Most probable tokens at its position."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A whole continuation that was found."""
+    """Finished continuation."""
 
     steps: tuple[Step, ...]
-    """Its tokens, the end token too."""
+    """Tokens, including the end token."""
     score: float
-    """By which it was chosen."""
+    """Score of the ranking."""
 
 
 class Search(Protocol):
-    """The parameters of a search."""
+    """Parameters of a search."""
 
     @property
     def name(self) -> str:
-        """What it is called in requests."""
+        """Name in requests."""
 
     @property
-    def width(self) -> int:
-        """Most continuations that are followed at once."""
+    def n_sequences(self) -> int:
+        """Most hypotheses at once."""
 
     @property
-    def compares(self) -> bool:
-        """Whether hidden states are compared, which `SearchState.advance` gets as likeness."""
+    def needs_hidden(self) -> bool:
+        """True if `SearchState.advance` needs the similarity of hidden states."""
 
     @property
     def n_found(self) -> int:
-        """How many continuations it returns."""
+        """Number of results."""
 
-    def n_wanted(self, n_end_ids: int) -> int:
-        """Return how many of the most probable tokens it looks at, where so many may end it."""
+    def n_candidates(self, n_end_ids: int) -> int:
+        """Return the number of candidates per hypothesis, given the number of end tokens."""
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int) -> SearchState:
-        """Return a search that follows one continuation: the empty one.
+        """Return the initial state, with one empty hypothesis.
 
         Parameters
         ----------
         max_tokens : int
             Most new tokens.
         end_ids : collection of int
-            Tokens that end a continuation.
+            End tokens.
         n_top : int
-            How many of the most probable tokens each `Step` tells.
+            Number of most probable tokens in each `Step`.
         """
 
 
 class SearchState(Protocol):
-    """A search that goes on."""
+    """State of a running search."""
 
     @property
     def parents(self) -> list[int]:
-        """For each continuation that is followed now, which of the former ones it continues."""
+        """For each hypothesis, the index of its parent in the previous step."""
 
     @property
     def tokens(self) -> list[int]:
-        """The last token of each of them, which is to be run next."""
+        """Last token of each hypothesis, to be run next."""
 
     @property
     def found(self) -> list[Continuation]:
-        """What it has found, best first; all of it when it is over."""
+        """Finished continuations, best first."""
 
-    def present(self) -> list[Continuation]:
-        """Return what it would have found if it ended now."""
+    def best_so_far(self) -> list[Continuation]:
+        """Return the results if the search ended now."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over, unless one of the tokens that it has taken ends the text."""
+        """True when the search has ended."""
 
     def advance(
         self,
         logprobs: np.ndarray,
         ids: np.ndarray | None = None,
-        likeness: np.ndarray | None = None,
+        similarity: np.ndarray | None = None,
     ) -> list[Step]:
-        """Go on by one token, and return those that no continuation will lack any more.
+        """Advance by one token; return the tokens common to all further hypotheses.
 
         Parameters
         ----------
         logprobs : array, shape (B, K)
-            Log-probabilities of the most probable next tokens of each continuation that is
-            followed, most probable first.
+            Log-probabilities of the candidates of each hypothesis, most probable first.
         ids : array of int, shape (B, K), optional
-            These tokens; by default column k is token k.
+            The candidates; by default column k is token k.
         likeness : array, shape (B,), optional
-            Greatest cosine between the hidden state of each and those before it.
+            Largest cosine between the hidden state of each hypothesis and those before it.
         """
 
 
-def tops(logprobs: np.ndarray, ids: np.ndarray | None, n: int) -> list[Top]:
-    """Return the `n` most probable tokens of each row; parameters as of `SearchState.advance`."""
+def top_tokens(logprobs: np.ndarray, ids: np.ndarray | None, n: int) -> list[Top]:
+    """Return the `n` most probable tokens of each row; parameters as in `SearchState.advance`."""
     if not n:
         return [[] for _ in logprobs]
     if ids is None:

@@ -1,7 +1,4 @@
-"""Beam search: the continuations of greatest probability that a search over several finds.
-
-Scores, length penalty and the end of the search are those of Hugging Face's ``generate``.
-"""
+"""Beam search with the scores, length penalty and end condition of Hugging Face's ``generate``."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from nbflow.engine.search.base import Continuation, Step, Top, tops
+from nbflow.engine.search.base import Continuation, Step, Top, top_tokens
 from nbflow.sampling.strategy import check_range
 from nbflow_kernels.errors import UsageError
 
@@ -23,25 +20,25 @@ class BeamSearch:
     """Parameters of a beam search."""
 
     num_beams: int = 4
-    """How many continuations are followed."""
+    """Number of beams."""
     length_penalty: float = 1.0
     """The sum of log-probabilities is divided by the length to this power."""
     early_stopping: bool | Literal["never"] = False
-    """True stops with the `num_beams`-th end; False when the best that goes on is worse, at its
-    present length, than the worst that has ended; "never" when it cannot become better."""
+    """True: stop at the `num_beams`-th finished hypothesis; False: when the best running one scores
+    below the worst finished one; "never": when it cannot exceed it any more."""
     n: int = 1
-    """How many continuations are returned, best first."""
+    """Number of results, best first."""
 
     name: ClassVar[str] = "beam"
     """See `nbflow.engine.search.base.Search`."""
-    compares: ClassVar[bool] = False
+    needs_hidden: ClassVar[bool] = False
     """See `nbflow.engine.search.base.Search`."""
 
     def __post_init__(self) -> None:
         check_range("beam", "num_beams", self.num_beams, 1, 4096)
         if not 1 <= self.n <= self.num_beams:
             raise UsageError(
-                f"n must be in 1..num_beams, 1..{self.num_beams}, got {self.n}; follow more beams"
+                f"n must be in 1..num_beams, 1..{self.num_beams}, got {self.n}; use more beams"
             )
         check_range("beam", "length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping not in (True, False, "never"):
@@ -50,7 +47,7 @@ class BeamSearch:
             )
 
     @property
-    def width(self) -> int:
+    def n_sequences(self) -> int:
         """See `nbflow.engine.search.base.Search`."""
         return self.num_beams
 
@@ -59,8 +56,8 @@ class BeamSearch:
         """See `nbflow.engine.search.base.Search`."""
         return self.n
 
-    def n_wanted(self, n_end_ids: int) -> int:
-        """See `nbflow.engine.search.base.Search`: enough if every beam's best tokens all end it."""
+    def n_candidates(self, n_end_ids: int) -> int:
+        """See `nbflow.engine.search.base.Search`: also if the best ones are end tokens."""
         return max(2, 1 + n_end_ids) * self.num_beams
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int = 0) -> Beams:
@@ -70,37 +67,37 @@ class BeamSearch:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A continuation."""
+    """Hypothesis of a beam search."""
 
     ids: tuple[int, ...] = ()
-    """New tokens, the end token too."""
+    """New tokens, including the end token."""
     score: float = 0.0
-    """Sum of the log-probabilities; of an ended one, divided by the length penalty."""
+    """Sum of log-probabilities; with length penalty once finished."""
     logprobs: tuple[float, ...] = ()
     """Log-probability of each token."""
-    tops: tuple[Top, ...] = ()
-    """The most probable tokens in the place of each."""
+    top_tokens: tuple[Top, ...] = ()
+    """Most probable tokens at each position."""
 
     @property
     def continuation(self) -> Continuation:
-        """What has been found."""
-        steps = zip(self.ids, self.logprobs, self.tops, strict=True)
+        """Finished continuation."""
+        steps = zip(self.ids, self.logprobs, self.top_tokens, strict=True)
         return Continuation(tuple(Step(*step) for step in steps), self.score)
 
 
 class Beams:
-    """The state of a search.
+    """State of a beam search.
 
     Parameters
     ----------
     search : BeamSearch
         Its parameters.
     max_tokens : int
-        Continuations end with this many new tokens.
+        Most new tokens of a hypothesis.
     end_ids : collection of int
-        Tokens that end a continuation.
+        End tokens.
     n_top : int
-        How many of the most probable tokens are told with each token.
+        Number of most probable tokens reported with each token.
     """
 
     def __init__(
@@ -111,13 +108,13 @@ class Beams:
         self._end_ids = frozenset(end_ids)
         self._n_top = n_top
         self.running = [Hypothesis()]
-        """Continuations that go on, best first."""
+        """Running hypotheses, best first."""
         self.parents: list[int] = []
         """For each of `running`, which of the former ones it continues."""
         self.finished: list[Hypothesis] = []
         """The best that have ended, best first; at most `num_beams`."""
         self.done = False
-        """Whether the search is over."""
+        """True when the search has ended."""
 
     @property
     def tokens(self) -> list[int]:
@@ -129,33 +126,30 @@ class Beams:
         """The best that have ended, at most `BeamSearch.n`."""
         return [h.continuation for h in self.finished[: self.search.n]]
 
-    def present(self) -> list[Continuation]:
-        """Return the best of those that have ended and those that go on."""
+    def best_so_far(self) -> list[Continuation]:
+        """Return the best finished and running hypotheses."""
         going = [dataclasses.replace(h, score=self._score(h)) for h in self.running if h.ids]
         best = sorted([*self.finished, *going], key=lambda h: -h.score)
         return [h.continuation for h in best[: self.search.n]]
 
     def _score(self, h: Hypothesis) -> float:
-        """Return a sum of log-probabilities with the length penalty."""
+        """Return the score with length penalty."""
         return _penalized(h.score, len(h.ids), self.search.length_penalty)
 
     def advance(
         self,
         logprobs: np.ndarray,
         ids: np.ndarray | None = None,
-        likeness: np.ndarray | None = None,
+        similarity: np.ndarray | None = None,
     ) -> list[Step]:
-        """Go on by one token; see `nbflow.engine.search.base.SearchState`.
-
-        Nothing is certain before the end, so nothing is returned.
-        """
+        """Advance by one token; no token is final before the end, so the result is empty."""
         n = self.search.num_beams
         sums = logprobs.astype(np.float64) + np.array([[h.score] for h in self.running])
-        wanted = min(self.search.n_wanted(len(self._end_ids)), sums.size)
+        wanted = min(self.search.n_candidates(len(self._end_ids)), sums.size)
         flat = sums.ravel()
         best = np.argpartition(-flat, wanted - 1)[:wanted]
         best = best[np.lexsort((best, -flat[best]))]
-        top = tops(logprobs, ids, self._n_top)
+        top = top_tokens(logprobs, ids, self._n_top)
         going: list[tuple[int, Hypothesis]] = []
         ended: list[Hypothesis] = []
         for place, index in enumerate(best.tolist()):
@@ -170,7 +164,7 @@ class Beams:
                 (*before.ids, token),
                 float(flat[index]),
                 (*before.logprobs, float(logprobs[parent, column])),
-                (*before.tops, top[parent]),
+                (*before.top_tokens, top[parent]),
             )
             if token in self._end_ids or len(after.ids) >= self._max_tokens:
                 if place < n:
@@ -184,7 +178,7 @@ class Beams:
         return []
 
     def _finish(self, ended: list[Hypothesis]) -> None:
-        """Take in what has ended, if it is among the best."""
+        """Add finished hypotheses that are among the best."""
         n, search = self.search.num_beams, self.search
         if search.early_stopping is True and len(self.finished) == n:
             return
@@ -193,7 +187,7 @@ class Beams:
         self.finished = sorted(self.finished, key=lambda h: -h.score)[:n]
 
     def _is_done(self) -> bool:
-        """Return whether no running continuation is to be followed further."""
+        """Return whether the search has ended."""
         search = self.search
         if not self.running:
             return True
@@ -210,7 +204,7 @@ class Beams:
 
 
 def _penalized(score: float, length: int, penalty: float) -> float:
-    """Return ``score / length**penalty``, also where the power is beyond the numbers there are."""
+    """Return ``score / length**penalty``, also where the power overflows."""
     if not score:
         return score
     try:

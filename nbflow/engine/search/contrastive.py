@@ -1,4 +1,4 @@
-"""Contrastive search: of the most probable tokens the one least like what was said.
+"""Contrastive search: a probable token whose hidden state differs from the context.
 
 Y. Su et al., "A Contrastive Framework for Neural Text Generation", NeurIPS 2022, arXiv:2202.06417.
 """
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.engine.search.base import Continuation, Step, tops
+from nbflow.engine.search.base import Continuation, Step, top_tokens
 from nbflow.sampling.strategy import check_range
 
 
@@ -20,13 +20,13 @@ class ContrastiveSearch:
     """Parameters of a contrastive search."""
 
     top_k: int = 4
-    """How many tokens are compared."""
+    """Number of candidates."""
     penalty_alpha: float = 0.6
-    """Weight of the likeness; 0 is greedy."""
+    """Weight of the similarity; 0 is greedy."""
 
     name: ClassVar[str] = "contrastive"
     """See `nbflow.engine.search.base.Search`."""
-    compares: ClassVar[bool] = True
+    needs_hidden: ClassVar[bool] = True
     """See `nbflow.engine.search.base.Search`."""
     n_found: ClassVar[int] = 1
     """See `nbflow.engine.search.base.Search`."""
@@ -36,11 +36,11 @@ class ContrastiveSearch:
         check_range("contrastive", "penalty_alpha", self.penalty_alpha, 0.0, 1.0)
 
     @property
-    def width(self) -> int:
+    def n_sequences(self) -> int:
         """See `nbflow.engine.search.base.Search`."""
         return self.top_k
 
-    def n_wanted(self, n_end_ids: int) -> int:
+    def n_candidates(self, n_end_ids: int) -> int:
         """See `nbflow.engine.search.base.Search`."""
         return self.top_k
 
@@ -48,8 +48,8 @@ class ContrastiveSearch:
         """See `nbflow.engine.search.base.Search`."""
         return Contrast(self, n_top)
 
-    def choose(self, probs: np.ndarray, likeness: np.ndarray) -> int:
-        r"""Return which candidate comes next, equation 5 of the paper.
+    def choose(self, probs: np.ndarray, similarity: np.ndarray) -> int:
+        r"""Return the index of the next token, equation 5 of the paper.
 
         .. math:: \arg\max_v \; (1 - \alpha) \, p_v - \alpha \max_j \cos(h_v, h_j)
 
@@ -58,21 +58,21 @@ class ContrastiveSearch:
         probs : array, shape (k,)
             Probabilities of the candidates.
         likeness : array, shape (k,)
-            Greatest cosine of each candidate's hidden state and those before it (`History`).
+            Largest cosine of each candidate's hidden state with those before it (`History`).
         """
         alpha = self.penalty_alpha
-        return int(np.argmax((1.0 - alpha) * probs - alpha * likeness))
+        return int(np.argmax((1.0 - alpha) * probs - alpha * similarity))
 
 
 class Contrast:
-    """A contrastive search that goes on: the candidates are what it follows.
+    """State of a contrastive search; its hypotheses are the candidates.
 
     Parameters
     ----------
     search : ContrastiveSearch
         Its parameters.
     n_top : int
-        How many of the most probable tokens are told with each token.
+        Number of most probable tokens reported with each token.
     """
 
     def __init__(self, search: ContrastiveSearch, n_top: int = 0) -> None:
@@ -81,7 +81,7 @@ class Contrast:
         self._candidates: list[Step] = []
         self.parents: list[int] = []
         self.found: list[Continuation] = []
-        """Nothing: what it takes is certain at once."""
+        """Empty: every chosen token is final."""
         self.done = False
 
     @property
@@ -89,7 +89,7 @@ class Contrast:
         """The candidates."""
         return [step.token for step in self._candidates]
 
-    def present(self) -> list[Continuation]:
+    def best_so_far(self) -> list[Continuation]:
         """See `found`."""
         return self.found
 
@@ -97,20 +97,20 @@ class Contrast:
         self,
         logprobs: np.ndarray,
         ids: np.ndarray | None = None,
-        likeness: np.ndarray | None = None,
+        similarity: np.ndarray | None = None,
     ) -> list[Step]:
-        """Choose a candidate and find those that may follow it; see `SearchState`.
+        """Choose a candidate and find its successors; see `SearchState`.
 
-        Before there are candidates, the only row finds them.
+        The first call has one row and only finds candidates.
         """
         best, taken = 0, list[Step]()
         if self._candidates:
-            assert likeness is not None
+            assert similarity is not None
             probs = np.exp([step.logprob for step in self._candidates])
-            best = self._search.choose(probs, likeness)
+            best = self._search.choose(probs, similarity)
             taken = [self._candidates[best]]
         row, its_ids = logprobs[best : best + 1], None if ids is None else ids[best : best + 1]
-        (following,) = tops(row, its_ids, max(self._search.top_k, self._n_top))
+        (following,) = top_tokens(row, its_ids, max(self._search.top_k, self._n_top))
         top = following[: self._n_top]
         self._candidates = [
             Step(token, logprob, top) for token, logprob in following[: self._search.top_k]
@@ -120,7 +120,7 @@ class Contrast:
 
 
 class History:
-    """Hidden states of the tokens so far, to compare others with."""
+    """Unit-length hidden states of the context."""
 
     def __init__(self) -> None:
         self._rows = np.zeros((0, 0), np.float32)  # of length 1; the first `_n` of them
@@ -131,30 +131,32 @@ class History:
         return self._n
 
     def add(self, hidden: np.ndarray) -> None:
-        """Take the hidden states of tokens that follow, float32 (T, E)."""
+        """Append hidden states of tokens, float32 (T, E)."""
         self._append(_unit(hidden))
 
-    def likeness(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the greatest cosine of each of these states (k, E) and those of all so far."""
+    def similarity(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the largest cosine of each state (k, E) with those of the context."""
         self._last = _unit(hidden)
         result: np.ndarray = (self._last @ self._rows[: self._n].T).max(axis=1)
         return result
 
     def take(self, index: int) -> None:
-        """Take one of those that `likeness` was last asked for."""
+        """Append one of the states of the last `similarity` call."""
         self._append(self._last[index : index + 1])
 
     def _append(self, rows: np.ndarray) -> None:
         needed = self._n + len(rows)
-        if needed > len(self._rows):  # twice as many, so that few are moved
-            grown = np.empty((max(needed, 2 * len(self._rows), 64), rows.shape[1]), np.float32)
-            grown[: self._n] = self._rows[: self._n].reshape(self._n, rows.shape[1])
-            self._rows = grown
+        if needed > len(self._rows):  # doubled, for amortized O(1)
+            pages_after_growth = np.empty(
+                (max(needed, 2 * len(self._rows), 64), rows.shape[1]), np.float32
+            )
+            pages_after_growth[: self._n] = self._rows[: self._n].reshape(self._n, rows.shape[1])
+            self._rows = pages_after_growth
         self._rows[self._n : needed] = rows
         self._n = needed
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    """Return rows of length 1, float32; the lengths are float64."""
+    """Return rows of length 1, float32, normalized in float64."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return np.asarray(rows / np.maximum(lengths, 1e-30), np.float32)

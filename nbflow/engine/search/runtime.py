@@ -1,9 +1,8 @@
-"""A search within the steps of the engine: its continuations are rows of a step like any other's.
+"""Searches within engine steps: hypotheses are sequences of a step like any other.
 
-The rank with the head finds the most probable tokens behind every continuation, and how much its
-hidden state is like those before; that is all the other ranks are told.  All of them then go on
-alike: the search decides (`nbflow.engine.search.base`), and the sequences in the page table follow,
-which share their pages as far as they have the same tokens.
+The rank with the head computes the candidates of each hypothesis and the similarity of hidden
+states, and sends only these.  Every rank then advances the search (`nbflow.engine.search.base`)
+alike, and forks its sequences in the block table, which share pages of common prefixes.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from nbflow.kv_cache import BlockTable
 from nbflow.sampling.strategy import no_distribution
 
 
-def empty_rows(works: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarray]:
-    """Return room for what searches are told, float64 (B, 1 + 2 K) each.
+def empty_rows(scheduled: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarray]:
+    """Allocate the candidates of the searches of a step, float64 (B, 1 + 2 K) each.
 
-    A row for each continuation: likeness, the K most probable tokens, their log-probabilities.
+    A row for each hypothesis: similarity, K most probable tokens, their log-probabilities.
     """
     found = []
-    for work in works:
-        request = work.request
-        if request.search is not None and work.draws:
-            wanted = max(request.search.n_wanted(len(request.stop_ids)), request.n_top_logprobs)
+    for entry in scheduled:
+        request = entry.request
+        if request.search is not None and entry.emits_token:
+            wanted = max(request.search.n_candidates(len(request.stop_ids)), request.n_top_logprobs)
             wanted += len(request.banned_ids)
             n_rows = len(request.branches) or 1
             found.append(np.full((n_rows, 1 + 2 * min(wanted, n_vocab)), math.nan))
@@ -40,60 +39,60 @@ def empty_rows(works: Sequence[ScheduledRequest], n_vocab: int) -> list[np.ndarr
 
 def compute_rows(
     array: np.ndarray | None,
-    work: ScheduledRequest,
+    entry: ScheduledRequest,
     logits: np.ndarray,
     hidden: Callable[[], np.ndarray],
     rows: slice,
 ) -> None:
-    """Fill in what a search is told, if it is.
+    """Fill in the candidates of a search.
 
     Parameters
     ----------
     array : array or None
-        Its part of `empty_rows`; None where it reads its prompt.
-    work : Work
-        Its part of the step.
+        Its array from `empty_rows`; None while the prompt is processed.
+    entry : ScheduledRequest
+        Its share of the step.
     logits : array of float32, shape (n, V)
-        Those of its rows.
+        Logits of its rows.
     hidden : callable
         Returns the hidden states of all rows of the step.
     rows : slice
-        Which of them are its own.
+        Its rows.
     """
-    request, likeness = work.request, None
+    request, similarity = entry.request, None
     assert request.search is not None
-    if request.search.compares:
-        likeness = _compare(request, hidden()[rows])
+    if request.search.needs_hidden:
+        similarity = _compare(request, hidden()[rows])
     if array is not None:
-        some = logits[len(logits) - len(array) :]  # where they lie
+        some = logits[len(logits) - len(array) :]  # the last rows
         ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
         n = ids.shape[1]
         array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs
-        if likeness is not None:
-            array[:, 0] = likeness
+        if similarity is not None:
+            array[:, 0] = similarity
 
 
 def _compare(request: Request, hidden: np.ndarray) -> np.ndarray | None:
-    """Note the hidden states of a text, or return how like those of the continuations are."""
-    if request.history is None or (request.n_done == 0 and not request.branches):
+    """Record the hidden states of the prompt, or return the similarity of the candidates."""
+    if request.history is None or (request.n_computed == 0 and not request.branches):
         request.history = History()
     if not request.branches:
         request.history.add(hidden)
         return None
-    return request.history.likeness(hidden)
+    return request.history.similarity(hidden)
 
 
 def advance(request: Request, row: np.ndarray) -> list[Step]:
-    """Let a search go on with what came out; return the tokens that are certain now."""
+    """Advance a search with its candidates; return the tokens that are final."""
     assert request.search is not None
     n = (row.shape[1] - 1) // 2
     if not np.isfinite(row[:, 1 + n]).all():
         request.fail(no_distribution())
         return []
-    if request.searching is None:
+    if request.search_state is None:
         left = request.max_tokens - len(request.ids)
-        request.searching = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
-    state = request.searching
+        request.search_state = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
+    state = request.search_state
     ids, logprobs = row[:, 1 : 1 + n].astype(np.int64), row[:, 1 + n :]
     if request.banned_ids:
         ids, logprobs = _without(request.banned_ids, ids, logprobs)
@@ -109,7 +108,7 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
 def _without(
     banned: Collection[int], ids: np.ndarray, logprobs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most probable tokens of each row with the banned ones last, as impossible."""
+    """Return the candidates of each row with banned ones last and -inf."""
     is_banned = np.isin(ids, list(banned))
     order = np.argsort(is_banned, axis=1, kind="stable")
     logprobs = np.where(is_banned, -math.inf, logprobs)
@@ -117,7 +116,7 @@ def _without(
 
 
 def finish(request: Request, best: Continuation) -> None:
-    """Let a request end with a continuation."""
+    """Finish a request with a continuation."""
     for step in best.steps:
         request.accept(step.token, step.logprob, step.top)
 
@@ -125,19 +124,19 @@ def finish(request: Request, best: Continuation) -> None:
 def fork_sequences(
     request: Request, table: BlockTable, numbers: Iterator[int]
 ) -> list[tuple[int, int]]:
-    """Let the sequences of a search be those of its continuations.
+    """Fork and drop the sequences of a search for its new hypotheses.
 
     Returns
     -------
     list of (int, int)
-        Sequences that were copied, and the copies.
+        Forked sequences and their copies.
     """
-    assert request.searching is not None
+    assert request.search_state is not None
     held, free, forks = request.sequences, set(request.sequences), list[tuple[int, int]]()
     following = []
-    for parent in request.searching.parents:
+    for parent in request.search_state.parents:
         sequence = held[parent]
-        if sequence in free:  # the first that goes on does so in its place
+        if sequence in free:  # the first child continues in place
             free.discard(sequence)
         else:
             new = next(numbers)
@@ -148,6 +147,6 @@ def fork_sequences(
     for sequence in free:
         table.drop(sequence)
     if request.history is not None and request.branches:
-        request.history.take(request.searching.parents[0])
+        request.history.take(request.search_state.parents[0])
     request.branches = following
     return forks

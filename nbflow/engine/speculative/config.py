@@ -1,10 +1,9 @@
-"""Proposals of the next tokens, which the model then verifies several at a time.
+"""Speculative decoding: attaching a draft model or proposer to a request.
 
-By default the tokens are drawn as without proposals, so the result is the same bit for bit,
-whatever the strategy (`nbflow.engine.outputs.verify`); good proposals only make it come sooner.  A
-draft model draws with the request's own random numbers: where the two distributions are alike, so
-are the tokens.  With "chain" the distribution is the same, but not the tokens, and more of a draft
-model's proposals are taken (`nbflow.engine.speculative.rejection_sampler`).
+By default tokens are sampled as without a draft, so the result is bit-identical for every strategy
+(`nbflow.engine.outputs.verify_drafts`).  A draft model samples with the random numbers of the
+request: similar distributions give equal tokens.  With "chain" (rejection sampling) only the
+distribution is preserved, and more draft tokens of a draft model are accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from nbflow.options import SpeculativeConfig
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Draft = str | Proposer | ModelInfo
-"""Who proposes: "ngram" (the text itself), a smaller model, or a function of one's own."""
+"""Source of draft tokens: "ngram" (prompt lookup), a smaller model, or a function."""
 
 
 def attach(draft: Draft, model: ModelInfo, request: Request, n_draft: int, verify: str) -> None:
@@ -42,7 +41,7 @@ def attach(draft: Draft, model: ModelInfo, request: Request, n_draft: int, verif
 
 
 def check_draft(draft: ModelInfo, model: ModelInfo, verify: str = "same") -> None:
-    """Raise `UsageError` unless a model can propose tokens to another one."""
+    """Raise `UsageError` unless a model can be the draft model of another one."""
     if draft is model:
         raise UsageError("the draft model must differ from the target model")
     if draft.spec.vocab_size != model.spec.vocab_size:
@@ -52,17 +51,17 @@ def check_draft(draft: ModelInfo, model: ModelInfo, verify: str = "same") -> Non
         )
     if draft.spec.encoder is not None or not draft.spec.causal or not draft.spec.head:
         raise UsageError(f"the draft model must be decoder-only; {draft.spec.name} is not")
-    if len(draft.plan.numbers) > 1 and not draft.is_team:
+    if len(draft.plan.numbers) > 1 and not draft.ranks_are_threads:
         raise UsageError(
             f"the draft model runs in one process, but has partition {draft.plan.partition!r}; "
             "load it with partition='0'"
         )
     if model.leads and not draft.participates:
         raise UsageError(
-            f"the draft model must be where {model.spec.name} begins, on rank "
+            f"the draft model must be on the first rank of {model.spec.name}, "
             f"{model.plan.numbers[0]}; number the ranks so that this is 0"
         )
     if verify == "chain" and len(model.plan.numbers) > 1:
         raise UsageError(
-            "draft_verify='chain' needs the model on one rank; with more of them take 'same'"
+            "draft_verify='chain' needs the model on one rank; use 'same' with several"
         )

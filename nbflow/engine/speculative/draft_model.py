@@ -1,8 +1,7 @@
-"""Draft model: proposes the next tokens to all requests of a step at once.
+"""Draft model: proposes draft tokens for all requests of a step at once.
 
-The leading process drafts; the other ranks of the model receive the tokens with the step.  The
-draft reads a prompt when its request begins to generate, one chunk between two steps, so that no
-request waits for it.
+The draft runs on the leading process; other ranks receive its tokens with the step.  It processes a
+prompt when the request starts decoding, one chunk between two steps, so that others do not wait.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from nbflow.engine.request import DraftProposer, Proposals, Request
 from nbflow.sampling import Greedy, Strategy
 
 _OWN_STREAM = 0x9E3779B97F4A7C15
-"""Makes another seed of a seed: 2**64 divided by the golden ratio."""
+"""XORed with a seed for an independent one: 2**64 / golden ratio."""
 
 logger = logging.getLogger(__name__)
 
 
 class DraftModelProposer:
-    """Proposes the tokens of a smaller model.
+    """Proposer that runs a smaller model.
 
-    It draws with the strategy of each request if that is compiled, else it takes the most probable
-    token; with the request's own random numbers, or with others if the verification uses those
-    (`Request.verifies_chain`).
+    It samples with the strategy of each request if that is compiled, else greedily; with the random
+    numbers of the request, or independent ones for rejection sampling (`Request.verifies_chain`).
 
     Parameters
     ----------
     draft : Model
-        A model with the same vocabulary.
+        Model with the same vocabulary.
     session : callable
-        Opens a session of it (`LLM.session`).
+        Opens a session of the draft model (`LLM.session`).
     """
 
     def __init__(self, draft: ModelRunner, session: Callable[[], SequenceEvaluator]) -> None:
@@ -45,15 +43,15 @@ class DraftModelProposer:
         self._lock = threading.Lock()  # replicas of this process share it
         self._session: SequenceEvaluator | None = None
         self._sequences: dict[Request, int] = {}  # of the session
-        self._ids: dict[Request, list[int]] = {}  # what each of them has
+        self._ids: dict[Request, list[int]] = {}  # tokens of each sequence
 
     @property
     def max_context(self) -> int:
-        """Return the most tokens of a sequence of the draft model."""
+        """Return the longest sequence of the draft model."""
         return self.model.spec.max_context
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
-        """Return at most so many tokens for each request, none where its prompt is still read."""
+        """Return at most n draft tokens per request; none while its prompt is processed."""
         with self._lock:
             return self._propose(wanted)
 
@@ -77,27 +75,27 @@ class DraftModelProposer:
                 request.draft_probs = np.concatenate(rows_of)
         return {r.id: (len(r.ids), tokens) for r, tokens in drafted.items()}
 
-    def forget(self, request: Request) -> None:
-        """Free what the draft holds for a request that has ended."""
+    def release(self, request: Request) -> None:
+        """Free the sequence of a finished request."""
         with self._lock:
             sequence = self._sequences.pop(request, None)
             self._ids.pop(request, None)
-            if sequence is None or self._session is None or not self.model.engines:
+            if sequence is None or self._session is None or not self.model.workers:
                 return
             try:
                 self._session.drop(sequence)
-            except Exception:  # of the draft model alone
-                logger.exception("the draft model raised while it forgot a request")
+            except Exception:  # affects the draft model only
+                logger.exception("the draft model raised while releasing a request")
 
     def _catch_up(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        """Bring the draft's sequences to what the requests have, but for the tokens returned.
+        """Synchronize the draft sequences with the requests; return the tokens left to run.
 
-        The last token is always left: its logits are wanted.  No more than a step's tokens are read
-        at a time; who has more of them to read is not in the result.
+        At least the last token is left, because its logits are needed.  Requests with more pending
+        tokens than a step holds run a chunk and are not in the result.
         """
         if self._session is None:
             self._session = self._open()
-        room = self.model.engines[0].max_step_tokens
+        room = self.model.workers[0].max_step_tokens
         pending, pieces = dict[Request, list[int]](), dict[Request, list[int]]()
         for request in requests:
             if request not in self._sequences:
@@ -119,7 +117,7 @@ class DraftModelProposer:
         return pending
 
     def _run(self, pending: dict[Request, list[int]]) -> dict[Request, np.ndarray]:
-        """Run tokens of sequences and return the logits behind each."""
+        """Run tokens of sequences and return the logits after the last of each."""
         assert self._session is not None
         rows = self._session.run({self._sequences[r]: ids for r, ids in pending.items()}, last=True)
         for request, ids in pending.items():
@@ -128,11 +126,11 @@ class DraftModelProposer:
 
 
 def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
-    """Ask the draft models of these requests, all that are generating, for what a step can take."""
+    """Return draft tokens of the decoding requests, as many as the step can verify."""
     wanted: dict[DraftProposer, list[tuple[Request, int]]] = {}
-    asking = [r for r in requests if r.drafter is not None and r.is_generating]
-    room = (max_step_tokens - sum(r.width for r in requests)) // max(1, len(asking))
-    for request in asking:
+    decoding = [r for r in requests if r.drafter is not None and r.is_generating]
+    room = (max_step_tokens - sum(r.n_sequences for r in requests)) // max(1, len(decoding))
+    for request in decoding:
         assert request.drafter is not None
         left = request.max_tokens - len(request.ids) - 1
         context = request.drafter.max_context
@@ -143,16 +141,16 @@ def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
     for drafter, some in wanted.items():
         try:
             found |= drafter.propose(some)
-        except Exception:  # requests go on without their draft
-            logger.exception("the draft model raised; its requests go on without it")
+        except Exception:  # requests continue without their draft
+            logger.exception("the draft model raised; its requests continue without it")
             for request, _ in some:
-                drafter.forget(request)
+                drafter.release(request)
                 request.drafter = None
     return found
 
 
 def _by_strategy(requests: Sequence[Request]) -> list[tuple[Strategy, list[Request]]]:
-    """Return the strategies that the draft takes, and for which requests."""
+    """Group requests by the strategy of the draft."""
     groups: dict[Strategy, list[Request]] = {}
     for request in requests:
         strategy = request.strategy if request.strategy.compiled else Greedy()
@@ -166,7 +164,7 @@ def _choose(
     requests: Sequence[Request],
     drafted: dict[Request, list[int]],
 ) -> list[int]:
-    """Return the draft's next token for each request."""
+    """Return the next draft token for each request."""
     seeds = [r.seed ^ (_OWN_STREAM if r.verifies_chain else 0) for r in requests]
     offsets = [len(r.ids) + len(drafted[r]) for r in requests]
     tokens = strategy.choose(logits, np.array(seeds, np.uint64), np.array(offsets, np.uint64))
@@ -175,6 +173,6 @@ def _choose(
 
 
 def _same_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     return next((i for i in range(n) if a[i] != b[i]), n)

@@ -1,4 +1,4 @@
-"""Proposals from the text itself: what followed the last tokens where they occurred before.
+"""N-gram proposer: draft tokens from the last earlier occurrence of the final n-gram.
 
 A. Saxena, "Prompt Lookup Decoding", 2023; vLLM's ``ngram`` method.
 """
@@ -11,7 +11,7 @@ from nbflow_kernels.errors import UsageError
 
 
 class NgramProposer:
-    """Proposes tokens for one sequence, which only grows.
+    """Prompt-lookup proposer for one growing sequence.
 
     Parameters
     ----------
@@ -27,16 +27,16 @@ class NgramProposer:
 
     def __init__(self, min_n: int = 1, max_n: int = 4) -> None:
         if not 1 <= min_n <= max_n:
-            raise UsageError(f"1 <= min_n <= max_n is wanted, got min_n={min_n}, max_n={max_n}")
+            raise UsageError(f"1 <= min_n <= max_n is required, got min_n={min_n}, max_n={max_n}")
         self._sizes = range(max_n, min_n - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
         self._n = 0
 
     def __call__(self, ids: Sequence[int], n: int) -> list[int]:
-        """Return at most `n` tokens that may follow `ids`."""
+        """Return at most `n` draft tokens."""
         if len(ids) < self._n:
             self._after, self._n = {}, 0
-        # where an n-gram ended last; the one at the end of the text is looked up, not entered
+        # last end of each n-gram; the final n-gram is looked up, not entered
         for end in range(max(1, self._n), len(ids)):
             for size in self._sizes:
                 if size <= end:

@@ -1,10 +1,9 @@
-"""Verification of proposed tokens that keeps the distribution, but not the very draws.
+"""Rejection sampling of draft tokens, which preserves the distribution of the model.
 
-A token that a draft drew with probability p is taken with probability min(1, q / p), q the model's
-own; otherwise one is drawn from what q has more than p, by the kernel
-`nbflow_kernels.chain_speculative_sampling`.  No other way takes more of the proposals.  Texts have
-the distribution that they have without proposals; the n-th token is another one, as it uses other
-numbers.
+A draft token with draft probability p and model probability q is accepted with probability
+min(1, q / p), the maximum possible; otherwise a token is sampled from the normalized max(q - p, 0)
+(`nbflow_kernels.chain_speculative_sampling`).  The tokens differ from those without a draft,
+because other random numbers are used.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from nbflow_kernels.sampling import chain_speculative_sampling
 def rejection_sample(
     logits: np.ndarray, request: Request, drafts: Sequence[int], draft_probs: np.ndarray
 ) -> list[int]:
-    """Return the proposed tokens that are taken and the one that is drawn after them.
+    """Return the accepted draft tokens and the token sampled after them.
 
     Parameters
     ----------
     logits : array of float32, shape (n + 1, V)
-        Scores after the last token and after each of the `n` proposed ones.
+        Logits after the last token and after each of the `n` draft tokens.
     request : Request
         The request.
     drafts : sequence of int, length n
-        The proposed tokens.
+        The draft tokens.
     draft_probs : array of float32, shape (n, V)
-        What each of them was drawn from.
+        Distributions of the draft.
     """
     state = state_of(request).fork()
     target = np.empty(logits.shape, np.float32)

@@ -133,7 +133,7 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
         ranks_per_host=per_host,
         links={"host" if per_host == n else "network": slowest} if links else {},
         description=f"{n} {what} of {devices[0].name}, {per_host} on each host",
-        sources=("measured by nbflow plan --measure (nbflow/benchmark/measure_machine.py)",),
+        sources=("measured by nbflow plan --measure (nbflow/planner/measure_machine.py)",),
     )
 
 
@@ -258,7 +258,7 @@ def _step_seconds(load: Load, comm: Comm, threads: int) -> tuple[float, float]:
             seconds.append(taken / STEPS)
         one_by_one, in_bursts = seconds
         work_s = model.spec.n_parameters * weight_s
-        n_ops = len(model.engines[0].program.ops)
+        n_ops = len(model.workers[0].program.ops)
     return max(one_by_one - in_bursts, MINIMUM_S), max(in_bursts - work_s, MINIMUM_S) / n_ops
 
 
