@@ -25,8 +25,8 @@ from nbflow.executor import Device
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, weight_formats
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.quantization.transforms import Prepared, no_format, prepare
 from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -116,7 +116,7 @@ def load(
     of_ranks: dict[str, Any] = {
         "spec": the_spec,
         "weights": formats,
-        "encoding": prepared.encoding,
+        "encoding": prepared.quantizer,
         "activations": given.activations,
         "kv": given.kv,
         "threads": threads,
@@ -230,7 +230,7 @@ def _start(
         links = make_links(mine, plan, groups, place)
         engine, failure = None, None
         try:
-            with open_weights(path) as stored, prepared.opened(stored) as file:
+            with open_weights(path) as stored, prepared.apply_to(stored) as file:
                 check(options["spec"], file)
                 engine = Worker(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:

@@ -21,8 +21,8 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.distributed.device import Device
 from nbflow.program.read_operand import convert, quantized_pieces, read_part, stored_bytes
 from nbflow.program.records import Op, Operand, Program
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights, weight_formats
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.utils.rank_status import status
 from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 
@@ -45,7 +45,7 @@ class WeightLoader:
         stored.
     outliers : float
         Share of the weights that stay exact, where no `encoding` says so.
-    encoding : Encoding, optional
+    encoding : QuantizerOptions, optional
         How matrices are put into their formats.
     joined : bool
         Whether the tensors of an op that have one format become one matrix; else each stays one.
@@ -261,7 +261,7 @@ class WeightLoader:
         whole = part.columns is not None and self._encoding.needs_whole_rows
         read = replace(part, columns=None) if whole else part
         rows = self._read(read).astype(np.float32, copy=False)
-        found = self._encoding.encode(
+        found = self._encoding.quantize_matrix(
             part.name, rows, format, columns=read.columns, outlier_range=limits
         )
         return found.columns(*part.columns) if whole and part.columns is not None else found

@@ -1,6 +1,6 @@
 """How the matrices of a model are put into their formats, from the name of an encoder.
 
-A name is parts joined by ``+``: foldings, in the order in which they are made, and the encoder of
+A name is parts joined by ``+``: transforms, in the order in which they are made, and the encoder of
 the matrices, ``best`` if none is named: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
 """
 
@@ -14,22 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
-from nbflow.quantization.encoding import GPTQ_NEEDS, Importance, QuantizerOptions
 from nbflow.quantization.policy import is_matrix
+from nbflow.quantization.quantizer_options import GPTQ_NEEDS, Importance, QuantizerOptions
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
 from nbflow.quantization.transforms.hadamard import rotate, rotated_spec
 from nbflow.quantization.transforms.transform import WeightTransform
-from nbflow.quantization.transforms.transformed_file import FoldedFile
+from nbflow.quantization.transforms.transformed_file import TransformedFile
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quantizers import DAMPING, ENCODERS
+from nbflow_kernels.quantizers import DAMPING, QUANTIZER_NAMES
 
-FOLDINGS = ("awq", "hadamard")
+TRANSFORMS = ("awq", "hadamard")
 """Parts of an encoder's name that change the model first."""
 
 
-def check_encoder(name: str) -> tuple[tuple[str, ...], str]:
-    """Return the foldings and the encoder of the matrices that a name stands for.
+def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
+    """Return the transforms and the encoder of the matrices that a name stands for.
 
     Raises
     ------
@@ -38,23 +38,27 @@ def check_encoder(name: str) -> tuple[tuple[str, ...], str]:
 
     Examples
     --------
-    >>> check_encoder("hadamard+gptq")
+    >>> parse_quantizer("hadamard+gptq")
     (('hadamard',), 'gptq')
-    >>> check_encoder("awq")
+    >>> parse_quantizer("awq")
     (('awq',), 'best')
     """
     parts = name.split("+")
     for part in parts:
-        if part not in (*FOLDINGS, *ENCODERS):
-            raise unknown_name("encoder", part, (*FOLDINGS, *ENCODERS))
-    foldings = tuple(part for part in parts if part in FOLDINGS)
-    rest = parts[len(foldings) :]
-    if len(rest) > 1 or parts[: len(foldings)] != list(foldings) or len(set(parts)) < len(parts):
+        if part not in (*TRANSFORMS, *QUANTIZER_NAMES):
+            raise unknown_name("encoder", part, (*TRANSFORMS, *QUANTIZER_NAMES))
+    transforms = tuple(part for part in parts if part in TRANSFORMS)
+    rest = parts[len(transforms) :]
+    if (
+        len(rest) > 1
+        or parts[: len(transforms)] != list(transforms)
+        or len(set(parts)) < len(parts)
+    ):
         raise UsageError(
-            f"an encoder is any of {', '.join(FOLDINGS)}, each once, and then one of "
-            f"{', '.join(ENCODERS)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
+            f"an encoder is any of {', '.join(TRANSFORMS)}, each once, and then one of "
+            f"{', '.join(QUANTIZER_NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
         )
-    return foldings, rest[0] if rest else "best"
+    return transforms, rest[0] if rest else "best"
 
 
 @dataclass(frozen=True)
@@ -65,26 +69,26 @@ class Prepared:
     """Its specification, folded."""
     encoding: QuantizerOptions
     """How its matrices are put into their formats."""
-    foldings: tuple[WeightTransform, ...] = ()
+    transforms: tuple[WeightTransform, ...] = ()
     """What becomes of the model first, one after the other."""
     before: tuple[ModelSpec, ...] = ()
     """The specification before each of them."""
 
-    def opened(self, file: WeightFile) -> WeightFile:
+    def apply_to(self, file: WeightFile) -> WeightFile:
         """Return a checkpoint as it is folded."""
-        for spec, folding in zip(self.before, self.foldings, strict=True):
-            file = FoldedFile(file, spec, folding)
+        for spec, transform in zip(self.before, self.transforms, strict=True):
+            file = TransformedFile(file, spec, transform)
         return file
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
-        return tuple(note for folding in self.foldings for note in folding.notes)
+        return tuple(note for transform in self.transforms for note in transform.notes)
 
 
-def folded_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
+def transformed_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
     """Return the specification of a model as an encoder folds it."""
-    return rotated_spec(spec) if "hadamard" in check_encoder(encoder)[0] else spec
+    return rotated_spec(spec) if "hadamard" in parse_quantizer(encoder)[0] else spec
 
 
 def no_format(encoder: str) -> UsageError:
@@ -106,7 +110,7 @@ def prepare(
     outliers: float = 0.0,
     seed: int = 0,
 ) -> Prepared:
-    """Make ready what an encoder needs: the foldings are found, no tensor is converted.
+    """Make ready what an encoder needs: the transforms are found, no tensor is converted.
 
     Parameters
     ----------
@@ -137,7 +141,7 @@ def prepare(
     UsageError
         If the encoder is unknown, lacks statistics, or the model cannot be folded.
     """
-    foldings, last = check_encoder(encoder)
+    transforms, last = parse_quantizer(encoder)
     known = our_statistics(spec, importance or {})
     if last == "gptq" and not any(a.ndim == 2 for a in known.values()):
         raise UsageError(GPTQ_NEEDS)
@@ -150,16 +154,16 @@ def prepare(
     if (act_order or damping != DAMPING) and last != "gptq":
         raise UsageError(f"act_order and damping are for encoder 'gptq', got {encoder!r}")
     made, before = [], []
-    for name in foldings:
+    for name in transforms:
         if name == "awq":
-            folding = scale_columns(spec, file, format_of, known)
+            transform = scale_columns(spec, file, format_of, known)
         else:
-            folding = rotate(spec, file, seed)
-        known = {own: folding.statistics(own, a) for own, a in known.items()}
-        made.append(folding)
+            transform = rotate(spec, file, seed)
+        known = {own: transform.statistics(own, a) for own, a in known.items()}
+        made.append(transform)
         before.append(spec)
-        file = FoldedFile(file, spec, folding)
-        spec = folding.spec
+        file = TransformedFile(file, spec, transform)
+        spec = transform.spec
     encoding = QuantizerOptions(last, known, act_order, damping, outliers)
     return Prepared(spec, encoding, tuple(made), tuple(before))
 

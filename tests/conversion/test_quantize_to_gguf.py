@@ -133,7 +133,7 @@ def test_factors_that_gguf_has_no_keys_for(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config["rope_parameters"] |= {"short_mscale": 1.0, "long_mscale": 1.2}
     path.write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"phi3_gguf cannot say rope\.scaling"):
+    with pytest.raises(UsageError, match=r"phi3_gguf cannot store rope\.scaling"):
         nbflow.quantize_checkpoint(tmp_path / "model", tmp_path / "x.gguf", "f32")
 
 
@@ -322,11 +322,11 @@ def test_vocabulary_of_the_bundled_model(tmp_path: Path) -> None:
     ("model", "to", "message"),
     [
         ("opt", "q8_0", "models of family 'opt' cannot be written as GGUF"),
-        ("gemma2", "f16", r"cannot say sm_scale = 0\.204"),
+        ("gemma2", "f16", r"cannot store sm_scale = 0\.204"),
         ("baichuan2_7b", "f16", "models of family 'baichuan' cannot"),
         ("qwen2", "q4", "GGUF has no type for q4_b32t1a"),
-        ("llama_yarn", "f16", r"cannot say rope\.scaling"),
-        ("mistral", "f16", "cannot say window"),
+        ("llama_yarn", "f16", r"cannot store rope\.scaling"),
+        ("mistral", "f16", "cannot store window"),
     ],
 )
 def test_what_gguf_cannot_say_is_refused(model: str, to: str, message: str, tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_wrong_number_would_be_noticed(source: Path, tmp_path: Path) -> None:
     metadata, family = model_metadata(spec, "llama"), get_family("llama_gguf", "x")
     check_reading(spec, family, metadata, names, "x")
     metadata["llama.rope.freq_base"] = ((6,), 5000.0)
-    with pytest.raises(UsageError, match=r"cannot say rope\.theta = 10000\.0"):
+    with pytest.raises(UsageError, match=r"cannot store rope\.theta = 10000\.0"):
         check_reading(spec, family, metadata, names, "x")
     with pytest.raises(UsageError, match=r"would not be found as blk\.0"):
         check_reading(spec, family, metadata, names[:2], "x")

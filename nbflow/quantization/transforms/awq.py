@@ -29,8 +29,8 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
-from nbflow.quantization.transforms.transform import ChannelScale, Map, WeightTransform
+from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
+from nbflow.quantization.transforms.transform import ChannelScale, LinearMap, WeightTransform
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.awq import search_scales
@@ -47,8 +47,8 @@ class _Search:
     file: WeightFile
     format_of: FormatOf
     statistics: Mapping[str, NDArray[Any]]
-    columns: dict[str, tuple[Map, ...]] = field(default_factory=dict)
-    rows: dict[str, tuple[Map, ...]] = field(default_factory=dict)
+    columns: dict[str, tuple[LinearMap, ...]] = field(default_factory=dict)
+    rows: dict[str, tuple[LinearMap, ...]] = field(default_factory=dict)
     vectors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -80,7 +80,7 @@ def scale_columns(
     format_of: FormatOf,
     statistics: Mapping[str, NDArray[Any]],
 ) -> WeightTransform:
-    """Search for the factors of all columns of a model, and return the folding.
+    """Search for the factors of all columns of a model, and return the transform.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def scale_columns(
             "encoder 'awq' needs to know the inputs of the matrices: nbflow imatrix MODEL -o FILE, "
             "then --importance FILE"
         )
-    if not experts_can_fold(spec):
+    if not experts_can_transform(spec):
         raise UsageError(
             f"{spec.name}: encoder 'awq' cannot put factors into experts with biases, or with rows "
             "that lie apart; use 'gptq', 'hqq' or 'best'"
@@ -116,12 +116,12 @@ def scale_columns(
     if spec.norm_weight:
         for norm, readers in norm_readers(spec).items():
             if norm != "final_norm":  # the head keeps what the checkpoint stores
-                _fold_into_norm(search, norm, readers)
+                _scale_into_norm(search, norm, readers)
     for i in range(spec.n_layers):
         if spec.latent is None:
-            _fold_into_values(search, f"layers.{i}.attn")
+            _scale_into_values(search, f"layers.{i}.attn")
         for network in _networks(spec, i):
-            _fold_into_up(search, f"layers.{i}.{network}")
+            _scale_into_up(search, f"layers.{i}.{network}")
     return WeightTransform(spec, search.columns, search.rows, search.vectors)
 
 
@@ -133,7 +133,7 @@ def _networks(spec: ModelSpec, layer: int) -> list[str]:
     return [f"moe.{j}" for j in range(spec.moe.n_experts)] + ["shared"] * bool(spec.moe.shared_size)
 
 
-def _fold_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
+def _scale_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
     """Divide a norm's weight and bias, and multiply the columns of what reads it."""
     scales = search.scales(readers)
     if scales is None:
@@ -162,7 +162,7 @@ def _as_stored(values: NDArray[np.float64], dtype: str) -> NDArray[np.float32]:
     return values.astype(np.float32)
 
 
-def _fold_into_values(search: _Search, prefix: str) -> None:
+def _scale_into_values(search: _Search, prefix: str) -> None:
     """Divide the rows of attn.v, and multiply the columns of attn.o."""
     spec = search.spec
     each = spec.n_heads // spec.n_kv_heads
@@ -177,7 +177,7 @@ def _fold_into_values(search: _Search, prefix: str) -> None:
     _divide_rows(search, f"{prefix}.v", of_values)
 
 
-def _fold_into_up(search: _Search, prefix: str) -> None:
+def _scale_into_up(search: _Search, prefix: str) -> None:
     """Divide the rows of an up matrix, and multiply the columns of the down matrix."""
     spec = search.spec
     if spec.activation == "swigluoai" or not (spec.gated or spec.activation in ("relu", "relu2")):

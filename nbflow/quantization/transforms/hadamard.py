@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
+from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
 from nbflow.quantization.transforms.transform import (
     ChannelScale,
     HadamardRotation,
-    Map,
+    LinearMap,
     WeightTransform,
 )
 from nbflow.spec.model_spec import ModelSpec
@@ -53,7 +53,7 @@ def check_rotation(spec: ModelSpec) -> None:
         "its head's rows are divided by their lengths": spec.normalize_head,
         "it has no norm before the head": not spec.final_norm or not spec.head,
         "there is a layer before its head": spec.head_transform,
-        "its experts have biases, or rows that lie apart": not experts_can_fold(spec),
+        "its experts have biases, or rows that lie apart": not experts_can_transform(spec),
     }
     found = [reason for reason, holds in wrong.items() if holds]
     if found:
@@ -70,7 +70,7 @@ def rotated_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
-    """Return the folding that rotates the residual stream and the values of each head.
+    """Return the transform that rotates the residual stream and the values of each head.
 
     Parameters
     ----------
@@ -92,11 +92,11 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
     """
     after = rotated_spec(spec)
     stream = HadamardRotation(Rotation(spec.hidden_size, seed))
-    columns: dict[str, tuple[Map, ...]] = {}
-    rows: dict[str, tuple[Map, ...]] = {}
+    columns: dict[str, tuple[LinearMap, ...]] = {}
+    rows: dict[str, tuple[LinearMap, ...]] = {}
     vectors: dict[str, NDArray[np.float32]] = {}
     for norm, readers in norm_readers(after).items():
-        scale: tuple[Map, ...] = ()
+        scale: tuple[LinearMap, ...] = ()
         if spec.norm_weight:
             scale = (ChannelScale(_norm_weight(spec, file, norm)),)
             ones = np.full(spec.hidden_size, 1.0 - spec.norm_offset, np.float32)

@@ -9,7 +9,7 @@ _LATENT = ("attn.q", "attn.q_a", "attn.kv_a")
 _FEED_FORWARD = ("ffn.gate", "ffn.up")
 
 
-def experts_can_fold(spec: ModelSpec) -> bool:
+def experts_can_transform(spec: ModelSpec) -> bool:
     """Return whether factors and rotations can go into experts: no biases, rows one by one."""
     in_rows = spec.gate_up_layout == "blocks" and not spec.experts_transposed
     return in_rows and "moe.down" not in spec.biases

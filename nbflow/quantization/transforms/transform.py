@@ -1,4 +1,4 @@
-"""What a folding does to each tensor of a model and to what is known about its inputs."""
+"""What a transform does to each tensor of a model and to what is known about its inputs."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class HadamardRotation:
         a rotation are of one size, so that this is exact for inputs without correlation.
         """
         if statistics.ndim == 2:
-            return self.rotation.turn_moments(statistics)
+            return self.rotation.rotate_moments(statistics)
         pieces = statistics.reshape(-1, self.rotation.size)
         return np.repeat(pieces.mean(axis=1), self.rotation.size)
 
 
-Map = ChannelScale | HadamardRotation
+LinearMap = ChannelScale | HadamardRotation
 """A linear map of row vectors."""
 
 
@@ -78,9 +78,9 @@ class WeightTransform:
 
     spec: ModelSpec
     """The specification afterwards: a tied head may have come apart."""
-    columns: Mapping[str, tuple[Map, ...]] = field(default_factory=dict)
+    columns: Mapping[str, tuple[LinearMap, ...]] = field(default_factory=dict)
     """Matrix -> maps of its rows, in order."""
-    rows: Mapping[str, tuple[Map, ...]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[LinearMap, ...]] = field(default_factory=dict)
     """Matrix or bias -> maps of its columns (of the vector), in order."""
     vectors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Weights and biases of norms that are replaced."""
@@ -91,7 +91,7 @@ class WeightTransform:
         """Return whether a tensor is another one afterwards."""
         return name in self.columns or name in self.rows or name in self.vectors
 
-    def folded(self, name: str, values: NDArray[Any]) -> NDArray[np.float32]:
+    def apply(self, name: str, values: NDArray[Any]) -> NDArray[np.float32]:
         """Return a tensor (N, K) or (N,) as it is afterwards; float64 inside, rounded once."""
         if name in self.vectors:
             return self.vectors[name]

@@ -22,8 +22,8 @@ PLAIN = ("f32", "f16", "bf16", "f64")
 _CHUNK = 1 << 22  # numbers rounded to the stored type at once
 
 
-class FoldedFile(WeightFile):
-    """The tensors of a checkpoint after a folding, under the checkpoint's own names.
+class TransformedFile(WeightFile):
+    """The tensors of a checkpoint after a transform, under the checkpoint's own names.
 
     Tensors that change are computed when they are read, whole; the last one is kept.  Those of the
     weight format are float32 whatever they are stored as, so that they are rounded once; the others
@@ -35,7 +35,7 @@ class FoldedFile(WeightFile):
         The checkpoint, open.  It is closed with this.
     spec : ModelSpec
         Its specification.
-    folding : Folding
+    transform : Folding
         What becomes of it.
 
     Raises
@@ -44,19 +44,19 @@ class FoldedFile(WeightFile):
         If a tensor that changes is not stored as floats.
     """
 
-    def __init__(self, file: WeightFile, spec: ModelSpec, folding: WeightTransform) -> None:
-        self._inner, self._spec, self._folding = file, spec, folding
+    def __init__(self, file: WeightFile, spec: ModelSpec, transform: WeightTransform) -> None:
+        self._inner, self._spec, self._transform = file, spec, transform
         self._held: dict[str, list[str]] = {}
         changed = set()
-        for ours in folding.spec.tensor_shapes():
-            name = _checkpoint_name(folding.spec, ours)
+        for ours in transform.spec.tensor_shapes():
+            name = _checkpoint_name(transform.spec, ours)
             self._held.setdefault(name, []).append(ours)
-            if folding.changes(ours):
+            if transform.changes(ours):
                 changed.add(name)
         self._changed = changed
         names = file.names()
         self._new_head = (
-            _checkpoint_name(folding.spec, "head.weight") if _unties(spec, folding) else ""
+            _checkpoint_name(transform.spec, "head.weight") if _unties(spec, transform) else ""
         )
         if self._new_head and self._new_head not in names:
             names.append(self._new_head)
@@ -114,7 +114,7 @@ class FoldedFile(WeightFile):
         *,
         flat: bool = False,
     ) -> nk.QuantTensor:
-        """Read a tensor that is stored in blocks, which no folding changes."""
+        """Read a tensor that is stored in blocks, which no transform changes."""
         return self._inner.quantized(name, rows, columns, flat=flat)
 
     def stored_chunks(self, name: str) -> Iterator[bytes]:
@@ -142,15 +142,15 @@ class FoldedFile(WeightFile):
         whole = self._inner.array(self._source(name), flat=True).astype(np.float32)
         members = self._held[name]
         for ours in members:
-            if self._folding.changes(ours):
-                _replace(whole, self._folding.spec.tensor_layout(ours), ours, self._folding)
-        shapes = [self._folding.spec.shape_of(ours) for ours in members]
+            if self._transform.changes(ours):
+                _replace(whole, self._transform.spec.tensor_layout(ours), ours, self._transform)
+        shapes = [self._transform.spec.shape_of(ours) for ours in members]
         converted = all(map(is_quantized, members, shapes))
         return whole if converted else _rounded(whole, self.dtype(name))
 
 
-def _unties(spec: ModelSpec, folding: WeightTransform) -> bool:
-    return spec.tied_head and not folding.spec.tied_head
+def _unties(spec: ModelSpec, transform: WeightTransform) -> bool:
+    return spec.tied_head and not transform.spec.tied_head
 
 
 def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
@@ -164,19 +164,19 @@ def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
 
 
 def _replace(
-    whole: np.ndarray[Any, Any], place: TensorLayout, ours: str, folding: WeightTransform
+    whole: np.ndarray[Any, Any], place: TensorLayout, ours: str, transform: WeightTransform
 ) -> None:
     """Replace one of our tensors in the one of the checkpoint that holds it, in place."""
-    if whole.ndim == 1 or len(folding.spec.shape_of(ours)) == 1:
+    if whole.ndim == 1 or len(transform.spec.shape_of(ours)) == 1:
         flat = whole.reshape(-1)
         spans = place.rows or ((0, len(flat)),)
-        new = folding.folded(ours, np.concatenate([flat[a:b] for a, b in spans]))
+        new = transform.apply(ours, np.concatenate([flat[a:b] for a, b in spans]))
         for (a, b), part in zip(spans, _cut(new, spans), strict=True):
             flat[a:b] = part
         return
     rows_first = whole.T if place.transposed else whole
     spans = place.rows or ((0, len(rows_first)),)
-    new = folding.folded(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
+    new = transform.apply(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
     for (a, b), part in zip(spans, _cut(new, spans), strict=True):
         rows_first[a:b] = part
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING, quantize_calibrated
-from nbflow_kernels.quantizers.gptq import SecondMoments
+from nbflow_kernels.quantizers.gptq import Hessian
 
 Importance = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
@@ -34,7 +34,7 @@ class QuantizerOptions:
     """
 
     encoder: str = "best"
-    """One of `nbflow_kernels.quantizers.ENCODERS`."""
+    """One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
     importance: Importance = field(default_factory=dict)
     """Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs."""
     act_order: bool = False
@@ -43,7 +43,7 @@ class QuantizerOptions:
     """What GPTQ adds to the diagonal of second moments, in units of its mean."""
     outliers: float = 0.0
     """Share of the weights that stay exact."""
-    _last: list[tuple[NDArray[Any], SecondMoments]] = field(
+    _last: list[tuple[NDArray[Any], Hessian]] = field(
         default_factory=list, repr=False, compare=False
     )
 
@@ -112,13 +112,13 @@ class QuantizerOptions:
         """
         if nk.FORMATS[format].block_size == 1:
             return nk.quantize(rows, format)
-        if self.encoder in nk.quantizers.FORMAT_ENCODERS:
+        if self.encoder in nk.quantizers.FORMAT_QUANTIZER_NAMES:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
                 rows, format, encoder=self.encoder, importance=squares, outliers=self.outliers,
                 outlier_range=outlier_range,
             )  # fmt: skip
-        statistics: NDArray[Any] | SecondMoments | None = known
+        statistics: NDArray[Any] | Hessian | None = known
         if self.encoder == "gptq":
             if known is None or known.ndim != 2:
                 raise UsageError(GPTQ_NEEDS)
@@ -127,10 +127,10 @@ class QuantizerOptions:
             rows, format, self.encoder, statistics, act_order=self.act_order, outliers=self.outliers
         )
 
-    def _moments(self, known: NDArray[Any]) -> SecondMoments:
+    def _moments(self, known: NDArray[Any]) -> Hessian:
         """Return second moments, and keep the last: matrices that read the same share a factor."""
         if not self._last or self._last[0][0] is not known:
-            self._last[:] = [(known, SecondMoments(known, self.damping))]
+            self._last[:] = [(known, Hessian(known, self.damping))]
         return self._last[0][1]
 
 
