@@ -1,7 +1,7 @@
-"""How the matrices of a model are put into their formats, from the name of an encoder.
+"""Preparation of quantization: weight transforms and quantizer options from a quantizer's name.
 
-A name is parts joined by ``+``: transforms, in the order in which they are made, and the encoder of
-the matrices, ``best`` if none is named: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
+A name is parts joined by ``+``: transforms, in order, and the quantizer of the matrices, by
+default ``best``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quantizers import DAMPING, QUANTIZER_NAMES
 
 TRANSFORMS = ("awq", "hadamard")
-"""Parts of an encoder's name that change the model first."""
+"""Parts of a name that are transforms of the model."""
 
 
 def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
-    """Return the transforms and the encoder of the matrices that a name stands for.
+    """Parse a name into transforms and the quantizer of the matrices.
 
     Raises
     ------
     UsageError
-        If a part is unknown, named twice, or the encoder is not the last.
+        If a part is unknown or repeated, or the quantizer is not the last.
 
     Examples
     --------
@@ -63,39 +63,37 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model whose matrices are to be encoded."""
+    """A model to be quantized."""
 
     spec: ModelSpec
-    """Its specification, folded."""
-    encoding: QuantizerOptions
-    """How its matrices are put into their formats."""
+    """Its specification after the transforms."""
+    quantizer: QuantizerOptions
+    """The quantizer of its matrices."""
     transforms: tuple[WeightTransform, ...] = ()
-    """What becomes of the model first, one after the other."""
+    """Weight transforms, in order."""
     before: tuple[ModelSpec, ...] = ()
-    """The specification before each of them."""
+    """The specification before each transform."""
 
     def apply_to(self, file: WeightFile) -> WeightFile:
-        """Return a checkpoint as it is folded."""
+        """Return a checkpoint with the transforms applied."""
         for spec, transform in zip(self.before, self.transforms, strict=True):
             file = TransformedFile(file, spec, transform)
         return file
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know."""
+        """Notes for the user."""
         return tuple(note for transform in self.transforms for note in transform.notes)
 
 
 def transformed_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
-    """Return the specification of a model as an encoder folds it."""
+    """Return the specification of a model after the transforms of a quantizer's name."""
     return rotated_spec(spec) if "hadamard" in parse_quantizer(encoder)[0] else spec
 
 
 def no_format(encoder: str) -> UsageError:
-    """Return the error of an encoder without a format."""
-    return UsageError(
-        f"encoder={encoder!r} and importance need a weight format to encode in, e.g. weights='q4'"
-    )
+    """Return the error for a quantizer without a weight format."""
+    return UsageError(f"encoder={encoder!r} and importance need a weight format, e.g. weights='q4'")
 
 
 def prepare(
@@ -110,7 +108,7 @@ def prepare(
     outliers: float = 0.0,
     seed: int = 0,
 ) -> Prepared:
-    """Make ready what an encoder needs: the transforms are found, no tensor is converted.
+    """Compute the transforms and options of a quantizer; no tensor is converted.
 
     Parameters
     ----------
@@ -119,7 +117,7 @@ def prepare(
     file : WeightFile
         Its checkpoint.
     format_of : callable
-        Our name of a matrix -> the format it will be put into, or None.
+        Our name of a matrix -> its new format, or None.
     encoder : str
         See the module.
     importance : mapping, optional
@@ -127,10 +125,9 @@ def prepare(
     act_order, damping
         Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
     outliers : float
-        Share of the weights that stay exact: of encoders "best" and "plain", which may be 0, and
-        of "outliers".
+        Share of the weights stored exactly, for "best" and "plain" (may be 0) and "outliers".
     seed : int
-        Of random rotations.
+        Seed of random rotations.
 
     Returns
     -------
@@ -139,7 +136,7 @@ def prepare(
     Raises
     ------
     UsageError
-        If the encoder is unknown, lacks statistics, or the model cannot be folded.
+        If the encoder is unknown, lacks statistics, or cannot transform the model.
     """
     transforms, last = parse_quantizer(encoder)
     known = our_statistics(spec, importance or {})
@@ -164,8 +161,8 @@ def prepare(
         before.append(spec)
         file = TransformedFile(file, spec, transform)
         spec = transform.spec
-    encoding = QuantizerOptions(last, known, act_order, damping, outliers)
-    return Prepared(spec, encoding, tuple(made), tuple(before))
+    quantizer = QuantizerOptions(last, known, act_order, damping, outliers)
+    return Prepared(spec, quantizer, tuple(made), tuple(before))
 
 
 def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray[Any]]:
@@ -174,7 +171,7 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
     Raises
     ------
     UsageError
-        If one does not have a number, or a row, for each column, or there are some for no matrix.
+        If an array has the wrong shape, or none belongs to a matrix of the model.
     """
     found: dict[str, NDArray[Any]] = {}
     for name, shape in spec.tensor_shapes().items():

@@ -97,7 +97,7 @@ def test_folded_models_compute_the_same(family: str, tmp_path: Path) -> None:
             check(spec, file)
             assert not spec.tied_head
         else:
-            with pytest.raises(UsageError, match="cannot be rotated with the same results"):
+            with pytest.raises(UsageError, match="cannot be rotated exactly"):
                 rotate(spec, file)
         scaled = scale_columns(spec, file, lambda name: "q4", some_statistics(spec))
         assert scaled.columns
@@ -167,7 +167,7 @@ def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encod
     rotated = "hadamard" in encoder
     assert written.tied_head != rotated
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] != rotated
-    assert any("no longer the token embedding" in note for note in done.notes) == rotated
+    assert any("no longer tied to the embedding" in note for note in done.notes) == rotated
 
 
 def test_ranks_hold_pieces_of_what_one_rank_holds(tied: Path) -> None:
@@ -227,7 +227,7 @@ def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
             parse_quantizer(name)
     squares = {"layers.0.attn.q.weight": np.ones(64)}
     for options, message in (
-        ({"encoder": "awq"}, "needs to know the inputs"),
+        ({"encoder": "awq"}, "needs statistics of the inputs"),
         ({"encoder": "gptq"}, "needs second moments"),
         ({"encoder": "gptq", "importance": squares}, "needs second moments"),
         ({"encoder": "outliers"}, "needs outliers"),
@@ -244,7 +244,7 @@ def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match=r"is stored as q8_b32t2, and this encoder changes it"):
         nbflow.load(blocks, weights="q4", encoder="hadamard")
     for words, message in (
-        (["--to", "q4", "--encoder", "outliers"], "for which files have no place"),
+        (["--to", "q4", "--encoder", "outliers"], "which no file format supports"),
         (["--to", "q4", "--encoder", "gptq", "--damping", "0.1"], "needs second moments"),
         (["--to", "q4", "--damping", "0.1"], "are for encoder 'gptq'"),
     ):

@@ -1,4 +1,4 @@
-"""A checkpoint as if it were folded: the same names, other numbers."""
+"""A checkpoint after a weight transform, under the same names."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from nbflow.spec.tensor_layout import TensorLayout
 from nbflow_kernels.errors import UsageError
 
 PLAIN = ("f32", "f16", "bf16", "f64")
-_CHUNK = 1 << 22  # numbers rounded to the stored type at once
+_CHUNK = 1 << 22  # values rounded to the stored type per pass
 
 
 class TransformedFile(WeightFile):
     """The tensors of a checkpoint after a transform, under the checkpoint's own names.
 
-    Tensors that change are computed when they are read, whole; the last one is kept.  Those of the
-    weight format are float32 whatever they are stored as, so that they are rounded once; the others
-    are rounded to the type they are stored as, as a file that is written would hold them.
+    Changed tensors are computed whole when read; the last one is cached.  Matrices to be quantized
+    are float32, so that they are rounded once; other tensors are rounded to their stored type, as a
+    written file would contain them.
 
     Parameters
     ----------
     file : WeightFile
-        The checkpoint, open.  It is closed with this.
+        The open checkpoint; `close` closes it too.
     spec : ModelSpec
-        Its specification.
+        The specification of the checkpoint.
     transform : Folding
-        What becomes of it.
+        The transform.
 
     Raises
     ------
     UsageError
-        If a tensor that changes is not stored as floats.
+        If a changed tensor is not stored as floats.
     """
 
     def __init__(self, file: WeightFile, spec: ModelSpec, transform: WeightTransform) -> None:
@@ -67,7 +67,7 @@ class TransformedFile(WeightFile):
                 if entry.dtype not in PLAIN:
                     raise UsageError(
                         f"tensor {name} is stored as {entry.dtype}, and this encoder changes it; "
-                        "give a checkpoint of floats (f32, f16, bf16)"
+                        "use a checkpoint of floats (f32, f16, bf16)"
                     )
                 entry = dataclasses.replace(entry, strides=None, order="<", scaled=None)
             entries.append(entry)
@@ -76,7 +76,7 @@ class TransformedFile(WeightFile):
         self._computing = threading.Lock()
 
     def _source(self, name: str) -> str:
-        """Return the checkpoint's tensor that one of ours is made of."""
+        """Return the stored tensor a new one is computed from."""
         return _checkpoint_name(self._spec, "embed.weight") if name == self._new_head else name
 
     def files(self) -> list[Any]:
@@ -95,7 +95,7 @@ class TransformedFile(WeightFile):
         *,
         flat: bool = False,
     ) -> np.ndarray[Any, Any]:
-        """Read a tensor as it is folded; see `WeightFile.array`."""
+        """Read a transformed tensor; see `WeightFile.array`."""
         if name not in self._changed:
             return self._inner.array(name, rows, columns, flat=flat)
         shape = self.entry(name).shape
@@ -114,11 +114,11 @@ class TransformedFile(WeightFile):
         *,
         flat: bool = False,
     ) -> nk.QuantTensor:
-        """Read a tensor that is stored in blocks, which no transform changes."""
+        """Read a tensor stored in blocks, which no transform changes."""
         return self._inner.quantized(name, rows, columns, flat=flat)
 
     def stored_chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a tensor, rounded to the type it is stored as."""
+        """Yield the bytes of a tensor, rounded to its stored type."""
         if name not in self._changed:
             yield from self._inner.stored_chunks(name)
             return
@@ -131,7 +131,7 @@ class TransformedFile(WeightFile):
                 yield nk.quantize(part, dtype).data.tobytes()
 
     def _whole(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor that changes, float32, all dimensions but the last as rows."""
+        """Return a changed tensor as float32 rows, the leading dimensions flattened."""
         with self._computing:
             if self._last[0] != name:
                 self._last = name, self._computed(name)
@@ -154,19 +154,17 @@ def _unties(spec: ModelSpec, transform: WeightTransform) -> bool:
 
 
 def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
-    """Return the checkpoint's name of a tensor, or of what it is joined with."""
+    """Return the checkpoint's name of a tensor, or of the fused tensor it is part of."""
     try:
         return spec.tensor_layout(ours).name
     except KeyError:
-        raise UsageError(
-            f"family {spec.family!r} has no name for {ours}, which would be new"
-        ) from None
+        raise UsageError(f"family {spec.family!r} has no name for the new tensor {ours}") from None
 
 
 def _replace(
     whole: np.ndarray[Any, Any], place: TensorLayout, ours: str, transform: WeightTransform
 ) -> None:
-    """Replace one of our tensors in the one of the checkpoint that holds it, in place."""
+    """Replace one of our tensors within the stored tensor, in place."""
     if whole.ndim == 1 or len(transform.spec.shape_of(ours)) == 1:
         flat = whole.reshape(-1)
         spans = place.rows or ((0, len(flat)),)
@@ -182,13 +180,13 @@ def _replace(
 
 
 def _cut(values: np.ndarray[Any, Any], spans: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the pieces of what was joined of spans."""
+    """Split concatenated spans."""
     ends = np.cumsum([b - a for a, b in spans])
     return np.split(values, ends[:-1])
 
 
 def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Return float32 values rounded to a stored type; bfloat16 stays float32, as it is read."""
+    """Round float32 values to a stored type; bfloat16 stays float32, as when read."""
     if dtype == "f16":
         return values.astype(np.float16)
     return nk.dequantize(nk.quantize(values, dtype)) if dtype == "bf16" else values
