@@ -72,7 +72,8 @@ def write_stats(
     """
     path = check_ending(out)
     if path.suffix == ".safetensors":
-        _write(path, force, lambda stream: _write_safetensors(stream, found))
+        with new_importance_file(path, force) as stream:
+            _write_safetensors(stream, found)
         return
     if any(inputs.sums.ndim == 2 for inputs in found):
         raise UsageError(f"{path}: only .safetensors files store second moments")
@@ -145,19 +146,15 @@ def new_importance_file(path: Path, force: bool) -> Iterator[BinaryIO]:
         yield stream
 
 
-def _write(path: Path, force: bool, fill: Any) -> None:
-    with new_importance_file(path, force) as stream:
-        fill(stream)
-
-
 def _write_sums(
     path: Path, sums: Sums, texts: list[str], n_windows: int, window: int, force: bool
 ) -> None:
     """Write one of llama.cpp's formats."""
-    if path.suffix == ".gguf":
-        _write(path, force, lambda s: _write_gguf(s, sums, texts, n_windows, window))
-    else:
-        _write(path, force, lambda s: _write_dat(s, sums, texts, n_windows))
+    with new_importance_file(path, force) as stream:
+        if path.suffix == ".gguf":
+            _write_gguf(stream, sums, texts, n_windows, window)
+        else:
+            _write_dat(stream, sums, texts, n_windows)
 
 
 def _by_matrix(found: Sequence[ActivationStats], names: Mapping[str, tuple[str, ...]]) -> Sums:

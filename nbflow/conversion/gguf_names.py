@@ -3,7 +3,7 @@
 The GGUF family (``families/*_gguf.toml``) gives the names.  As llama.cpp's converter does, rows of
 rotary pairs are interleaved where only the GGUF family has interleaved pairs, norm offsets of the
 family are added, and some matrices are fused.  The new metadata is then read back as
-`nbflow.spec.resolve` reads it and compared with the model: what GGUF cannot express raises an error.
+`nbflow.spec.resolve` reads it and compared with the model; values that differ raise an error.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.checkpoint.writers.tensor_plan import TensorHeader, TensorPlan
 from nbflow.conversion.format_rules import FormatRules
 from nbflow.conversion.tensor_rows import Rows, Statistics, StoredRows, row_chunks
-from nbflow.quantization.importance import Importance
+from nbflow.quantization.importance import Importance, first_names
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -136,12 +136,12 @@ def attach_importance(
     n_converted = sum(t.format != t.stored and len(t.shape) > 1 for t in tensors)
     if len(missing) == n_converted:
         raise UsageError(
-            f"there are importances for {_shown(importance)}, but for none of the matrices that "
-            f"are converted, {_shown(missing)}"
+            f"there are importances for {first_names(importance)}, but for none of the matrices "
+            f"that are converted, {first_names(missing)}"
         )
-    return result, [f"{len(missing)} matrices have no importances: {_shown(missing)}"] * bool(
-        missing
-    )
+    if not missing:
+        return result, []
+    return result, [f"{len(missing)} matrices have no importances: {first_names(missing)}"]
 
 
 def _found(tensor: TensorConversion, importance: Importance) -> tuple[str, Any] | None:
@@ -171,8 +171,3 @@ def _checked(tensor: TensorConversion, name: str, vector: Any) -> np.ndarray:
         f"importances of {name} must have shape ({K},), the columns of {tensor.name}, "
         f"or ({n}, {K}), or be second moments ({K}, {K}), got {array.shape}"
     )
-
-
-def _shown(names: Any) -> str:
-    first = ", ".join(list(names)[:3])
-    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")

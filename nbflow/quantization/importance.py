@@ -7,7 +7,7 @@ one vector per matrix.  Matrices of experts may have a vector per expert, (exper
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -137,3 +137,9 @@ def _sums_of_binary(file: ByteFile) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         values = np.frombuffer(cursor.take(4 * n_values, what), "<f4")
         found[name] = values.astype(np.float64)[None], np.array([float(n_calls)])
     return found
+
+
+def first_names(names: Collection[str]) -> str:
+    """Return the first three names and the number of the others, for messages."""
+    text = ", ".join(list(names)[:3])
+    return text + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -6,7 +6,6 @@ default ``best``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
+from nbflow.quantization.importance import first_names
 from nbflow.quantization.policy import is_matrix
 from nbflow.quantization.quantizer_options import GPTQ_NEEDS, Importance, QuantizerOptions
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
@@ -191,11 +191,7 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
         found[name] = known
     if importance and not found:
         raise UsageError(
-            f"there are importances for {_shown(list(importance))}, but for none of the matrices "
+            f"there are importances for {first_names(importance)}, but for none of the matrices "
             f"of {spec.name}"
         )
     return found
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""Formats under a budget: the solver against brute force, policies, and the command."""
+"""Mixed-precision allocation: solver against brute force, policies, command."""
 
 from __future__ import annotations
 

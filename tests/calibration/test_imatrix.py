@@ -1,4 +1,4 @@
-"""Importances: what is collected, what the files hold, and that quantizing uses them."""
+"""Importance files: collection, formats, and their use in quantization."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
 def test_encoders_that_know_the_inputs(
     llama: Path, found: list[ActivationStats], tmp_path: Path
 ) -> None:
-    """GPTQ loses least in what a layer gives, and the files have a plain decoder's bytes."""
+    """GPTQ has the least output error, and the usual decoder reads the file."""
     moments = tmp_path / "full.safetensors"
     write_stats(moments, found)
     H = found[0].sums

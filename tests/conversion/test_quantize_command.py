@@ -38,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(capsys: Any, *arguments: object, code: int = 0) -> str:
-    """Run the command and return what it printed: output, or errors."""
+    """Run the command and return its output or errors."""
     with pytest.raises(SystemExit) as end:
         cli.main(["quantize", *map(str, arguments)])
     out, err = capsys.readouterr()
@@ -47,7 +47,7 @@ def command(capsys: Any, *arguments: object, code: int = 0) -> str:
 
 
 def loaded(model: Path, weights: str | None, partition: str) -> list[bytes]:
-    """Return the bytes of every matrix that the ranks compute with, nothing being compiled."""
+    """Return the bytes of the matrices of all ranks, without compiling kernels."""
     spec, found = resolve(model).spec, []
     with open_weights(model) as file:
         for rank in make_plan(spec, partition, 32).ranks:

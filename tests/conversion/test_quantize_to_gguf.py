@@ -37,7 +37,7 @@ def logits(model: Path, ids: np.ndarray = IDS, **options: Any) -> np.ndarray:
 
 
 def neighbours(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """Return rows j and j + D/2 of each head next to each other, spelt out."""
+    """Interleave rows j and j + D/2 of each head, in plain loops."""
     order = []
     for first in range(0, len(array), head_dim):
         for j in range(head_dim // 2):
@@ -103,7 +103,7 @@ WRITTEN = (
     "cohere_plus", "stablelm2_12b", "internlm2",
     "glm4", "granitemoe", "mpt", "gpt_oss", "gpt_oss_floats",
 )  # fmt: skip
-"""Golden models that GGUF can say; others have windows and scales of their own, see `PUBLISHED`."""
+"""Golden models that GGUF can express; the windows and scales of others are in `PUBLISHED`."""
 NOT_LIKE_LLAMA_CPP = {
     "phi3": "llama.cpp takes no heads that are not hidden_size / heads wide",
     "deepseek_v2_lite": "llama.cpp knows a model without q_lora_rank by its 27 layers",
@@ -154,7 +154,7 @@ PUBLISHED = {
     "olmoe_heads": {**SIZES, "model_type": "olmoe", "num_key_value_heads": 4, "num_experts": 5,
                        "num_experts_per_tok": 2, "tie_word_embeddings": False},
 }  # fmt: skip
-"""Configurations whose windows, scales and layers without rotation are as published."""
+"""Configurations with published windows, scales and layers without rotary embedding."""
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -172,7 +172,7 @@ def test_windows_and_scales(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [*WRITTEN, *PUBLISHED])
 def test_llama_cpp_computes_the_same(model: str, tmp_path: Path) -> None:
-    """llama.cpp loads the file and gives our logits.
+    """llama.cpp loads the file and computes our logits.
 
     GELU it takes from a table of float16: one layer of Gemma 3 is off by 2.3e-4, and random layers
     amplify that, so that seven are off by 2.6e-3 (with or without windows).
@@ -206,7 +206,7 @@ def logits_of_llama_cpp(path: Path, ids: np.ndarray) -> np.ndarray:
 
 
 def test_importances(tmp_path: Path) -> None:
-    """Columns that matter more lose less, in all three kinds of file."""
+    """Columns with more importance have smaller errors, in all three file formats."""
     write_llama(tmp_path / "model", n_layers=1)
     rng = np.random.default_rng(0)
     weight = np.where(np.arange(64) < 8, 100, 1).astype(np.float32)
@@ -239,7 +239,7 @@ def test_importances(tmp_path: Path) -> None:
 
 
 def test_importances_of_experts(tmp_path: Path) -> None:
-    """Each expert has its own; one that was never used counts all columns alike."""
+    """Experts have separate importance; one without tokens has equal importance."""
     shape = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
     config = json.loads((FAMILIES / "mixtral" / "config.json").read_text()) | shape
     write_checkpoint(tmp_path / "model", config)
@@ -260,7 +260,7 @@ def test_importances_of_experts(tmp_path: Path) -> None:
 
 
 def write_imatrix(path: Path, weights: dict[str, np.ndarray], unused: int | None = None) -> None:
-    """Write importances as llama.cpp's imatrix does: sums of squares and counts."""
+    """Write an importance file like llama.cpp's imatrix: sums of squares and counts."""
     writer = gguf.GGUFWriter(str(path), "")
     writer.add_type("imatrix")
     for name, weight in weights.items():
@@ -276,7 +276,7 @@ def write_imatrix(path: Path, weights: dict[str, np.ndarray], unused: int | None
 
 
 def write_old_imatrix(path: Path, weights: dict[str, np.ndarray]) -> None:
-    """Write importances in the form before GGUF."""
+    """Write an importance file in the older binary form."""
     data = struct.pack("<i", len(weights))
     for name, weight in weights.items():
         data += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 5, len(weight))

@@ -1,4 +1,4 @@
-"""Foldings: models with other weights that compute the same, loaded and written."""
+"""Function-preserving weight transforms, loaded and written."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reference_logits(spec: ModelSpec, file: WeightFile) -> np.ndarray:
 
 
 def in_float32(family: str, folder: Path) -> Path:
-    """Return a copy of a tiny checkpoint in float32, so that nothing is rounded to float16."""
+    """Return a copy of a tiny checkpoint in float32, without float16 rounding."""
     source = FAMILIES / family
     folder.mkdir()
     tensors = load_file(source / "model.safetensors")
@@ -120,7 +120,7 @@ def test_maps_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small Llama in float16 whose head is its embedding, and its importances."""
+    """Return a small float16 Llama with a tied head, and importance for it."""
     folder = tmp_path_factory.mktemp("tied") / "model"
     write_llama(folder, dtype=np.float16, n_layers=2, tied_head=True)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""GPTQ and HQQ: what they promise about errors, against float64 references."""
+"""Error guarantees of GPTQ and HQQ, against float64 references."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_gptq_loses_less_than_rounding(name: str, act_order: bool) -> None:
 
 @pytest.mark.parametrize("name", ["q4_b32t1a", "q3h_b64t1", "q4_0"])
 def test_gptq_is_the_reference(name: str) -> None:
-    """The factor and the panels change nothing but the order of float64 additions."""
+    """The Cholesky factor and panels only change the order of float64 additions."""
     w, x = weights(8, 320), inputs(320)
     moments = Hessian(x.T @ x, damping=0.02)
     H = moments.matrix

@@ -1,4 +1,4 @@
-"""Hadamard rotations, AWQ's scales and outliers by gain: against matrices and brute force."""
+"""Hadamard rotations, AWQ scales and outliers by gain, against matrices and brute force."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_outliers_are_where_they_gain_most() -> None:
     assert decoded[0, 40] + sparse.values[0] == 100.0
 
 
-def test_second_outliers_lend_to_the_first() -> None:
+def test_two_outliers_share_their_gain() -> None:
     # block 0 gains only with two outliers, block 1 with one: two of three places go to block 0
     errors = np.array([[[10.0, 5.0, 3.0]], [[9.9, 4.0, 3.5]], [[1.0, 3.9, 3.0]]])
     assert _chosen_steps(errors, 2).tolist() == [[2, 0, 0]]
