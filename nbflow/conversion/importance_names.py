@@ -54,7 +54,7 @@ def with_our_names(
     return found
 
 
-def known_inputs(
+def load_importance(
     importance: str | os.PathLike[str] | Mapping[str, np.ndarray] | None,
     resolved: ResolvedModel,
     file: WeightFile,

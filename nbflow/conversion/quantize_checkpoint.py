@@ -18,7 +18,7 @@ from nbflow.checkpoint.writers.safetensors import write_safetensors
 from nbflow.checkpoint.writers.tensor_plan import TensorPlan
 from nbflow.conversion.format_rules import FormatRules
 from nbflow.conversion.gguf import plan_gguf
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.conversion.plan import TensorConversion, attach_importance, plan_as_stored
 from nbflow.quantization.importance import Importance
 from nbflow.quantization.policy import WeightFormats
@@ -136,7 +136,7 @@ def quantize_checkpoint(
         format_rules.formats.check_used(resolved.spec.tensor_shapes(), str(path))
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        known: Importance | None = known_inputs(importance, resolved, file)
+        known: Importance | None = load_importance(importance, resolved, file)
         planned = plan_as_stored(resolved.spec, file, FormatRules(to, rules), blocks=False)
         formats = {own: t.format for t in planned if t.format != t.stored for own in t.ours}
         prepared = prepare(

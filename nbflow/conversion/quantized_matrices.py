@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import Weights, weight_formats
@@ -56,7 +56,7 @@ def quantized_matrices(
 
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        known = known_inputs(importance, resolved, file)
+        known = load_importance(importance, resolved, file)
         prepared = prepare(resolved.spec, file, format_of, encoder, known, outliers=outliers)
         transformed = prepared.apply_to(file)
         for name, shape in prepared.spec.tensor_shapes().items():

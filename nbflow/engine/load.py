@@ -12,7 +12,7 @@ from typing import Any, cast
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.weight_file import ITEM_BYTES
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
 from nbflow.distributed.cpu_threads import fair_threads
 from nbflow.distributed.device import find_places, is_host, split_host_layers
@@ -175,7 +175,7 @@ def _prepare(
     with open_weights(resolved.path) as file:
         check(spec, file)
         importance = cast(Any, given.importance)
-        known = known_inputs(importance, resolved, file)
+        known = load_importance(importance, resolved, file)
 
         def format_of(name: str) -> str | None:
             return formats.of(name, spec.shape_of(name))

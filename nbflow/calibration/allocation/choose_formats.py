@@ -29,7 +29,7 @@ import nbflow_kernels as nk
 from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.calibration.allocation.knapsack import solve
 from nbflow.checkpoint import WeightFile, open_weights
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
@@ -189,7 +189,7 @@ def _measured(
     resolved = resolve(model, spec=spec)
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        known = known_inputs(options["importance"], resolved, file)
+        known = load_importance(options["importance"], resolved, file)
         options = {**options, "importance": known}
         prepared = prepare(resolved.spec, file, lambda _: None, **options)
         transformed, shapes = prepared.apply_to(file), prepared.spec.tensor_shapes()
