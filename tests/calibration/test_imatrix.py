@@ -125,7 +125,7 @@ def test_merged_files_are_those_of_both_texts(llama: Path, tmp_path: Path) -> No
     # sums are stored as float32; windows of another length may be multiplied by another kernel
     assert all(np.allclose(merged[n], both[n], rtol=1e-4) for n in both)
     for wrong, message in (
-        ([tmp_path / "0.gguf", tmp_path / "x.dat"], "must be all .gguf or all .dat"),
+        ([tmp_path / "0.gguf", tmp_path / "x.dat"], "must be all .gguf .*or all .dat"),
         ([tmp_path / "0.gguf"], "exists; give another name"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -198,7 +198,7 @@ def test_bounded_sums_are_the_same(
     with nbflow.load(llama) as model:
         with pytest.raises(UsageError, match="shorter than a window"):
             write_hessians(tmp_path / "x.safetensors", model, [])
-        with pytest.raises(UsageError, match=r"into a \.safetensors file only"):
+        with pytest.raises(UsageError, match=r"only \.safetensors files store"):
             write_hessians(tmp_path / "x.gguf", model, WINDOWS)
         with pytest.raises(UsageError, match="exists; give another name"):
             write_hessians(paths[0], model, WINDOWS)
