@@ -69,8 +69,9 @@ def quantize_rows(
     step = max(1, CHUNK // max(width, 1))
     for row in range(0, n_rows, step):
         rows = slice(row, row + step)
-        shared = importance is None or len(importance) == 1
-        weights = importance if shared else importance[rows]
+        weights = importance
+        if importance is not None and len(importance) > 1:
+            weights = importance[rows]
         data[rows] = quantizer.quantize_chunk(format, x[rows], counts, encoder, weights)
     return data
 
