@@ -78,7 +78,7 @@ def policy_bits(file: str) -> float:
 
 def check_encoder(name: str) -> None:
     """Raise unless there is such an encoder."""
-    from nbflow.quantization.transforms import check_encoder as check
+    from nbflow.quantization.prepare import parse_quantizer as check
 
     check(name)
 
@@ -227,9 +227,9 @@ def weight_pairs(
     checkpoint's values, or those that an encoder that changes the model first makes of them.
     """
     import nbflow_kernels as nk
-    from nbflow.conversion.encoded_matrices import encoded_matrices
+    from nbflow.conversion.quantized_matrices import quantized_matrices
 
-    found = encoded_matrices(
+    found = quantized_matrices(
         model, weights, encoder=encoder, importance=importance or None, outliers=outliers
     )
     for name, exact, quantized in found:

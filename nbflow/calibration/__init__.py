@@ -1,9 +1,9 @@
-"""What goes into the matrices of a model while it reads a text: the facts encoders weigh with."""
+"""Activation statistics collected on calibration text, used by the quantizers."""
 
 from __future__ import annotations
 
-from nbflow.calibration.collect import ActivationStats, collect
-from nbflow.calibration.hessian import write_moments
-from nbflow.calibration.imatrix_files import merge, write_inputs
+from nbflow.calibration.collect import ActivationStats, collect_stats
+from nbflow.calibration.hessian import write_hessians
+from nbflow.calibration.imatrix_files import merge, write_stats
 
-__all__ = ["ActivationStats", "collect", "merge", "write_inputs", "write_moments"]
+__all__ = ["ActivationStats", "collect_stats", "merge", "write_hessians", "write_stats"]

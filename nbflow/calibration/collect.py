@@ -1,7 +1,7 @@
-r"""Second moments of what each matrix is multiplied with, summed while a model reads a text.
+r"""Collection of activation statistics: second moments of the inputs of each matrix.
 
-For a matrix W (N, K) and its inputs X (T, K) these are the sums over rows
-:math:`\sum_t x_{ti}^2` (an importance matrix), or all of :math:`X^T X`, which GPTQ needs.  The
+For a matrix W (N, K) with inputs X (T, K) these are the sums :math:`\sum_t x_{ti}^2` over rows (an
+importance matrix), or all of :math:`X^T X`, which GPTQ needs.  The
 squared error of the outputs is :math:`\mathrm{tr}(E X^T X E^T)` for an error E of the weights.
 """
 
@@ -23,19 +23,19 @@ from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.errors import UsageError
 
 MATRICES = ("linear", "heads_linear", "experts")
-"""Kinds of op whose weights are matrices that a format applies to."""
+"""Kinds of ops whose weights are quantized matrices."""
 
 
 @dataclass
 class ActivationStats:
-    """What the rows were that some matrices were multiplied with."""
+    """Second moments of the inputs of some matrices."""
 
     names: tuple[str, ...]
-    """Our names of the matrices; all of them read the same rows."""
+    """Our names of the matrices, which share their inputs."""
     sums: NDArray[np.float64]
     """Sums of squares (K,), or of all products (K, K)."""
     n_rows: int = 0
-    """Rows that were added."""
+    """Number of rows added."""
 
     @property
     def squares(self) -> NDArray[np.float64]:
@@ -49,41 +49,41 @@ class ActivationStats:
         self.n_rows += len(x)
 
 
-def collect(
+def collect_stats(
     model: LLM,
     windows: Iterable[Sequence[int] | NDArray[Any]],
     *,
     full: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[ActivationStats]:
-    """Run a model over windows of a text and sum up what its matrices are multiplied with.
+    """Run a model over windows of a text and sum second moments of the inputs of its matrices.
 
     Parameters
     ----------
-    model : Model
-        A model on the CPU, in one process, that has not run yet; it keeps its observer.
+    model : LLM
+        A model on the CPU, in one process, that has not run yet; its observer stays installed.
     windows : iterable of array of int, shape (T,)
         Token ids; each window begins with an empty cache.
     full : bool
-        Whether to sum all products of columns, (K, K) in float64 for each input of the model.
+        Sum all products of columns, (K, K) in float64 for each input of the model.
     progress : callable, optional
         Called with the number of windows done.
 
     Returns
     -------
-    list of Inputs
-        In the order of the program.  An expert that no token went to has ``n_rows`` 0.
+    list of ActivationStats
+        In the order of the program.  An expert without tokens has ``n_rows`` 0.
 
     Raises
     ------
     UsageError
-        If the model lies elsewhere, or has an encoder beside its decoder.
+        If the model is not on the CPU in one process, or is an encoder-decoder model.
 
     Examples
     --------
     >>> import nbflow
     >>> with nbflow.load("tiny_python") as model:
-    ...     found = collect(model, [[0, 5, 7], [0, 9]])
+    ...     found = collect_stats(model, [[0, 5, 7], [0, 9]])
     >>> found[0].names, found[0].sums.shape, found[0].n_rows
     (('layers.0.attn.q.weight', 'layers.0.attn.k.weight', 'layers.0.attn.v.weight'), (256,), 5)
     """
@@ -97,26 +97,30 @@ def collect(
     return collector.found()
 
 
-def collector_of(model: LLM) -> Collector:
-    """Return what sums up the inputs of a model's matrices whenever it runs.
+def collector_of(model: LLM) -> StatsCollector:
+    """Install an observer that sums the inputs of a model's matrices whenever it runs.
 
     Raises
     ------
     UsageError
-        As `collect`.
+        As `collect_stats`.
     """
     executor = model.workers[0].executor if len(model.workers) == 1 else None
     if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
-        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
+        raise UsageError(
+            "statistics are collected on the CPU in one process; run without partition and MPI"
+        )
     if model.spec.encoder is not None:
-        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
-    collector = Collector()
-    executor.observe = MatrixInputs(executor, collector.add)
+        raise UsageError(
+            f"{model.spec.name} is an encoder-decoder model, which is not supported yet"
+        )
+    collector = StatsCollector()
+    executor.observe = ActivationObserver(executor, collector.add)
     return collector
 
 
-class Collector:
-    """Adds up what matrices are multiplied with."""
+class StatsCollector:
+    """Sums of the inputs of matrices."""
 
     def __init__(self) -> None:
         self.restart()
@@ -124,16 +128,16 @@ class Collector:
     def restart(
         self, *, full: bool = False, only: Collection[tuple[str, ...]] | None = None
     ) -> None:
-        """Begin with sums of 0, of all products of columns if `full`, and `only` of some inputs."""
+        """Reset the sums; `full` sums all products of columns, `only` selects inputs."""
         self._full, self._only = full, only
         self._inputs: dict[tuple[str, ...], ActivationStats] = {}
 
     def found(self) -> list[ActivationStats]:
-        """Return what was added up."""
+        """Return the sums."""
         return list(self._inputs.values())
 
     def add(self, names: tuple[str, ...], x: NDArray[Any]) -> None:
-        """Add rows (T, K) that these matrices are multiplied with."""
+        """Add rows (T, K) of the inputs of these matrices."""
         if self._only is not None and names not in self._only:
             return
         if names not in self._inputs:
@@ -142,16 +146,16 @@ class Collector:
         self._inputs[names].add(x)
 
 
-class MatrixInputs:
-    """Hands on the rows that each matrix is multiplied with, as ops are about to run.
+class ActivationObserver:
+    """Observer that passes on the inputs of each matrix before its op runs.
 
     Parameters
     ----------
     executor : CpuExecutor
-        Whose `observe` this is made for.
+        The executor whose `observe` is to be set.
     add : callable
-        Called with our names of matrices that read the same rows, and the rows (T, K), which
-        change afterwards.
+        Called with our names of matrices with the same inputs, and the rows (T, K), which change
+        afterwards.
     """
 
     def __init__(
@@ -164,7 +168,7 @@ class MatrixInputs:
         self._spec, self._moe = program.spec, program.spec.moe
 
     def __call__(self, op: Op, inputs: tuple[NDArray[Any], ...]) -> None:
-        """Hand on the inputs of an op with weights."""
+        """Pass on the inputs of an op with weights."""
         if op.kind in MATRICES:
             getattr(self, f"_{op.kind}")(op, *inputs)
 
@@ -172,13 +176,13 @@ class MatrixInputs:
         self._add(tuple(weight.name for weight in op.weights), x)
 
     def _heads_linear(self, op: Op, x: NDArray[Any]) -> None:
-        """Add the first columns of each head; all heads lie in one tensor."""
+        """Add the first columns of each head; one tensor has all heads."""
         heads = x.reshape(len(x), -1, op.attrs["head"])
         for h, (operand, weight) in enumerate(zip(op.weights, self._operands[id(op)], strict=True)):
             self._add((operand.name,), heads[:, h, : weight.shape[1]])
 
     def _experts(self, op: Op, x: NDArray[Any], router: NDArray[Any]) -> None:
-        """Add the rows that go to each expert, and what its gate makes of them."""
+        """Add the rows routed to each expert, and its gated activations."""
         assert self._moe is not None
         biases = expert_biases(op, self._spec, self._bias[id(op)])
         _, chosen = nk.moe_routing(

@@ -1,8 +1,8 @@
-"""All second moments of a model's inputs, with a bound on the memory that they take.
+"""Second moments (Hessians) of a model's inputs, within a memory limit.
 
-A matrix with K columns has K^2 moments: 8 of them in float64 for 11008 columns are 8 GB.  So only
-those of some inputs are summed at once, as many as fit, and the text is read again for the others.
-Those that are done wait on disk, as float32, beside the file that is written.
+A matrix with K columns has K^2 moments: 8 of them in float64 for 11008 columns are 8 GB.  So each
+pass over the text sums only the inputs that fit, and the text is read again for the others.
+Finished moments wait as float32 in a temporary file in the output folder.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.calibration.collect import ActivationStats, collector_of
-from nbflow.calibration.imatrix_files import check_ending, new_inputs_file, tensor
+from nbflow.calibration.imatrix_files import check_ending, new_importance_file
 from nbflow.checkpoint.writers.safetensors import write_safetensors
-from nbflow.conversion.plan import TensorPlan
+from nbflow.checkpoint.writers.tensor_plan import TensorPlan, float32_plan
 from nbflow.engine.llm import LLM
-from nbflow.quantization.encoding import BEST
 from nbflow_kernels.errors import UsageError
 
 LIMIT_BYTES = 4 << 30
 Key = tuple[str, ...]
 
 
-def write_moments(
+def write_hessians(
     out: str | os.PathLike[str],
     model: LLM,
     windows: Sequence[Sequence[int] | NDArray[Any]],
@@ -36,33 +35,33 @@ def write_moments(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Run a model over a text and write all second moments of what its matrices read.
+    """Run a model over a text and write the second moments of the inputs of its matrices.
 
     Parameters
     ----------
     out : path
         A ``.safetensors``; see `nbflow.calibration.imatrix_files`.
-    model : Model
-        As for `nbflow.calibration.collect`.
+    model : LLM
+        As for `nbflow.calibration.collect_stats`.
     windows : sequence of array of int, shape (T,)
         Token ids; each window begins with an empty cache.
     limit_bytes : int
-        What sums may take at once.  One input is always summed, if it alone takes more.  Beside
-        them there is room for the products of one window, as many bytes as the largest sum.
+        Memory for sums; a single input may exceed it.  In addition, the products of one window
+        take as much as the largest sum.
     force : bool
-        Whether `out` may be replaced.
+        Replace `out` if it exists.
     progress : callable, optional
-        Called with the number of windows read, all times together, and of all.
+        Called with the number of windows read in all passes, and the total.
 
     Returns
     -------
     int
-        How often the text was read.
+        Number of passes over the text.
 
     Raises
     ------
     UsageError
-        As `nbflow.calibration.collect`; if there is no window, or `out` exists.
+        As `nbflow.calibration.collect_stats`; if `windows` is empty or `out` exists.
 
     Examples
     --------
@@ -74,45 +73,45 @@ def write_moments(
     """
     path = check_ending(out)
     if path.suffix != ".safetensors":
-        raise UsageError(f"{path}: all second moments go into a .safetensors file only")
+        raise UsageError(f"{path}: only .safetensors files store second moments")
     if not len(windows):
-        raise UsageError("there is no window to read; give a longer text")
+        raise UsageError("the text is shorter than a window; give a longer text")
     collector = collector_of(model)
     run = model.logits if model.spec.head else model.hidden
     run(windows[0][:1])
     sizes = {inputs.names: len(inputs.squares) for inputs in collector.found()}
     if not sizes:
-        raise UsageError("the model has run before, and is not observed; load it anew")
-    parts = _parts(sizes, limit_bytes)
+        raise UsageError("the model has run before and its inputs are not observed; load it again")
+    passes = _passes(sizes, limit_bytes)
     tensors: list[TensorPlan] = []
-    with TemporaryFile(dir=path.parent) as spool, new_inputs_file(path, force) as stream:
-        for i, part in enumerate(parts):
-            collector.restart(full=True, only=part)
+    with TemporaryFile(dir=path.parent) as spool, new_importance_file(path, force) as stream:
+        for i, names in enumerate(passes):
+            collector.restart(full=True, only=names)
             for j, window in enumerate(windows):
                 run(window)
                 if progress is not None:
-                    progress(i * len(windows) + j + 1, len(parts) * len(windows))
+                    progress(i * len(windows) + j + 1, len(passes) * len(windows))
             tensors += _spooled(collector.found(), spool)
             collector.restart()
-        write_safetensors(stream, tensors, BEST)
-    return len(parts)
+        write_safetensors(stream, tensors)
+    return len(passes)
 
 
-def _parts(sizes: dict[Key, int], limit_bytes: int) -> list[frozenset[Key]]:
-    """Return the inputs that are summed together, in the order of the model."""
-    parts: list[list[Key]] = [[]]
+def _passes(sizes: dict[Key, int], limit_bytes: int) -> list[frozenset[Key]]:
+    """Return the inputs to be summed in each pass, in the order of the model."""
+    passes: list[list[Key]] = [[]]
     taken = 0
     for key, K in sizes.items():
-        if parts[-1] and taken + 8 * K * K > limit_bytes:
-            parts.append([])
+        if passes[-1] and taken + 8 * K * K > limit_bytes:
+            passes.append([])
             taken = 0
-        parts[-1].append(key)
+        passes[-1].append(key)
         taken += 8 * K * K
-    return [frozenset(part) for part in parts]
+    return [frozenset(names) for names in passes]
 
 
 def _spooled(found: Sequence[ActivationStats], spool: BinaryIO) -> list[TensorPlan]:
-    """Put means aside in a file, and return the tensors that will be read from there."""
+    """Write means to a temporary file and return tensors that read them back."""
     tensors = []
     for inputs in found:
         if not inputs.n_rows:  # an expert that no token went to
@@ -124,5 +123,5 @@ def _spooled(found: Sequence[ActivationStats], spool: BinaryIO) -> list[TensorPl
             spool.write(row.astype("<f4").tobytes())
         spool.flush()
         values = np.memmap(spool, "<f4", "r", at, shape)
-        tensors.append(tensor(",".join(inputs.names), values))
+        tensors.append(float32_plan(",".join(inputs.names), values))
     return tensors

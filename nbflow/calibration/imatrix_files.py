@@ -1,4 +1,4 @@
-"""Files of importances: written as llama.cpp's ``imatrix`` does, or with all second moments.
+"""Writers of importance files: llama.cpp's ``imatrix`` formats, and safetensors.
 
 ==============  ===================================================================================
 ``.gguf``       per matrix ``NAME.in_sum2`` (experts, K), sums of squares, and ``NAME.counts``
@@ -27,9 +27,7 @@ from nbflow.calibration.collect import ActivationStats
 from nbflow.checkpoint.readers.gguf import ARRAY, STRING
 from nbflow.checkpoint.writers.gguf import U32, write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
-from nbflow.conversion.gguf import ArrayRows
-from nbflow.conversion.plan import TensorPlan
-from nbflow.quantization.encoding import BEST
+from nbflow.checkpoint.writers.tensor_plan import float32_plan
 from nbflow.quantization.importance import read_sums
 from nbflow.utils.atomic_write import check_output, replace_atomically
 from nbflow_kernels.errors import UsageError
@@ -39,7 +37,7 @@ Sums = Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
 ENDINGS = (".gguf", ".dat", ".safetensors")
 
 
-def write_inputs(
+def write_stats(
     out: str | os.PathLike[str],
     found: Sequence[ActivationStats],
     *,
@@ -49,35 +47,36 @@ def write_inputs(
     window: int = 0,
     force: bool = False,
 ) -> None:
-    """Write what `nbflow.calibration.collect` found.
+    """Write the statistics of `nbflow.calibration.collect_stats`.
 
     Parameters
     ----------
     out : path
-        Its ending says which kind of file; only ``.safetensors`` has room for second moments.
-    found : sequence of Inputs
+        The suffix selects the format; only ``.safetensors`` stores second moments.
+    found : sequence of ActivationStats
         The sums.
     names : mapping, optional
-        GGUF names -> ours (`nbflow.conversion.importance_names`), for ``.gguf`` and ``.dat``; ours
-        where there are none.
+        GGUF names -> ours (`nbflow.conversion.importance_names`), for ``.gguf`` and ``.dat``; by
+        default our names.
     text : str
-        Name of the text, for the record.
+        Name of the text, stored as metadata.
     n_windows, window : int
-        How many windows were read and how many tokens they had, for the record.
+        Number of windows and tokens per window, stored as metadata.
     force : bool
-        Whether `out` may be replaced.
+        Replace `out` if it exists.
 
     Raises
     ------
     UsageError
-        If the ending is another one, `out` exists, or has no room for what was found.
+        If the suffix is unknown, `out` exists, or its format cannot store second moments.
     """
     path = check_ending(out)
     if path.suffix == ".safetensors":
-        _write(path, force, lambda stream: _write_safetensors(stream, found))
+        with new_importance_file(path, force) as stream:
+            _write_safetensors(stream, found)
         return
     if any(inputs.sums.ndim == 2 for inputs in found):
-        raise UsageError(f"{path}: all second moments go into a .safetensors file only")
+        raise UsageError(f"{path}: only .safetensors files store second moments")
     sums = _by_matrix(found, names or {})
     _write_sums(path, sums, [text] if text else [], n_windows, window, force)
 
@@ -88,16 +87,16 @@ def merge(
     *,
     force: bool = False,
 ) -> Sums:
-    """Add up importance files of one model, each with the weight of its text, and write the sum.
+    """Merge importance files of one model, weighted by the length of their texts.
 
     Parameters
     ----------
     files : sequence of path
         All ``.gguf``, which count rows, or all ``.dat``, which count windows.
     out : path
-        File of the same kind.
+        File of the same format.
     force : bool
-        Whether `out` may be replaced.
+        Replace `out` if it exists.
 
     Returns
     -------
@@ -107,14 +106,14 @@ def merge(
     Raises
     ------
     UsageError
-        If the kinds differ or matrices of one name have different columns.
+        If the formats differ or matrices of one name have different columns.
     """
     path = check_ending(out)
     kinds = {Path(file).suffix for file in files} | {path.suffix}
     if len(files) < 1 or len(kinds) != 1 or ".safetensors" in kinds:
         raise UsageError(
-            "files to merge, and the new one, must be all .gguf or all .dat: one counts rows and "
-            f"the other windows; got {', '.join(sorted(kinds))}"
+            "input and output files must be all .gguf (counts of rows) or all .dat (counts of "
+            f"windows), got {', '.join(sorted(kinds))}"
         )
     total: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
     for file in files:
@@ -132,7 +131,7 @@ def merge(
 
 
 def check_ending(out: str | os.PathLike[str]) -> Path:
-    """Return the path of an importance file, or raise if its ending says no kind."""
+    """Return the path of an importance file, or raise for an unknown suffix."""
     path = Path(out)
     if path.suffix not in ENDINGS:
         raise UsageError(f"{path}: an importance file ends in {', '.join(ENDINGS)}")
@@ -140,30 +139,26 @@ def check_ending(out: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def new_inputs_file(path: Path, force: bool) -> Iterator[BinaryIO]:
-    """Open a new importance file, which gets its name at the end."""
+def new_importance_file(path: Path, force: bool) -> Iterator[BinaryIO]:
+    """Open a new importance file, renamed to `path` on success."""
     check_output(path, path.with_name(path.name + ".source"), force=force, may_hold=frozenset())
     with replace_atomically(path) as temporary, temporary.open("wb") as stream:
         yield stream
 
 
-def _write(path: Path, force: bool, fill: Any) -> None:
-    with new_inputs_file(path, force) as stream:
-        fill(stream)
-
-
 def _write_sums(
     path: Path, sums: Sums, texts: list[str], n_windows: int, window: int, force: bool
 ) -> None:
-    """Write one of llama.cpp's kinds."""
-    if path.suffix == ".gguf":
-        _write(path, force, lambda s: _write_gguf(s, sums, texts, n_windows, window))
-    else:
-        _write(path, force, lambda s: _write_dat(s, sums, texts, n_windows))
+    """Write one of llama.cpp's formats."""
+    with new_importance_file(path, force) as stream:
+        if path.suffix == ".gguf":
+            _write_gguf(stream, sums, texts, n_windows, window)
+        else:
+            _write_dat(stream, sums, texts, n_windows)
 
 
 def _by_matrix(found: Sequence[ActivationStats], names: Mapping[str, tuple[str, ...]]) -> Sums:
-    """Return sums under GGUF's names; experts of one tensor together."""
+    """Return sums under GGUF's names, with the experts of a tensor stacked."""
     of = {name: inputs for inputs in found for name in inputs.names}
     result: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
     taken: set[str] = set()
@@ -193,16 +188,16 @@ def _write_gguf(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int, wi
     }
     tensors = []
     for name, (squares, counts) in sums.items():
-        tensors.append(tensor(f"{name}.in_sum2", squares))
-        tensors.append(tensor(f"{name}.counts", counts[:, None]))
-    write_gguf(file, metadata, tensors, BEST)
+        tensors.append(float32_plan(f"{name}.in_sum2", squares))
+        tensors.append(float32_plan(f"{name}.counts", counts[:, None]))
+    write_gguf(file, metadata, tensors)
 
 
 def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> None:
     file.write(struct.pack("<i", len(sums)))
     for name, (squares, counts) in sums.items():
         text = name.encode()
-        # an expert that was never used says nothing: all of its columns count alike
+        # an expert without input: all columns get equal importance
         mean = np.where(counts[:, None] > 0, squares / np.maximum(counts[:, None], 1), 1.0)
         file.write(struct.pack("<i", len(text)) + text + struct.pack("<ii", n_windows, mean.size))
         file.write((mean * n_windows).astype("<f4").tobytes())
@@ -212,11 +207,5 @@ def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> 
 
 def _write_safetensors(file: BinaryIO, found: Sequence[ActivationStats]) -> None:
     used = [inputs for inputs in found if inputs.n_rows]
-    tensors = [tensor(",".join(i.names), i.sums / i.n_rows) for i in used]
-    write_safetensors(file, tensors, BEST)
-
-
-def tensor(name: str, values: NDArray[Any]) -> TensorPlan:
-    """Return a tensor of float32 that is written as it is."""
-    array = np.asarray(values, np.float32)
-    return TensorPlan(name, array.shape, "f32", "f32", (ArrayRows(array),))
+    tensors = [float32_plan(",".join(i.names), i.sums / i.n_rows) for i in used]
+    write_safetensors(file, tensors)

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nbflow.calibration.allocation import Allocation, Check, allocate, check_allocation
-from nbflow.calibration.allocation.divergence import Probe
+from nbflow.calibration.allocation import Allocation, AllocationReport, allocate, check_allocation
+from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError
 
@@ -75,10 +75,10 @@ class Chosen:
             name: getattr(arguments, name)
             for name in ("encoder", "importance", "act_order", "damping", "spec")
         }
-        self._probe: Probe | None = None
+        self._probe: DivergenceProbe | None = None
         if arguments.sensitivity == "kld" or arguments.check:
             probe = {"n_tokens": arguments.tokens, "spec": arguments.spec}
-            self._probe = Probe(arguments.model, arguments.text, **probe)
+            self._probe = DivergenceProbe(arguments.model, arguments.text, **probe)
         self.allocation: Allocation = allocate(
             arguments.model,
             arguments.bits_per_weight,
@@ -89,7 +89,7 @@ class Chosen:
             **self._options,
         )
 
-    def check(self) -> Check | None:
+    def check(self) -> AllocationReport | None:
         """Measure what the allocation promised, if that is asked for."""
         if not self._arguments.check or self._probe is None:
             return None
@@ -103,7 +103,7 @@ def _show(what: str, n_done: int, n: int) -> None:
         print(f"\r{what} [{n_done}/{n}]", end=end, file=sys.stderr, flush=True)
 
 
-def allocation_facts(allocation: Allocation, check: Check | None) -> dict[str, Any]:
+def allocation_facts(allocation: Allocation, check: AllocationReport | None) -> dict[str, Any]:
     """Return plain data for ``--json``."""
     facts: dict[str, Any] = {**allocation.facts, "n_weights": allocation.n_weights}
     facts["formats"] = allocation.formats
@@ -117,7 +117,7 @@ def allocation_facts(allocation: Allocation, check: Check | None) -> dict[str, A
     return facts
 
 
-def print_allocation(allocation: Allocation, check: Check | None) -> None:
+def print_allocation(allocation: Allocation, check: AllocationReport | None) -> None:
     """Print what was chosen, and what came of it."""
     counts: dict[str, int] = {}
     for format in allocation.formats.values():

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file that says a model's numbers."""
+"""GGUF metadata of a model's hyperparameters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
         "general.name": ((gguf.STRING,), spec.name),
         **{f"{arch}.{key}": _typed(value) for key, value in values.items()},
     }
-    ends = ("eos", "eot")  # two ids that end a sequence have a place
+    ends = ("eos", "eot")  # GGUF has keys for two EOS ids
     special = {"bos": spec.bos_token_id, **dict(zip(ends, spec.eos_token_ids, strict=False))}
     for name, value in special.items():
         if value is not None:
@@ -73,7 +73,7 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
 
 
 def _typed(value: Any) -> tuple[tuple[int, ...], Any]:
-    """Return a value with the type it is written as."""
+    """Return a value with its metadata type."""
     if isinstance(value, str):
         return (gguf.STRING,), value
     if isinstance(value, bool):
@@ -87,7 +87,7 @@ def _eps_key(spec: ModelSpec) -> str:
 
 
 def _scaling(spec: ModelSpec) -> dict[str, Any]:
-    """Return what is said of a scaling beside its tensors."""
+    """Return the metadata of RoPE scaling (its divisors are tensors)."""
     scaling = spec.rope.scaling
     if isinstance(scaling, LinearRopeScaling):
         return {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
@@ -131,7 +131,7 @@ def _experts(spec: ModelSpec, moe: MoeSpec, arch: str) -> dict[str, Any]:
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec) -> dict[str, Any]:
-    """Return what latent attention has; head sizes are those of the cache, with others beside."""
+    """Return the metadata of latent attention: head sizes of the cache and of the queries."""
     values = {
         "attention.key_length": spec.cached_dim,
         "attention.value_length": latent.kv_rank,

@@ -1,10 +1,9 @@
-"""How a model that is no GGUF file becomes one: names, order of rows, what lies in one tensor.
+"""Conversion to GGUF tensors: names, order of rows, fused tensors.
 
-The family of the GGUF file (``families/*_gguf.toml``) gives the names.  As llama.cpp's converter
-does, rows of rotary pairs are made neighbours where that family turns neighbours and the
-checkpoint's does not, what the family adds to norms is added here, and some matrices are joined.
-What the file will say is then read as `nbflow.spec.resolve` reads it, and compared with the model:
-what GGUF cannot say is refused, not lost.
+The GGUF family (``families/*_gguf.toml``) gives the names.  As llama.cpp's converter does, rows of
+rotary pairs are interleaved where only the GGUF family has interleaved pairs, norm offsets of the
+family are added, and some matrices are fused.  The new metadata is then read back as
+`nbflow.spec.resolve` reads it and compared with the model; values that differ raise an error.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.checkpoint.readers import gguf
 from nbflow.checkpoint.writers.gguf import Metadata
-from nbflow.conversion.encode_rows import ModelRows
-from nbflow.conversion.plan import FormatRules, TensorPlan
+from nbflow.conversion.format_rules import FormatRules
+from nbflow.conversion.plan import TensorConversion
+from nbflow.conversion.tensor_rows import ModelRows
 from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.family import Family, families, get_family
 from nbflow.spec.fields import FUSED
@@ -42,15 +42,15 @@ ARCHITECTURES = {
     "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
 }  # fmt: skip
-"""Families that can be written -> what llama.cpp calls the architecture."""
+"""Families that can be written -> llama.cpp's name of the architecture."""
 QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
-"""Architectures of which llama.cpp wants q, k and v in one tensor, one below the other."""
+"""Architectures with q, k and v concatenated in one tensor."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
     "transposed", "norm_offset", "gate_up_layout", "experts_transposed",
 )  # fmt: skip
-"""Fields that are compared by themselves, or not at all because they say how tensors are stored."""
-# GGUF says numbers as float32; a field may be made of two of them by a formula
+"""Fields compared separately, or not at all because they describe storage."""
+# GGUF stores float32; a field may be computed from two of them
 _TOLERANCE = 4 * 2.0**-23
 
 
@@ -68,34 +68,36 @@ def target_family(spec: ModelSpec) -> tuple[str, Family]:
 
 
 def plan_renamed(
-    spec: ModelSpec, file: WeightFile, family: Family, arch: str, choice: FormatRules
-) -> list[TensorPlan]:
-    """Return the tensors under the names of a GGUF family; experts lie in one tensor each."""
-    neighbours = _makes_neighbours(spec, family)
+    spec: ModelSpec, file: WeightFile, family: Family, arch: str, rules: FormatRules
+) -> list[TensorConversion]:
+    """Return the tensors under the names of a GGUF family; experts share a tensor."""
+    interleaved = _must_interleave(spec, family)
     offset = spec.norm_offset - family.structure.get("norm_offset", 0.0)
     held: dict[str, list[str]] = {}
     for ours in spec.tensor_shapes():
         held.setdefault(_name(ours, spec, family, arch), []).append(ours)
     tensors = []
     for name, unordered in held.items():
-        members = sorted(unordered, key=_place_in_tensor)
+        members = sorted(unordered, key=_position_in_tensor)
         first = members[0]
-        turns = neighbours and (".attn.q." in first or ".attn.k." in first)
+        interleaves = interleaved and (".attn.q." in first or ".attn.k." in first)
         group = 1
-        if turns:
+        if interleaves:
             group = spec.head_dim
         elif first.endswith("attn.k_b.weight"):  # read head by head
             group = spec.shape_of(first)[0] // spec.n_heads
         rows = tuple(
-            ModelRows(spec, file, ours, group, turns, offset if _is_norm_weight(ours) else 0.0)
+            ModelRows(
+                spec, file, ours, group, interleaves, offset if _is_norm_weight(ours) else 0.0
+            )
             for ours in members
         )
-        chosen = choice.of(name, [(ours, spec.shape_of(ours)) for ours in members])
+        chosen = rules.of(name, [(ours, spec.shape_of(ours)) for ours in members])
         dtype = rows[0].dtype
         shape = _shape(spec, members)
         format = chosen or _kept(dtype, shape, name)
-        tensors.append(TensorPlan(name, shape, dtype, format, rows, tuple(members)))
-    choice.check_rules()
+        tensors.append(TensorConversion(name, shape, format, dtype, rows, tuple(members)))
+    rules.check_rules()
     return tensors
 
 
@@ -103,8 +105,8 @@ def _is_norm_weight(ours: str) -> bool:
     return ours.endswith("norm.weight") or _is_of_head(ours.split("."))
 
 
-def _place_in_tensor(ours: str) -> int:
-    """Return which part of a tensor of several of ours comes first: q, k, v; gate, up; experts."""
+def _position_in_tensor(ours: str) -> int:
+    """Return the position of one of our tensors in a fused one: q, k, v; gate, up; experts."""
     parts = ours.split(".")
     if _is_of_expert(parts):
         return int(parts[3])
@@ -114,20 +116,20 @@ def _place_in_tensor(ours: str) -> int:
     return next((members.index(role) for members in FUSED.values() if role in members), 0)
 
 
-def _makes_neighbours(spec: ModelSpec, family: Family) -> bool:
-    """Return whether the rows of rotary pairs must be brought next to each other."""
+def _must_interleave(spec: ModelSpec, family: Family) -> bool:
+    """Return True if the rows of rotary pairs must be interleaved."""
     styles = spec.rope.style, family.structure.get("rope_style", "half")
     if not spec.rope.dim or styles[0] == styles[1]:
         return False
     if styles[0] == "interleaved":
-        raise UsageError(f"{spec.name}: the rotary pairs of {family.name} lie apart")
+        raise UsageError(f"{spec.name}: {family.name} cannot store interleaved rotary pairs")
     if spec.rope.dim != spec.head_dim:
-        raise UsageError(f"{spec.name}: only part of each head turns; {family.name} cannot say it")
+        raise UsageError(f"{spec.name}: {family.name} cannot store partial rotary embeddings")
     return True
 
 
 def _shape(spec: ModelSpec, members: list[str]) -> tuple[int, ...]:
-    """Return the shape of a tensor that holds some of ours: of experts or heads, or joined."""
+    """Return the shape of a tensor made of some of ours: experts, heads, or fused matrices."""
     shapes = [spec.shape_of(ours) for ours in members]
     parts = members[0].split(".")
     if _is_of_expert(parts) or _is_of_head(parts):
@@ -138,17 +140,17 @@ def _shape(spec: ModelSpec, members: list[str]) -> tuple[int, ...]:
 
 
 def _is_of_expert(parts: list[str]) -> bool:
-    """Return whether a name is that of one expert's matrix; biases are those of all."""
+    """Return True for the matrix of one expert; biases of experts share a tensor."""
     return parts[2:3] == ["moe"] and parts[-1] != "bias"
 
 
 def _is_of_head(parts: list[str]) -> bool:
-    """Return whether a name is that of the norm of one head's queries or keys."""
+    """Return True for the norm of one head's queries or keys."""
     return parts[3:4] in (["q_norm"], ["k_norm"]) and len(parts) == 6
 
 
 def _kept(dtype: str, shape: tuple[int, ...], name: str) -> str:
-    """Return the type of a tensor that is not converted: float32 of vectors, as GGML wants."""
+    """Return the type of a tensor that is not converted: float32 for vectors, as GGML requires."""
     if len(shape) < 2 or name.endswith((".bias", "_norm.weight")):
         return "f32"
     is_plain = dtype in ITEM_BYTES
@@ -156,7 +158,7 @@ def _kept(dtype: str, shape: tuple[int, ...], name: str) -> str:
 
 
 def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
-    """Return what a family calls one of our tensors, or the one that it becomes a part of."""
+    """Return a family's name of one of our tensors, or of the fused tensor it is part of."""
     parts = ours.split(".")
     layer = parts[1] if parts[0] == "layers" else ""
     if layer:
@@ -172,7 +174,7 @@ def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
     pattern = ".".join([*parts[:-1], "weight"])
     names = family.tensors.get(pattern) or _fused(role, family)
     own = family.tensors.get(".".join(parts))
-    if own and kind == "bias":  # a bias with a name of its own
+    if own and kind == "bias":  # a bias with its own name
         return own[0].replace("{i}", layer)
     if not names:
         raise UsageError(f"family {family.name!r} has no name for {ours}")
@@ -184,7 +186,7 @@ def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
 
 
 def _fused(role: str, family: Family) -> tuple[str, ...] | None:
-    """Return the name of the tensor in which a family has one of our matrices with others."""
+    """Return a family's name of the fused tensor with one of our matrices."""
     for fused, members in FUSED.items():
         if role in members:
             return family.tensors.get(f"layers.{{i}}.{fused}.weight")
@@ -192,9 +194,9 @@ def _fused(role: str, family: Family) -> tuple[str, ...] | None:
 
 
 def divisors_of(spec: ModelSpec) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the divisors of the rotary frequencies that GGUF has as tensors, float32 (D/2,).
+    """Return the divisors of rotary frequencies stored as GGUF tensors, float32 (D/2,).
 
-    Those of Llama 3.1 hold for all lengths, LongRoPE has some for short sequences and for long.
+    Llama 3.1 has one for all lengths, LongRoPE one for short and one for long sequences.
     """
     scaling, dim, theta = spec.rope.scaling, spec.rope.dim, spec.rope.theta
     if isinstance(scaling, LongRopeScaling):
@@ -212,7 +214,7 @@ def divisors_of(spec: ModelSpec) -> dict[str, np.ndarray[Any, Any]]:
 def check_reading(
     spec: ModelSpec, family: Family, metadata: Metadata, names: list[str], where: str
 ) -> None:
-    """Raise unless the new file will be read as the model that it was made of."""
+    """Raise unless the new file will be read as the same model."""
     read = build_spec(
         family,
         gguf.config_of({key: value for key, (_, value) in metadata.items()}),
@@ -230,13 +232,13 @@ def check_reading(
     for key, value in wanted.items():
         if not _is_close(value, found[key]):
             raise UsageError(
-                f"{where}: GGUF files of {family.name} cannot say {key} = {value!r}: it would be "
+                f"{where}: GGUF files of {family.name} cannot store {key} = {value!r}: it would be "
                 f"read as {found[key]!r}; write safetensors (a folder as OUT)"
             )
 
 
 def _comparable(spec: ModelSpec) -> dict[str, Any]:
-    """Return what must be the same."""
+    """Return the values that must be equal."""
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
     facts = {key: value for key, value in fields.items() if key not in _MAY_DIFFER}
     facts |= {"rope.theta": spec.rope.theta, "rope.dim": spec.rope.dim}
@@ -250,7 +252,7 @@ def _comparable(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _angles(rope: RopeSpec, max_context: int) -> list[float]:
-    """Return the frequencies and the factors on cosines, for short and for long sequences."""
+    """Return rotary frequencies and cosine factors, for short and long sequences."""
     if rope.scaling is None or not rope.dim:
         return [rope.theta]
     short, factor = rope.scaling.frequencies(rope.dim, rope.theta, 1)
@@ -258,12 +260,12 @@ def _angles(rope: RopeSpec, max_context: int) -> list[float]:
     plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
     factors = factor, long_factor, rope.scaling.softmax_factor
     if factors == (1.0, 1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
-        return [rope.theta]  # a dynamic scaling within the context that the model was trained for
+        return [rope.theta]  # dynamic scaling within the trained context
     return [rope.theta, *factors, *short.tolist(), *longest.tolist()]
 
 
 def _is_close(wanted: Any, found: Any) -> bool:
-    """Return whether two values are the same but for the rounding to float32."""
+    """Return True if two values are equal up to float32 rounding."""
     if isinstance(wanted, float) and isinstance(found, float):
         return math.isclose(wanted, found, rel_tol=_TOLERANCE)
     if isinstance(wanted, list) and isinstance(found, list):

@@ -1,8 +1,8 @@
-"""A byte-level BPE ``tokenizer.json`` as the vocabulary of a GGUF file.
+"""Vocabulary of a GGUF file from a byte-level BPE ``tokenizer.json``.
 
-Written are tokenizers that cut text as GPT-2 or as one pattern does that a pre-tokenizer of
-llama.cpp has (`nbflow.tokenization.pre_tokenizers`).  For any other the file gets no vocabulary,
-and a note says so; ``--tokenizer`` names the tokenizer's own file when the model is run.
+Supports tokenizers with the pre-tokenizer of GPT-2 or one of llama.cpp's patterns
+(`nbflow.tokenization.pre_tokenizers`).  Otherwise the file gets no vocabulary, and a note says so;
+``--tokenizer`` names the tokenizer's own file when the model is run.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from nbflow_kernels.errors import MissingExtraError, UsageError
 
 _UNUSED = 5
 _PREFERRED = ("gpt-2", "qwen2", "llama-bpe")
-"""Names that stand for a pattern that several have."""
+"""Names preferred for a pattern that several pre-tokenizers share."""
 
 Entries = dict[str, Any]
 
 
 class _NotWritableError(Exception):
-    """Why a tokenizer has no place in a GGUF file."""
+    """The reason why GGUF cannot store a tokenizer."""
 
 
 def vocabulary(path: Path | None, n_tokens: int) -> tuple[Entries, list[str]]:
-    """Return the metadata of a tokenizer, or that there is none and notes why.
+    """Return the metadata of a tokenizer, or of none with a note that says why.
 
     Parameters
     ----------
     path : Path or None
         The model's tokenizer file.
     n_tokens : int
-        Rows of the embedding; ids without a token are filled up.
+        Rows of the embedding; ids without a token get padding tokens.
     """
     try:
         if path is None:
@@ -104,7 +104,7 @@ def _pre_name(pre: Any, ignore_merges: bool) -> str:
 
 
 def _adds_bos(post: Any) -> bool:
-    """Return whether a token is put before a text; what is put behind has no place here."""
+    """Return True if BOS is prepended to a text; GGUF cannot store other templates."""
     steps = post.get("processors", [post]) if isinstance(post, dict) else []
     before = False
     for step in steps:

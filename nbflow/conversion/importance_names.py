@@ -1,4 +1,4 @@
-"""What a GGUF file calls our matrices, so that importances go from one program to another."""
+"""GGUF names of our matrices, to exchange importance files with llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.readers import gguf
+from nbflow.conversion.format_rules import FormatRules
 from nbflow.conversion.gguf_names import ARCHITECTURES, plan_renamed, target_family
-from nbflow.conversion.plan import FormatRules, plan_as_stored
+from nbflow.conversion.plan import plan_as_stored
 from nbflow.quantization.importance import read_importance
 from nbflow.spec import resolve
 from nbflow.spec.resolve import ResolvedModel
 
 
 def gguf_names(resolved: ResolvedModel, file: WeightFile) -> dict[str, tuple[str, ...]]:
-    """Return names of a model's GGUF file -> our names of what each tensor holds, in order.
+    """Return names in a model's GGUF file -> our names of the parts of each tensor, in order.
 
     Empty for families that cannot be written as GGUF.
     """
@@ -32,7 +33,7 @@ def gguf_names(resolved: ResolvedModel, file: WeightFile) -> dict[str, tuple[str
 
 
 def gguf_names_of(model: str, spec: str | None = None) -> dict[str, tuple[str, ...]]:
-    """Do `gguf_names` for what `nbflow.load` takes."""
+    """Return `gguf_names` of a model given as for `nbflow.load`."""
     resolved = resolve(model, spec=spec)
     with open_weights(resolved.path) as file:
         return gguf_names(resolved, file)
@@ -41,7 +42,7 @@ def gguf_names_of(model: str, spec: str | None = None) -> dict[str, tuple[str, .
 def with_our_names(
     importance: Mapping[str, np.ndarray], names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, np.ndarray]:
-    """Return importances under GGUF's names and ours; those of experts one by one."""
+    """Return importance under GGUF's names and ours, separated by expert."""
     found = dict(importance)
     for name, ours in names.items():
         if name not in importance:
@@ -53,12 +54,12 @@ def with_our_names(
     return found
 
 
-def known_inputs(
+def load_importance(
     importance: str | os.PathLike[str] | Mapping[str, np.ndarray] | None,
     resolved: ResolvedModel,
     file: WeightFile,
 ) -> dict[str, np.ndarray] | None:
-    """Return importances, of a file or as they are, under the names they have and ours."""
+    """Return importance, read from a file if need be, under its names and ours."""
     if importance is None:
         return None
     if isinstance(importance, str | os.PathLike):

@@ -1,124 +1,59 @@
-"""What is written: every tensor of the new file, its format and where its rows come from."""
+"""Plan of a conversion: each tensor of the new file, its format and the source of its rows."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
-from nbflow.checkpoint.weight_file import tensor_bytes
-from nbflow.conversion.encode_rows import Rows, Statistics, StoredRows, write_rows
-from nbflow.quantization.encoding import QuantizerOptions
-from nbflow.quantization.policy import Weights, weight_formats
+from nbflow.checkpoint.writers.tensor_plan import TensorHeader, TensorPlan
+from nbflow.conversion.format_rules import FormatRules
+from nbflow.conversion.tensor_rows import Rows, Statistics, StoredRows, row_chunks
+from nbflow.quantization.importance import Importance, first_names
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
-class TensorPlan:
-    """One tensor of the file that is written."""
+class TensorConversion(TensorHeader):
+    """A tensor of the new file and its sources."""
 
-    name: str
-    """Its name there."""
-    shape: tuple[int, ...]
-    """Its shape, rows first."""
     stored: str
-    """How the checkpoint stores it."""
-    format: str
-    """How it is written: a plain type or a block format."""
-    parts: tuple[Rows, ...]
-    """Where its rows come from, in order."""
+    """Stored format in the checkpoint."""
+    sources: tuple[Rows, ...]
+    """Sources of its rows, in order."""
     ours: tuple[str, ...] = ()
-    """What we call what it holds."""
+    """Our names of its parts."""
     importance: np.ndarray | None = field(default=None, compare=False)
-    """How much each column counts, float32 (1 or parts, columns), or second moments of the columns,
+    """Error weights of the columns, float32 (1 or parts, columns), or second moments of the inputs,
     (1 or parts, columns, columns)."""
 
     @property
-    def n_bytes(self) -> int:
-        """Bytes it takes in the file."""
-        return tensor_bytes(self.format, self.shape, f"tensor {self.name}")
-
-    @property
-    def is_twice(self) -> bool:
-        """Whether it was in blocks and gets into others, which loses twice."""
+    def is_requantized(self) -> bool:
+        """True if stored blocks become other blocks, which loses precision twice."""
         return self.stored not in ITEM_BYTES and self.format != self.stored
 
-    def weighed(self, importance: np.ndarray) -> TensorPlan:
-        """Return it with importances of its columns."""
+    def with_importance(self, importance: np.ndarray) -> TensorConversion:
+        """Return the conversion with importance of the columns."""
         return dataclasses.replace(self, importance=importance)
 
-    def pieces(self, encoding: QuantizerOptions) -> Iterator[bytes | memoryview]:
-        """Yield its bytes."""
+    def plan(self, options: QuantizerOptions) -> TensorPlan:
+        """Return the tensor to be written."""
+        return TensorPlan(self.name, self.shape, self.format, partial(self._chunks, options))
+
+    def _chunks(self, options: QuantizerOptions) -> Iterator[bytes | memoryview]:
         known: list[Statistics] = [] if self.importance is None else list(self.importance)
-        for i, rows in enumerate(self.parts):
+        for i, rows in enumerate(self.sources):
             own = known[i if len(known) > 1 else 0] if known else None
-            yield from write_rows(rows, self.format, self.name, encoding, own)
-
-
-class FormatRules:
-    """Which format each matrix gets: the first rule that matches, else the policy.
-
-    Parameters
-    ----------
-    to : str, path or WeightFormats
-        The format of the matrices that `nbflow.quantization.policy` names, or a policy file.
-    rules : sequence of str
-        ``PATTERN=FORMAT`` each; a shell pattern for names of the new file or for our names.
-    """
-
-    def __init__(self, to: Weights, rules: Iterable[str] = ()) -> None:
-        formats = weight_formats(to)
-        assert formats is not None
-        self.formats = formats
-        self.to = formats.patterns[0][1] if formats.facts is None else ""
-        self.rules = [_parse_rule(rule) for rule in rules]
-        self._unused = {text: None for text, _, _ in self.rules}
-
-    def of(self, name: str, ours: Sequence[tuple[str, tuple[int, ...]]]) -> str | None:
-        """Return the format of a tensor, or None to keep what it is.
-
-        `ours` are our names and shapes of what it holds; vectors are never converted.
-        """
-        if not ours or any(len(s) < 2 or own.endswith(".bias") for own, s in ours):
-            return None
-        for text, pattern, format in self.rules:
-            if any(fnmatchcase(n, pattern) for n in (name, *(own for own, _ in ours))):
-                self._unused.pop(text, None)
-                return format
-        chosen = {self.formats.of(own, shape) for own, shape in ours}
-        if self.to:  # one for all; a tensor that also holds what is kept is kept
-            return None if None in chosen else self.to
-        if len(chosen) > 1:
-            found = ", ".join(f"{own} {self.formats.of(own, shape)}" for own, shape in ours)
-            raise UsageError(
-                f"tensor {name} holds matrices that the policy gives different formats ({found}); "
-                "give them one"
-            )
-        return chosen.pop()
-
-    def check_rules(self) -> None:
-        """Raise if a rule was never the first to match."""
-        if self._unused:
-            raise UsageError(
-                f"rule {next(iter(self._unused))!r} is for no matrix that an earlier rule has not "
-                "taken; rules match names like layers.0.attn.q.weight, or those that --dry-run "
-                "prints, and vectors stay as they are"
-            )
-
-
-def _parse_rule(text: str) -> tuple[str, str, str]:
-    """Return a rule, its pattern and its format."""
-    pattern, equals, format = text.rpartition("=")
-    if not equals or not pattern:
-        raise UsageError(f"a rule must be PATTERN=FORMAT, e.g. '*down*=q6_k', got {text!r}")
-    return text, pattern, nk.FORMATS[format].name
+            yield from row_chunks(rows, self.format, self.name, options, own)
 
 
 def all_tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
@@ -128,39 +63,40 @@ def all_tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
 
 
 def plan_as_stored(
-    spec: ModelSpec, file: WeightFile, choice: FormatRules, *, blocks: bool = True
-) -> list[TensorPlan]:
+    spec: ModelSpec, file: WeightFile, rules: FormatRules, *, blocks: bool = True
+) -> list[TensorConversion]:
     """Return the tensors under the checkpoint's own names, in its order.
 
-    Without `blocks` it is not checked whether they can be written so, nor that every rule is used.
+    Without `blocks`, whole blocks and unused rules are not checked.
     """
-    held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    turned = set()
+    parts_of: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    transposed = set()
     for part, ours in all_tensors(spec):
-        place = part.tensor_layout(ours)
-        held.setdefault(place.name, []).append((ours, part.shape_of(ours)))
-        if place.transposed:
-            turned.add(place.name)
+        layout = part.tensor_layout(ours)
+        parts_of.setdefault(layout.name, []).append((ours, part.shape_of(ours)))
+        if layout.transposed:
+            transposed.add(layout.name)
     tensors = []
     for name in file.names():
-        chosen = choice.of(name, held.get(name, []))
-        if blocks and chosen is not None and name in turned and nk.FORMATS[chosen].block_size > 1:
+        chosen = rules.of(name, parts_of.get(name, []))
+        in_blocks = chosen is not None and nk.FORMATS[chosen].block_size > 1
+        if blocks and in_blocks and name in transposed:
             raise UsageError(
                 f"tensor {name} is stored as (in, out), but blocks lie along the inputs; "
                 "checkpoints of this family cannot be written in blocks, load them with weights="
             )
         dtype = file.dtype(name)
         rows = StoredRows(file, name)
-        own_names = tuple(own for own, _ in held.get(name, []))
+        own_names = tuple(own for own, _ in parts_of.get(name, []))
         format = chosen or dtype
-        tensors.append(TensorPlan(name, file.shape(name), dtype, format, (rows,), own_names))
+        tensors.append(TensorConversion(name, file.shape(name), format, dtype, (rows,), own_names))
     if blocks:
-        choice.check_rules()
+        rules.check_rules()
         check_blocks(tensors)
     return tensors
 
 
-def check_blocks(tensors: Sequence[TensorPlan]) -> None:
+def check_blocks(tensors: Sequence[TensorHeader]) -> None:
     """Raise unless the rows of every tensor are whole blocks of its format."""
     sizes: Mapping[str, int] = {name: nk.FORMATS[name].block_size for name in nk.FORMATS}
     wrong = [t for t in tensors if t.shape and t.shape[-1] % sizes.get(t.format, 1)]
@@ -172,3 +108,66 @@ def check_blocks(tensors: Sequence[TensorPlan]) -> None:
             "choose another format, or give them one with a rule, e.g. "
             f"'{first.name}=f16'"
         )
+
+
+def attach_importance(
+    tensors: Sequence[TensorConversion], importance: Importance | None
+) -> tuple[list[TensorConversion], list[str]]:
+    """Attach importance to the tensors to be converted; return notes too.
+
+    Raises
+    ------
+    UsageError
+        If no tensor to be converted has importance, or a vector has the wrong length.
+    """
+    if importance is None:
+        return list(tensors), []
+    result, missing = [], []
+    for tensor in tensors:
+        if tensor.format == tensor.stored or len(tensor.shape) < 2:
+            result.append(tensor)
+            continue
+        found = _found(tensor, importance)
+        if found is None:
+            missing.append(tensor.name)
+            result.append(tensor)
+        else:
+            result.append(tensor.with_importance(_checked(tensor, *found)))
+    n_converted = sum(t.format != t.stored and len(t.shape) > 1 for t in tensors)
+    if len(missing) == n_converted:
+        raise UsageError(
+            f"there are importances for {first_names(importance)}, but for none of the matrices "
+            f"that are converted, {first_names(missing)}"
+        )
+    if not missing:
+        return result, []
+    return result, [f"{len(missing)} matrices have no importances: {first_names(missing)}"]
+
+
+def _found(tensor: TensorConversion, importance: Importance) -> tuple[str, Any] | None:
+    """Return the name and the array of importance that belongs to a tensor, or None."""
+    if tensor.name in importance:
+        return tensor.name, importance[tensor.name]
+    ours = [name for name in tensor.ours if name in importance]
+    arrays = [np.asarray(importance[name]) for name in ours]
+    if not ours:
+        return None
+    if len(ours) == len(tensor.sources) and len({a.shape for a in arrays}) == 1:
+        return ours[0], arrays[0] if len(ours) == 1 else np.stack(arrays)  # one array per part
+    return ours[0], arrays[0]
+
+
+def _checked(tensor: TensorConversion, name: str, vector: Any) -> np.ndarray:
+    """Return the importance of a tensor's parts, (1 or parts, K), or (1 or parts, K, K)."""
+    K, n = tensor.shape[-1], len(tensor.sources)
+    array = np.asarray(vector, np.float32)
+    if n > 1 and array.shape == (n * K,):  # the older form concatenates experts
+        array = array.reshape(n, K)
+    if array.shape in ((K,), (n, K)):
+        return array.reshape(-1, K)
+    if array.shape in ((K, K), (n, K, K)):  # second moments
+        return array.reshape(-1, K, K)
+    raise UsageError(
+        f"importances of {name} must have shape ({K},), the columns of {tensor.name}, "
+        f"or ({n}, {K}), or be second moments ({K}, {K}), got {array.shape}"
+    )

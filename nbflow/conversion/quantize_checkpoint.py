@@ -1,4 +1,4 @@
-"""`quantize_checkpoint`: from a model to a new checkpoint in a weight format."""
+"""Quantize a model's checkpoint to a new file or folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from nbflow.checkpoint.hub import AUXILIARY_FILES
 from nbflow.checkpoint.quantization_config import CONFIG_KEYS
 from nbflow.checkpoint.writers.gguf import write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
+from nbflow.checkpoint.writers.tensor_plan import TensorPlan
+from nbflow.conversion.format_rules import FormatRules
 from nbflow.conversion.gguf import plan_gguf
-from nbflow.conversion.importance_names import known_inputs
-from nbflow.conversion.plan import FormatRules, TensorPlan, plan_as_stored
-from nbflow.quantization.importance import Importance, weigh
+from nbflow.conversion.importance_names import load_importance
+from nbflow.conversion.plan import TensorConversion, attach_importance, plan_as_stored
+from nbflow.quantization.importance import Importance
 from nbflow.quantization.policy import WeightFormats
-from nbflow.quantization.transforms import Prepared, check_encoder, prepare
+from nbflow.quantization.transforms import Prepared, parse_quantizer, prepare
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.utils.atomic_write import (
@@ -37,16 +39,16 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """What was written, or with ``dry_run`` would be."""
+    """The new checkpoint, or with ``dry_run`` its plan."""
 
     path: Path
     """The file or the folder."""
     format: str
     """Its file format: safetensors or gguf."""
-    tensors: tuple[TensorPlan, ...]
+    tensors: tuple[TensorConversion, ...]
     """Its tensors, in order."""
     notes: tuple[str, ...] = field(default=())
-    """What the user should know: what could not be taken along."""
+    """Notes for the user, e.g. on data that could not be converted."""
 
     @property
     def n_bytes(self) -> int:
@@ -70,42 +72,41 @@ def quantize_checkpoint(
 ) -> WrittenCheckpoint:
     """Write a model's checkpoint with its matrices in a weight format.
 
-    The tensors are read, converted and written some rows at a time.  The new file or folder gets
-    its name when it is complete; before, it has a temporary one beside it.
+    Tensors are read, quantized and written in chunks of rows, to a temporary name in the same
+    folder; the complete file or folder is then renamed.
 
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        As for `nbflow.load`.
     out : str or path
         A ``.gguf`` file, a ``.safetensors`` file, or a folder, which gets ``model.safetensors`` and
         the configuration and tokenizer files.
     to : str, path or WeightFormats
         Format of the matrices of attention and feed-forward (`nbflow.quantization.policy`): a name
-        of `nbflow_kernels.FORMATS`, or a policy file (``.toml``).  GGUF takes GGML's types and f32,
-        f16, bf16.
+        of `nbflow_kernels.FORMATS`, or a policy file (``.toml``).  GGUF supports GGML's types and
+        f32, f16, bf16.
     rules : iterable of str
-        ``PATTERN=FORMAT``: the first whose shell pattern matches a matrix's name decides on it.
+        ``PATTERN=FORMAT``: the first rule whose shell pattern matches a matrix's name decides.
         Names are those of the new file, or ours, ``layers.0.attn.q.weight``.
     spec : path, optional
         A spec file, as for `nbflow.load`.
     encoder : str
-        How matrices are put into their formats, as for `nbflow.load`.  "gptq" needs second moments
-        as `importance`, for every matrix that is put into blocks.  "outliers" keeps weights for
-        which files have no place.
+        Quantizer of the matrices, as for `nbflow.load`.  "gptq" needs second moments as
+        `importance` for every matrix in a block format.  "outliers" is not supported, as no file
+        format can store outliers.
     importance : path or mapping, optional
-        How much the squared error of each column counts: a file of llama.cpp's ``imatrix``,
-        safetensors, or name -> array (K,) or (experts, K); see
-        `nbflow.quantization.importance.read_importance`.  Names are those of the new file, of the
-        model's GGUF file, or ours.
+        Error weights of the columns: a file of llama.cpp's ``imatrix``, safetensors, or name ->
+        array (K,) or (experts, K); see `nbflow.quantization.importance.read_importance`.  Names
+        are those of the new file, of the model's GGUF file, or ours.
     act_order : bool
-        Whether GPTQ takes the columns with the largest inputs first.
+        Let GPTQ process the columns with the largest inputs first.
     damping : float
-        What GPTQ adds to the diagonal of second moments, in units of its mean.
+        Added to the diagonal of second moments by GPTQ, relative to the mean of the diagonal.
     force : bool
-        Whether `out` may be replaced.
+        Replace `out` if it exists.
     dry_run : bool
-        Only return what would be written.
+        Return the plan without writing.
 
     Returns
     -------
@@ -114,9 +115,9 @@ def quantize_checkpoint(
     Raises
     ------
     UsageError
-        If a name is unknown, a rule is for no matrix, rows are no whole blocks, a value is not
+        If a name is unknown, a rule matches no matrix, rows are not whole blocks, a value is not
         finite or too large (the message names the tensor), `importance` is for other matrices,
-        `out` exists, or the new file could not say what the model computes.
+        `out` exists, or the new file cannot express the model.
 
     Examples
     --------
@@ -127,41 +128,42 @@ def quantize_checkpoint(
     ...         weights.dtype("model.layers.0.self_attn.q_proj.weight")
     'q4_b32t1a'
     """
-    if "outliers" in check_encoder(encoder)[1]:
+    if "outliers" in parse_quantizer(encoder)[1]:
         raise UsageError(
-            "encoder 'outliers' keeps weights beside the blocks, for which files have no place; "
-            "nbflow.load(..., encoder='outliers') and sweeps do it"
+            "encoder 'outliers' stores weights outside of blocks, which no file format supports; "
+            "use nbflow.load(..., encoder='outliers')"
         )
-    choice = FormatRules(to, rules)
+    format_rules = FormatRules(to, rules)
     resolved = resolve(model, spec=spec)
     path = Path(out)
-    if not choice.to:
-        choice.formats.check_used(resolved.spec.tensor_shapes(), str(path))
+    if not format_rules.to:
+        format_rules.formats.check_used(resolved.spec.tensor_shapes(), str(path))
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        known: Importance | None = known_inputs(importance, resolved, file)
+        known: Importance | None = load_importance(importance, resolved, file)
         planned = plan_as_stored(resolved.spec, file, FormatRules(to, rules), blocks=False)
         formats = {own: t.format for t in planned if t.format != t.stored for own in t.ours}
         prepared = prepare(
             resolved.spec, file, formats.get, encoder, known, act_order=act_order, damping=damping
         )
-        if prepared.foldings:  # what is known about the inputs is so no longer under other names
-            known = {**prepared.encoding.importance} or None
+        if prepared.transforms:  # statistics under other names no longer hold
+            known = {**prepared.quantizer.importance} or None
         resolved = dataclasses.replace(resolved, spec=prepared.spec)
         write = _write_gguf if path.suffix == ".gguf" else _write_safetensors
-        task = _Task(resolved, prepared.opened(file), path, choice, prepared, known, force, dry_run)
+        source = prepared.apply_to(file)
+        task = _Task(resolved, source, path, format_rules, prepared, known, force, dry_run)
         done = write(task)
     return dataclasses.replace(done, notes=(*done.notes, *prepared.notes))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What is to be written."""
+    """Arguments of the writers."""
 
     resolved: ResolvedModel
     file: WeightFile
     out: Path
-    choice: FormatRules
+    rules: FormatRules
     prepared: Prepared
     importance: Importance | None
     force: bool
@@ -171,59 +173,63 @@ class _Task:
 def _write_gguf(task: _Task) -> WrittenCheckpoint:
     """Write one GGUF file."""
     out = task.out
-    metadata, tensors, notes = plan_gguf(task.resolved, task.file, task.choice, str(out))
-    tensors, more = weigh(tensors, task.importance)
-    notes += [*more, *twice_note(tensors)]
+    metadata, tensors, notes = plan_gguf(task.resolved, task.file, task.rules, str(out))
+    tensors, more = attach_importance(tensors, task.importance)
+    notes += [*more, *requantized_note(tensors)]
     _check_output(task)
     if not task.dry_run:
         with replace_atomically(out) as temporary, temporary.open("wb") as stream:
-            write_gguf(stream, metadata, tensors, task.prepared.encoding)
+            write_gguf(stream, metadata, _plans(task, tensors))
     return WrittenCheckpoint(out, "gguf", tuple(tensors), tuple(notes))
 
 
+def _plans(task: _Task, tensors: Iterable[TensorConversion]) -> list[TensorPlan]:
+    return [tensor.plan(task.prepared.quantizer) for tensor in tensors]
+
+
 def _check_output(task: _Task, may_hold: frozenset[str] = frozenset()) -> None:
-    """Raise if the output must not be written; it must be none of the files that are read."""
+    """Raise if the output must not be written, or is one of the files to be read."""
     for original in {task.resolved.path, *task.file.files()}:
         check_output(task.out, original, force=task.force or task.dry_run, may_hold=may_hold)
 
 
 def _write_safetensors(task: _Task) -> WrittenCheckpoint:
-    """Write one file, or a folder with everything that goes with it."""
+    """Write one file, or a folder with configuration and tokenizer."""
     resolved, file, out = task.resolved, task.file, task.out
     if file.format not in ("safetensors", "pickle"):
         raise UsageError(
-            f"{out}: a {file.format} file holds the model's configuration itself, and safetensors "
-            "has no place for it; write a .gguf file"
+            f"{out}: a {file.format} file includes the model's configuration, which safetensors "
+            "cannot store; write a .gguf file"
         )
-    tensors, notes = weigh(plan_as_stored(resolved.spec, file, task.choice), task.importance)
+    planned = plan_as_stored(resolved.spec, file, task.rules)
+    tensors, notes = attach_importance(planned, task.importance)
     source = resolved.path if resolved.path.is_dir() else resolved.path.parent
-    beside = [source / name for name in AUXILIARY_FILES if (source / name).is_file()]
+    companions = [source / name for name in AUXILIARY_FILES if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
     unties = resolved.spec != task.prepared.before[0] if task.prepared.before else False
     notes += _notes(tensors, out, is_file)
     if is_file and unties:
-        notes.append("config.json beside the file must say tie_word_embeddings = false")
+        notes.append("config.json in the same folder must say tie_word_embeddings = false")
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
     may_hold = frozenset() if is_file else frozenset({*AUXILIARY_FILES, _WEIGHTS})
     _check_output(task, may_hold)
     if task.dry_run:
         return done
-    encoding = task.prepared.encoding
     if is_file:
         with replace_atomically(out) as temporary, temporary.open("wb") as stream:
-            write_safetensors(stream, tensors, encoding)
+            write_safetensors(stream, _plans(task, tensors))
         return done
     with replace_folder_atomically(out) as folder:
-        for original in beside:
+        for original in companions:
             shutil.copyfile(original, folder / original.name)
         _change_config(folder / "config.json", unties)
         with (folder / _WEIGHTS).open("wb") as stream:
-            write_safetensors(stream, tensors, encoding)
+            write_safetensors(stream, _plans(task, tensors))
     return done
 
 
 def _change_config(path: Path, unties: bool) -> None:
-    """Say in a config.json what is other than in the original: a head, FP8 no longer."""
+    """Update a config.json: untied head, no quantization entries."""
     old = read_object(path, missing_ok=True)
     if old is None:
         return
@@ -234,15 +240,15 @@ def _change_config(path: Path, unties: bool) -> None:
         path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
 
 
-def _notes(tensors: list[TensorPlan], out: Path, is_file: bool) -> list[str]:
-    """Return what the user should know about a safetensors file."""
-    notes = twice_note(tensors)
+def _notes(tensors: list[TensorConversion], out: Path, is_file: bool) -> list[str]:
+    """Return notes for the user about a safetensors file."""
+    notes = requantized_note(tensors)
     if is_file and not (out.parent / "config.json").is_file():
-        notes.append("config.json must lie beside the file for it to be loaded")
+        notes.append("loading the file requires config.json in the same folder")
     return notes
 
 
-def twice_note(tensors: Iterable[TensorPlan]) -> list[str]:
-    """Return a note on tensors that lose precision a second time, if there are any."""
-    n = sum(tensor.is_twice for tensor in tensors)
+def requantized_note(tensors: Iterable[TensorConversion]) -> list[str]:
+    """Return a note on tensors that lose precision a second time, if any."""
+    n = sum(tensor.is_requantized for tensor in tensors)
     return [f"{n} tensors were in blocks before and lose precision a second time"] if n else []

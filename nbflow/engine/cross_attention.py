@@ -19,8 +19,8 @@ from nbflow.executor import Device, WeightLoader, make_executor, make_step
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.options import OffloadConfig
 from nbflow.program import build_cross_kv, fuse, partition
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 
 

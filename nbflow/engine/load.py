@@ -12,7 +12,7 @@ from typing import Any, cast
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.weight_file import ITEM_BYTES
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
 from nbflow.distributed.cpu_threads import fair_threads
 from nbflow.distributed.device import find_devices, is_host, split_host_layers
@@ -25,8 +25,8 @@ from nbflow.executor import Device
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, weight_formats
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.quantization.transforms import Prepared, no_format, prepare
 from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -116,7 +116,7 @@ def load(
     of_ranks: dict[str, Any] = {
         "spec": the_spec,
         "weights": formats,
-        "encoding": prepared.encoding,
+        "encoding": prepared.quantizer,
         "activations": given.activations,
         "kv": given.kv,
         "threads": threads,
@@ -175,7 +175,7 @@ def _prepare(
     with open_weights(resolved.path) as file:
         check(spec, file)
         importance = cast(Any, given.importance)
-        known = known_inputs(importance, resolved, file)
+        known = load_importance(importance, resolved, file)
 
         def format_of(name: str) -> str | None:
             return formats.of(name, spec.shape_of(name))
@@ -230,7 +230,7 @@ def _start(
         links = make_device_comms(mine, plan, groups, place)
         engine, failure = None, None
         try:
-            with open_weights(path) as stored, prepared.opened(stored) as file:
+            with open_weights(path) as stored, prepared.apply_to(stored) as file:
                 check(options["spec"], file)
                 engine = Worker(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:

@@ -37,8 +37,8 @@ from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.program.read_operand import operand_bytes
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.sampling.strategy import no_distribution
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.rank_status import WAITING, WORKING, status

@@ -25,8 +25,8 @@ from nbflow.program.read_operand import (
     read_quantized_operand,
 )
 from nbflow.program.records import Op, Operand, Program
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import Weights, weight_formats
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.utils.rank_status import status
 from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 
@@ -265,7 +265,7 @@ class WeightLoader:
         whole = operand.columns is not None and self._encoding.needs_whole_rows
         read = replace(operand, columns=None) if whole else operand
         rows = self._read(read).astype(np.float32, copy=False)
-        found = self._encoding.encode(
+        found = self._encoding.quantize_matrix(
             operand.name, rows, format, columns=read.columns, outlier_range=limits
         )
         return found.columns(*operand.columns) if whole and operand.columns is not None else found

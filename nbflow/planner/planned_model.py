@@ -17,7 +17,7 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
-from nbflow.quantization.transforms import folded_spec, no_format
+from nbflow.quantization.transforms import no_format, transformed_spec
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.family import family_of
 from nbflow.spec.from_config import build_spec
@@ -139,7 +139,7 @@ class PlannedModel:
 
     def encoded_by(self, encoder: str) -> PlannedModel:
         """Return the model as the option `encoder` of `nbflow.load` changes it (untied head)."""
-        spec = folded_spec(self.spec, encoder)
+        spec = transformed_spec(self.spec, encoder)
         if encoder != "best" and self.formats is None:
             raise no_format(encoder)
         stored = dict(self.stored)

@@ -1,12 +1,12 @@
-"""Which tensors a weight format applies to, and which format each of them gets.
+"""Weight format policy: the tensors that are quantized, and the format of each.
 
-The matrices of attention and feed-forward are stored in the chosen format; norms, biases, the
-routers of experts, the token embedding and the head keep what the checkpoint stores, as Inferflow,
-GPTQ and AWQ do.  So do the matrices of each head of latent attention (attn.k_b, attn.v_b): a head's
-columns are no whole blocks of many formats, and they are less than half a percent of such a model.
+The weight format applies to the matrices of attention and feed-forward; norms, biases, expert
+routers, the token embedding and the head keep their stored format, as in Inferflow, GPTQ and AWQ.
+So do the per-head matrices of latent attention (attn.k_b, attn.v_b): the columns of a head are not
+whole blocks of many formats, and these matrices are less than half a percent of such a model.
 
 A policy file (TOML) gives matrices different formats.  Patterns are shell patterns for our names;
-the first that matches decides, and what none matches keeps what the checkpoint stores::
+the first match decides, and matrices without a match keep their stored format::
 
     [formats]
     "layers.0.*" = "q8"
@@ -31,17 +31,17 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 
 ENDING = ".toml"
-"""What the name of a policy file ends in, where a weight format or such a file can be given."""
+"""Suffix that distinguishes a policy file from the name of a weight format."""
 _LARGEST_FILE_BYTES = 1 << 24
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether products are made with a tensor; with the biases of experts none are."""
+    """Return True for the weights of a matrix product; biases of experts are not."""
     return len(shape) == 2 and not name.endswith(".bias")
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Return whether the weight format applies to the tensor with our name `name`."""
+    """Return True if the weight format applies to the tensor with our name `name`."""
     kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight")
     return is_matrix(name, shape) and name.startswith("layers.") and not name.endswith(kept)
 
@@ -62,18 +62,17 @@ class WeightFormats:
     patterns: tuple[tuple[str, str], ...]
     """Shell pattern for our names, explicit name of a format."""
     facts: Mapping[str, Any] | None = None
-    """The table ``[policy]`` of a file, which says how it was made; None for the name of a format,
-    which one pattern stands for."""
+    """The table ``[policy]`` of a file, its provenance; None for a single format (one pattern)."""
 
     def of(self, name: str, shape: Sequence[int]) -> str | None:
-        """Return the format of one of our tensors; None for what keeps what is stored."""
+        """Return the format of one of our tensors, or None to keep the stored format."""
         if not is_quantized(name, shape):
             return None
         return next((f for pattern, f in self.patterns if fnmatchcase(name, pattern)), None)
 
     @property
     def is_for_all(self) -> bool:
-        """Return whether every matrix gets one of the formats."""
+        """Return True if every matrix gets one of the formats."""
         return any(pattern == "*" for pattern, _ in self.patterns)
 
     @property
@@ -95,16 +94,16 @@ class WeightFormats:
 
 
 Weights = str | os.PathLike[str] | WeightFormats | None
-"""What names weight formats: a format, a policy file, formats themselves, or what is stored."""
+"""Name of a format, a policy file, formats, or None for the stored formats."""
 
 
 def weight_formats(weights: Weights) -> WeightFormats | None:
-    """Return the formats that the name of a format, or of a policy file (``.toml``), stands for.
+    """Return the weight formats of a format's name or of a policy file (``.toml``).
 
     Raises
     ------
     UsageError
-        If there is no such format, or the file cannot be read or is none.
+        If the format is unknown, or the file cannot be read or is not a policy file.
     """
     if weights is None or isinstance(weights, WeightFormats):
         return weights
@@ -113,18 +112,18 @@ def weight_formats(weights: Weights) -> WeightFormats | None:
         return WeightFormats((("*", FORMATS[text].name),))
     path = Path(text)
     if not path.is_file():
-        raise UsageError(f"{path}: there is no such policy file")
+        raise UsageError(f"{path}: policy file not found")
     if path.stat().st_size > _LARGEST_FILE_BYTES:
-        raise UsageError(f"{path}: is no policy file: it has {path.stat().st_size:,} bytes")
+        raise UsageError(f"{path}: not a policy file: it has {path.stat().st_size:,} bytes")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: is no TOML file: {error}") from error
+        raise UsageError(f"{path}: invalid TOML: {error}") from error
     return _parsed(data, str(path))
 
 
 def _parsed(data: Mapping[str, Any], where: str) -> WeightFormats:
-    """Return what a policy file says."""
+    """Return the weight formats of a parsed policy file."""
     others = set(data) - {"formats", "policy"}
     if others:
         raise UsageError(f"{where}: knows tables [formats] and [policy] only, got {min(others)!r}")
@@ -150,7 +149,7 @@ def write_policy(
     Parameters
     ----------
     out : path
-        The file, which is replaced.
+        The file; an existing one is replaced.
     formats : mapping
         Our name of a matrix -> format.
     facts : mapping
@@ -158,8 +157,6 @@ def write_policy(
     """
     import tomli_w  # late: most commands read policies only
 
-    comment = (
-        "# which format each matrix gets: nbflow quantize --to FILE, nbflow.load(weights=FILE)"
-    )
+    comment = "# format of each matrix: nbflow quantize --to FILE, nbflow.load(weights=FILE)"
     tables = tomli_w.dumps({"policy": dict(facts), "formats": dict(formats)})
     Path(out).write_text(f"{comment}\n\n{tables}", encoding="utf-8")

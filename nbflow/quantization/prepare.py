@@ -1,12 +1,11 @@
-"""How the matrices of a model are put into their formats, from the name of an encoder.
+"""Preparation of quantization: weight transforms and quantizer options from a quantizer's name.
 
-A name is parts joined by ``+``: foldings, in the order in which they are made, and the encoder of
-the matrices, ``best`` if none is named: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
+A name is parts joined by ``+``: transforms, in order, and the quantizer of the matrices, by
+default ``best``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,84 +13,87 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
-from nbflow.quantization.encoding import GPTQ_NEEDS, Importance, QuantizerOptions
+from nbflow.quantization.importance import first_names
 from nbflow.quantization.policy import is_matrix
+from nbflow.quantization.quantizer_options import GPTQ_NEEDS, Importance, QuantizerOptions
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
 from nbflow.quantization.transforms.hadamard import rotate, rotated_spec
 from nbflow.quantization.transforms.transform import WeightTransform
-from nbflow.quantization.transforms.transformed_file import FoldedFile
+from nbflow.quantization.transforms.transformed_file import TransformedFile
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quantizers import DAMPING, ENCODERS
+from nbflow_kernels.quantizers import DAMPING, QUANTIZER_NAMES
 
-FOLDINGS = ("awq", "hadamard")
-"""Parts of an encoder's name that change the model first."""
+TRANSFORMS = ("awq", "hadamard")
+"""Parts of a name that are transforms of the model."""
 
 
-def check_encoder(name: str) -> tuple[tuple[str, ...], str]:
-    """Return the foldings and the encoder of the matrices that a name stands for.
+def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
+    """Parse a name into transforms and the quantizer of the matrices.
 
     Raises
     ------
     UsageError
-        If a part is unknown, named twice, or the encoder is not the last.
+        If a part is unknown or repeated, or the quantizer is not the last.
 
     Examples
     --------
-    >>> check_encoder("hadamard+gptq")
+    >>> parse_quantizer("hadamard+gptq")
     (('hadamard',), 'gptq')
-    >>> check_encoder("awq")
+    >>> parse_quantizer("awq")
     (('awq',), 'best')
     """
     parts = name.split("+")
     for part in parts:
-        if part not in (*FOLDINGS, *ENCODERS):
-            raise unknown_name("encoder", part, (*FOLDINGS, *ENCODERS))
-    foldings = tuple(part for part in parts if part in FOLDINGS)
-    rest = parts[len(foldings) :]
-    if len(rest) > 1 or parts[: len(foldings)] != list(foldings) or len(set(parts)) < len(parts):
+        if part not in (*TRANSFORMS, *QUANTIZER_NAMES):
+            raise unknown_name("encoder", part, (*TRANSFORMS, *QUANTIZER_NAMES))
+    transforms = tuple(part for part in parts if part in TRANSFORMS)
+    rest = parts[len(transforms) :]
+    if (
+        len(rest) > 1
+        or parts[: len(transforms)] != list(transforms)
+        or len(set(parts)) < len(parts)
+    ):
         raise UsageError(
-            f"an encoder is any of {', '.join(FOLDINGS)}, each once, and then one of "
-            f"{', '.join(ENCODERS)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
+            f"an encoder is any of {', '.join(TRANSFORMS)}, each once, and then one of "
+            f"{', '.join(QUANTIZER_NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
         )
-    return foldings, rest[0] if rest else "best"
+    return transforms, rest[0] if rest else "best"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model whose matrices are to be encoded."""
+    """A model to be quantized."""
 
     spec: ModelSpec
-    """Its specification, folded."""
-    encoding: QuantizerOptions
-    """How its matrices are put into their formats."""
-    foldings: tuple[WeightTransform, ...] = ()
-    """What becomes of the model first, one after the other."""
+    """Its specification after the transforms."""
+    quantizer: QuantizerOptions
+    """The quantizer of its matrices."""
+    transforms: tuple[WeightTransform, ...] = ()
+    """Weight transforms, in order."""
     before: tuple[ModelSpec, ...] = ()
-    """The specification before each of them."""
+    """The specification before each transform."""
 
-    def opened(self, file: WeightFile) -> WeightFile:
-        """Return a checkpoint as it is folded."""
-        for spec, folding in zip(self.before, self.foldings, strict=True):
-            file = FoldedFile(file, spec, folding)
+    def apply_to(self, file: WeightFile) -> WeightFile:
+        """Return a checkpoint with the transforms applied."""
+        for spec, transform in zip(self.before, self.transforms, strict=True):
+            file = TransformedFile(file, spec, transform)
         return file
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know."""
-        return tuple(note for folding in self.foldings for note in folding.notes)
+        """Notes for the user."""
+        return tuple(note for transform in self.transforms for note in transform.notes)
 
 
-def folded_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
-    """Return the specification of a model as an encoder folds it."""
-    return rotated_spec(spec) if "hadamard" in check_encoder(encoder)[0] else spec
+def transformed_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
+    """Return the specification of a model after the transforms of a quantizer's name."""
+    return rotated_spec(spec) if "hadamard" in parse_quantizer(encoder)[0] else spec
 
 
 def no_format(encoder: str) -> UsageError:
-    """Return the error of an encoder without a format."""
-    return UsageError(
-        f"encoder={encoder!r} and importance need a weight format to encode in, e.g. weights='q4'"
-    )
+    """Return the error for a quantizer without a weight format."""
+    return UsageError(f"encoder={encoder!r} and importance need a weight format, e.g. weights='q4'")
 
 
 def prepare(
@@ -106,7 +108,7 @@ def prepare(
     outliers: float = 0.0,
     seed: int = 0,
 ) -> Prepared:
-    """Make ready what an encoder needs: the foldings are found, no tensor is converted.
+    """Compute the transforms and options of a quantizer; no tensor is converted.
 
     Parameters
     ----------
@@ -115,7 +117,7 @@ def prepare(
     file : WeightFile
         Its checkpoint.
     format_of : callable
-        Our name of a matrix -> the format it will be put into, or None.
+        Our name of a matrix -> its new format, or None.
     encoder : str
         See the module.
     importance : mapping, optional
@@ -123,10 +125,9 @@ def prepare(
     act_order, damping
         Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
     outliers : float
-        Share of the weights that stay exact: of encoders "best" and "plain", which may be 0, and
-        of "outliers".
+        Share of the weights stored exactly, for "best" and "plain" (may be 0) and "outliers".
     seed : int
-        Of random rotations.
+        Seed of random rotations.
 
     Returns
     -------
@@ -135,9 +136,9 @@ def prepare(
     Raises
     ------
     UsageError
-        If the encoder is unknown, lacks statistics, or the model cannot be folded.
+        If the encoder is unknown, lacks statistics, or cannot transform the model.
     """
-    foldings, last = check_encoder(encoder)
+    transforms, last = parse_quantizer(encoder)
     known = our_statistics(spec, importance or {})
     if last == "gptq" and not any(a.ndim == 2 for a in known.values()):
         raise UsageError(GPTQ_NEEDS)
@@ -150,18 +151,18 @@ def prepare(
     if (act_order or damping != DAMPING) and last != "gptq":
         raise UsageError(f"act_order and damping are for encoder 'gptq', got {encoder!r}")
     made, before = [], []
-    for name in foldings:
+    for name in transforms:
         if name == "awq":
-            folding = scale_columns(spec, file, format_of, known)
+            transform = scale_columns(spec, file, format_of, known)
         else:
-            folding = rotate(spec, file, seed)
-        known = {own: folding.statistics(own, a) for own, a in known.items()}
-        made.append(folding)
+            transform = rotate(spec, file, seed)
+        known = {own: transform.statistics(own, a) for own, a in known.items()}
+        made.append(transform)
         before.append(spec)
-        file = FoldedFile(file, spec, folding)
-        spec = folding.spec
-    encoding = QuantizerOptions(last, known, act_order, damping, outliers)
-    return Prepared(spec, encoding, tuple(made), tuple(before))
+        file = TransformedFile(file, spec, transform)
+        spec = transform.spec
+    quantizer = QuantizerOptions(last, known, act_order, damping, outliers)
+    return Prepared(spec, quantizer, tuple(made), tuple(before))
 
 
 def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray[Any]]:
@@ -170,7 +171,7 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
     Raises
     ------
     UsageError
-        If one does not have a number, or a row, for each column, or there are some for no matrix.
+        If an array has the wrong shape, or none belongs to a matrix of the model.
     """
     found: dict[str, NDArray[Any]] = {}
     for name, shape in spec.tensor_shapes().items():
@@ -190,11 +191,7 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
         found[name] = known
     if importance and not found:
         raise UsageError(
-            f"there are importances for {_shown(list(importance))}, but for none of the matrices "
+            f"there are importances for {first_names(importance)}, but for none of the matrices "
             f"of {spec.name}"
         )
     return found
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

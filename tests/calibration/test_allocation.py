@@ -1,4 +1,4 @@
-"""Formats under a budget: the solver against brute force, policies, and the command."""
+"""Mixed-precision allocation: solver against brute force, policies, command."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_policies_say_the_format_of_each_matrix(model: Path, tmp_path: Path) -> 
         ("[format]\n'*' = 'q4'", r"knows tables \[formats\] and \[policy\] only"),
         ("policy = 3\n[formats]\n'*' = 'q4'", r"\[policy\] must be a table"),
         ("", r"needs a table \[formats\]"),
-        ("[formats", "is no TOML file"),
+        ("[formats", "invalid TOML"),
     ],
 )
 def test_wrong_policies(model: Path, tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Importances: what is collected, what the files hold, and that quantizing uses them."""
+"""Importance files: collection, formats, and their use in quantization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from small_models import write_checkpoint, write_llama
 
 import nbflow
 from nbflow import cli
-from nbflow.calibration import ActivationStats, collect, merge, write_inputs, write_moments
+from nbflow.calibration import ActivationStats, collect_stats, merge, write_hessians, write_stats
 from nbflow.checkpoint import open_weights
 from nbflow.conversion.importance_names import gguf_names_of
 from nbflow.quantization.importance import read_importance
@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(llama: Path) -> list[ActivationStats]:
     with nbflow.load(llama) as model:
-        return collect(model, WINDOWS, full=True)
+        return collect_stats(model, WINDOWS, full=True)
 
 
 def diagonal(found: list[ActivationStats]) -> list[ActivationStats]:
@@ -72,7 +72,7 @@ def test_rows_of_experts_are_those_routed_to_them(tmp_path: Path) -> None:
     config = json.loads((FAMILIES / "mixtral" / "config.json").read_text()) | shape
     write_checkpoint(tmp_path / "model", config)
     with nbflow.load(tmp_path / "model") as model:
-        inputs = collect(model, WINDOWS)
+        inputs = collect_stats(model, WINDOWS)
     by_name = {name: i for i in inputs for name in i.names}
     router = next(i for name, i in by_name.items() if name.endswith("router.weight"))
     gates = [
@@ -83,7 +83,7 @@ def test_rows_of_experts_are_those_routed_to_them(tmp_path: Path) -> None:
     # the same float32 rows, added in another order in float64
     assert np.allclose(sum(i.sums for i in gates), top_k * router.sums, rtol=1e-12)
     names = gguf_names_of(str(tmp_path / "model"))
-    write_inputs(tmp_path / "x.gguf", inputs, names=names)
+    write_stats(tmp_path / "x.gguf", inputs, names=names)
     read = read_importance(tmp_path / "x.gguf")["blk.0.ffn_gate_exps.weight"]
     assert read.shape == (len(gates), 64)
     for e, gate in enumerate(gates):
@@ -97,7 +97,7 @@ def test_files_say_the_same_and_quantizing_uses_them(
     inputs, names = diagonal(found), gguf_names_of(str(llama))
     outs = {}
     for file in ("x.gguf", "x.dat", "x.safetensors"):
-        write_inputs(tmp_path / file, inputs, names=names, text="t", n_windows=2, window=5)
+        write_stats(tmp_path / file, inputs, names=names, text="t", n_windows=2, window=5)
         name = Q if file.endswith("safetensors") else "blk.0.attn_q.weight"
         # float32 is stored, of a sum or of a mean
         mean = read_importance(tmp_path / file)[name]
@@ -107,7 +107,7 @@ def test_files_say_the_same_and_quantizing_uses_them(
         )
         assert not any("no importances" in note for note in outs[file].notes)
         assert all((t.importance is not None) == (t.format != t.stored) for t in outs[file].tensors)
-    write_inputs(tmp_path / "full.safetensors", found)
+    write_stats(tmp_path / "full.safetensors", found)
     assert read_importance(tmp_path / "full.safetensors")[Q].shape == (64, 64)
     reader = gguf.GGUFReader(tmp_path / "x.gguf")
     assert reader.get_field("general.type").contents() == "imatrix"
@@ -118,14 +118,14 @@ def test_merged_files_are_those_of_both_texts(llama: Path, tmp_path: Path) -> No
     names = gguf_names_of(str(llama))
     for i, windows in enumerate(([WINDOWS[0]], [WINDOWS[1]], WINDOWS)):
         with nbflow.load(llama) as model:
-            write_inputs(tmp_path / f"{i}.gguf", collect(model, windows), names=names)
+            write_stats(tmp_path / f"{i}.gguf", collect_stats(model, windows), names=names)
     merge([tmp_path / "0.gguf", tmp_path / "1.gguf"], tmp_path / "m.gguf")
     merged, both = (read_importance(tmp_path / f"{n}.gguf") for n in ("m", "2"))
     assert list(merged) == list(both)
     # sums are stored as float32; windows of another length may be multiplied by another kernel
     assert all(np.allclose(merged[n], both[n], rtol=1e-4) for n in both)
     for wrong, message in (
-        ([tmp_path / "0.gguf", tmp_path / "x.dat"], "must be all .gguf or all .dat"),
+        ([tmp_path / "0.gguf", tmp_path / "x.dat"], "must be all .gguf .*or all .dat"),
         ([tmp_path / "0.gguf"], "exists; give another name"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -133,7 +133,7 @@ def test_merged_files_are_those_of_both_texts(llama: Path, tmp_path: Path) -> No
 
 
 def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
-    write_inputs(tmp_path / "x.dat", [ActivationStats((Q,), np.array([1.0, 3.0]), 2)])
+    write_stats(tmp_path / "x.dat", [ActivationStats((Q,), np.array([1.0, 3.0]), 2)])
     with pytest.raises(SystemExit) as end:
         cli.main(["imatrix", "--show", str(tmp_path / "x.dat"), "--json"])
     assert end.value.code == 0
@@ -156,9 +156,9 @@ def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
 def test_encoders_that_know_the_inputs(
     llama: Path, found: list[ActivationStats], tmp_path: Path
 ) -> None:
-    """GPTQ loses least in what a layer gives, and the files have a plain decoder's bytes."""
+    """GPTQ has the least output error, and the usual decoder reads the file."""
     moments = tmp_path / "full.safetensors"
-    write_inputs(moments, found)
+    write_stats(moments, found)
     H = found[0].sums
     lost = {}
     for encoder in ("best", "plain", "hqq", "gptq"):
@@ -175,7 +175,7 @@ def test_encoders_that_know_the_inputs(
     assert lost["gptq"] < 0.5 * min(lost["best"], lost["plain"], lost["hqq"])
     with pytest.raises(UsageError, match="needs second moments"):
         nbflow.quantize_checkpoint(llama, tmp_path / "x", "q3", encoder="gptq")
-    with pytest.raises(UsageError, match="codes lie at equal distances"):
+    with pytest.raises(UsageError, match="equidistant codes"):
         nbflow.quantize_checkpoint(llama, tmp_path / "x", "iq4_nl", encoder="hqq")
 
 
@@ -183,23 +183,23 @@ def test_bounded_sums_are_the_same(
     llama: Path, found: list[ActivationStats], tmp_path: Path
 ) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("once", "often", "all")]
-    write_inputs(paths[2], found)
+    write_stats(paths[2], found)
     # inputs of 64, 256, 64, 192 and 64 columns, 8 K**2 bytes each; of one too large at a time
     for path, limit, n in ((paths[0], 1 << 30, 1), (paths[1], 8 * (64**2 + 64**2), 5)):
         with nbflow.load(llama) as model:
-            assert write_moments(path, model, WINDOWS, limit_bytes=limit) == n
+            assert write_hessians(path, model, WINDOWS, limit_bytes=limit) == n
             with pytest.raises(UsageError, match="has run before"):
-                write_moments(tmp_path / "x.safetensors", model, WINDOWS)
+                write_hessians(tmp_path / "x.safetensors", model, WINDOWS)
     once, often, everything = (read_importance(path) for path in paths)
     assert list(once) == list(often) == list(everything)
     for name, array in everything.items():
         assert np.array_equal(once[name], array)
         assert np.array_equal(often[name], array)
     with nbflow.load(llama) as model:
-        with pytest.raises(UsageError, match="no window to read"):
-            write_moments(tmp_path / "x.safetensors", model, [])
-        with pytest.raises(UsageError, match=r"into a \.safetensors file only"):
-            write_moments(tmp_path / "x.gguf", model, WINDOWS)
+        with pytest.raises(UsageError, match="shorter than a window"):
+            write_hessians(tmp_path / "x.safetensors", model, [])
+        with pytest.raises(UsageError, match=r"only \.safetensors files store"):
+            write_hessians(tmp_path / "x.gguf", model, WINDOWS)
         with pytest.raises(UsageError, match="exists; give another name"):
-            write_moments(paths[0], model, WINDOWS)
+            write_hessians(paths[0], model, WINDOWS)
     assert not list(tmp_path.glob("x*"))

@@ -17,7 +17,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow import cli
 from nbflow.checkpoint import open_weights
-from nbflow.conversion import encode_rows as rows_module
+from nbflow.conversion import tensor_rows as rows_module
 from nbflow.distributed import make_plan
 from nbflow.executor import WeightLoader
 from nbflow.program import build, fuse
@@ -38,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(capsys: Any, *arguments: object, code: int = 0) -> str:
-    """Run the command and return what it printed: output, or errors."""
+    """Run the command and return its output or errors."""
     with pytest.raises(SystemExit) as end:
         cli.main(["quantize", *map(str, arguments)])
     out, err = capsys.readouterr()
@@ -47,7 +47,7 @@ def command(capsys: Any, *arguments: object, code: int = 0) -> str:
 
 
 def loaded(model: Path, weights: str | None, partition: str) -> list[bytes]:
-    """Return the bytes of every matrix that the ranks compute with, nothing being compiled."""
+    """Return the bytes of the matrices of all ranks, without compiling kernels."""
     spec, found = resolve(model).spec, []
     with open_weights(model) as file:
         for rank in make_plan(spec, partition, 32).ranks:
@@ -190,7 +190,7 @@ def test_overflow_is_refused_with_the_name(tmp_path: Path) -> None:
 def test_memory_is_that_of_some_rows(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "_PIECE_WEIGHTS", 1 << 14)
+    monkeypatch.setattr(rows_module, "_CHUNK_WEIGHTS", 1 << 14)
     big = tmp_path / "big"
     write_llama(big, dtype=np.float16, n_layers=1, intermediate_size=16384)
     nbflow.quantize_checkpoint(source, tmp_path / "warm", "q8_0", encoder="plain")  # compiles

@@ -37,7 +37,7 @@ def logits(model: Path, ids: np.ndarray = IDS, **options: Any) -> np.ndarray:
 
 
 def neighbours(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """Return rows j and j + D/2 of each head next to each other, spelt out."""
+    """Interleave rows j and j + D/2 of each head, in plain loops."""
     order = []
     for first in range(0, len(array), head_dim):
         for j in range(head_dim // 2):
@@ -103,7 +103,7 @@ WRITTEN = (
     "cohere_plus", "stablelm2_12b", "internlm2",
     "glm4", "granitemoe", "mpt", "gpt_oss", "gpt_oss_floats",
 )  # fmt: skip
-"""Golden models that GGUF can say; others have windows and scales of their own, see `PUBLISHED`."""
+"""Golden models that GGUF can express; the windows and scales of others are in `PUBLISHED`."""
 NOT_LIKE_LLAMA_CPP = {
     "phi3": "llama.cpp takes no heads that are not hidden_size / heads wide",
     "deepseek_v2_lite": "llama.cpp knows a model without q_lora_rank by its 27 layers",
@@ -133,7 +133,7 @@ def test_factors_that_gguf_has_no_keys_for(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config["rope_parameters"] |= {"short_mscale": 1.0, "long_mscale": 1.2}
     path.write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"phi3_gguf cannot say rope\.scaling"):
+    with pytest.raises(UsageError, match=r"phi3_gguf cannot store rope\.scaling"):
         nbflow.quantize_checkpoint(tmp_path / "model", tmp_path / "x.gguf", "f32")
 
 
@@ -154,7 +154,7 @@ PUBLISHED = {
     "olmoe_heads": {**SIZES, "model_type": "olmoe", "num_key_value_heads": 4, "num_experts": 5,
                        "num_experts_per_tok": 2, "tie_word_embeddings": False},
 }  # fmt: skip
-"""Configurations whose windows, scales and layers without rotation are as published."""
+"""Configurations with published windows, scales and layers without rotary embedding."""
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -172,7 +172,7 @@ def test_windows_and_scales(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [*WRITTEN, *PUBLISHED])
 def test_llama_cpp_computes_the_same(model: str, tmp_path: Path) -> None:
-    """llama.cpp loads the file and gives our logits.
+    """llama.cpp loads the file and computes our logits.
 
     GELU it takes from a table of float16: one layer of Gemma 3 is off by 2.3e-4, and random layers
     amplify that, so that seven are off by 2.6e-3 (with or without windows).
@@ -206,7 +206,7 @@ def logits_of_llama_cpp(path: Path, ids: np.ndarray) -> np.ndarray:
 
 
 def test_importances(tmp_path: Path) -> None:
-    """Columns that matter more lose less, in all three kinds of file."""
+    """Columns with more importance have smaller errors, in all three file formats."""
     write_llama(tmp_path / "model", n_layers=1)
     rng = np.random.default_rng(0)
     weight = np.where(np.arange(64) < 8, 100, 1).astype(np.float32)
@@ -239,7 +239,7 @@ def test_importances(tmp_path: Path) -> None:
 
 
 def test_importances_of_experts(tmp_path: Path) -> None:
-    """Each expert has its own; one that was never used counts all columns alike."""
+    """Experts have separate importance; one without tokens has equal importance."""
     shape = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
     config = json.loads((FAMILIES / "mixtral" / "config.json").read_text()) | shape
     write_checkpoint(tmp_path / "model", config)
@@ -260,7 +260,7 @@ def test_importances_of_experts(tmp_path: Path) -> None:
 
 
 def write_imatrix(path: Path, weights: dict[str, np.ndarray], unused: int | None = None) -> None:
-    """Write importances as llama.cpp's imatrix does: sums of squares and counts."""
+    """Write an importance file like llama.cpp's imatrix: sums of squares and counts."""
     writer = gguf.GGUFWriter(str(path), "")
     writer.add_type("imatrix")
     for name, weight in weights.items():
@@ -276,7 +276,7 @@ def write_imatrix(path: Path, weights: dict[str, np.ndarray], unused: int | None
 
 
 def write_old_imatrix(path: Path, weights: dict[str, np.ndarray]) -> None:
-    """Write importances in the form before GGUF."""
+    """Write an importance file in the older binary form."""
     data = struct.pack("<i", len(weights))
     for name, weight in weights.items():
         data += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 5, len(weight))
@@ -322,11 +322,11 @@ def test_vocabulary_of_the_bundled_model(tmp_path: Path) -> None:
     ("model", "to", "message"),
     [
         ("opt", "q8_0", "models of family 'opt' cannot be written as GGUF"),
-        ("gemma2", "f16", r"cannot say sm_scale = 0\.204"),
+        ("gemma2", "f16", r"cannot store sm_scale = 0\.204"),
         ("baichuan2_7b", "f16", "models of family 'baichuan' cannot"),
         ("qwen2", "q4", "GGUF has no type for q4_b32t1a"),
-        ("llama_yarn", "f16", r"cannot say rope\.scaling"),
-        ("mistral", "f16", "cannot say window"),
+        ("llama_yarn", "f16", r"cannot store rope\.scaling"),
+        ("mistral", "f16", "cannot store window"),
     ],
 )
 def test_what_gguf_cannot_say_is_refused(model: str, to: str, message: str, tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_wrong_number_would_be_noticed(source: Path, tmp_path: Path) -> None:
     metadata, family = model_metadata(spec, "llama"), get_family("llama_gguf", "x")
     check_reading(spec, family, metadata, names, "x")
     metadata["llama.rope.freq_base"] = ((6,), 5000.0)
-    with pytest.raises(UsageError, match=r"cannot say rope\.theta = 10000\.0"):
+    with pytest.raises(UsageError, match=r"cannot store rope\.theta = 10000\.0"):
         check_reading(spec, family, metadata, names, "x")
     with pytest.raises(UsageError, match=r"would not be found as blk\.0"):
         check_reading(spec, family, metadata, names[:2], "x")

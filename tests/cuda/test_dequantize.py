@@ -18,7 +18,7 @@ from nbflow_kernels.formats.block_bytes import get_f16, put_f16
 from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
 from nbflow_kernels.quantizers.cuda.codebook import thresholds
-from nbflow_kernels.quantizers.reference import codebook as levels_plain
+from nbflow_kernels.quantizers.reference import codebook
 
 pytestmark = pytest.mark.compiler
 ENCODERS = list(nk.FORMATS)
@@ -165,7 +165,7 @@ def test_bits_of_blocks_come_from_the_numbers(name: str) -> None:
 def test_thresholds_lead_to_the_bytes_of_scales(name: str) -> None:
     """Also next to powers of two, where the logarithm that is published rounds up to them."""
     published = {
-        "e8m0": levels_plain.e8m0, "e4m3": lambda x: levels_plain.e4m3(x, 2 * fp4.E4M3)
+        "e8m0": codebook.e8m0, "e4m3": lambda x: codebook.e4m3(x, 2 * fp4.E4M3)
     }[name]  # fmt: skip
     bounds = thresholds(published)
     around = (np.arange(1, 255)[:, None] << 23) + np.arange(-40, 41)

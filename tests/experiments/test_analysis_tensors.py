@@ -11,7 +11,7 @@ from small_models import write_llama
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.calibration import ActivationStats, write_inputs
+from nbflow.calibration import ActivationStats, write_stats
 from nbflow_experiments.analysis import (
     Format,
     Noise,
@@ -235,7 +235,7 @@ def test_statistics_of_the_inputs(llama: Path, tmp_path: Path) -> None:
     name = "layers.0.attn.q.weight"
     squares = np.ones(64)
     squares[:8] = 1e4
-    write_inputs(tmp_path / "x.safetensors", [ActivationStats((name,), squares, 1)])
+    write_stats(tmp_path / "x.safetensors", [ActivationStats((name,), squares, 1)])
     known = read_statistics(tmp_path / "x.safetensors", str(llama))
     weighed, plain = (Format("q3", statistics=s) for s in (known, None))
     assert weighed.label == "q3 (weighted)"

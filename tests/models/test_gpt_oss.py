@@ -13,7 +13,7 @@ import pytest
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.calibration.collect import collect
+from nbflow.calibration.collect import collect_stats
 from nbflow.checkpoint import open_weights
 from nbflow.distributed.plan import make_plan
 from nbflow.executor import ReferenceExecutor, WeightLoader
@@ -138,7 +138,7 @@ def test_writing_keeps_mxfp4_or_converts_it(tmp_path):
 def test_what_experts_read_is_summed_with_their_biases():
     ids = np.arange(3, 15)
     with nbflow.load(FLOATS, kv="f32", threads=1) as model:
-        found = {name: inputs for inputs in collect(model, [ids]) for name in inputs.names}
+        found = {name: inputs for inputs in collect_stats(model, [ids]) for name in inputs.names}
     names = [f"layers.0.moe.{j}.down.weight" for j in range(5)]
     assert sum(found[name].n_rows for name in names) == 2 * len(ids)  # experts of a token
     for name in names:

@@ -1,4 +1,4 @@
-"""Models whose weights have outliers, or are in a user's format: on one rank and on several."""
+"""Models with outliers or user formats, on one rank and on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foldings: models with other weights that compute the same, loaded and written."""
+"""Function-preserving weight transforms, loaded and written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ from nbflow.executor import WeightLoader
 from nbflow.executor.reference import ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.program import partition as cut
-from nbflow.quantization.encoding import QuantizerOptions
-from nbflow.quantization.transforms import FoldedFile, check_encoder, prepare, rotate, scale_columns
+from nbflow.quantization.quantizer_options import QuantizerOptions
+from nbflow.quantization.transforms import (
+    TransformedFile,
+    parse_quantizer,
+    prepare,
+    rotate,
+    scale_columns,
+)
 from nbflow.quantization.transforms.transform import ChannelScale, HadamardRotation
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -60,7 +66,7 @@ def reference_logits(spec: ModelSpec, file: WeightFile) -> np.ndarray:
 
 
 def in_float32(family: str, folder: Path) -> Path:
-    """Return a copy of a tiny checkpoint in float32, so that nothing is rounded to float16."""
+    """Return a copy of a tiny checkpoint in float32, without float16 rounding."""
     source = FAMILIES / family
     folder.mkdir()
     tensors = load_file(source / "model.safetensors")
@@ -87,15 +93,15 @@ def test_folded_models_compute_the_same(family: str, tmp_path: Path) -> None:
         wanted = reference_logits(spec, file)
         if family in BOTH:
             turned = rotate(spec, file, seed=3)
-            file, spec = FoldedFile(file, spec, turned), turned.spec
+            file, spec = TransformedFile(file, spec, turned), turned.spec
             check(spec, file)
             assert not spec.tied_head
         else:
-            with pytest.raises(UsageError, match="cannot be rotated with the same results"):
+            with pytest.raises(UsageError, match="cannot be rotated exactly"):
                 rotate(spec, file)
         scaled = scale_columns(spec, file, lambda name: "q4", some_statistics(spec))
         assert scaled.columns
-        found = reference_logits(scaled.spec, FoldedFile(file, spec, scaled))
+        found = reference_logits(scaled.spec, TransformedFile(file, spec, scaled))
     # each layer multiplies weights that were rounded to float32 once more, 2**-24 of each: sums of
     # some 100 products and a few layers stay far below 1e-5 of the largest logit
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
@@ -114,7 +120,7 @@ def test_maps_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small Llama in float16 whose head is its embedding, and its importances."""
+    """Return a small float16 Llama with a tied head, and importance for it."""
     folder = tmp_path_factory.mktemp("tied") / "model"
     write_llama(folder, dtype=np.float16, n_layers=2, tied_head=True)
     config = json.loads((folder / "config.json").read_text())
@@ -136,10 +142,10 @@ def rank_bytes(model: Path, partition: str, encoder: str, moments: Any) -> list[
     spec, found = resolve(model).spec, []
     with open_weights(model) as stored:
         ready = prepare(spec, stored, lambda name: "q4_b32t1a", encoder, moments)
-        file = ready.opened(stored)
+        file = ready.apply_to(stored)
         for rank in make_plan(ready.spec, partition, 32).ranks:
             program = fuse(cut(build(ready.spec), rank))
-            ours = WeightLoader(program, file, "q4", encoding=ready.encoding)
+            ours = WeightLoader(program, file, "q4", encoding=ready.quantizer)
             tensors = [t for operands in ours.operands for t in operands]
             found += [(t.data if isinstance(t, nk.QuantTensor) else t).tobytes() for t in tensors]
     return found
@@ -161,7 +167,7 @@ def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encod
     rotated = "hadamard" in encoder
     assert written.tied_head != rotated
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] != rotated
-    assert any("no longer the token embedding" in note for note in done.notes) == rotated
+    assert any("no longer tied to the embedding" in note for note in done.notes) == rotated
 
 
 def test_ranks_hold_pieces_of_what_one_rank_holds(tied: Path) -> None:
@@ -173,7 +179,7 @@ def test_ranks_hold_pieces_of_what_one_rank_holds(tied: Path) -> None:
     encoding = QuantizerOptions("gptq", moments)
     down = "layers.1.ffn.down.weight"
     with open_weights(tied) as file:
-        whole = encoding.encode(down, file.array(spec.checkpoint_name(down)), "q4")
+        whole = encoding.quantize_matrix(down, file.array(spec.checkpoint_name(down)), "q4")
         ranks = make_plan(spec, "0&1", 32).ranks
         programs = [fuse(cut(build(spec), rank)) for rank in ranks]
         held = [WeightLoader(p, file, "q4", encoding=encoding) for p in programs]
@@ -192,9 +198,9 @@ def test_ranks_hold_pieces_of_what_one_rank_holds(tied: Path) -> None:
 def test_the_bundled_model_loses_less_with_inputs_known() -> None:
     ids = np.arange(5, 69)
     with nbflow.load("tiny_python", kv="f32") as model:
-        from nbflow.calibration import collect
+        from nbflow.calibration import collect_stats
 
-        found = collect(model, [np.arange(100, 228)], full=True)
+        found = collect_stats(model, [np.arange(100, 228)], full=True)
         wanted = model.logits(ids)
     moments = {name: i.sums / i.n_rows for i in found for name in i.names}
 
@@ -218,10 +224,10 @@ def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
         ("best+gptq", "each once"),
     ):
         with pytest.raises(UsageError, match=message):
-            check_encoder(name)
+            parse_quantizer(name)
     squares = {"layers.0.attn.q.weight": np.ones(64)}
     for options, message in (
-        ({"encoder": "awq"}, "needs to know the inputs"),
+        ({"encoder": "awq"}, "needs statistics of the inputs"),
         ({"encoder": "gptq"}, "needs second moments"),
         ({"encoder": "gptq", "importance": squares}, "needs second moments"),
         ({"encoder": "outliers"}, "needs outliers"),
@@ -238,7 +244,7 @@ def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match=r"is stored as q8_b32t2, and this encoder changes it"):
         nbflow.load(blocks, weights="q4", encoder="hadamard")
     for words, message in (
-        (["--to", "q4", "--encoder", "outliers"], "for which files have no place"),
+        (["--to", "q4", "--encoder", "outliers"], "which no file format supports"),
         (["--to", "q4", "--encoder", "gptq", "--damping", "0.1"], "needs second moments"),
         (["--to", "q4", "--damping", "0.1"], "are for encoder 'gptq'"),
     ):

@@ -18,9 +18,7 @@ PAGE, PICTURE = DOCS / "architecture.md", DOCS / "architecture.svg"
 ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "nbflow_experiments",
-        (
-            ("experiments", "sweeps, measures", "scoring, reports"),
-        ),
+        (("experiments", "sweeps, measures", "scoring, reports"),),
     ),
     (
         "nbflow: interfaces",
@@ -115,9 +113,7 @@ def picture(markdown: str) -> str:
     for row, (label, boxes) in enumerate(ROWS):
         y = 52 + row * STEP_Y
         fill = "#f1f5f9" if row % 2 else "#ffffff"
-        parts.append(
-            f'<rect x="0" y="{y - 15}" width="{WIDTH}" height="{STEP_Y}" fill="{fill}"/>'
-        )
+        parts.append(f'<rect x="0" y="{y - 15}" width="{WIDTH}" height="{STEP_Y}" fill="{fill}"/>')
         package, _, kind = label.partition(": ")
         parts.append(_text(14, y + 24, package, 'class="p"'))
         lines = kind.split(" and ") if len(kind) > 18 else [kind]

@@ -29,9 +29,9 @@ from publish_sweep import relative
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.calibration import collect, write_inputs
+from nbflow.calibration import collect_stats, write_stats
 from nbflow.calibration.allocation import allocate
-from nbflow.calibration.allocation.divergence import Probe
+from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.utils import system
 from nbflow_experiments.compare.bootstrap import paired
 from nbflow_experiments.figure_style import _DPI, _STYLE, COLOURS, GREY, place_labels
@@ -84,9 +84,9 @@ def prepare(arguments: argparse.Namespace) -> None:
         assert model.tokenizer is not None
         ids = np.asarray(model.tokenizer.encode(text[:middle]))[: arguments.tokens]
         windows = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
-        write_inputs(inputs, collect(model, list(windows), full=True), force=True)
+        write_stats(inputs, collect_stats(model, list(windows), full=True), force=True)
     common: dict[str, Any] = {"encoder": "gptq", "importance": inputs}
-    probe = Probe(MODEL, WORK / "calibration.txt", n_tokens=2048, window=WINDOW)
+    probe = DivergenceProbe(MODEL, WORK / "calibration.txt", n_tokens=2048, window=WINDOW)
     for kind in ("kld", "error"):
         asked = {"sensitivity": kind, "probe": probe}
         chosen = allocate(MODEL, BUDGETS, CANDIDATES, **asked, **common)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.calibration.collect import MatrixInputs
+from nbflow.calibration.collect import ActivationObserver
 from nbflow_experiments.analysis.all_tensor_errors import kind_of, layer_of
 from nbflow_experiments.analysis.changes import Change, as_changes
 from nbflow_experiments.analysis.histograms import relative_counts
@@ -199,7 +199,7 @@ class _Walk:
     ) -> list[dict[str, Any]]:
         """Run the exact stage once more and multiply its inputs with the errors of the weights."""
         products = _Products(self._checkpoint, matrices)
-        stage.observe(lambda executor: MatrixInputs(executor, products.add))
+        stage.observe(lambda executor: ActivationObserver(executor, products.add))
         for step, x in zip(self._steps, self._exact, strict=True):
             stage.run(step, x)
         stage.observe(None)

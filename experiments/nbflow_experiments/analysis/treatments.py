@@ -22,7 +22,7 @@ from nbflow.spec import resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quantizers import ENCODERS, quantize_calibrated
+from nbflow_kernels.quantizers import QUANTIZER_NAMES, quantize_calibrated
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -76,7 +76,7 @@ class Format:
     format : str
         Its name in `nbflow_kernels.FORMATS`.
     encoder : str
-        One of `nbflow_kernels.quantizers.ENCODERS`.
+        One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`.
     outliers : float
         Share of the weights that are kept aside exactly, as in `nbflow_kernels.quantize`.
     statistics : mapping, optional
@@ -96,10 +96,10 @@ class Format:
 
     def __post_init__(self) -> None:
         nk.FORMATS[self.format]  # raises for an unknown name
-        if self.encoder not in ENCODERS:
-            raise unknown_name("encoder", self.encoder, ENCODERS)
+        if self.encoder not in QUANTIZER_NAMES:
+            raise unknown_name("encoder", self.encoder, QUANTIZER_NAMES)
         if check_ratio(self.outliers) and self.encoder not in (
-            *nk.quantizers.FORMAT_ENCODERS,
+            *nk.quantizers.FORMAT_QUANTIZER_NAMES,
             "outliers",
         ):
             raise UsageError(

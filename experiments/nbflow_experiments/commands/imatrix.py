@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nbflow.calibration import collect, merge, write_inputs, write_moments
+from nbflow.calibration import collect_stats, merge, write_hessians, write_stats
 from nbflow.calibration.hessian import LIMIT_BYTES
 from nbflow.calibration.imatrix_files import check_ending
 from nbflow.cli.options import add_model_arguments, load_model
@@ -99,13 +99,13 @@ def _collect(arguments: argparse.Namespace) -> None:
         if arguments.full:
             limit = int(arguments.memory * 2**30)
             options = {"limit_bytes": limit, "force": arguments.force}
-            write_moments(path, model, ids, progress=tell, **options)
+            write_hessians(path, model, ids, progress=tell, **options)
             return
         show = None if tell is None else lambda n_done: tell(n_done, len(windows))
-        found = collect(model, ids, progress=show)
+        found = collect_stats(model, ids, progress=show)
     text = Path(arguments.text).name if arguments.text else "eval.txt"
     sizes = {"n_windows": len(windows), "window": arguments.context}
-    write_inputs(path, found, names=names, text=text, **sizes, force=arguments.force)
+    write_stats(path, found, names=names, text=text, **sizes, force=arguments.force)
 
 
 def _print_table(rows: list[ColumnStatistics]) -> None:

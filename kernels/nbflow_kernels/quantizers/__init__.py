@@ -1,4 +1,4 @@
-"""Quantizers: choose the bytes of a format, from the published code to GPTQ and HQQ."""
+"""Quantizers choose the bytes of a format: published code, searches, GPTQ and HQQ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.quantizers.affine_grid import check_affine
-from nbflow_kernels.quantizers.gptq import SecondMoments, gptq_rows, output_errors
+from nbflow_kernels.quantizers.gptq import Hessian, gptq_rows, output_errors
 from nbflow_kernels.quantizers.hqq import hqq_rows
 from nbflow_kernels.quantizers.importance import (
     DAMPING,
@@ -34,15 +34,15 @@ from nbflow_kernels.sparse.csr import CsrMatrix
 
 __all__ = [
     "DAMPING",
-    "ENCODERS",
-    "FORMAT_ENCODERS",
+    "FORMAT_QUANTIZER_NAMES",
+    "QUANTIZER_NAMES",
     "quantize",
     "quantize_calibrated",
 ]
 
-FORMAT_ENCODERS = ("best", "plain")
-ENCODERS = ("best", "plain", "gptq", "hqq", "outliers")
-CHUNK = 1 << 22  # weights encoded at once: bounds the float64 arrays to some 150 MB
+FORMAT_QUANTIZER_NAMES = ("best", "plain")
+QUANTIZER_NAMES = ("best", "plain", "gptq", "hqq", "outliers")
+CHUNK = 1 << 22  # weights per pass: bounds the float64 arrays to about 150 MB
 
 
 def quantize(
@@ -54,35 +54,34 @@ def quantize(
     outliers: float = 0.0,
     outlier_range: tuple[float, float] | None = None,
 ) -> QuantTensor:
-    """Store weights in a format.
+    """Quantize weights.
 
     Parameters
     ----------
     x : array of float32, float16 or float64, shape (..., K)
-        The weights; the last axis is cut into blocks.  float64 is rounded to float32 first.
-        On a CUDA device they are float32 and finite, which is not checked there, and only the
-        encoder "plain" of some formats exists (`docs/ops.md`).
+        The weights; blocks lie along the last axis.  float64 is rounded to float32 first.  On a
+        CUDA device they must be float32 and finite, which is not checked, and only "plain" of
+        some formats exists (`docs/ops.md`).
     format : str or QuantFormat
         A format, or its name in `FORMATS`.
     encoder : {"best", "plain"}
-        "plain" is the published encoder, bit for bit.  "best" searches for the base and scale of
-        each block that lose least; the same decoder reads both, and no block's error is larger.
-        For the float formats there is no difference: they round to the nearest.
+        "plain" is the published quantizer, bit for bit.  "best" searches for the parameters of
+        each block with the least error, which is at most that of "plain"; the decoder is the same.
+        Float formats round to nearest with both.
     importance : array of float32, float16 or float64, shape (K,) or that of `x`, optional
-        How much the squared error of each column, or of each weight, counts: finite, >= 0.  The
-        usual choice is the mean square of the activations that a column is multiplied with (an
-        "importance matrix").  "best" minimizes the weighted error.  "plain" is GGML's encoder for
-        importances, which weighs larger weights up as well; for ``q8_0`` that is the encoder
-        without.  Rounding to a float format is the best for any importance.
+        Weights of the squared errors per column or per weight, finite, >= 0: usually the mean
+        squares of the activations multiplied with each column (an "importance matrix").  "best"
+        minimizes the weighted error.  "plain" is GGML's quantizer with importance, which also
+        favours larger weights; for ``q8_0`` it ignores importance.  Float formats ignore it.
     outliers : float
-        Share of the weights, 0..0.05, that are kept aside exactly because they stretch the range
-        of their block: Inferflow's ``delta_tensor_ratio`` (`nbflow_kernels.quantizers.outliers` has
-        the rule).  Half of them is taken at each end of the tensor's values; the rule for single
-        blocks adds some (of Gaussian weights in blocks of 32, 0.8 % of all), and those stay that
-        would gain nothing.  Each costs 8 bytes.  No block's error becomes larger.
+        Share of the weights, 0..0.05, stored exactly because they widen the range of their block:
+        Inferflow's ``delta_tensor_ratio`` (`nbflow_kernels.quantizers.outliers` has the rule).
+        Half of them come from each end of the tensor's values; the rule for single blocks adds
+        some (0.8 % of Gaussian weights in blocks of 32), and outliers without gain are dropped.
+        Each costs 8 bytes.  No block's error increases.
     outlier_range : tuple of float, optional
-        The values beyond which weights are outliers; by default found in `x`, of which at most
-        2**20 weights in rows evenly spaced are looked at.  With `outliers` only.
+        The range beyond which weights are outliers; by default computed from at most 2**20 weights
+        of `x` in evenly spaced rows.  Only with `outliers`.
 
     Returns
     -------
@@ -94,10 +93,9 @@ def quantize(
     TypeError
         If `x` is not an array of one of the three types.
     UsageError
-        If a value is NaN or infinite, the format or encoder is unknown, a value does not fit a
-        float format, `importance` has another shape or a value that is negative or not finite, or
-        "plain" is asked to use importances for a format of Inferflow, whose encoders know none.
-        If `outliers` is not in 0..0.05, or is not 0 for a float format.
+        If a value is NaN or infinite or does not fit a float format, the format or encoder is
+        unknown, `importance` has another shape or values that are negative or not finite or is
+        given for "plain" of an Inferflow format, or `outliers` is not in 0..0.05 (floats: 0).
 
     Examples
     --------
@@ -107,31 +105,23 @@ def quantize(
     >>> best, plain = (nk.dequantize(nk.quantize(x, "q4", encoder=e)) for e in ("best", "plain"))
     >>> bool(np.square(best - x).mean() < np.square(plain - x).mean())
     True
-    >>> weight = np.where(np.arange(256) < 16, 100, 1)  # the first columns matter most
+    >>> weight = np.where(np.arange(256) < 16, 100, 1)  # the first columns are important
     >>> weighted = nk.dequantize(nk.quantize(x, "q4", importance=weight.astype(np.float32)))
     >>> bool(np.square(weighted - x)[:, :16].mean() < np.square(best - x)[:, :16].mean())
     True
     """
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
-    if encoder not in FORMAT_ENCODERS:
-        raise unknown_name("encoder", encoder, FORMAT_ENCODERS)
+    if encoder not in FORMAT_QUANTIZER_NAMES:
+        raise unknown_name("encoder", encoder, FORMAT_QUANTIZER_NAMES)
     if is_cuda(x):
-        return _quantize_there(x, chosen, encoder, importance, outliers)
-    array = np.asarray(x)
-    if array.dtype.type not in (np.float32, np.float16, np.float64):
-        raise TypeError(f"x must have dtype float32, float16 or float64, got {array.dtype.name}")
-    if array.ndim < 1 or array.shape[-1] < 1:
-        raise UsageError(f"x must have a last axis of at least one weight, got shape {array.shape}")
-    values = finite_float32(array)
+        return _quantize_cuda(x, chosen, encoder, importance, outliers)
+    array = _checked_array(x)
     n_columns = array.shape[-1]
-    rows = values.reshape(-1, n_columns)
-    pad = chosen.row_blocks(n_columns) * chosen.block_size - n_columns
-    if pad:
-        rows = np.pad(rows, ((0, 0), (0, pad)), mode="edge")
-    weight = None if importance is None else checked_importance(importance, array.shape)
-    if weight is not None and pad:
-        weight = np.pad(weight, ((0, 0), (0, pad)))
-    rows = np.ascontiguousarray(rows)
+    rows = _padded_rows(array, chosen)
+    weight = None
+    if importance is not None:
+        weight = checked_importance(importance, array.shape)
+        weight = np.pad(weight, ((0, 0), (0, rows.shape[1] - n_columns)))
     ratio = check_ratio(outliers)
     if ratio == 0.0:
         return QuantTensor(
@@ -146,26 +136,46 @@ def quantize(
     return QuantTensor(chosen, array.shape, data, sparse if sparse.nnz else None)
 
 
-def _quantize_there(
+def _checked_array(x: ArrayLike) -> NDArray[Any]:
+    """Return weights as an array, or raise unless they are floats of at least one column."""
+    array = np.asarray(x)
+    if array.dtype.type not in (np.float32, np.float16, np.float64):
+        raise TypeError(f"x must have dtype float32, float16 or float64, got {array.dtype.name}")
+    if array.ndim < 1 or array.shape[-1] < 1:
+        raise UsageError(f"x must have a last axis of at least one weight, got shape {array.shape}")
+    return array
+
+
+def _padded_rows(array: NDArray[Any], format: QuantFormat) -> Floats:
+    """Return weights as float32 rows; copies of its last weight pad a row to whole blocks."""
+    n_columns = array.shape[-1]
+    rows = finite_float32(array).reshape(-1, n_columns)
+    pad = format.row_blocks(n_columns) * format.block_size - n_columns
+    if pad:
+        rows = np.pad(rows, ((0, 0), (0, pad)), mode="edge")
+    return np.ascontiguousarray(rows)
+
+
+def _quantize_cuda(
     x: Any, format: QuantFormat, encoder: str, importance: Any, outliers: float
 ) -> QuantTensor:
-    """Do `quantize` on a CUDA device."""
-    from nbflow_kernels.quantizers.cuda import encode
+    """Quantize on a CUDA device."""
+    from nbflow_kernels.quantizers import cuda
 
     if importance is not None or outliers:
         raise UsageError(
-            "importance and outliers are searched for in host memory; quantize there and take "
+            "importance and outliers need weights in host memory; quantize there and take "
             "to_device()"
         )
     check_array("x", x, (None,) * max(1, x.ndim))
     if x.shape[-1] < 1:
         raise UsageError(f"x must have a last axis of at least one weight, got shape {x.shape}")
-    data = encode(x.reshape(-1, x.shape[-1]), format, encoder)
+    data = cuda.quantize(x.reshape(-1, x.shape[-1]), format, encoder)
     return QuantTensor(format, tuple(x.shape), data)
 
 
 def finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
-    """Return the array as float32, or raise naming the first value that is not finite."""
+    """Return the array as float32, or raise naming the first non-finite value."""
     with np.errstate(over="ignore"):
         values = np.asarray(array, dtype=np.float32)
     finite = np.isfinite(values)
@@ -182,51 +192,51 @@ def quantize_calibrated(
     x: ArrayLike,
     format: str | QuantFormat,
     encoder: str,
-    statistics: ArrayLike | SecondMoments | None = None,
+    statistics: ArrayLike | Hessian | None = None,
     *,
     act_order: bool = False,
     damping: float = DAMPING,
     outliers: float = 0.0,
 ) -> QuantTensor:
-    """Put a matrix into a format with any encoder.
+    """Quantize a matrix with any quantizer.
 
     Parameters
     ----------
     x : array of float, shape (..., K)
         The weights.
     format : str or QuantFormat
-        The format, or its name.  GPTQ and HQQ know those with codes at equal distances: the
-        formats of Inferflow, q4_0, q4_1, q5_0, q5_1 where they are linear, and the K-quants.
+        The format, or its name.  GPTQ and HQQ take formats with equidistant codes: those of
+        Inferflow, q4_0, q4_1, q5_0, q5_1, q8_0 and the K-quants.
     encoder : {"best", "plain", "gptq", "hqq", "outliers"}
-        For the first two see `nbflow_kernels.quantize`; `nbflow_kernels.quantizers.gptq`,
-        `quantizers.hqq` and `quantizers.outliers` describe the others.
-    statistics : array, shape (K,) or (K, K), or SecondMoments, optional
-        Mean squares of the inputs, or second moments; GPTQ needs the latter.  "best", "plain" and
-        "outliers" take the mean squares as importances.  With them HQQ keeps a row of "plain" whose
-        output error is less than its own.
+        See `nbflow_kernels.quantize` for the first two, and `nbflow_kernels.quantizers.gptq`,
+        `quantizers.hqq` and `quantizers.outliers` for the others.
+    statistics : array, shape (K,) or (K, K), or Hessian, optional
+        Mean squares of the inputs, or second moments, which GPTQ requires.  "best", "plain" and
+        "outliers" take the mean squares as importance.  With statistics, HQQ keeps a row of "plain"
+        where its output error is smaller.
     act_order : bool
-        Whether GPTQ takes the columns with the largest inputs first.
+        Let GPTQ process the columns with the largest inputs first.
     damping : float
-        What GPTQ adds to the diagonal of second moments, in units of its mean, 0..1; those that
-        are given as `SecondMoments` have a damping of their own.
+        Added to the diagonal of second moments by GPTQ, relative to the mean of the diagonal, 0..1.
+        A `Hessian` has its own damping.
     outliers : float
-        Share of each row's weights, 0..0.05, that "outliers" keeps exactly, at most; it must not be
-        0 there, and must be elsewhere (`nbflow_kernels.quantize` has another rule for them).
+        Largest share of each row's weights, 0..0.05, that "outliers" stores exactly; > 0 for
+        "outliers", 0 for the others (`nbflow_kernels.quantize` has another rule).
 
     Returns
     -------
     QuantTensor
-        What the format's decoder reads.  With `statistics`, no row's output error on them is
-        larger than that of "plain" (GPTQ: nor of "best" with importances), float32 rounding aside.
+        The matrix in the format.  With `statistics`, no row's output error is larger than that of
+        "plain" (GPTQ: nor of "best" with importance), up to float32 rounding.
 
     Raises
     ------
     TypeError
         If `x` is not an array of floats.
     UsageError
-        If the encoder is unknown or does not know the format, GPTQ has no second moments,
-        statistics have another shape, are not finite or negative, or `outliers` do not go with the
-        encoder.
+        If the encoder is unknown or does not support the format, GPTQ lacks second moments,
+        statistics have another shape or values that are negative or not finite, or the encoder
+        does not take `outliers`.
 
     Examples
     --------
@@ -242,13 +252,9 @@ def quantize_calibrated(
     True
     """
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
-    if encoder not in ENCODERS:
-        raise unknown_name("encoder", encoder, ENCODERS)
-    array = np.asarray(x)
-    if array.dtype.type not in (np.float32, np.float16, np.float64):
-        raise TypeError(f"x must have dtype float32, float16 or float64, got {array.dtype.name}")
-    if array.ndim < 1 or array.shape[-1] < 1:
-        raise UsageError(f"x must have a last axis of at least one weight, got shape {array.shape}")
+    if encoder not in QUANTIZER_NAMES:
+        raise unknown_name("encoder", encoder, QUANTIZER_NAMES)
+    array = _checked_array(x)
     K = array.shape[-1]
     found = checked_statistics(statistics, K, damping)
     _check_outliers(chosen, encoder, outliers)
@@ -258,14 +264,12 @@ def quantize_calibrated(
         return quantize(array, chosen, encoder=encoder, importance=importance)
     if encoder != "outliers":
         check_affine(chosen, encoder)
-    if encoder == "gptq" and not isinstance(found, SecondMoments):
+    if encoder == "gptq" and not isinstance(found, Hessian):
         raise UsageError(
             f"encoder 'gptq' needs second moments of the inputs, shape ({K}, {K}); "
             "nbflow imatrix --full collects them"
         )
-    rows = finite_float32(array).reshape(-1, K)
-    pad = chosen.row_blocks(K) * chosen.block_size - K
-    rows = np.ascontiguousarray(np.pad(rows, ((0, 0), (0, pad)), mode="edge"))
+    rows = _padded_rows(array, chosen)
     n_bytes = chosen.row_blocks(K) * chosen.block_bytes
     data = np.empty((len(rows), n_bytes), np.uint8)
     step = max(1, CHUNK // rows.shape[1])
@@ -279,13 +283,13 @@ def quantize_calibrated(
             )
             sparse.append(some)
         else:
-            data[row : row + step] = _encoded(chosen, part, encoder, found, K, act_order)
+            data[row : row + step] = _quantize_chunk(chosen, part, encoder, found, K, act_order)
     kept = CsrMatrix.concatenate(sparse) if sparse else None
     return QuantTensor(chosen, array.shape, data, kept if kept is not None and kept.nnz else None)
 
 
 def _check_outliers(format: QuantFormat, encoder: str, ratio: float) -> None:
-    """Raise unless a share of outliers goes with the encoder and the format."""
+    """Raise unless the quantizer and the format take this share of outliers."""
     check_ratio(ratio)
     if encoder != "outliers" and ratio:
         raise UsageError(
@@ -299,26 +303,26 @@ def _check_outliers(format: QuantFormat, encoder: str, ratio: float) -> None:
         )
 
 
-def _encoded(
+def _quantize_chunk(
     format: QuantFormat, rows: Floats, encoder: str, statistics: Any, K: int, act_order: bool
 ) -> Bytes:
-    """Return the bytes of rows: the encoder's, or of rows that lose more, a simpler one's."""
+    """Quantize with GPTQ or HQQ; rows keep a simpler quantizer where its error is smaller."""
     plain = quantize_rows(format, rows, K, "plain")
     squares = mean_squares(statistics)
     if encoder == "hqq":
         data = hqq_rows(format, rows, K)
-        return data if squares is None else _better(format, rows, K, [data, plain], statistics)
+        return data if squares is None else _best_rows(format, rows, K, [data, plain], statistics)
     data = gptq_rows(format, rows, K, statistics, act_order)
     importance = column_importance(statistics, rows.shape[1], K)
     best = quantize_rows(format, rows, K, "best", importance)
-    return _better(format, rows, K, [data, best, plain], statistics)
+    return _best_rows(format, rows, K, [data, best, plain], statistics)
 
 
-def _better(
+def _best_rows(
     format: QuantFormat, rows: Floats, K: int, candidates: list[Bytes], statistics: Any
 ) -> Bytes:
-    """Return of each row the bytes whose output error is least."""
-    array = statistics.matrix if isinstance(statistics, SecondMoments) else statistics
+    """Return the candidate with the least output error of each row."""
+    array = statistics.matrix if isinstance(statistics, Hessian) else statistics
     losses = []
     for data in candidates:
         decoded = np.empty((len(rows), K), np.float32)

@@ -1,8 +1,7 @@
-"""Blocks as ``base + step * (code - zero)``, and codes put into blocks whose scales stay.
+"""Affine view of quantized blocks: values ``base + step * (code - zero)``, and codes to replace.
 
-For formats whose codes lie at equal distances and can be chosen one by one: those of
-`AffineFormat` and the K-quants.  Encoders that choose codes by other rules than the nearest, GPTQ
-and HQQ, are made of this.
+For formats with equidistant codes that can be chosen one by one: `AffineFormat` and the K-quants.
+GPTQ and HQQ, which do not choose the nearest codes, build on it.
 """
 
 from __future__ import annotations
@@ -19,49 +18,49 @@ from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, QuantFormat
 from nbflow_kernels.quantizers.k_formats import pack_super_blocks
 
-Wide = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Affine:
-    """The grid of each weight of some rows; K is the padded number of columns."""
+class AffineGrid:
+    """Representable values of each weight of some rows; K is the padded number of columns."""
 
-    step: Wide
+    step: Doubles
     """(rows, K); may be negative or 0."""
-    base: Wide
+    base: Doubles
     """(rows, K): the value of code `zero`."""
     zero: int
     n_codes: int
 
-    def nearest(self, x: Wide) -> Bytes:
+    def nearest(self, x: Doubles) -> Bytes:
         """Return the codes (rows, K) whose values are nearest to `x`."""
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = np.where(self.step == 0, 0.0, (x - self.base) / self.step)
         codes: Bytes = np.clip(np.rint(steps) + self.zero, 0, self.n_codes - 1).astype(np.uint8)
         return codes
 
-    def values(self, codes: NDArray[Any]) -> Wide:
+    def values(self, codes: NDArray[Any]) -> Doubles:
         """Return the values of codes (rows, K), not rounded to float32."""
-        result: Wide = self.base + self.step * (codes.astype(np.float64) - self.zero)
+        result: Doubles = self.base + self.step * (codes.astype(np.float64) - self.zero)
         return result
 
 
 def is_affine(format: QuantFormat) -> bool:
-    """Return whether `affine` and `with_codes` know a format."""
+    """Return True if `affine_grid` and `with_codes` support a format."""
     return isinstance(format, AffineFormat | KQuantFormat)
 
 
 def check_affine(format: QuantFormat, encoder: str) -> None:
-    """Raise unless `affine` and `with_codes` know a format."""
+    """Raise unless `affine_grid` and `with_codes` support a format."""
     if not is_affine(format):
         known = ", ".join(name for name in FORMATS if is_affine(FORMATS[name]))
         raise UsageError(
-            f"encoder {encoder!r} is for formats whose codes lie at equal distances and are chosen "
-            f"one by one, {known}; {format.name} is none of them, use encoder='best'"
+            f"encoder {encoder!r} supports formats with equidistant codes chosen one by one, "
+            f"{known}; got {format.name}; use encoder='best'"
         )
 
 
-def affine(format: QuantFormat, data: Bytes) -> Affine:
+def affine_grid(format: QuantFormat, data: Bytes) -> AffineGrid:
     """Return the grids of rows of storage bytes (rows, row bytes)."""
     form, rows = format.integer_form, format.integers(data)
     step = np.repeat(rows.d.astype(np.float64), form.block // form.sub_block, axis=1) * form.factor
@@ -74,11 +73,11 @@ def affine(format: QuantFormat, data: Bytes) -> Affine:
             base = -base * rows.mins
     n_codes = format.n_codes if isinstance(format, AffineFormat) else 1 << form.code_bits
     step, base = (np.repeat(part, form.sub_block, axis=1) for part in (step, base))
-    return Affine(step, base, form.zero, n_codes)
+    return AffineGrid(step, base, form.zero, n_codes)
 
 
 def with_codes(format: QuantFormat, data: Bytes, codes: Bytes) -> Bytes:
-    """Return rows of storage bytes with other codes (rows, K), and all else as it is."""
+    """Return rows of storage bytes with codes (rows, K) replaced."""
     blocks = np.ascontiguousarray(data).reshape(-1, format.block_bytes)
     parts = np.ascontiguousarray(codes).reshape(-1, format.block_size)
     if isinstance(format, AffineFormat):

@@ -1,8 +1,8 @@
-r"""AWQ: scale up the columns whose inputs are large, before they are rounded.
+r"""AWQ: scale up columns with large inputs before quantization.
 
-A product stays the same if columns of its weights are multiplied by s and its inputs divided by s:
+A product does not change if columns of its weights are multiplied by s and its inputs divided by s:
 :math:`W x = (W \, \mathrm{diag}(s)) (\mathrm{diag}(s)^{-1} x)`.  The rounding error of a scaled
-column reaches the output divided by s, as long as the column does not stretch its block's range.
+column reaches the output divided by s, unless the column widens its block's range.
 
 .. math:: s_k = \left(\sqrt{E[x_k^2]}\right)^\alpha, \qquad
           \alpha^* = \arg\min_\alpha \sum_n e_n M e_n^T, \quad
@@ -13,9 +13,9 @@ that its least and largest are each other's inverses.
 
 Source: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and
 Acceleration", MLSys 2024, arXiv:2306.00978, equations 4 and 5.  Deviations: root mean squares
-instead of mean magnitudes of the inputs (what importance files hold); the loss is taken on second
-moments instead of on a batch of inputs, over rows evenly spaced where there are many; no clipping
-(the encoder "best" chooses the range of each block).
+instead of mean magnitudes of the inputs (as in importance files); the loss uses second moments
+instead of a batch of inputs, over evenly spaced rows of large matrices; no clipping (the quantizer
+"best" chooses the range of each block).
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import dequantize
 from nbflow_kernels.formats.registry import QuantFormat
+from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.quantizers.gptq import output_errors
 
 N_STEPS = 20
-"""The exponents that are tried: 0, 1 / 20, ..., 19 / 20, as published."""
-SAMPLE = 1 << 19  # weights of each matrix that the loss is taken over, at most
-LEAST = (
-    1e-4  # of the largest root mean square: a column that is never used is not scaled without end
-)
+"""Number of exponents tried: 0, 1 / 20, ..., 19 / 20, as published."""
+SAMPLE = 1 << 19  # most weights of a matrix in the loss
+# floor of a column's root mean square, relative to the largest: bounds the scale of unused columns
+LEAST = 1e-4
 
 
 @dataclass(frozen=True)
-class Scales:
-    """What a search found."""
+class ChannelScales:
+    """Result of `search_scales`."""
 
     scales: NDArray[np.float64]
     """Factors of the columns (K,)."""
     exponent: float
-    """The exponent that they were made with; 0 leaves everything as it is."""
+    """The exponent chosen; 0 means all scales are 1."""
     losses: tuple[float, ...]
-    """Loss with each exponent that was tried."""
+    """Loss of each exponent tried."""
 
 
 def column_scales(squares: NDArray[Any], exponent: float) -> NDArray[np.float64]:
@@ -74,35 +74,36 @@ def search_scales(
     matrices: Sequence[tuple[NDArray[Any], QuantFormat]],
     statistics: NDArray[Any],
     shared: NDArray[np.intp] | None = None,
-) -> Scales:
-    """Find the scales of the columns of matrices that are multiplied with the same inputs.
+) -> ChannelScales:
+    """Search the column scales of matrices that share their inputs.
 
     Parameters
     ----------
     matrices : sequence of (array, format)
-        Weights (N, K) each, and the format each will be put into.
+        Weights (N, K) and target format of each matrix.
     statistics : array, shape (K,) or (K, K)
         Mean squares, or second moments, of the inputs.
     shared : array of int, shape (K,), optional
-        Columns with the same number get the same scale, made of their mean; as columns of heads
-        that read the same values must.
+        Group of each column; a group shares the scale of its mean, as columns of query heads that
+        read the same values must.
 
     Returns
     -------
-    Scales
+    ChannelScales
 
     Raises
     ------
     UsageError
-        If the statistics are of another shape, not finite or negative.
+        If `statistics` has another shape or values that are not finite or negative.
 
     Examples
     --------
     >>> import numpy as np
+    >>> from nbflow_kernels import FORMATS
     >>> rng = np.random.default_rng(0)
     >>> w = rng.normal(size=(64, 128))
-    >>> squares = np.exp(2 * rng.normal(size=128))  # inputs of all sizes in each block
-    >>> found = search_scales([(w, nk.FORMATS["q3"])], squares)
+    >>> squares = np.exp(2 * rng.normal(size=128))  # a wide range of input sizes in each block
+    >>> found = search_scales([(w, FORMATS["q3"])], squares)
     >>> bool(found.exponent > 0 and min(found.losses) < 0.95 * found.losses[0])
     True
     """
@@ -112,7 +113,7 @@ def search_scales(
         raise UsageError(f"statistics must have shape ({K},) or ({K}, {K}), got {known.shape}")
     squares = known if known.ndim == 1 else known.diagonal()
     if not np.isfinite(known).all() or squares.min(initial=0.0) < 0:
-        raise UsageError("mean squares of inputs must be finite and not negative")
+        raise UsageError("mean squares of inputs must be finite and >= 0")
     if shared is not None:
         groups = np.bincount(shared, squares) / np.bincount(shared)
         squares = groups[shared]
@@ -122,11 +123,11 @@ def search_scales(
         scales = column_scales(squares, step / N_STEPS)
         losses.append(sum(_loss(w, format, scales, known) for w, format in samples))
     best = int(np.argmin(losses))
-    return Scales(column_scales(squares, best / N_STEPS), best / N_STEPS, tuple(losses))
+    return ChannelScales(column_scales(squares, best / N_STEPS), best / N_STEPS, tuple(losses))
 
 
 def _sample(w: NDArray[Any]) -> NDArray[np.float64]:
-    """Return rows evenly spaced: `SAMPLE` weights at most, but one row."""
+    """Return evenly spaced rows: at most `SAMPLE` weights, at least one row."""
     return w[:: max(1, -(-w.size // SAMPLE))].astype(np.float64)
 
 
@@ -136,10 +137,10 @@ def _loss(
     scales: NDArray[np.float64],
     statistics: NDArray[np.float64],
 ) -> float:
-    """Return the squared output error of weights (N, K) that are rounded with scaled columns."""
+    """Return the squared output error of weights (N, K) quantized with scaled columns."""
     diagonal = statistics if statistics.ndim == 1 else statistics.diagonal()
     importance = (diagonal / scales**2).astype(np.float32)
     largest = importance.max(initial=0.0)
     importance = importance / largest if largest > 0 else np.ones_like(importance)
-    rounded = nk.dequantize(nk.quantize(w * scales, format, importance=importance))
+    rounded = dequantize(quantize(w * scales, format, importance=importance))
     return float(output_errors(rounded / scales - w, statistics).sum())

@@ -1,6 +1,6 @@
-"""Quantizers of GGML's formats with a table of levels: iq4, 4-bit floats, two to four levels.
+"""Quantizers of GGML's codebook formats: iq4, 4-bit floats, two to four levels.
 
-Source of the published ones: see `nbflow_kernels.quantizers.reference.codebook`.
+`nbflow_kernels.quantizers.reference.codebook` names the source of the published ones.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from nbflow_kernels.quantizers.search.two_level_scales import rule
 # ---- iq4 ----------------------------------------------------------------------------------------
 
 LEVELS = np.array(iq4.LEVELS, np.float32)
-# either end of the levels at the largest weight, or up to a quarter before it
+# the first or last level at the largest weight, or up to a quarter below it
 _STARTS = np.outer([1 / LEVELS[0], 1 / LEVELS[-1]], 0.9 + 0.05 * np.arange(8))
 RULE_NL = rule(_STARTS, signed=True)
 RULE_XS = rule(_STARTS, scales=(1, 0, -32, 31), tops=(-32, 31, -31, -30, 29), signed=True)
 
 
-def _best_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _search_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     found = search(x, weights(importance, counts), LEVELS, RULE_NL, 32, 32)
     return iq4.blocks_iq4_nl(found.chosen.reshape(len(x), -1).astype(np.uint8), found.d)
 
 
-def _best_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _search_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     found = search(x, weights(importance, counts), LEVELS, RULE_XS, 256, 32)
     codes = found.chosen.reshape(len(x), -1).astype(np.uint8)
     return iq4.blocks_iq4_xs(codes, found.scales, found.d)
 
 
-def _plain_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _reference_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     codes, _, d = codebook.iq4(x, importance, LEVELS, 32)
     return iq4.blocks_iq4_nl(codes, d)
 
 
-def _plain_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _reference_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     return iq4.blocks_iq4_xs(*codebook.iq4(x, importance, LEVELS, 256))
 
 
@@ -52,29 +52,29 @@ ASCENDING, CODES = np.unique(FP4_LEVELS, return_index=True)  # the first 0: not 
 CODES = CODES.astype(np.uint8)
 _FP4_STARTS = np.array([1, 1.25, 1.5]) / 12
 RULE_MXFP4 = rule(_FP4_STARTS, stored=E8M0)
-# the numbers from half to twice the ideal scale: the error has many minima
+# candidates from half to twice the ideal scale: the error has many minima
 RULE_NVFP4 = rule(_FP4_STARTS, stored=E4M3[:127], tops=1.08 ** np.arange(-9, 9), rounds=1)
 
 
-def _best_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _search_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     found = search(x, weights(importance, counts), ASCENDING, RULE_MXFP4, 32, 32)
     codes = CODES[found.chosen].reshape(len(x), -1)
     return mxfp4_nvfp4.blocks_fp4(codes, found.d.astype(np.uint8), 32, 16)
 
 
-def _best_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _search_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     found = search(x, weights(importance, counts), ASCENDING, RULE_NVFP4, 16, 16)
     codes = CODES[found.chosen].reshape(len(x), -1)
     return mxfp4_nvfp4.blocks_fp4(codes, found.d.astype(np.uint8), 64, 8)
 
 
-def _plain_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _reference_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     scales = codebook.e8m0(x.reshape(-1, 32)).reshape(len(x), -1)
     codes = codebook.fp4(x, FP4_LEVELS, E8M0[scales])
     return mxfp4_nvfp4.blocks_fp4(codes, scales, 32, 16)
 
 
-def _plain_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+def _reference_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     scales = codebook.e4m3(x.reshape(-1, 16), 2 * E4M3).reshape(len(x), -1)
     codes = codebook.fp4(x, FP4_LEVELS, E4M3[scales])
     return mxfp4_nvfp4.blocks_fp4(codes, scales, 64, 8)
@@ -82,32 +82,32 @@ def _plain_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
 
 # ---- two to four levels -------------------------------------------------------------------------
 
-REACH = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the highest level to try, in largest weights
+# trial values of the highest level, in units of the largest weight
+REACH = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
 
 def _few_levels(format: BlockFormat, n_levels: int) -> BlockQuantizer:
-    """Return the quantizers of a format that write `n_levels` codes."""
+    """Return the quantizers of a format with `n_levels` codes."""
     block, form, pack = format.block_size, format.form, format.pack_codes
     assert pack is not None
     levels = value_table(form)[:n_levels]
     search_rule = rule(np.outer([1 / levels[-1], 1 / levels[0]], REACH), signed=True)
-    published = codebook.signs if form.code_bits == 1 else codebook.rounded
 
-    def plain(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        return pack(*published(x, block))
+    def reference(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        return pack(*codebook.few_levels(x, block, form.code_bits == 1))
 
-    def best(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    def search_rows(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
         found = search(x, weights(importance, counts), levels, search_rule, block, block)
         return pack(found.chosen.reshape(len(x), -1).astype(np.uint8), found.d)
 
-    return BlockQuantizer(plain, best, takes_importance=False)
+    return BlockQuantizer(reference, search_rows, takes_importance=False)
 
 
 QUANTIZERS = {
-    "iq4_nl": BlockQuantizer(_plain_iq4_nl, _best_iq4_nl),
-    "iq4_xs": BlockQuantizer(_plain_iq4_xs, _best_iq4_xs),
-    "mxfp4": BlockQuantizer(_plain_mxfp4, _best_mxfp4, takes_importance=False),
-    "nvfp4": BlockQuantizer(_plain_nvfp4, _best_nvfp4, takes_importance=False),
+    "iq4_nl": BlockQuantizer(_reference_iq4_nl, _search_iq4_nl),
+    "iq4_xs": BlockQuantizer(_reference_iq4_xs, _search_iq4_xs),
+    "mxfp4": BlockQuantizer(_reference_mxfp4, _search_mxfp4, takes_importance=False),
+    "nvfp4": BlockQuantizer(_reference_nvfp4, _search_nvfp4, takes_importance=False),
     "q1_0": _few_levels(ternary.Q1_0, 2),
     "q2_0": _few_levels(ternary.Q2_0, 4),
     "tq1_0": _few_levels(ternary.TQ1_0, 3),

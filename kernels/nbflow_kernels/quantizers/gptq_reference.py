@@ -1,11 +1,11 @@
-"""GPTQ as the paper derives it, in float64: the inverse is kept and reduced column by column."""
+"""GPTQ as derived in the paper, in float64: the inverse Hessian is reduced column by column."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-from nbflow_kernels.quantizers.affine_grid import affine, with_codes
+from nbflow_kernels.quantizers.affine_grid import affine_grid, with_codes
 from nbflow_kernels.quantizers.registry import quantize_rows
 
 
@@ -23,7 +23,7 @@ def gptq_rows(format: QuantFormat, x: Floats, hessian: np.ndarray, importance: n
             now = np.ascontiguousarray(moving[:, j : j + block], np.float32)
             weight = np.ascontiguousarray(importance[None, j : j + block], np.float32)
             parts.append(quantize_rows(format, now, block, "best", weight))
-            grid = affine(format, parts[-1])
+            grid = affine_grid(format, parts[-1])
         nearest = grid.nearest(np.repeat(moving[:, j : j + 1], block, axis=1))
         codes[:, j] = nearest[:, j % block]
         error = moving[:, j] - grid.values(nearest)[:, j % block]

@@ -1,4 +1,4 @@
-"""Quantizers of GGML's formats on grids: iq1, iq2 and iq3."""
+"""Quantizers of GGML's grid formats: iq1, iq2 and iq3."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes
 from nbflow_kernels.quantizers.block_formats import BlockQuantizer
 from nbflow_kernels.quantizers.reference import ggml_iq1
-from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import plain, plain_encoder
-from nbflow_kernels.quantizers.search.grid import best_encoder, best_encoder_iq1
+from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import quantize, reference_quantizer
+from nbflow_kernels.quantizers.search.grid import search_quantizer, search_quantizer_iq1
 
 Blocks = Callable[[OnGrid], Bytes]
 
 
 def _iq1(sub_block: int, blocks: Blocks, needs_importance: bool = False) -> BlockQuantizer:
     return BlockQuantizer(
-        plain_encoder(partial(ggml_iq1.plain, sub_block), blocks),
-        best_encoder_iq1(sub_block, blocks),
+        reference_quantizer(partial(ggml_iq1.quantize, sub_block), blocks),
+        search_quantizer_iq1(sub_block, blocks),
         needs_importance=needs_importance,
     )
 
@@ -28,8 +28,8 @@ def _on_grid(
     name: str, magnitudes: tuple[float, ...], blocks: Blocks, needs_importance: bool = False
 ) -> BlockQuantizer:
     return BlockQuantizer(
-        plain_encoder(partial(plain, name), blocks),
-        best_encoder(name, magnitudes, blocks),
+        reference_quantizer(partial(quantize, name), blocks),
+        search_quantizer(name, magnitudes, blocks),
         needs_importance=needs_importance,
     )
 

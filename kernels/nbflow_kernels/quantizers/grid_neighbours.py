@@ -1,7 +1,6 @@
-"""Which points of a grid lie next to a point of its cube: what the encoders of grids look up.
+"""Nearest-neighbour lists of the iq grids.
 
-The encoders round weights to a point of the cube and then take the best of the grid points near
-it, so that they need not try them all.
+Quantizers round weights to a point of the cube and then try only the grid points near it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Neighbours(NamedTuple):
     """The grid points near each point of the cube; a point on the grid has only itself."""
 
     first: NDArray[np.int32]
-    """Where the list of a cube point begins, by its bits; one more entry for the end."""
+    """Start of the list of each cube point, by its bits; the last entry is the end."""
     points: NDArray[np.uint16]
     """Grid points of all lists: the nearest first, of equally near ones the lowest."""
     grid: grids.Grid
@@ -29,7 +28,7 @@ class Neighbours(NamedTuple):
     """Coordinates of a point: 8 or 4."""
 
 
-# shells: how many different distances a list spans, as published
+# name -> grid, dimensions, shells: distinct distances in a list, as published
 _GRIDS = {
     "iq1": (grids.GRID_IQ1, 8, 3),
     "iq2_xxs": (grids.GRID_IQ2_XXS, 8, 2),
@@ -56,7 +55,7 @@ def neighbours(name: str) -> Neighbours:
         counts[bits[at : at + 512]] = np.bincount(row)
         lists.append(point)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    # the cube's points count in the order of their bits
+    # cube points are enumerated in the order of their bits
     points = np.concatenate(lists).astype(np.uint16)
     return Neighbours(first, points, grid, dimensions)
 

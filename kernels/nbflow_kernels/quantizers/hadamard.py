@@ -1,7 +1,7 @@
-r"""Random rotations that are applied in N log N steps: Hadamard matrices with random signs.
+r"""Fast random Hadamard rotations: N log N steps, random signs.
 
 A rotation R (size, size) is orthogonal with entries of one magnitude, so that each column of
-:math:`W R` is a mean over all columns of W with random signs: no column stays an outlier.
+:math:`W R` averages all columns of W with random signs: outlier columns vanish.
 
 .. math:: R = \mathrm{diag}(s) \frac{H}{\sqrt{n}}, \qquad s_i = \pm 1, \quad H H^T = n I
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 
-CHUNK = 1 << 21  # numbers rotated at once: two float64 arrays of 16 MiB
+CHUNK = 1 << 21  # values rotated per pass: two float64 arrays of 16 MiB
 
 
 class Rotation:
@@ -31,7 +31,7 @@ class Rotation:
     Parameters
     ----------
     size : int
-        Numbers that are mixed; longer vectors are rotated in pieces of that length, each alike.
+        Length of the rotation; longer vectors are rotated in segments of this length, all alike.
     seed : int
         Seed of the signs.
 
@@ -53,7 +53,7 @@ class Rotation:
         self.size = size
         self.seed = seed
         self._order = paley_order(size)
-        # a stream of its own for each size, and the same on every machine
+        # one random stream per size, the same on every machine
         signs = np.random.Generator(np.random.PCG64([seed, size])).integers(0, 2, size)
         self.signs: NDArray[Any] = 1.0 - 2.0 * signs
 
@@ -65,7 +65,7 @@ class Rotation:
         x : array of float, shape (..., n * size)
             Rows.
         inverse : bool
-            Whether to turn back.
+            Apply the transpose instead.
 
         Returns
         -------
@@ -74,39 +74,39 @@ class Rotation:
         Raises
         ------
         UsageError
-            If the last axis is no multiple of the size.
+            If the last axis is not a multiple of the size.
         """
         if x.shape[-1] % self.size:
             raise UsageError(
-                f"rows to be rotated must be multiples of {self.size} long, got {x.shape}"
+                f"the last axis of x must be a multiple of {self.size}, got shape {x.shape}"
             )
-        pieces = x.reshape(-1, self.size)
-        out = np.empty(pieces.shape, np.float64)
+        segments = x.reshape(-1, self.size)
+        out = np.empty(segments.shape, np.float64)
         step = max(1, CHUNK // self.size)
-        for first in range(0, len(pieces), step):
+        for first in range(0, len(segments), step):
             own = slice(first, first + step)
-            wide = pieces[own].astype(np.float64)
+            wide = segments[own].astype(np.float64)
             if inverse:
                 out[own] = _hadamard(wide, self._order, transposed=True) * self.signs
             else:
                 out[own] = _hadamard(wide * self.signs, self._order)
         return out.reshape(x.shape)
 
-    def turn_moments(self, moments: NDArray[Any]) -> NDArray[np.float64]:
-        """Return second moments (K, K) of rows x as those of ``x @ R``: ``R.T M R``."""
+    def rotate_moments(self, moments: NDArray[Any]) -> NDArray[np.float64]:
+        """Return ``R.T M R``: second moments (K, K) of ``x @ R`` for rows x with moments M."""
         return self.apply(np.ascontiguousarray(self.apply(moments).T))
 
 
 def paley_order(size: int) -> int:
-    """Return the order of the factor that is no power of two: 1, or q + 1 as small as can be.
+    """Return the order of Paley's factor: 1 for powers of two, else the smallest q + 1.
 
     Raises
     ------
     UsageError
-        If there is none.
+        If no such order exists.
     """
     if size < 1:
-        raise UsageError(f"a rotation must be of at least one number, got {size}")
+        raise UsageError(f"the size of a rotation must be at least 1, got {size}")
     rest = size & -size  # the largest power of two that divides it
     order = odd = size // rest
     if order == 1:
@@ -116,7 +116,7 @@ def paley_order(size: int) -> int:
         if order % 4 == 0 and _is_prime(order - 1):
             return order
     raise UsageError(
-        f"no Hadamard matrix of {size} numbers is known: none of {odd} x 2, 4, ... up to "
+        f"no Hadamard matrix of order {size} is known: none of {odd} x 2, 4, ... up to "
         f"{size} is one more than a prime that is 3 modulo 4"
     )
 

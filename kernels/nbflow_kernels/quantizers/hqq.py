@@ -1,19 +1,18 @@
-r"""HQQ: half-quadratic quantization, which lets few weights be far off so that most are near.
+r"""HQQ: half-quadratic quantization, data-free, with an error norm that tolerates outliers.
 
 Minimized is :math:`\sum |w - Q(w)|^p` with p < 1 over the base of each block (its scale, for
-formats without a base), in turns:
+formats without a base), alternating:
 
 .. math:: e = \mathrm{shrink}_p(w - Q(w), \beta), \quad
           \mathrm{base} = \mathrm{mean}(w - e - \mathrm{scale} \cdot \mathrm{code})
 
-where :math:`\mathrm{shrink}_p(x, \beta) = \mathrm{sign}(x) \max(0, |x| - |x|^{p-1} / \beta)`.  It
-needs no inputs.
+where :math:`\mathrm{shrink}_p(x, \beta) = \mathrm{sign}(x) \max(0, |x| - |x|^{p-1} / \beta)`.
 
 Source: H. Badri and A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023,
 https://mobiusml.github.io/hqq_blog.  Deviations: errors are in units of the block's scale, so that
-beta means the same for weights of any size; bases are rounded as the format stores them at every
-turn; and each sub-block keeps the turn whose sum is least, the first being the published encoder's.
-K-quants gain little: a turn that moves a minimum by less than half a unit does not move it at all.
+beta means the same for weights of any size; bases are rounded to storage in each iteration; and
+each sub-block keeps its best iteration, the first being the published quantizer's result.
+K-quants gain little: an iteration that moves a minimum by less than half a unit has no effect.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR, AffineForma
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.quantizers.affine_grid import (
-    Wide,
-    affine,
+    Doubles,
+    affine_grid,
     check_affine,
     stored_halves,
     with_codes,
@@ -37,24 +36,24 @@ from nbflow_kernels.quantizers.affine_grid import (
 from nbflow_kernels.quantizers.k_formats import pack_super_blocks
 from nbflow_kernels.quantizers.registry import quantize_rows
 
-CHUNK = 1 << 19  # weights at once: some ten float64 arrays of so many
+CHUNK = 1 << 19  # weights per pass: about ten float64 arrays of this size
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How HQQ iterates."""
+class HqqOptions:
+    """Parameters of the HQQ iteration."""
 
     p: float = 0.7
     """Power of the errors, in (0, 1]."""
     beta: float = 10.0
-    """How strongly errors are shrunk at first: less the larger it is."""
+    """Initial shrinkage of errors; a larger beta shrinks less."""
     kappa: float = 1.01
-    """What beta is multiplied with at each turn."""
-    turns: int = 20
-    """How often bases and codes are set."""
+    """Factor of beta after each iteration."""
+    n_iterations: int = 20
+    """Updates of bases and codes."""
 
 
-def lp_errors(error: Wide, p: float) -> Wide:
+def lp_errors(error: Doubles, p: float) -> Doubles:
     """Return the sums of ``|error| ** p`` over the last axis."""
     return np.sum(np.abs(error) ** p, axis=-1)  # type: ignore[no-any-return]
 
@@ -63,9 +62,9 @@ def hqq_rows(
     format: QuantFormat,
     x: Floats,
     n_columns: int,
-    settings: Settings = Settings(),
+    options: HqqOptions = HqqOptions(),
 ) -> Bytes:
-    """Return the bytes of rows; parameters as of `quantizers.registry.quantize_rows`."""
+    """Return the bytes of rows; parameters as for `quantizers.registry.quantize_rows`."""
     check_affine(format, "hqq")
     data = quantize_rows(format, x, n_columns, "plain")
     step = max(1, CHUNK // x.shape[1])
@@ -75,35 +74,35 @@ def hqq_rows(
         blocks = data[own].reshape(-1, format.block_bytes)
         weights = x[own].astype(np.float64).reshape(-1, format.block_size)
         counts = counted[own].reshape(weights.shape)
-        data[own] = _improved(format, weights, counts, blocks, settings).reshape(data[own].shape)
+        data[own] = _improved(format, weights, counts, blocks, options).reshape(data[own].shape)
     return data
 
 
 def _improved(
-    format: QuantFormat, x: Wide, counts: NDArray[np.bool_], data: Bytes, settings: Settings
+    format: QuantFormat, x: Doubles, counts: NDArray[np.bool_], data: Bytes, options: HqqOptions
 ) -> Bytes:
-    """Return better blocks (n, block_bytes) for weights (n, block_size)."""
-    size, beta = format.integer_form.sub_block, settings.beta
+    """Return improved blocks (n, block_bytes) for weights (n, block_size)."""
+    size, beta = format.integer_form.sub_block, options.beta
     best, least = data.copy(), np.full((len(x), x.shape[1] // size), np.inf)
-    for turn in range(settings.turns + 1):
-        grid = affine(format, data)
-        # the published encoder's own codes count as the first turn
-        codes = format.integers(data).codes if turn == 0 else grid.nearest(x)
+    for iteration in range(options.n_iterations + 1):
+        grid = affine_grid(format, data)
+        # the first candidate is the published quantizer's codes
+        codes = format.integers(data).codes if iteration == 0 else grid.nearest(x)
         error = (x - grid.values(codes)) * counts
-        sums = lp_errors(error.reshape(*least.shape, size), settings.p)
+        sums = lp_errors(error.reshape(*least.shape, size), options.p)
         best = _with_better(format, best, with_codes(format, data, codes), sums < least)
         least = np.minimum(sums, least)
         unit = np.abs(grid.step) + (grid.step == 0)
-        wanted = x - _shrunk(error / unit, settings.p, beta) * unit
+        wanted = x - _shrunk(error / unit, options.p, beta) * unit
         steps = codes.astype(np.float64) - grid.zero
         parts: list[Any] = [a.reshape(len(x), -1, size) for a in (wanted, steps, grid.step, counts)]
         data = _stored(format, data, *parts)
-        beta *= settings.kappa
+        beta *= options.kappa
     return best
 
 
 def _with_better(format: QuantFormat, best: Bytes, data: Bytes, better: NDArray[np.bool_]) -> Bytes:
-    """Return `best` with those sub-blocks of `data` that are `better` (n, sub-blocks)."""
+    """Return `best` with the `better` (n, sub-blocks) sub-blocks replaced by those of `data`."""
     if isinstance(format, AffineFormat):
         return np.where(better, data, best)
     assert isinstance(format, KQuantFormat)  # d and dmin are the same in both
@@ -118,7 +117,7 @@ def _with_better(format: QuantFormat, best: Bytes, data: Bytes, better: NDArray[
     return pack_super_blocks(format, codes, scales, mins, stored_halves(format, best))
 
 
-def _shrunk(error: Wide, p: float, beta: float) -> Wide:
+def _shrunk(error: Doubles, p: float, beta: float) -> Doubles:
     """Return the generalized soft threshold of errors."""
     size = np.abs(error)
     with np.errstate(divide="ignore"):
@@ -127,9 +126,9 @@ def _shrunk(error: Wide, p: float, beta: float) -> Wide:
 
 
 def _stored(
-    format: QuantFormat, data: Bytes, wanted: Wide, steps: Wide, step: Wide, counts: Any
+    format: QuantFormat, data: Bytes, wanted: Doubles, steps: Doubles, step: Doubles, counts: Any
 ) -> Bytes:
-    """Return blocks whose bases (or scales) fit what is wanted, as the format stores them."""
+    """Return blocks with the stored bases (or scales) nearest to the least squares fit."""
     n = np.maximum(counts.sum(axis=2), 1)
     base = np.sum((wanted - step * steps) * counts, axis=2) / n  # (n, sub-blocks)
     squares = np.sum(steps**2 * counts, axis=2)
@@ -152,19 +151,16 @@ def _stored(
     return pack_super_blocks(format, rows.codes, scales, mins, stored_halves(format, data))
 
 
-def _nearest_integers(wanted: Wide, unit: Floats, old: Any, low: int, high: int) -> NDArray[Any]:
-    """Return integers whose multiples of `unit` (n, 1) are nearest to `wanted`; old where it is 0.
-
-    The one decoded formula is ``unit * integer``.
-    """
+def _nearest_integers(wanted: Doubles, unit: Floats, old: Any, low: int, high: int) -> NDArray[Any]:
+    """Return the integers nearest to ``wanted / unit`` (n, 1); `old` where the unit is 0."""
     wide = unit.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.where(wide == 0, old, wanted / wide)
     return np.clip(np.rint(found), low, high)
 
 
-def _stored_linear(format: AffineFormat, data: Bytes, base: Wide, scale: Wide) -> Bytes:
-    """Return blocks with other bases, or other scales where the format stores no base."""
+def _stored_linear(format: AffineFormat, data: Bytes, base: Doubles, scale: Doubles) -> Bytes:
+    """Return blocks with bases replaced, or scales where the format stores no base."""
     parameters = format.stored_parameters(data)
     if format.parameters == F16_SCALE:
         half = np.clip(scale, -65504, 65504).astype(np.float16)

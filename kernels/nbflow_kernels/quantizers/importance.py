@@ -1,4 +1,4 @@
-"""Importance of columns: checks, and what statistics of activations say about it."""
+"""Importance weights of columns: checks, and importance from activation statistics."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quantizers.gptq import SecondMoments
+from nbflow_kernels.quantizers.gptq import Hessian
 
 DAMPING = 0.01
 
 
 def checked_importance(importance: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the importances as float32 (1 or rows, K), or raise."""
+    """Return the importance as float32 (1 or rows, K), or raise."""
     array = np.asarray(importance)
     if array.dtype.type not in (np.float32, np.float16, np.float64):
         raise TypeError(
@@ -37,7 +37,7 @@ def checked_importance(importance: ArrayLike, shape: tuple[int, ...]) -> NDArray
 
 
 def column_importance(statistics: Any, width: int, K: int) -> NDArray[np.float32] | None:
-    """Return importances (1, width) of at most 1 of the columns, 0 in the padding."""
+    """Return column importance (1, width) relative to the largest, 0 in the padding."""
     squares = mean_squares(statistics)
     if squares is None:
         return None
@@ -49,11 +49,11 @@ def column_importance(statistics: Any, width: int, K: int) -> NDArray[np.float32
 
 def checked_statistics(
     statistics: Any, K: int, damping: float = DAMPING
-) -> SecondMoments | NDArray[np.float64] | None:
-    """Return the statistics checked: second moments, mean squares (K,), or None."""
+) -> Hessian | NDArray[np.float64] | None:
+    """Check statistics; return a `Hessian`, mean squares (K,), or None."""
     if statistics is None:
         return None
-    if not isinstance(statistics, SecondMoments):
+    if not isinstance(statistics, Hessian):
         array = np.asarray(statistics, np.float64)
         if array.ndim == 1:
             if array.shape != (K,) or not np.isfinite(array).all() or array.min() < 0:
@@ -61,7 +61,7 @@ def checked_statistics(
                     f"mean squares must be finite, >= 0 and have shape ({K},), got {array.shape}"
                 )
             return array
-        statistics = SecondMoments(array, damping)
+        statistics = Hessian(array, damping)
     if len(statistics) != K:
         raise UsageError(
             f"second moments must have shape ({K}, {K}), the columns of x, "
@@ -71,9 +71,9 @@ def checked_statistics(
 
 
 def mean_squares(
-    statistics: SecondMoments | NDArray[np.float64] | None,
+    statistics: Hessian | NDArray[np.float64] | None,
 ) -> NDArray[np.float64] | None:
-    """Return mean squares of the columns, if there are statistics."""
-    if isinstance(statistics, SecondMoments):
+    """Return mean squares of the columns, or None without statistics."""
+    if isinstance(statistics, Hessian):
         return statistics.matrix.diagonal()
     return statistics

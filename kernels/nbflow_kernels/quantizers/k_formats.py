@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.k_format import SUPER, KQuantFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.reference import ggml_k
 from nbflow_kernels.quantizers.search import k_quants
 
-LOCKSTEP = 16  # super-blocks encoded together
-CHUNK = 1 << 22  # weights encoded at once: bounds the temporary arrays to some 30 MB
 FIT_COST = 250.0  # multiply-adds a weight costs in the published quantizer
 SEARCH_COST = 1000.0  # and in the search, for the choice of thread count
 
 
 @dataclass(frozen=True)
-class EncodedBlocks:
-    """Super-blocks (n of them) as integers."""
+class SuperBlocks:
+    """Codes, scales and parameters of n super-blocks."""
 
     codes: Bytes
     """(n, 256), from 0."""
@@ -36,73 +35,65 @@ class EncodedBlocks:
 
 @dataclass(frozen=True)
 class KQuantizer:
-    """The two quantizers of one K-quant."""
+    """The published quantizer of a K-quant and its search."""
 
     ranges: tuple[float, float, int, bool] = (0.0, 0.0, 0, False)
-    """Trials of `ggml_scale_fit.fit_range`: first, step, number, absolutely."""
+    """Arguments of `ggml_scale_fit.fit_range`: first, step, tries, absolutely."""
     effort: tuple[int, int, float] = (3, 6, 0.4)
-    """Trials of `k_quants.search`: starts, grid, clip."""
+    """Arguments of `k_quants.search`: starts, grid, clip."""
     takes_importance: bool = True
 
-    def quantize_rows(
+    def quantize_chunk(
         self,
         format: KQuantFormat,
         x: Floats,
-        n_columns: int,
+        counts: Floats,
         encoder: str,
-        importance: Floats | None = None,
+        importance: Floats | None,
     ) -> Bytes:
-        """Return the bytes of each row of `x`; see `quantizers.registry.quantize_rows`."""
-        n_rows, width = x.shape
-        blocks = width // SUPER
-        data = np.empty((n_rows, blocks * format.block_bytes), np.uint8)
-        published = np.empty((0, width), np.float32) if importance is None else importance
-        weight = importance
-        if weight is None:
-            weight = (np.arange(width) < n_columns).astype(np.float32)[None]
-        step = max(1, CHUNK // max(width, 1))
-        for row in range(0, n_rows, step):
-            part = x[row : row + step].reshape(-1, SUPER)
-            of_part = slice(None) if len(weight) == 1 else slice(row, row + step)
-            found = self._reference(format, part, published[of_part], blocks)
-            if encoder == "best":
-                self._search(format, part, weight[of_part], blocks, found)
-            packed = pack_super_blocks(format, found.codes, found.scales, found.mins, found.params)
-            data[row : row + step] = packed.reshape(-1, data.shape[1])
-        return data
+        """Return the bytes of rows; `counts` (columns,) is 1, and 0 for padding."""
+        blocks = x.shape[1] // SUPER
+        super_blocks = x.reshape(-1, SUPER)
+        given = np.empty((0, x.shape[1]), np.float32) if importance is None else importance
+        found = self._reference(format, super_blocks, given, blocks)
+        if encoder == "best":
+            weight = counts[None] if importance is None else importance
+            self._search(format, super_blocks, weight, blocks, found)
+        packed = pack_super_blocks(format, found.codes, found.scales, found.mins, found.params)
+        return packed.reshape(len(x), -1)
 
     def recipe(self, format: KQuantFormat, weighted: bool) -> tuple[Any, ...]:
-        """Return the trials of the published quantizer, as `ggml_k.encode_ranges` takes them."""
+        """Return the trials of the published quantizer, as `ggml_k.quantize_ranges` takes them."""
         tried = (-0.9, 0.05, 36, False) if weighted else self.ranges
         return format.form.sub_block, (1 << format.form.code_bits) - 1, format.scale_top, *tried
 
     def _reference(
         self, format: KQuantFormat, x: Floats, importance: Floats, blocks: int
-    ) -> EncodedBlocks:
-        """Return super-blocks (n, 256) as GGML encodes them."""
+    ) -> SuperBlocks:
+        """Return super-blocks (n, 256) quantized as GGML does."""
         n = len(x)
-        found = EncodedBlocks(
+        found = SuperBlocks(
             np.empty((n, SUPER), np.uint8),
             np.empty((n, format.sub_blocks), np.int16),
             np.empty((n, format.sub_blocks if format.has_mins else 0), np.uint8),
             np.empty((n, 2), np.uint16),
         )
-        units, work = -(-n // LOCKSTEP), FIT_COST * x.size
+        groups, work = -(-n // LANES), FIT_COST * x.size
         if format.has_mins:
             recipe = self.recipe(format, len(importance) > 0)
             split_rows(
-                ggml_k.encode_ranges, units, work, x, importance, blocks, recipe, found.codes,
+                ggml_k.quantize_ranges, groups, work, x, importance, blocks, recipe, found.codes,
                 found.scales, found.mins, found.params,
             )  # fmt: skip
         else:
             split_rows(
-                ggml_k.encode_signed, units, work, x, importance, blocks, format.form.zero,
+                ggml_k.quantize_signed, groups, work, x, importance, blocks, format.form.zero,
                 found.codes, found.scales, found.params,
             )  # fmt: skip
         return found
 
     def _search(
-        self, format: KQuantFormat, x: Floats, weight: Floats, blocks: int, found: EncodedBlocks
+        self, format: KQuantFormat, x: Floats, weight: Floats, blocks: int, found: SuperBlocks
     ) -> None:
         """Improve the published super-blocks in place."""
         low, top = -format.form.zero, format.scale_top
@@ -112,7 +103,7 @@ class KQuantizer:
             top if format.has_mins else 0,
         )  # fmt: skip
         split_rows(
-            k_quants.search, -(-len(x) // LOCKSTEP), SEARCH_COST * x.size, x, weight, blocks, form,
+            k_quants.search, -(-len(x) // LANES), SEARCH_COST * x.size, x, weight, blocks, form,
             *self.effort, found.codes, found.scales, found.mins, found.params,
         )  # fmt: skip
 

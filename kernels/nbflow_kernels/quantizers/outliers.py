@@ -1,34 +1,32 @@
-r"""Outliers: the few weights that stretch the range of their block, kept aside exactly.
+r"""Outliers: the few weights that widen the range of their block, stored exactly in a CSR matrix.
 
 A quantized block spends its codes on the range of its weights.  Inferflow's ``delta_tensor_ratio``
-takes the extreme ones out of the dense tensor and stores them as a sparse matrix; the product adds
-both.  Here:
+moves the extreme ones to a sparse matrix; a product adds both parts.  Here:
 
 * The *soft range* of a tensor leaves out ``ratio / 2`` of its weights at each end.  Weights outside
   it are outliers.
-* In each block, of what is left: its extreme weight (the one farthest from the middle of the
-  others' range) is one too if the block's range is at least 0.7 of the soft range, the weight lies
-  more than 0.4 of it from the others' middle, and without it the block's range is below 0.7.
-* In the dense tensor an outlier is replaced by the nearest value within the range of the rest of
-  its block.  The sparse value is what is missing: the weight minus what the block decodes to there.
-* A block keeps its outliers only if its error becomes no larger than without them.
+* In each block, among the rest: the extreme weight (the one farthest from the middle of the
+  others' range) is an outlier too if the block's range is at least 0.7 of the soft range, the
+  weight lies more than 0.4 of it from the others' middle, and the rest has a range below 0.7.
+* In the dense tensor the nearest value within the range of the rest of its block replaces an
+  outlier.  The sparse value is the difference: the weight minus the decoded value.
+* A block keeps its outliers only if they do not increase its error.
 
 Inferflow writes 0 in place of an outlier, finds the soft range in a histogram of 100 buckets, and
 keeps single weights even where that does not help.  A stored outlier costs 8 bytes.
 
-The quantizer "outliers" (`delta_rows`) chooses them by their gain instead: each
-block is encoded with and without its largest and its least weight, then once more, and each row
-takes those steps that lower its error most, up to its share:
+The quantizer "outliers" (`delta_rows`) chooses them by gain instead: each block is quantized with
+and without its largest and its least weight, then once more, and each row takes the steps with the
+largest gains, up to its share:
 
 .. math:: g = \sum_{i \in b} m_i (Q(w)_i - w_i)^2 - \sum_{i \in b \setminus o} m_i (Q(w')_i - w_i)^2
 
-with the importances m of the columns, and w' the block with its outliers o replaced by the nearest
-of the others.  A second outlier of a block that gains more than the first lends it half of that, as
-it cannot be had alone.  A row does not depend on the others, so that it does not matter how a
-matrix is cut into rows.
+with the importance m of the columns, and w' the block with its outliers o replaced by the nearest
+of the others.  If the second outlier of a block gains more than the first, both count with the mean
+gain, as the second requires the first.  Rows are independent, whatever chunk they are in.
 
-Source of the criterion, weights that are kept where rounding them would cost most by the inputs'
-second moments: T. Dettmers et al., "SpQR", ICLR 2024, arXiv:2306.03078, section 3.
+Source of the criterion, keeping the weights whose rounding costs most by the inputs' second
+moments: T. Dettmers et al., "SpQR", ICLR 2024, arXiv:2306.03078, section 3.
 """
 
 from __future__ import annotations
@@ -47,22 +45,22 @@ from nbflow_kernels.quantizers.registry import quantize_rows
 from nbflow_kernels.sparse.csr import CsrMatrix
 
 LARGEST_RATIO = 0.05
-SAMPLE = 1 << 20  # weights that the soft range is taken from, at most
-WIDE, FAR = 0.7, 0.4  # shares of the soft range; see above
+SAMPLE = 1 << 20  # most weights the soft range is taken from
+WIDE, FAR = 0.7, 0.4  # fractions of the soft range, as above
 
 
 def sample_rows(n_rows: int, n_columns: int) -> range:
-    """Return the rows that the soft range of a matrix is taken from: `SAMPLE` weights at most."""
+    """Return evenly spaced rows for the soft range: at most `SAMPLE` weights."""
     return range(0, n_rows, max(1, -(-n_rows * n_columns // SAMPLE)))
 
 
 def soft_range(x: NDArray[Any], ratio: float) -> tuple[float, float]:
-    """Return the values between which all but ``ratio / 2`` of the weights at each end lie.
+    """Return the range that leaves out ``ratio / 2`` of the weights at each end.
 
     Parameters
     ----------
     x : array of float, shape (rows, columns)
-        The weights; of a large matrix, the rows of `sample_rows`.
+        The weights, or the rows of `sample_rows` of a large matrix.
     ratio : float
         Share of weights outside, both ends together.
 
@@ -81,7 +79,7 @@ def soft_range(x: NDArray[Any], ratio: float) -> tuple[float, float]:
 
 
 def check_ratio(ratio: float) -> float:
-    """Return a ratio of outliers, or raise if there is no such ratio."""
+    """Return a ratio of outliers as float, or raise unless it is a number in range."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise TypeError(f"outliers must be a number, got {type(ratio).__name__}")
     if not 0 <= ratio <= LARGEST_RATIO:
@@ -136,13 +134,13 @@ def quantize_with_outliers(
 
 @jit.kernel
 def _find(x, n_columns, size, low, high, mask, inside, start, stop):
-    """Mark the outliers of rows [start, stop), and write the nearest weights within instead."""
+    """Mark the outliers of rows [start, stop) and replace them by the nearest inner weights."""
     span = high - low
     for row in range(start, stop):
         for first in range(0, n_columns, size):
             last = min(first + size, n_columns)
             n_kept = 0
-            # the two least and the two largest of the weights within the soft range
+            # the two least and the two largest weights within the soft range
             least, second_least = np.float32(np.inf), np.float32(np.inf)
             most, second_most = np.float32(-np.inf), np.float32(-np.inf)
             for i in range(first, last):
@@ -186,7 +184,7 @@ def _find(x, n_columns, size, low, high, mask, inside, start, stop):
 
 @jit.kernel
 def _choose(x, weight, n_columns, size, before, after, mask, data, other, start, stop):
-    """Take the blocks of `other` that lose no more with their outliers than those of `data`."""
+    """Take the blocks of `other` whose error with outliers is at most that of `data`."""
     n_bytes = data.shape[1] // (x.shape[1] // size)
     for row in range(start, stop):
         w = weight[min(row, len(weight) - 1)]
@@ -208,29 +206,29 @@ def _choose(x, weight, n_columns, size, before, after, mask, data, other, start,
                     mask[row, i] = False
 
 
-# ---- chosen by gain -----------------------------------------------------------------------------
+# ---- outliers by gain ---------------------------------------------------------------------------
 
 Mask = NDArray[np.bool_]
 N_STEPS = 2
-"""Most outliers of a block."""
+"""Maximum number of outliers of a block."""
 
 
 @dataclass
-class _Encoded:
-    """Rows with so many outliers in each block."""
+class _Candidate:
+    """Quantized rows with a set of outliers."""
 
     data: Bytes
     mask: Mask
     """(rows, width): the outliers."""
     decoded: Floats
     errors: NDArray[np.float64]
-    """(rows, blocks): weighted squared errors without those of the outliers."""
+    """(rows, blocks): weighted squared errors of all but the outliers."""
 
-    def take(self, other: _Encoded, better: Mask, format: QuantFormat) -> _Encoded:
-        """Return it with the blocks (rows, blocks) of `other` that are `better`."""
+    def take(self, other: _Candidate, better: Mask, format: QuantFormat) -> _Candidate:
+        """Return the candidate with `better` (rows, blocks) blocks taken from `other`."""
         wide = np.repeat(better, format.block_size, axis=1)
         by_bytes = np.repeat(better, format.block_bytes, axis=1)
-        return _Encoded(
+        return _Candidate(
             np.where(by_bytes, other.data, self.data),
             np.where(wide, other.mask, self.mask),
             np.where(wide, other.decoded, self.decoded),
@@ -241,16 +239,16 @@ class _Encoded:
 def delta_rows(
     format: QuantFormat, x: Floats, n_columns: int, importance: Floats | None, n_each: int
 ) -> tuple[Bytes, CsrMatrix]:
-    """Return the bytes and the outliers of rows, at most `n_each` of a row.
+    """Return the bytes of rows and at most `n_each` outliers per row.
 
-    Other parameters as of `quantizers.registry.quantize_rows`.  No block's error, outliers counted
-    as exact, is larger than with none.
+    Other parameters as for `quantizers.registry.quantize_rows`.  Outliers, counted as exact, never
+    increase the error of a block.
     """
     weight = np.ones((1, x.shape[1]), np.float32) if importance is None else importance
-    steps = [_encode(format, x, n_columns, weight, importance, np.zeros(x.shape, np.bool_))]
+    steps = [_quantize(format, x, n_columns, weight, importance, np.zeros(x.shape, np.bool_))]
     for _ in range(N_STEPS):
         masks = [_with_extreme(format, x, n_columns, steps[-1].mask, sign) for sign in (1, -1)]
-        most, least = (_encode(format, x, n_columns, weight, importance, m) for m in masks)
+        most, least = (_quantize(format, x, n_columns, weight, importance, m) for m in masks)
         steps.append(most.take(least, least.errors < most.errors, format))
     n_steps = _chosen_steps(np.stack([step.errors for step in steps]), n_each)
     result = steps[0]
@@ -263,14 +261,14 @@ def delta_rows(
 
 
 def _chosen_steps(errors: NDArray[np.float64], n_each: int) -> NDArray[np.intp]:
-    """Return how many outliers each block gets (rows, blocks), of errors (steps + 1, ...)."""
+    """Return the number of outliers per block (rows, blocks) from errors (steps + 1, ...)."""
     gains = errors[:-1] - errors[1:]
     both = (gains[0] + gains[1]) / 2
-    lends = gains[1] > gains[0]
-    gains[0], gains[1] = np.where(lends, both, gains[0]), np.where(lends, both, gains[1])
+    shared = gains[1] > gains[0]
+    gains[0], gains[1] = np.where(shared, both, gains[0]), np.where(shared, both, gains[1])
     n_rows, n_blocks = errors.shape[1:]
     flat = gains.transpose(1, 0, 2).reshape(n_rows, -1)  # (rows, steps x blocks)
-    # first outliers come before second ones of equal gain
+    # stable: of equal gains the first outlier of a block comes first
     order = np.argsort(-flat, axis=1, kind="stable")[:, :n_each]
     taken = np.zeros(flat.shape, np.bool_)
     np.put_along_axis(taken, order, True, axis=1)
@@ -281,7 +279,7 @@ def _chosen_steps(errors: NDArray[np.float64], n_each: int) -> NDArray[np.intp]:
 
 
 def _with_extreme(format: QuantFormat, x: Floats, n_columns: int, mask: Mask, sign: int) -> Mask:
-    """Return a mask with the largest (sign 1) or least weight of each block that is not in it."""
+    """Return the mask with the largest (sign 1) or least other weight of each block added."""
     free = ~mask
     free[:, n_columns:] = False
     blocks = (len(x), -1, format.block_size)
@@ -292,10 +290,10 @@ def _with_extreme(format: QuantFormat, x: Floats, n_columns: int, mask: Mask, si
     return result
 
 
-def _encode(
+def _quantize(
     format: QuantFormat, x: Floats, n_columns: int, weight: Floats, importance: Any, mask: Mask
-) -> _Encoded:
-    """Encode rows with the weights in `mask` replaced by the nearest of the rest of their block."""
+) -> _Candidate:
+    """Quantize rows with masked weights replaced by the nearest of the rest of their block."""
     blocks = (len(x), -1, format.block_size)
     low = np.where(mask, np.inf, x).reshape(blocks).min(axis=2)
     high = np.where(mask, -np.inf, x).reshape(blocks).max(axis=2)
@@ -306,4 +304,4 @@ def _encode(
     format.dequantize_rows(data, decoded)
     squares = np.square(decoded.astype(np.float64) - x) * weight * ~mask
     squares[:, n_columns:] = 0
-    return _Encoded(data, mask, decoded, squares.reshape(blocks).sum(axis=2))
+    return _Candidate(data, mask, decoded, squares.reshape(blocks).sum(axis=2))

@@ -1,24 +1,26 @@
-"""Format to its quantizers: the published one ("plain") and the search ("best")."""
+"""Registry of quantizers: the published one ("plain") and the search ("best") of each format."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.block_format import CHUNK
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.user import UserFormat
-from nbflow_kernels.quantizers import codebook_formats, grid_formats, k_formats
-from nbflow_kernels.quantizers.affine_formats import AffineQuantizer
+from nbflow_kernels.quantizers import affine_formats, codebook_formats, grid_formats, k_formats
 
-AFFINE = AffineQuantizer()
 QUANTIZERS: dict[str, Any] = {
     **k_formats.QUANTIZERS,
     **codebook_formats.QUANTIZERS,
     **grid_formats.QUANTIZERS,
 }
-"""Format name to its quantizers; `AffineFormat`s share one that reads the format's rule; float
-formats round, and users' formats bring a function."""
+"""Quantizers by format name.  Each `AffineFormat` is quantized by `affine_formats` according to its
+rule; float formats round; user formats bring a function."""
 
 
 def quantize_rows(
@@ -51,15 +53,33 @@ def quantize_rows(
     """
     if isinstance(format, FloatFormat | UserFormat):
         return format.quantize_rows(x, n_columns, encoder, importance)
-    found: Any = AFFINE if isinstance(format, AffineFormat) else QUANTIZERS[format.name]
-    data: Bytes = found.quantize_rows(format, x, n_columns, encoder, importance)
+    if encoder == "plain" and importance is not None and not takes_importance(format):
+        raise UsageError(
+            f"encoder 'plain' of {format.name} is the published one, which knows no importance; "
+            "use encoder='best'"
+        )
+    quantizer: Any = affine_formats
+    if not isinstance(format, AffineFormat):
+        quantizer = QUANTIZERS[format.name]
+    n_rows, width = x.shape
+    counts = (np.arange(width) < n_columns).astype(np.float32)
+    if importance is not None:
+        importance = np.atleast_2d(importance) * counts
+    data = np.empty((n_rows, width // format.block_size * format.block_bytes), np.uint8)
+    step = max(1, CHUNK // max(width, 1))
+    for row in range(0, n_rows, step):
+        rows = slice(row, row + step)
+        weights = importance
+        if importance is not None and len(importance) > 1:
+            weights = importance[rows]
+        data[rows] = quantizer.quantize_chunk(format, x[rows], counts, encoder, weights)
     return data
 
 
 def takes_importance(format: QuantFormat) -> bool:
-    """Return whether the published quantizer of a format knows importance weights."""
+    """Return True if the published quantizer of a format takes importance weights."""
     if isinstance(format, UserFormat):
         return "quantize_block_weighted" in format.code.functions
     if isinstance(format, AffineFormat):
-        return AFFINE.takes_importance(format)
+        return affine_formats.takes_importance(format)
     return isinstance(format, FloatFormat) or bool(QUANTIZERS[format.name].takes_importance)

@@ -1,21 +1,21 @@
-"""Sixteen blocks in lockstep: what block encoders need beside `nbflow_kernels.cpu.simd`.
+"""SIMD across blocks: panels of 16 blocks, one per lane, and operations on their vectors.
 
-An encoder adds up the weights of a block in a published order, so it cannot be vectorized inside
-of a block.  Here a lane is a block: a *panel* holds 16 blocks side by side, weight i of all of them
-in vector i, and each step of an encoder is one instruction for 16 blocks.
+A quantizer sums over the weights of a block in the published order, so it cannot be vectorized
+within a block.  Here each lane holds a block: vector i of a *panel* has weight i of 16 blocks, and
+each step of a quantizer is one instruction for 16 blocks.
 
-A *mask* is an int32 vector whose lanes are -1 (true) or 0; `simd.and_` and `simd.or_` join masks.
+A *mask* is an int32 vector of lanes -1 (true) or 0; `simd.and_` and `simd.or_` combine masks.
 
 ================================  =================================================================
-`less(a, b)`                      mask of a < b; false where one is not a number
-`differs(a, b)`                   mask of a != b; true where one is not a number
-`choose(mask, yes, no)`           lane by lane, float32 or int32
+`less(a, b)`                      mask of a < b; false for NaN
+`differs(a, b)`                   mask of a != b; true for NaN
+`choose(mask, yes, no)`           lane-wise select, float32 or int32
 `absolute(v)` / `sqrt(v)`         float32
-`nearest(v)`                      nearest integer as int32, halves to even; see there
+`nearest(v)`                      nearest integer as int32, halves to even
 `clamp(i, low, high)`             int32
-`any_lane(mask)` (scalar)         whether the mask is true anywhere
-`fill_panel`, `fill_importance`   blocks to a panel
-`empty_panel`                     and back
+`any_lane(mask)` (scalar)         true if the mask is true in any lane
+`load_panel`, `load_importance`   blocks to a panel
+`store_panel`                     panel to blocks
 ================================  =================================================================
 """
 
@@ -37,29 +37,47 @@ VECTOR = 64  # bytes
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
 
-def _make_comparison(name: str, emit: Any) -> Any:
-    def compare(typing_context, a, b):
-        if a != f32x16 or b != f32x16:
-            raise errors.TypingError(f"lockstep.{name}: wanted two vectors of float32")
+def _make_binary(name: str, vector: Any, emit: Any) -> Any:
+    def binary(typing_context, a, b):
+        if a != vector or b != vector:
+            raise errors.TypingError(f"simd_panel.{name} takes two {vector}, got {a} and {b}")
 
         def codegen(context, builder, signature, args):
-            return builder.sext(emit(builder, args[0], args[1]), i32x16.llvm)
+            return emit(builder, args[0], args[1])
 
         return i32x16(a, b), codegen
 
-    compare.__name__ = name
-    return intrinsic(compare)
+    binary.__name__ = name
+    return intrinsic(binary)
 
 
-less = _make_comparison("less", lambda builder, a, b: builder.fcmp_ordered("<", a, b))
-differs = _make_comparison("differs", lambda builder, a, b: builder.fcmp_unordered("!=", a, b))
+def _emit_less(builder, a, b):
+    return builder.sext(builder.fcmp_ordered("<", a, b), i32x16.llvm)
+
+
+def _emit_differs(builder, a, b):
+    return builder.sext(builder.fcmp_unordered("!=", a, b), i32x16.llvm)
+
+
+def _emit_smaller(builder, a, b):
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
+def _emit_larger(builder, a, b):
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+less = _make_binary("less", f32x16, _emit_less)
+differs = _make_binary("differs", f32x16, _emit_differs)
+smaller = _make_binary("smaller", i32x16, _emit_smaller)
+larger = _make_binary("larger", i32x16, _emit_larger)
 
 
 @intrinsic
 def choose(typing_context, mask, yes, no):
     """Return `yes` where the mask is true, else `no`."""
     if mask != i32x16 or yes not in (f32x16, i32x16) or no != yes:
-        raise errors.TypingError(f"lockstep.choose: wanted a mask and two vectors, got {yes}, {no}")
+        raise errors.TypingError(f"simd_panel.choose takes a mask and two vectors, got {yes}, {no}")
 
     def codegen(context, builder, signature, args):
         zeros = ir.Constant(i32x16.llvm, [0] * LANES)
@@ -70,9 +88,9 @@ def choose(typing_context, mask, yes, no):
 
 @intrinsic
 def any_lane(typing_context, mask):
-    """Return whether the mask is true in any lane."""
+    """Return True if the mask is true in any lane."""
     if mask != i32x16:
-        raise errors.TypingError(f"lockstep.any_lane: wanted a mask, got {mask}")
+        raise errors.TypingError(f"simd_panel.any_lane takes a mask, got {mask}")
 
     def codegen(context, builder, signature, args):
         zeros = ir.Constant(i32x16.llvm, [0] * LANES)
@@ -85,7 +103,7 @@ def any_lane(typing_context, mask):
 def _make_unary(name: str, llvm_name: str) -> Any:
     def unary(typing_context, v):
         if v != f32x16:
-            raise errors.TypingError(f"lockstep.{name}: wanted a vector of float32, got {v}")
+            raise errors.TypingError(f"simd_panel.{name} takes a vector of float32, got {v}")
 
         def codegen(context, builder, signature, args):
             function_type = ir.FunctionType(f32x16.llvm, [f32x16.llvm])
@@ -106,34 +124,15 @@ sqrt = _make_unary("sqrt", "llvm.sqrt.v16f32")
 def nearest(v):
     """Return the nearest integers of |v| <= 2**22 as int32, halves to even.
 
-    This is GGML's rounding, also in what it makes of other numbers: NaN gives 0, infinities give
-    -2**22.
+    GGML's rounding, including its results for other numbers: 0 for NaN, -2**22 for infinities.
     """
     bits = simd.as_i32(simd.add(v, simd.splat(ROUND)))
     return simd.sub(simd.and_(bits, simd.splat_i32(0x7FFFFF)), simd.splat_i32(0x400000))
 
 
-def _make_extreme(name: str, op: str) -> Any:
-    def extreme(typing_context, a, b):
-        if a != i32x16 or b != i32x16:
-            raise errors.TypingError(f"lockstep.{name}: wanted two vectors of int32")
-
-        def codegen(context, builder, signature, args):
-            return builder.select(builder.icmp_signed(op, args[0], args[1]), args[0], args[1])
-
-        return i32x16(a, b), codegen
-
-    extreme.__name__ = name
-    return intrinsic(extreme)
-
-
-smaller = _make_extreme("smaller", "<")
-larger = _make_extreme("larger", ">")
-
-
 @jit.kernel(strict=True)
 def clamp(v, low, high):
-    """Return the int32 lanes cut off at the scalars `low` and `high`."""
+    """Clamp int32 lanes to the scalars `low` and `high`."""
     return smaller(larger(v, simd.splat_i32(low)), simd.splat_i32(high))
 
 
@@ -141,10 +140,10 @@ def clamp(v, low, high):
 
 
 @jit.kernel(strict=True)
-def fill_panel(source, first, panel):
-    """Write blocks `first`.. of `source` (blocks, size) side by side to `panel` (size, 16).
+def load_panel(source, first, panel):
+    """Write 16 blocks of `source` (blocks, size) from `first` on to `panel` (size, 16).
 
-    After the last block come copies of it, which nobody reads back.
+    Lanes behind the last block hold copies of it.
     """
     for lane in range(LANES):
         block = source[min(first + lane, len(source) - 1)]
@@ -153,8 +152,8 @@ def fill_panel(source, first, panel):
 
 
 @jit.kernel(strict=True)
-def fill_importance(importance, blocks, first, panel):
-    """Do as `fill_panel` with importances (1 or rows, columns) of rows of `blocks` blocks."""
+def load_importance(importance, blocks, first, panel):
+    """Write importance (1 or rows, columns) of 16 blocks to a panel; a row has `blocks` blocks."""
     size = panel.shape[0]
     for lane in range(LANES):
         block = first + lane
@@ -164,8 +163,8 @@ def fill_importance(importance, blocks, first, panel):
 
 
 @jit.kernel(strict=True)
-def empty_panel(panel, first, target):
-    """Write a panel (size, 16) of small whole numbers back to blocks of `target`."""
+def store_panel(panel, first, target):
+    """Write a panel (size, 16) of small integers to blocks of `target`."""
     for lane in range(min(LANES, len(target) - first)):
         block = target[first + lane]
         for i in range(panel.shape[0]):

@@ -1,9 +1,9 @@
-"""Different formats for different matrices, under a budget of stored bytes."""
+"""Mixed-precision allocation: a format per matrix within a byte budget."""
 
 from __future__ import annotations
 
 from nbflow.calibration.allocation.choose_formats import Allocation, allocate
 from nbflow.calibration.allocation.knapsack import solve
-from nbflow.calibration.allocation.verify import Check, check_allocation
+from nbflow.calibration.allocation.verify import AllocationReport, check_allocation
 
-__all__ = ["Allocation", "Check", "allocate", "check_allocation", "solve"]
+__all__ = ["Allocation", "AllocationReport", "allocate", "check_allocation", "solve"]

@@ -1,17 +1,16 @@
-r"""Which format each matrix gets, so that the model loses least within a budget of bytes.
+r"""Mixed-precision allocation: choose a format per matrix with the least loss within a byte budget.
 
-The error that a format makes in a matrix is that of its outputs, relative to them,
+The error of a format in a matrix is the relative squared error of its outputs,
 
 .. math:: r_{mf} = \frac{\mathrm{tr}(E M E^T)}{\mathrm{tr}(W M W^T)}, \qquad E = Q_f(W) - W
 
-with the second moments M of its inputs, their mean squares as a diagonal, or equal ones if nothing
-is known.  What the model loses by it is taken to be :math:`c_m r_{mf}`: near its minimum, the
-divergence of a model grows with the square of what is changed, and matrices add up.  c_m is 1, or
-measured: one matrix at a time is put into a format, and the divergence on a text divided by its r.
+with the second moments M of its inputs: given, diagonal from mean squares, or the identity.  The
+loss of the model is modelled as :math:`c_m r_{mf}`: near its minimum, the divergence of a model
+grows with the square of the change, and matrices add up.  c_m is 1, or measured: one matrix at a
+time is quantized, and the divergence on a text divided by its r.
 
-The formats are then chosen by `nbflow.calibration.allocation.knapsack` with the bytes that are
-stored.  That losses add up is an approximation, which
-`nbflow.calibration.allocation.check_allocation` tests afterwards.
+`nbflow.calibration.allocation.knapsack` then chooses the formats by their stored bytes.  Additive
+losses are an approximation, which `nbflow.calibration.allocation.check_allocation` verifies.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.calibration.allocation.divergence import Probe
+from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.calibration.allocation.knapsack import solve
 from nbflow.checkpoint import WeightFile, open_weights
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.encoding import QuantizerOptions
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
-from nbflow.quantization.transforms import check_encoder, prepare
+from nbflow.quantization.quantizer_options import QuantizerOptions
+from nbflow.quantization.transforms import parse_quantizer, prepare
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING
 from nbflow_kernels.quantizers.gptq import output_errors
 
-ROWS = 4096  # encoded at once
+ROWS = 4096  # quantized per pass
 Progress = Callable[[str, int, int], None]
 
 
@@ -53,19 +52,19 @@ class Allocation:
     formats: dict[str, str]
     """Our name of a matrix -> format."""
     budget_bytes: int
-    """What the matrices may take."""
+    """Budget of the matrices."""
     n_bytes: int
-    """What they take."""
+    """Stored bytes of the matrices."""
     n_weights: int
     """Weights of the matrices."""
     predicted: float
-    """Sum of what the matrices lose: nats per token where it was measured, else relative errors."""
+    """Predicted loss: nats per token if measured, else the sum of relative errors."""
     sensitivity: str
-    """What the loss of a matrix was taken from: "error" or "kld"."""
+    """Model of the loss: "error" or "kld"."""
     errors: dict[str, dict[str, float]]
     """Our name of a matrix -> format -> relative squared error of its outputs."""
     slopes: dict[str, float]
-    """Our name of a matrix -> what the model loses for a relative squared error of 1."""
+    """Our name of a matrix -> loss of the model for a relative squared error of 1."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -74,15 +73,15 @@ class Allocation:
 
     @property
     def weight_formats(self) -> WeightFormats:
-        """What `nbflow.load` takes as `weights`."""
+        """Formats for `weights` of `nbflow.load`."""
         return WeightFormats(tuple(self.formats.items()), self.facts)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How it was made."""
+        """Facts for the table ``[policy]`` of a policy file."""
         return {
             "bits_per_weight": self.bits_per_weight,
-            "stored_bytes": self.n_bytes,
+            "operand_bytes": self.n_bytes,
             "budget_bytes": self.budget_bytes,
             "sensitivity": self.sensitivity,
             "predicted_loss": self.predicted,
@@ -103,7 +102,7 @@ def allocate(
     act_order: bool = False,
     damping: float = DAMPING,
     sensitivity: str = "error",
-    probe: Probe | None = None,
+    probe: DivergenceProbe | None = None,
     spec: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Any:
@@ -112,23 +111,23 @@ def allocate(
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        As for `nbflow.load`.
     bits_per_weight : float or sequence of float
-        Stored bits of a weight, with everything in it, over the matrices that formats apply to.
+        Stored bits per weight, including scales, over the quantized matrices.
     candidates : sequence of str
         Formats to choose from.
     encoder, importance, act_order, damping
-        How matrices will be encoded, as for `nbflow.load`.  Of foldings, "awq" is left out here: it
-        needs to know the formats.
+        Quantizer of the matrices, as for `nbflow.load`.  The transform "awq" is left out here, as
+        it depends on the formats.
     sensitivity : {"error", "kld"}
-        Whether errors count alike in all matrices, or as much as they move what the model says on a
-        text, which takes a run for each matrix.
-    probe : Probe, optional
+        "error" weighs all matrices alike; "kld" measures the divergence on a text for each matrix,
+        one run of the model each.
+    probe : DivergenceProbe, optional
         The text, for "kld".
     spec : path, optional
         A spec file, as for `nbflow.load`.
     progress : callable, optional
-        Called with what is being done, the number of matrices done, and of all.
+        Called with the name of the phase, the number of matrices done, and the total.
 
     Returns
     -------
@@ -138,7 +137,7 @@ def allocate(
     Raises
     ------
     UsageError
-        If a name is unknown, a budget is less than the smallest format takes, or there is no text.
+        If a name is unknown, a budget is below the smallest format, or `probe` is missing.
 
     Examples
     --------
@@ -156,9 +155,9 @@ def allocate(
     budgets = bits_per_weight if isinstance(bits_per_weight, Sequence) else [bits_per_weight]
     if not budgets or any(not 0 < float(bits) <= 64 for bits in budgets):
         raise UsageError(f"bits_per_weight must lie in 0..64, got {bits_per_weight}")
-    foldings, last = check_encoder(encoder)
+    transforms, last = parse_quantizer(encoder)
     options: dict[str, Any] = {
-        "encoder": "+".join([*(f for f in foldings if f != "awq"), last]),
+        "encoder": "+".join([*(t for t in transforms if t != "awq"), last]),
         "importance": importance, "act_order": act_order, "damping": damping,
     }  # fmt: skip
     measured = _measured(model, spec, names, options, progress)
@@ -173,7 +172,7 @@ def allocate(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What formats make of the matrices."""
+    """Shapes of the matrices and their errors in each format."""
 
     shapes: dict[str, tuple[int, ...]]
     errors: dict[str, dict[str, float]]
@@ -190,14 +189,14 @@ def _measured(
     resolved = resolve(model, spec=spec)
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        known = known_inputs(options["importance"], resolved, file)
+        known = load_importance(options["importance"], resolved, file)
         options = {**options, "importance": known}
         prepared = prepare(resolved.spec, file, lambda _: None, **options)
-        opened, shapes = prepared.opened(file), prepared.spec.tensor_shapes()
+        transformed, shapes = prepared.apply_to(file), prepared.spec.tensor_shapes()
         matrices = {name: shape for name, shape in shapes.items() if is_quantized(name, shape)}
         errors = {}
         for i, name in enumerate(matrices):
-            errors[name] = _errors(prepared.spec, opened, name, names, prepared.encoding)
+            errors[name] = _errors(prepared.spec, transformed, name, names, prepared.quantizer)
             if progress is not None:
                 progress("errors", i + 1, len(matrices))
     return _Measured(matrices, errors)
@@ -206,11 +205,11 @@ def _measured(
 def _slopes(
     measured: _Measured,
     format: str,
-    probe: Probe,
+    probe: DivergenceProbe,
     options: dict[str, Any],
     progress: Progress | None,
 ) -> dict[str, float]:
-    """Return the divergence that each matrix alone in a format brings, for an error of 1."""
+    """Return the divergence per unit of error, with one matrix at a time quantized."""
     slopes = {}
     for i, (name, errors) in enumerate(measured.errors.items()):
         lost = probe.measure(weights=WeightFormats(((name, format),), {}), **options).kld
@@ -251,16 +250,20 @@ def _chosen(
 
 
 def _n_bytes(shape: Sequence[int], format: str) -> int:
-    """Return the bytes that a matrix takes in a format."""
+    """Return the bytes of a matrix in a format."""
     chosen = nk.FORMATS[format]
     return shape[0] * chosen.row_blocks(shape[1]) * chosen.block_bytes
 
 
 def _errors(
-    spec: ModelSpec, file: WeightFile, name: str, formats: Sequence[str], encoding: QuantizerOptions
+    spec: ModelSpec,
+    file: WeightFile,
+    name: str,
+    formats: Sequence[str],
+    quantizer: QuantizerOptions,
 ) -> dict[str, float]:
     """Return the relative squared error of a matrix's outputs in each format."""
-    known = encoding.importance.get(name)
+    known = quantizer.importance.get(name)
     wide = None if known is None else known.astype(np.float64)
     n_rows = spec.shape_of(name)[0]
     lost, whole = dict.fromkeys(formats, 0.0), 0.0
@@ -269,6 +272,6 @@ def _errors(
         rows = read_operand(spec, file, part).astype(np.float32)
         whole += float(output_errors(rows.astype(np.float64), wide).sum())
         for format in formats:
-            found = nk.dequantize(encoding.encode(name, rows, format)).astype(np.float64)
+            found = nk.dequantize(quantizer.quantize_matrix(name, rows, format)).astype(np.float64)
             lost[format] += float(output_errors(found - rows, wide).sum())
     return {format: error / whole if whole > 0 else 0.0 for format, error in lost.items()}

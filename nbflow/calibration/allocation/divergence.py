@@ -1,4 +1,4 @@
-"""How far a model with other weights is from the model as it is stored, on a text."""
+"""KL divergence of a quantized model from the stored model on a text."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import nbflow
 import nbflow_kernels as nk
 from nbflow.distributed import SelfComm
+from nbflow.engine.llm import LLM
+from nbflow.engine.load import load
 from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What was measured of one model."""
+    """Divergence and perplexity of one model."""
 
     kld: float
     """Mean Kullback-Leibler divergence from the stored model, in nats per token."""
     kld_stderr: float
-    """Its standard error; tokens count as independent."""
+    """Standard error of `kld` for independent tokens."""
     perplexity: float
-    """Of the text."""
+    """Perplexity on the text."""
 
 
-class Probe:
-    """The stored model's logits on a text, to compare others with.
+class DivergenceProbe:
+    """Reference logits of the stored model on a text.
 
-    The logits are kept in memory: tokens x vocabulary x 4 bytes.
+    Memory: tokens x vocabulary x 4 bytes.
 
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        As for `nbflow.load`.
     text : path, optional
-        UTF-8; the ``eval.txt`` beside the model if not given.
+        UTF-8; by default ``eval.txt`` in the folder of the model.
     n_tokens, window : int
-        Tokens that are compared, from the beginning of the text, and how many are read at once.
+        Number of tokens, from the beginning of the text, and tokens per window.
     options
         Further options of `nbflow.load` for every model.
 
     Raises
     ------
     UsageError
-        If there is no text, or it has not so many tokens.
+        If the text does not exist or has fewer tokens.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Probe:
             n = n_tokens // window
             if len(ids) < n * window:
                 raise UsageError(
-                    f"the text has {len(ids)} tokens, and {n_tokens} are to be compared; give a "
-                    "longer one, or fewer tokens"
+                    f"the text has {len(ids)} tokens, fewer than {n_tokens}; give a longer text or "
+                    "fewer tokens"
                 )
             self.windows = ids[: n * window].reshape(n, window)
             bos = stored.tokenizer.bos_id if stored.tokenizer is not None else None
@@ -82,8 +83,8 @@ class Probe:
         with self._load(**changes) as model:
             return self._compared([_logits(model, w) for w in self.windows])
 
-    def _load(self, **changes: Any) -> nbflow.LLM:
-        return nbflow.load(self._model, comm=SelfComm(), **{**self._options, **changes})
+    def _load(self, **changes: Any) -> LLM:
+        return load(self._model, comm=SelfComm(), **{**self._options, **changes})
 
     def _compared(self, logits: list[NDArray[np.float32]]) -> Divergence:
         divergences, losses = [], []
@@ -97,11 +98,11 @@ class Probe:
         )
 
 
-def _logits(model: nbflow.LLM, window: NDArray[np.int64]) -> NDArray[np.float32]:
+def _logits(model: LLM, window: NDArray[np.int64]) -> NDArray[np.float32]:
     return model.logits(window[:-1])  # nothing follows the last token
 
 
-def _text(model: nbflow.LLM, name: str, text: str | Path | None) -> str:
+def _text(model: LLM, name: str, text: str | Path | None) -> str:
     if text is None:
         from nbflow.spec import resolve
 
@@ -109,16 +110,16 @@ def _text(model: nbflow.LLM, name: str, text: str | Path | None) -> str:
         text = (path if path.is_dir() else path.parent) / "eval.txt"
     file = Path(text)
     if not file.is_file():
-        raise UsageError(f"there is no text {file}; name one with --text (text=)")
+        raise UsageError(f"{file} does not exist; name a text with --text (text=)")
     return file.read_text(encoding="utf-8")
 
 
-def _ids(model: nbflow.LLM, text: str) -> NDArray[np.int64]:
+def _ids(model: LLM, text: str) -> NDArray[np.int64]:
     if model.tokenizer is None:
-        raise UsageError(f"{model.spec.name} has no tokenizer, and a text is to be read")
+        raise UsageError(f"{model.spec.name} has no tokenizer, which reading a text requires")
     return np.asarray(model.tokenizer.encode(text), np.int64)
 
 
-def _begins_with(model: nbflow.LLM, bos: int) -> bool:
+def _begins_with(model: LLM, bos: int) -> bool:
     assert model.tokenizer is not None
     return model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]

@@ -1,4 +1,4 @@
-"""One choice for each item under a budget: the multiple-choice knapsack, by dynamic programming."""
+"""Multiple-choice knapsack by dynamic programming: one option per item within a budget."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError
 
 MAX_UNITS = 1 << 16
-"""Units that a budget is counted in, at most; sizes are rounded up to whole ones."""
+"""Resolution of the budget; sizes are rounded up to whole units."""
 
 
 def solve(
     costs: NDArray[np.floating[Any]], sizes: NDArray[np.integer[Any]], budget: int
 ) -> NDArray[np.intp]:
-    """Choose an option for each item so that the sum of costs is least within a budget.
+    """Choose an option for each item with the least total cost within a budget.
 
     Parameters
     ----------
     costs : array of float, shape (items, options)
-        What each choice costs; infinite for one that must not be taken.
+        Cost of each choice; infinite to exclude it.
     sizes : array of int, shape (items, options)
-        What each choice takes of the budget, at least 1.
+        Size of each choice, at least 1.
     budget : int
-        What all choices together may take.
+        Largest total size.
 
     Returns
     -------
     array of int, shape (items,)
-        The options.  The best there are where the greatest common divisor of the sizes divides the
-        budget into `MAX_UNITS` at most; else the best of sizes that are rounded up to whole units,
-        after which what is left is spent where it gains most for its size.
+        The options.  Optimal if the greatest common divisor of the sizes divides the budget into
+        at most `MAX_UNITS`; else optimal for sizes rounded up to whole units, after which the
+        remaining budget goes to the changes with the largest gain per size.
 
     Raises
     ------
     UsageError
-        If the least sizes together are more than the budget.
+        If the smallest sizes exceed the budget.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def solve(
 def _exact(
     costs: NDArray[Any], sizes: NDArray[np.integer[Any]], budget: int
 ) -> NDArray[np.intp] | None:
-    """Return the best choice of whole units, or None if there is none."""
+    """Return the best choice for sizes in whole units, or None if none fits."""
     n_items, n_options = costs.shape
     total = np.full(budget + 1, np.inf)
     total[0] = 0.0
@@ -91,7 +91,7 @@ def _exact(
 def _spend_rest(
     costs: NDArray[Any], sizes: NDArray[Any], budget: int, chosen: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """Change choices one by one while what is left pays for one that costs less."""
+    """Change choices one by one while the remaining budget allows a smaller cost."""
     chosen, items = chosen.copy(), np.arange(len(costs))
     while True:
         more = sizes - sizes[items, chosen][:, None]

@@ -1,4 +1,4 @@
-"""Whether an allocation keeps what it promised: measured on a text, beside single formats."""
+"""Verification of an allocation: divergence on a text, compared with single formats."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 
 import nbflow_kernels as nk
 from nbflow.calibration.allocation.choose_formats import Allocation
-from nbflow.calibration.allocation.divergence import Divergence, Probe
+from nbflow.calibration.allocation.divergence import Divergence, DivergenceProbe
 
 
 @dataclass(frozen=True)
-class Check:
-    """What was measured after formats were chosen."""
+class AllocationReport:
+    """Measured divergence of an allocation and of single formats."""
 
     measured: Divergence
-    """Of the model with the chosen formats."""
+    """Divergence with the chosen formats."""
     predicted: float | None
-    """The divergence that was predicted, if it was in nats."""
+    """Predicted divergence, if it was in nats."""
     stored: Divergence
-    """Of the model as it is stored: divergence 0, and its perplexity."""
+    """Divergence (0) and perplexity of the stored model."""
     singles: dict[str, Divergence]
-    """Format -> of the model with all matrices in it, of those that are no larger."""
+    """Format -> divergence with all matrices in it, for formats of at most the same size."""
 
     @property
     def best_single(self) -> str | None:
-        """The format that loses least of those that are no larger, or None without any."""
+        """Format in `singles` with the least divergence, or None."""
         return min(self.singles, key=lambda f: self.singles[f].kld, default=None)
 
 
 def check_allocation(
-    allocation: Allocation, probe: Probe, candidates: Sequence[str], **options: Any
-) -> Check:
-    """Measure an allocation, and each candidate alone that takes no more bits.
+    allocation: Allocation, probe: DivergenceProbe, candidates: Sequence[str], **options: Any
+) -> AllocationReport:
+    """Measure an allocation, and each candidate of at most the same size.
 
     Parameters
     ----------
     allocation : Allocation
-        What was chosen.
+        The chosen formats.
     probe : Probe
-        The text, better another one than sensitivities were measured on.
+        The text, preferably not the one used for sensitivities.
     candidates : sequence of str
         Formats to compare with.
     options
@@ -49,7 +49,7 @@ def check_allocation(
     Examples
     --------
     >>> from nbflow.calibration.allocation import allocate
-    >>> probe = Probe("tiny_python", n_tokens=256)
+    >>> probe = DivergenceProbe("tiny_python", n_tokens=256)
     >>> chosen = allocate("tiny_python", 3.5, ["q3", "q2"], encoder="plain")
     >>> check = check_allocation(chosen, probe, ["q3", "q2"], encoder="plain")
     >>> check.best_single, check.measured.kld < check.singles["q2_b32t1b"].kld
@@ -62,4 +62,4 @@ def check_allocation(
             singles[format.name] = probe.measure(weights=format.name, **options)
     measured = probe.measure(weights=allocation.weight_formats, **options)
     predicted = allocation.predicted if allocation.sensitivity == "kld" else None
-    return Check(measured, predicted, probe.stored, singles)
+    return AllocationReport(measured, predicted, probe.stored, singles)

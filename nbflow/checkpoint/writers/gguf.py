@@ -1,7 +1,7 @@
 """Write GGUF, version 3, little-endian; the layout is in `nbflow.checkpoint.readers.gguf`.
 
-`gguf.GGUFWriter` is not used: it takes tensors whole, where these are encoded a few rows at a time,
-and refuses empty arrays, which metadata copied from another file may have.
+`gguf.GGUFWriter` is not used: it needs whole tensors, while these are quantized in chunks of rows,
+and it refuses empty arrays, which metadata copied from another file may contain.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from nbflow.checkpoint.readers.gguf import ACTIVATIONS, ARRAY, MAGIC, SCALARS, STRING, tensor_types
-from nbflow.conversion.plan import TensorPlan
-from nbflow.quantization.encoding import QuantizerOptions
+from nbflow.checkpoint.writers.tensor_plan import TensorHeader, TensorPlan
 from nbflow_kernels.errors import UsageError
 
 U32, I32, F32, BOOL = 4, 5, 6, 7
-"""Metadata types that are written for a model that has no GGUF metadata yet."""
+"""Metadata types for models without GGUF metadata."""
 
 Kind = tuple[int, ...]
 """A metadata type; for an array, `ARRAY` and the type of its values."""
@@ -26,9 +25,7 @@ Metadata = Mapping[str, tuple[Kind, Any]]
 _MAX_DIMENSIONS = 4
 
 
-def write_gguf(
-    file: BinaryIO, metadata: Metadata, tensors: Sequence[TensorPlan], encoding: QuantizerOptions
-) -> None:
+def write_gguf(file: BinaryIO, metadata: Metadata, tensors: Sequence[TensorPlan]) -> None:
     """Write header and tensors to an open file."""
     alignment = metadata["general.alignment"][1] if "general.alignment" in metadata else 32
     head = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
@@ -42,15 +39,12 @@ def write_gguf(
     file.write(b"".join(head))
     file.write(bytes(-file.tell() % alignment))
     for tensor in tensors:
-        start = file.tell()
-        for piece in tensor.pieces(encoding):
-            file.write(piece)
-        assert file.tell() - start == tensor.n_bytes
+        tensor.write(file)
         file.write(bytes(-file.tell() % alignment))
 
 
-def check_types(tensors: Sequence[TensorPlan]) -> None:
-    """Raise if GGUF has no type for a tensor, or no room for its dimensions."""
+def check_types(tensors: Sequence[TensorHeader]) -> None:
+    """Raise if GGUF cannot store the format or the dimensions of a tensor."""
     known = [name for name in tensor_types().values() if name not in ACTIVATIONS]
     for tensor in tensors:
         if tensor.format not in known:
@@ -84,7 +78,7 @@ def _value(key: str, kind: Kind, value: Any) -> bytes:
     return head + struct.pack(f"<{len(value)}{SCALARS[kind[1]]}", *value)
 
 
-def _record(tensor: TensorPlan, number: int, offset: int) -> bytes:
+def _record(tensor: TensorHeader, number: int, offset: int) -> bytes:
     """Return the entry of the tensor table."""
     sizes = tensor.shape[::-1]
     return _string(tensor.name) + struct.pack(

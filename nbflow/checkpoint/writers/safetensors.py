@@ -1,14 +1,14 @@
-"""Writes safetensors, with block formats as tensors of bytes.
+"""Write safetensors, with block formats as tensors of bytes.
 
 A tensor in a block format has dtype ``U8`` and shape (rows, bytes of a row).  The entry
 ``nbflow.formats`` of ``__metadata__`` is JSON that says for each of them::
 
     {"NAME": {"format": "q4_b32t1a", "shape": [768, 256], "block": [32, 20]}}
 
-`shape` is that of the weights, `block` the weights and bytes of a block.  Other programs see the
-bytes; `nbflow.checkpoint.readers.safetensors` gives them back as what they are.
+`shape` is that of the weights, `block` the weights and bytes of a block.  Other programs see bytes;
+`nbflow.checkpoint.readers.safetensors` reads the block formats back.
 
-The ``safetensors`` package writes tensors that are all in memory; these are encoded one by one.
+The ``safetensors`` package needs all tensors in memory; these are quantized one by one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from typing import Any, BinaryIO
 import nbflow_kernels as nk
 from nbflow.checkpoint.dtypes import ITEM_BITS
 from nbflow.checkpoint.readers.safetensors import DTYPES, FORMATS_KEY
-from nbflow.conversion.plan import TensorPlan
-from nbflow.quantization.encoding import QuantizerOptions
+from nbflow.checkpoint.writers.tensor_plan import TensorPlan
 from nbflow_kernels.errors import UsageError
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def write_safetensors(
-    file: BinaryIO, tensors: Sequence[TensorPlan], encoding: QuantizerOptions
-) -> None:
+def write_safetensors(file: BinaryIO, tensors: Sequence[TensorPlan]) -> None:
     """Write header and tensors to an open file."""
     header = _header(tensors)
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -38,10 +35,7 @@ def write_safetensors(
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
     for tensor in tensors:
-        start = file.tell()
-        for piece in tensor.pieces(encoding):
-            file.write(piece)
-        assert file.tell() - start == tensor.n_bytes
+        tensor.write(file)
 
 
 def _header(tensors: Sequence[TensorPlan]) -> dict[str, Any]:

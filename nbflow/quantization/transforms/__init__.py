@@ -1,28 +1,33 @@
-"""Models that compute the same with other weights, which lose less in a format.
+"""Function-preserving weight transforms (AWQ scaling, Hadamard rotation).
 
-A *folding* multiplies what goes from one matrix of a model to the next by something, and undoes it
-in the next matrix: factors of columns (AWQ), or rotations (QuaRot).
-`nbflow.quantization.transforms.transform` says what that means for each tensor,
-`nbflow.quantization.transforms.transformed_file` shows a checkpoint as if it were folded, and
-`nbflow.quantization.prepare` makes of the name of an encoder what has to be done.
+A transform multiplies the activations between two matrices by a linear map and undoes it in the
+second matrix, so that the model computes the same and quantization errors are smaller.
+`transform` has the effect on each tensor, `transformed_file` is the checkpoint after a transform,
+and `nbflow.quantization.prepare` parses the name of a quantizer with transforms.
 """
 
 from __future__ import annotations
 
-from nbflow.quantization.prepare import Prepared, check_encoder, folded_spec, no_format, prepare
+from nbflow.quantization.prepare import (
+    Prepared,
+    no_format,
+    parse_quantizer,
+    prepare,
+    transformed_spec,
+)
 from nbflow.quantization.transforms.awq import scale_columns
 from nbflow.quantization.transforms.hadamard import rotate
 from nbflow.quantization.transforms.transform import WeightTransform
-from nbflow.quantization.transforms.transformed_file import FoldedFile
+from nbflow.quantization.transforms.transformed_file import TransformedFile
 
 __all__ = [
-    "FoldedFile",
     "Prepared",
+    "TransformedFile",
     "WeightTransform",
-    "check_encoder",
-    "folded_spec",
     "no_format",
+    "parse_quantizer",
     "prepare",
     "rotate",
     "scale_columns",
+    "transformed_spec",
 ]

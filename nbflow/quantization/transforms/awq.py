@@ -1,19 +1,19 @@
-"""AWQ in a model: the factors of columns go into the norm or the matrix before.
+"""AWQ for a model: the preceding norm or matrix absorbs the column factors.
 
 ======================  ============================================================================
-matrices                what is divided by their factors
+matrices                divided by their factors
 ======================  ============================================================================
-attn.q, k, v; ffn.gate  the norm before them: its weight and bias.  Not where norms come after the
-and up; experts         sublayers, and not where they have no weights
+attn.q, k, v; ffn.gate  weight and bias of the norm before them, unless norms come after the
+and up; experts         sublayers or have no weights
 attn.o                  the rows of attn.v, and its bias; query heads that share values share
                         factors
 ffn.down, each          the rows of ffn.up, and its bias, where the network is gated, or its
 expert's too            activation is relu or relu2
 ======================  ============================================================================
 
-A matrix without statistics keeps its columns, and so do those that read the same.  The factors of a
-norm are found after its quotients are rounded as the checkpoint stores them, so that products stay
-what they were to float32.
+Matrices without statistics, and those with the same inputs, are not scaled.  The factors of a norm
+are computed from its weights after rounding to the stored type, so that products are preserved to
+float32 precision.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
-from nbflow.quantization.transforms.transform import ChannelScale, Map, WeightTransform
+from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
+from nbflow.quantization.transforms.transform import ChannelScale, LinearMap, WeightTransform
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.awq import search_scales
 
 FormatOf = Callable[[str], str | None]
-"""Our name of a matrix -> the format it will be put into; None where it stays as it is."""
+"""Our name of a matrix -> its new format, or None."""
 
 
 @dataclass
 class _Search:
-    """Everything that the search for factors needs, and what it has found."""
+    """Inputs and results of the search for factors."""
 
     spec: ModelSpec
     file: WeightFile
     format_of: FormatOf
     statistics: Mapping[str, NDArray[Any]]
-    columns: dict[str, tuple[Map, ...]] = field(default_factory=dict)
-    rows: dict[str, tuple[Map, ...]] = field(default_factory=dict)
+    columns: dict[str, tuple[LinearMap, ...]] = field(default_factory=dict)
+    rows: dict[str, tuple[LinearMap, ...]] = field(default_factory=dict)
     vectors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -58,7 +58,7 @@ class _Search:
     def scales(
         self, names: Sequence[str], shared: NDArray[np.intp] | None = None
     ) -> NDArray[np.float64] | None:
-        """Return the factors of matrices that read the same, or None if nothing is to be gained."""
+        """Return the factors of matrices with the same inputs, or None without gain."""
         known = [self.statistics[name] for name in names if name in self.statistics]
         matrices = []
         for name in names:
@@ -80,7 +80,7 @@ def scale_columns(
     format_of: FormatOf,
     statistics: Mapping[str, NDArray[Any]],
 ) -> WeightTransform:
-    """Search for the factors of all columns of a model, and return the folding.
+    """Search the factors of all columns of a model and return the transform.
 
     Parameters
     ----------
@@ -89,39 +89,39 @@ def scale_columns(
     file : WeightFile
         Its checkpoint.
     format_of : callable
-        Our name of a matrix -> the format it will be put into, or None.
+        Our name of a matrix -> its new format, or None.
     statistics : mapping
         Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs.
 
     Returns
     -------
-    Folding
+    WeightTransform
 
     Raises
     ------
     UsageError
-        If there is nothing about any of the matrices.
+        If there are no statistics of any matrix, or experts cannot be scaled.
     """
     if not set(spec.tensor_shapes()) & set(statistics):
         raise UsageError(
-            "encoder 'awq' needs to know the inputs of the matrices: nbflow imatrix MODEL -o FILE, "
+            "encoder 'awq' needs statistics of the inputs: nbflow imatrix MODEL -o FILE, "
             "then --importance FILE"
         )
-    if not experts_can_fold(spec):
+    if not experts_can_transform(spec):
         raise UsageError(
-            f"{spec.name}: encoder 'awq' cannot put factors into experts with biases, or with rows "
-            "that lie apart; use 'gptq', 'hqq' or 'best'"
+            f"{spec.name}: encoder 'awq' does not support experts with biases or non-contiguous "
+            "rows; use 'gptq', 'hqq' or 'best'"
         )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:
         for norm, readers in norm_readers(spec).items():
-            if norm != "final_norm":  # the head keeps what the checkpoint stores
-                _fold_into_norm(search, norm, readers)
+            if norm != "final_norm":  # the head keeps its stored format
+                _scale_into_norm(search, norm, readers)
     for i in range(spec.n_layers):
         if spec.latent is None:
-            _fold_into_values(search, f"layers.{i}.attn")
+            _scale_into_values(search, f"layers.{i}.attn")
         for network in _networks(spec, i):
-            _fold_into_up(search, f"layers.{i}.{network}")
+            _scale_into_up(search, f"layers.{i}.{network}")
     return WeightTransform(spec, search.columns, search.rows, search.vectors)
 
 
@@ -133,8 +133,8 @@ def _networks(spec: ModelSpec, layer: int) -> list[str]:
     return [f"moe.{j}" for j in range(spec.moe.n_experts)] + ["shared"] * bool(spec.moe.shared_size)
 
 
-def _fold_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
-    """Divide a norm's weight and bias, and multiply the columns of what reads it."""
+def _scale_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
+    """Divide a norm's weight and bias, and multiply the columns of its readers."""
     scales = search.scales(readers)
     if scales is None:
         return
@@ -142,7 +142,7 @@ def _fold_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
     stored_weight = search.read(name).reshape(-1).astype(np.float64)
     dtype = search.file.dtype(search.spec.tensor_layout(name).name)
     new = _as_stored((stored_weight + offset) / scales - offset, dtype)
-    # the factors that the rounded quotients really stand for
+    # the effective factors after rounding
     effective, before = new.astype(np.float64) + offset, stored_weight + offset
     usable = (effective != 0) & (before != 0)
     exact = np.where(usable, before / np.where(usable, effective, 1.0), 1.0)
@@ -156,13 +156,13 @@ def _fold_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
 
 
 def _as_stored(values: NDArray[np.float64], dtype: str) -> NDArray[np.float32]:
-    """Return numbers rounded to a stored type."""
+    """Round values to a stored type."""
     if dtype in ("f16", "bf16"):
         return nk.dequantize(nk.quantize(values.astype(np.float32), dtype))
     return values.astype(np.float32)
 
 
-def _fold_into_values(search: _Search, prefix: str) -> None:
+def _scale_into_values(search: _Search, prefix: str) -> None:
     """Divide the rows of attn.v, and multiply the columns of attn.o."""
     spec = search.spec
     each = spec.n_heads // spec.n_kv_heads
@@ -177,7 +177,7 @@ def _fold_into_values(search: _Search, prefix: str) -> None:
     _divide_rows(search, f"{prefix}.v", of_values)
 
 
-def _fold_into_up(search: _Search, prefix: str) -> None:
+def _scale_into_up(search: _Search, prefix: str) -> None:
     """Divide the rows of an up matrix, and multiply the columns of the down matrix."""
     spec = search.spec
     if spec.activation == "swigluoai" or not (spec.gated or spec.activation in ("relu", "relu2")):

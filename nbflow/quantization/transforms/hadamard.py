@@ -1,17 +1,17 @@
-r"""Rotations: the residual stream and the values of each head are turned by Hadamard matrices.
+r"""Hadamard rotation (QuaRot) of the residual stream and of the values of each head.
 
 With a rotation R of the residual stream and the weights g of the norm before a matrix,
 
 .. math:: \mathrm{rms}(x R) = \mathrm{rms}(x) R, \qquad
           W (g \odot \mathrm{rms}(x)) = (W \, \mathrm{diag}(g) R) \, \mathrm{rms}(x R)
 
-so the norms lose their weights, matrices that read the stream become W diag(g) R, and those that
-write to it :math:`R^T W`; the embedding becomes E R.  The head that was tied to it becomes
-E diag(g) R, a matrix of its own.  Values are turned head by head: attention is linear in them, so
-that attn.v becomes :math:`R_D^T W` and attn.o :math:`W R_D` in every head of D columns.
+so norm weights move into the matrices that read the stream, which become W diag(g) R; those that
+write to it become :math:`R^T W`, the embedding E R.  A tied head becomes the separate matrix
+E diag(g) R.  Values are rotated per head: attention is linear in them, so that attn.v becomes
+:math:`R_D^T W` and attn.o :math:`W R_D` in every head of D columns.
 
-What is not turned: the inputs of ffn.down, which come out of an activation; turning them takes a
-Hadamard transform while the model runs.  Queries and keys, between which the rotary embedding is.
+Not rotated: the inputs of ffn.down, which follow an activation and would need an online Hadamard
+transform, and queries and keys, because of the rotary embedding.
 
 Source: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS 2024,
 arXiv:2404.00456, section 4, stages 1a and 1c (without the online transforms).
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_fold, norm_readers
+from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
 from nbflow.quantization.transforms.transform import (
     ChannelScale,
     HadamardRotation,
-    Map,
+    LinearMap,
     WeightTransform,
 )
 from nbflow.spec.model_spec import ModelSpec
@@ -42,61 +42,61 @@ from nbflow_kernels.quantizers.hadamard import Rotation
 def check_rotation(spec: ModelSpec) -> None:
     """Raise unless the residual stream of a model can be rotated exactly."""
     wrong = {
-        "its norms are LayerNorms, which take the mean away": spec.norm != "rms",
+        "its norms are LayerNorms, which subtract the mean": spec.norm != "rms",
         "its norms are not before the sublayers": spec.norm_place != "pre",
         "its embeddings go through a norm": spec.embed_norm,
-        "it has an encoder beside its decoder": spec.encoder is not None,
-        "its embedding is narrower than its stream": spec.embed_width != spec.hidden_size,
-        "positions or token types are added to its stream": (
+        "it is an encoder-decoder model": spec.encoder is not None,
+        "its embedding is narrower than the residual stream": spec.embed_width != spec.hidden_size,
+        "positions or token types are added to the residual stream": (
             spec.position in ("learned", "sinusoidal") or spec.type_vocab_size > 0
         ),
-        "its head's rows are divided by their lengths": spec.normalize_head,
+        "the rows of its head are normalized": spec.normalize_head,
         "it has no norm before the head": not spec.final_norm or not spec.head,
-        "there is a layer before its head": spec.head_transform,
-        "its experts have biases, or rows that lie apart": not experts_can_fold(spec),
+        "its head has a transform layer": spec.head_transform,
+        "its experts have biases or non-contiguous rows": not experts_can_transform(spec),
     }
     found = [reason for reason, holds in wrong.items() if holds]
     if found:
         raise UsageError(
-            f"{spec.name} cannot be rotated with the same results: {'; '.join(found)}; use another "
+            f"{spec.name} cannot be rotated exactly: {'; '.join(found)}; use another "
             "encoder, e.g. 'awq' or 'gptq'"
         )
 
 
 def rotated_spec(spec: ModelSpec) -> ModelSpec:
-    """Return the specification of a model whose residual stream is rotated."""
+    """Return the specification of a model with a rotated residual stream."""
     check_rotation(spec)
     return dataclasses.replace(spec, tied_head=False)
 
 
 def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
-    """Return the folding that rotates the residual stream and the values of each head.
+    """Rotate the residual stream and the values of each head.
 
     Parameters
     ----------
     spec : ModelSpec
         The model.
     file : WeightFile
-        Its checkpoint, of which the norms are read.
+        Its checkpoint, for the norm weights.
     seed : int
         Seed of the rotations' signs.
 
     Returns
     -------
-    Folding
+    WeightTransform
 
     Raises
     ------
     UsageError
-        If the model is not one whose results stay the same, or a width has no Hadamard matrix.
+        If the model cannot be rotated exactly, or a width has no Hadamard matrix.
     """
     after = rotated_spec(spec)
     stream = HadamardRotation(Rotation(spec.hidden_size, seed))
-    columns: dict[str, tuple[Map, ...]] = {}
-    rows: dict[str, tuple[Map, ...]] = {}
+    columns: dict[str, tuple[LinearMap, ...]] = {}
+    rows: dict[str, tuple[LinearMap, ...]] = {}
     vectors: dict[str, NDArray[np.float32]] = {}
     for norm, readers in norm_readers(after).items():
-        scale: tuple[Map, ...] = ()
+        scale: tuple[LinearMap, ...] = ()
         if spec.norm_weight:
             scale = (ChannelScale(_norm_weight(spec, file, norm)),)
             ones = np.full(spec.hidden_size, 1.0 - spec.norm_offset, np.float32)
@@ -117,11 +117,11 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
     notes: tuple[str, ...] = ()
     if spec.tied_head:
         n = spec.vocab_size * spec.hidden_size
-        notes = (f"the head is no longer the token embedding: {n:,} weights more",)
+        notes = (f"the head is no longer tied to the embedding: {n:,} more weights",)
     return WeightTransform(after, columns, rows, vectors, notes)
 
 
 def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:
-    """Return what a norm multiplies with."""
+    """Return the effective weights of a norm."""
     stored = read_operand(spec, file, Operand(f"{norm}.weight")).reshape(-1)
     return stored.astype(np.float64) + spec.norm_offset

@@ -1,4 +1,4 @@
-"""Which matrices read what a norm gives: the places where factors and rotations can go."""
+"""Matrices that read the output of each norm, where factors and rotations can be absorbed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _LATENT = ("attn.q", "attn.q_a", "attn.kv_a")
 _FEED_FORWARD = ("ffn.gate", "ffn.up")
 
 
-def experts_can_fold(spec: ModelSpec) -> bool:
-    """Return whether factors and rotations can go into experts: no biases, rows one by one."""
+def experts_can_transform(spec: ModelSpec) -> bool:
+    """Return True if experts can absorb factors and rotations: no biases, contiguous rows."""
     in_rows = spec.gate_up_layout == "blocks" and not spec.experts_transposed
     return in_rows and "moe.down" not in spec.biases
 
@@ -18,9 +18,9 @@ def experts_can_fold(spec: ModelSpec) -> bool:
 def norm_readers(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Return our names of the norms before sublayers and head -> the matrices that read them.
 
-    All that read a norm are there, so that what it gives may change if they change with it.  A tied
-    head reads the last norm too, but is none of them: it is the embedding.  Empty for models whose
-    norms come after the sublayers, as what those give is added to the residual stream.
+    The readers are complete, so that a norm may change together with them.  A tied head is left
+    out, as it is the embedding.  Empty for models with norms after the sublayers, whose outputs are
+    added to the residual stream.
     """
     shapes = spec.tensor_shapes()
     readers: dict[str, tuple[str, ...]] = {}
@@ -51,7 +51,7 @@ def _attention(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _forward(spec: ModelSpec, layer: int) -> list[str]:
-    """Return the matrices that read the feed-forward network's input, the router's among them."""
+    """Return the matrices that read the input of the feed-forward network, including the router."""
     prefix = f"layers.{layer}."
     if not spec.has_experts(layer):
         dense = _FEED_FORWARD if spec.gated else _FEED_FORWARD[1:]

@@ -1,4 +1,4 @@
-"""What a folding does to each tensor of a model and to what is known about its inputs."""
+"""Effect of a weight transform on the tensors of a model and on statistics of their inputs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Wide = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ChannelScale:
-    """Multiplies each entry of a vector by a factor of its own."""
+    """Multiplication of each vector entry by its factor."""
 
     values: Wide
     """The factors (K,)."""
 
     def apply(self, x: NDArray[Any]) -> Wide:
-        """Return rows (..., K) with their entries multiplied."""
+        """Scale rows (..., K)."""
         result: Wide = x * self.values
         return result
 
     def moments(self, statistics: Wide) -> Wide:
-        """Return mean squares (K,) or second moments (K, K) of inputs that are *divided* by them.
+        """Return mean squares (K,) or second moments (K, K) of inputs *divided* by the factors.
 
-        What is multiplied by 0 says nothing and stays 0.
+        Statistics of entries with factor 0 become 0.
         """
         with np.errstate(divide="ignore"):
             inverse = np.where(self.values == 0, 0.0, 1 / self.values)
@@ -43,56 +43,56 @@ class ChannelScale:
 
 @dataclass(frozen=True, eq=False)
 class HadamardRotation:
-    """Rotates vectors, or each piece of them alike."""
+    """Rotation of vectors, or of each of their segments alike."""
 
     rotation: Rotation
 
     def apply(self, x: NDArray[Any]) -> Wide:
-        """Return rows (..., K) rotated."""
+        """Rotate rows (..., K)."""
         return self.rotation.apply(x)
 
     def moments(self, statistics: Wide) -> Wide:
-        """Return mean squares (K,) or second moments (K, K) of inputs that are rotated alike.
+        """Return mean squares (K,) or second moments (K, K) of rotated inputs.
 
-        Of mean squares alone, nothing but their mean in each piece is known afterwards: entries of
-        a rotation are of one size, so that this is exact for inputs without correlation.
+        Mean squares become their mean over each segment, as the entries of a rotation have one
+        magnitude: exact for uncorrelated inputs.
         """
         if statistics.ndim == 2:
-            return self.rotation.turn_moments(statistics)
-        pieces = statistics.reshape(-1, self.rotation.size)
-        return np.repeat(pieces.mean(axis=1), self.rotation.size)
+            return self.rotation.rotate_moments(statistics)
+        segments = statistics.reshape(-1, self.rotation.size)
+        return np.repeat(segments.mean(axis=1), self.rotation.size)
 
 
-Map = ChannelScale | HadamardRotation
+LinearMap = ChannelScale | HadamardRotation
 """A linear map of row vectors."""
 
 
 @dataclass(frozen=True)
 class WeightTransform:
-    """A model with other weights that computes the same.
+    """Weights changed such that the model computes the same function.
 
-    Names are ours.  The weights W (N, K) of a matrix become those of y = x W^T with inputs and
-    outputs that are folded: maps of `columns` are applied to its rows, so that the inputs must come
-    divided by factors and rotated; maps of `rows` are applied to its columns and its bias.
+    Names are ours.  In y = x W^T with W (N, K), maps of `columns` apply to the rows of W, so that
+    the inputs must be divided by the factors, or rotated; maps of `rows` apply to the columns of W
+    and to the bias.
     """
 
     spec: ModelSpec
-    """The specification afterwards: a tied head may have come apart."""
-    columns: Mapping[str, tuple[Map, ...]] = field(default_factory=dict)
+    """The new specification; a tied head may become untied."""
+    columns: Mapping[str, tuple[LinearMap, ...]] = field(default_factory=dict)
     """Matrix -> maps of its rows, in order."""
-    rows: Mapping[str, tuple[Map, ...]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[LinearMap, ...]] = field(default_factory=dict)
     """Matrix or bias -> maps of its columns (of the vector), in order."""
     vectors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Weights and biases of norms that are replaced."""
+    """New weights and biases of norms."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Notes for the user."""
 
     def changes(self, name: str) -> bool:
-        """Return whether a tensor is another one afterwards."""
+        """Return True if the transform changes a tensor."""
         return name in self.columns or name in self.rows or name in self.vectors
 
-    def folded(self, name: str, values: NDArray[Any]) -> NDArray[np.float32]:
-        """Return a tensor (N, K) or (N,) as it is afterwards; float64 inside, rounded once."""
+    def apply(self, name: str, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Transform a tensor (N, K) or (N,) in float64, rounded once to float32."""
         if name in self.vectors:
             return self.vectors[name]
         wide = values
@@ -103,7 +103,7 @@ class WeightTransform:
         return np.ascontiguousarray(wide, np.float32)
 
     def statistics(self, name: str, statistics: NDArray[Any]) -> NDArray[np.float32]:
-        """Return mean squares (K,) or second moments (K, K) of a matrix's inputs afterwards."""
+        """Transform mean squares (K,) or second moments (K, K) of a matrix's inputs."""
         wide = np.asarray(statistics, np.float64)
         for change in self.columns.get(name, ()):
             wide = change.moments(wide)

@@ -1,4 +1,4 @@
-"""A checkpoint as if it were folded: the same names, other numbers."""
+"""A checkpoint after a weight transform, under the same names."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from nbflow.spec.tensor_layout import TensorLayout
 from nbflow_kernels.errors import UsageError
 
 PLAIN = ("f32", "f16", "bf16", "f64")
-_CHUNK = 1 << 22  # numbers rounded to the stored type at once
+_CHUNK = 1 << 22  # values rounded to the stored type per pass
 
 
-class FoldedFile(WeightFile):
-    """The tensors of a checkpoint after a folding, under the checkpoint's own names.
+class TransformedFile(WeightFile):
+    """The tensors of a checkpoint after a transform, under the checkpoint's own names.
 
-    Tensors that change are computed when they are read, whole; the last one is kept.  Those of the
-    weight format are float32 whatever they are stored as, so that they are rounded once; the others
-    are rounded to the type they are stored as, as a file that is written would hold them.
+    Changed tensors are computed whole when read; the last one is cached.  Matrices to be quantized
+    are float32, so that they are rounded once; other tensors are rounded to their stored type, as a
+    written file would contain them.
 
     Parameters
     ----------
     file : WeightFile
-        The checkpoint, open.  It is closed with this.
+        The open checkpoint; `close` closes it too.
     spec : ModelSpec
-        Its specification.
-    folding : Folding
-        What becomes of it.
+        The specification of the checkpoint.
+    transform : Folding
+        The transform.
 
     Raises
     ------
     UsageError
-        If a tensor that changes is not stored as floats.
+        If a changed tensor is not stored as floats.
     """
 
-    def __init__(self, file: WeightFile, spec: ModelSpec, folding: WeightTransform) -> None:
-        self._inner, self._spec, self._folding = file, spec, folding
+    def __init__(self, file: WeightFile, spec: ModelSpec, transform: WeightTransform) -> None:
+        self._inner, self._spec, self._transform = file, spec, transform
         self._held: dict[str, list[str]] = {}
         changed = set()
-        for ours in folding.spec.tensor_shapes():
-            name = _checkpoint_name(folding.spec, ours)
+        for ours in transform.spec.tensor_shapes():
+            name = _checkpoint_name(transform.spec, ours)
             self._held.setdefault(name, []).append(ours)
-            if folding.changes(ours):
+            if transform.changes(ours):
                 changed.add(name)
         self._changed = changed
         names = file.names()
         self._new_head = (
-            _checkpoint_name(folding.spec, "head.weight") if _unties(spec, folding) else ""
+            _checkpoint_name(transform.spec, "head.weight") if _unties(spec, transform) else ""
         )
         if self._new_head and self._new_head not in names:
             names.append(self._new_head)
@@ -67,7 +67,7 @@ class FoldedFile(WeightFile):
                 if entry.dtype not in PLAIN:
                     raise UsageError(
                         f"tensor {name} is stored as {entry.dtype}, and this encoder changes it; "
-                        "give a checkpoint of floats (f32, f16, bf16)"
+                        "use a checkpoint of floats (f32, f16, bf16)"
                     )
                 entry = dataclasses.replace(entry, strides=None, order="<", scaled=None)
             entries.append(entry)
@@ -76,7 +76,7 @@ class FoldedFile(WeightFile):
         self._computing = threading.Lock()
 
     def _source(self, name: str) -> str:
-        """Return the checkpoint's tensor that one of ours is made of."""
+        """Return the stored tensor a new one is computed from."""
         return _checkpoint_name(self._spec, "embed.weight") if name == self._new_head else name
 
     def files(self) -> list[Any]:
@@ -95,7 +95,7 @@ class FoldedFile(WeightFile):
         *,
         flat: bool = False,
     ) -> np.ndarray[Any, Any]:
-        """Read a tensor as it is folded; see `WeightFile.array`."""
+        """Read a transformed tensor; see `WeightFile.array`."""
         if name not in self._changed:
             return self._inner.array(name, rows, columns, flat=flat)
         shape = self.entry(name).shape
@@ -114,11 +114,11 @@ class FoldedFile(WeightFile):
         *,
         flat: bool = False,
     ) -> nk.QuantTensor:
-        """Read a tensor that is stored in blocks, which no folding changes."""
+        """Read a tensor stored in blocks, which no transform changes."""
         return self._inner.quantized(name, rows, columns, flat=flat)
 
     def stored_chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a tensor, rounded to the type it is stored as."""
+        """Yield the bytes of a tensor, rounded to its stored type."""
         if name not in self._changed:
             yield from self._inner.stored_chunks(name)
             return
@@ -131,7 +131,7 @@ class FoldedFile(WeightFile):
                 yield nk.quantize(part, dtype).data.tobytes()
 
     def _whole(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor that changes, float32, all dimensions but the last as rows."""
+        """Return a changed tensor as float32 rows, the leading dimensions flattened."""
         with self._computing:
             if self._last[0] != name:
                 self._last = name, self._computed(name)
@@ -142,53 +142,51 @@ class FoldedFile(WeightFile):
         whole = self._inner.array(self._source(name), flat=True).astype(np.float32)
         members = self._held[name]
         for ours in members:
-            if self._folding.changes(ours):
-                _replace(whole, self._folding.spec.tensor_layout(ours), ours, self._folding)
-        shapes = [self._folding.spec.shape_of(ours) for ours in members]
+            if self._transform.changes(ours):
+                _replace(whole, self._transform.spec.tensor_layout(ours), ours, self._transform)
+        shapes = [self._transform.spec.shape_of(ours) for ours in members]
         converted = all(map(is_quantized, members, shapes))
         return whole if converted else _rounded(whole, self.dtype(name))
 
 
-def _unties(spec: ModelSpec, folding: WeightTransform) -> bool:
-    return spec.tied_head and not folding.spec.tied_head
+def _unties(spec: ModelSpec, transform: WeightTransform) -> bool:
+    return spec.tied_head and not transform.spec.tied_head
 
 
 def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
-    """Return the checkpoint's name of a tensor, or of what it is joined with."""
+    """Return the checkpoint's name of a tensor, or of the fused tensor it is part of."""
     try:
         return spec.tensor_layout(ours).name
     except KeyError:
-        raise UsageError(
-            f"family {spec.family!r} has no name for {ours}, which would be new"
-        ) from None
+        raise UsageError(f"family {spec.family!r} has no name for the new tensor {ours}") from None
 
 
 def _replace(
-    whole: np.ndarray[Any, Any], place: TensorLayout, ours: str, folding: WeightTransform
+    whole: np.ndarray[Any, Any], place: TensorLayout, ours: str, transform: WeightTransform
 ) -> None:
-    """Replace one of our tensors in the one of the checkpoint that holds it, in place."""
-    if whole.ndim == 1 or len(folding.spec.shape_of(ours)) == 1:
+    """Replace one of our tensors within the stored tensor, in place."""
+    if whole.ndim == 1 or len(transform.spec.shape_of(ours)) == 1:
         flat = whole.reshape(-1)
         spans = place.rows or ((0, len(flat)),)
-        new = folding.folded(ours, np.concatenate([flat[a:b] for a, b in spans]))
+        new = transform.apply(ours, np.concatenate([flat[a:b] for a, b in spans]))
         for (a, b), part in zip(spans, _cut(new, spans), strict=True):
             flat[a:b] = part
         return
     rows_first = whole.T if place.transposed else whole
     spans = place.rows or ((0, len(rows_first)),)
-    new = folding.folded(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
+    new = transform.apply(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
     for (a, b), part in zip(spans, _cut(new, spans), strict=True):
         rows_first[a:b] = part
 
 
 def _cut(values: np.ndarray[Any, Any], spans: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the pieces of what was joined of spans."""
+    """Split concatenated spans."""
     ends = np.cumsum([b - a for a, b in spans])
     return np.split(values, ends[:-1])
 
 
 def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Return float32 values rounded to a stored type; bfloat16 stays float32, as it is read."""
+    """Round float32 values to a stored type; bfloat16 stays float32, as when read."""
     if dtype == "f16":
         return values.astype(np.float16)
     return nk.dequantize(nk.quantize(values, dtype)) if dtype == "bf16" else values

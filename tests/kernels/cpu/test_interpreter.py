@@ -64,7 +64,7 @@ def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "name",
-    ["simd", "lanes", "atomics", "simd_bytes", "simd_tiles", "registers", "shuffles", "lockstep"],
+    ["simd", "lanes", "atomics", "simd_bytes", "simd_tiles", "registers", "shuffles", "simd_panel"],
 )
 def test_twins_give_the_same_bits(name: str, seed: int) -> None:
     kernel = getattr(kernels, f"use_{name}")

@@ -28,7 +28,7 @@ from nbflow_kernels.cpu.interpreter import FALLBACKS
 from nbflow_kernels.cpu.interpreter import kernel as python_kernel
 from nbflow_kernels.formats import decode_cpu as unpack
 from nbflow_kernels.formats.layout_cpu import CpuLayout
-from nbflow_kernels.quantizers import simd_panel as lockstep
+from nbflow_kernels.quantizers import simd_panel
 
 
 def stepped(kernel: Any) -> Any:
@@ -225,18 +225,18 @@ def use_shuffles(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_lockstep(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_simd_panel(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y, n, m = simd.load_f32(f), simd.load_f32(f + 64), simd.load_i32(i), simd.load_i32(i + 64)
-    mask = lockstep.less(x, y)
+    mask = simd_panel.less(x, y)
     simd.store_i32(out, mask)
-    simd.store_i32(out + 64, lockstep.differs(x, y))
-    simd.store_f32(out + 128, lockstep.choose(mask, x, y))
-    simd.store_i32(out + 192, lockstep.choose(mask, n, m))
-    simd.store_f32(out + 256, lockstep.absolute(x))
-    simd.store_f32(out + 320, lockstep.sqrt(lockstep.absolute(x)))
-    simd.store_i32(out + 384, lockstep.smaller(n, m))
-    simd.store_i32(out + 448, lockstep.larger(n, m))
-    yes = lockstep.any_lane(mask) and not lockstep.any_lane(simd.splat_i32(0))
+    simd.store_i32(out + 64, simd_panel.differs(x, y))
+    simd.store_f32(out + 128, simd_panel.choose(mask, x, y))
+    simd.store_i32(out + 192, simd_panel.choose(mask, n, m))
+    simd.store_f32(out + 256, simd_panel.absolute(x))
+    simd.store_f32(out + 320, simd_panel.sqrt(simd_panel.absolute(x)))
+    simd.store_i32(out + 384, simd_panel.smaller(n, m))
+    simd.store_i32(out + 448, simd_panel.larger(n, m))
+    yes = simd_panel.any_lane(mask) and not simd_panel.any_lane(simd.splat_i32(0))
     simd.store_i32(out + 512, simd.splat_i32(1 if yes else 0))
 
 

@@ -1,4 +1,4 @@
-"""How much each encoder loses: plain as published, best never more."""
+"""Errors of the quantizers: published ones as published, searches never worse."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_best_never_loses_more_than_plain_in_any_block(name, columns):
 
 
 def block_errors(x: np.ndarray, y: np.ndarray, block: int) -> np.ndarray:
-    """Return the squared error of each block, inf where the decoder gives no number."""
+    """Return the squared error of each block, inf where decoded values are not finite."""
     with np.errstate(all="ignore"):
         error = np.square(y.astype(np.float64) - x)
     error = np.where(np.isnan(error), np.inf, error)

@@ -1,4 +1,4 @@
-"""GPTQ and HQQ: what they promise about errors, against float64 references."""
+"""Error guarantees of GPTQ and HQQ, against float64 references."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.quantizers import gptq_reference, quantize_calibrated
-from nbflow_kernels.quantizers.affine_grid import affine, is_affine, with_codes
-from nbflow_kernels.quantizers.gptq import SecondMoments, gptq_rows
-from nbflow_kernels.quantizers.hqq import Settings, hqq_rows, lp_errors
+from nbflow_kernels.quantizers.affine_grid import affine_grid, is_affine, with_codes
+from nbflow_kernels.quantizers.gptq import Hessian, gptq_rows
+from nbflow_kernels.quantizers.hqq import HqqOptions, hqq_rows, lp_errors
 from nbflow_kernels.quantizers.registry import quantize_rows
 
 AFFINE = [name for name in FORMATS if is_affine(FORMATS[name])]
@@ -41,7 +41,7 @@ def losses(qt: nk.QuantTensor, w: np.ndarray, x: np.ndarray) -> np.ndarray:
 def test_grid_is_what_the_decoder_gives(name: str) -> None:
     format, w = FORMATS[name], weights(3)
     data = nk.quantize(w, name, encoder="plain").data
-    grid, codes = affine(format, data), format.integers(data).codes
+    grid, codes = affine_grid(format, data), format.integers(data).codes
     wanted = nk.dequantize(nk.QuantTensor(format, w.shape, data))
     # the decoders round to float32, some of them at every step: 3 roundings of the larger part
     largest = np.abs(grid.base) + np.abs(grid.step) * grid.n_codes
@@ -50,14 +50,14 @@ def test_grid_is_what_the_decoder_gives(name: str) -> None:
     other = (grid.n_codes - 1 - codes).astype(np.uint8)
     turned = with_codes(format, data, other)
     assert np.array_equal(format.integers(turned).codes, other)
-    assert np.array_equal(affine(format, turned).step, grid.step)
+    assert np.array_equal(affine_grid(format, turned).step, grid.step)
 
 
 @pytest.mark.parametrize("name", ["q4_b32t1a", "q3h_b64t1", "q4_0", "q4_b16", "q3_k", "q4_k"])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq_loses_less_than_rounding(name: str, act_order: bool) -> None:
     w, x = weights(), inputs()
-    moments = SecondMoments(x.T @ x)
+    moments = Hessian(x.T @ x)
     gptq = losses(quantize_calibrated(w, name, "gptq", moments, act_order=act_order), w, x)
     squares = moments.matrix.diagonal()
     for other in (
@@ -71,9 +71,9 @@ def test_gptq_loses_less_than_rounding(name: str, act_order: bool) -> None:
 
 @pytest.mark.parametrize("name", ["q4_b32t1a", "q3h_b64t1", "q4_0"])
 def test_gptq_is_the_reference(name: str) -> None:
-    """The factor and the panels change nothing but the order of float64 additions."""
+    """The Cholesky factor and panels only change the order of float64 additions."""
     w, x = weights(8, 320), inputs(320)
-    moments = SecondMoments(x.T @ x, damping=0.02)
+    moments = Hessian(x.T @ x, damping=0.02)
     H = moments.matrix
     damped = H + 0.02 * H.diagonal().mean() * np.eye(320)
     found = gptq_rows(FORMATS[name], w, 320, moments, act_order=False)
@@ -84,10 +84,10 @@ def test_gptq_is_the_reference(name: str) -> None:
 
 def test_gptq_of_uncorrelated_inputs_is_rounding() -> None:
     w = weights(4)
-    found = gptq_rows(FORMATS["q4"], w, K, SecondMoments(np.eye(K)), act_order=False)
+    found = gptq_rows(FORMATS["q4"], w, K, Hessian(np.eye(K)), act_order=False)
     flat = np.ones(K, np.float32)
     best = nk.quantize(w, "q4", importance=flat)
-    grid = affine(best.format, best.data)
+    grid = affine_grid(best.format, best.data)
     nearest = with_codes(best.format, best.data, grid.nearest(w.astype(np.float64)))
     assert np.array_equal(found, nearest)
 
@@ -105,7 +105,7 @@ def test_gptq_of_rows_with_padding_and_dead_inputs() -> None:
 
 @pytest.mark.parametrize("name", AFFINE)
 def test_hqq_lowers_its_sum_in_every_block(name: str) -> None:
-    format, p = FORMATS[name], Settings().p
+    format, p = FORMATS[name], HqqOptions().p
     rng = np.random.default_rng(3)
     w = rng.standard_t(4, size=(6, K)).astype(np.float32) * np.float32(0.02)
 
@@ -140,7 +140,7 @@ def test_hqq_with_statistics_loses_no_more_than_plain() -> None:
 def test_wrong_use() -> None:
     w = weights(2)
     for arguments, message in (
-        (("iq3_s", "gptq", np.eye(K)), "codes lie at equal distances"),
+        (("iq3_s", "gptq", np.eye(K)), "equidistant codes"),
         (("q4", "gptq", np.ones(K)), "needs second moments"),
         (("q4", "gptq", np.eye(K + 1)), r"must have shape \(256, 256\)"),
         (("q4", "gptq", np.full((K, K), np.nan)), "must be finite"),
@@ -150,7 +150,7 @@ def test_wrong_use() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             quantize_calibrated(w, *arguments)
-    flat = SecondMoments(np.ones((K, K)), damping=0.0)
+    flat = Hessian(np.ones((K, K)), damping=0.0)
     with pytest.raises(UsageError, match="not positive definite; raise the damping"):
         quantize_calibrated(w, "q4", "gptq", flat)
     assert {type(FORMATS[name]) for name in AFFINE} == {AffineFormat, KQuantFormat}

@@ -1,4 +1,4 @@
-"""Importance weights: what they change, for every format, and what is refused."""
+"""Importance weights in every format: weighted errors, and input checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inferflow's published encoder: the kernel against its NumPy form, bit for bit."""
+"""Inferflow's quantizer: the kernel against a NumPy reference, bit for bit."""
 
 from __future__ import annotations
 

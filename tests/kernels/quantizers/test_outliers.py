@@ -1,4 +1,4 @@
-"""Outliers beside a quantized tensor: kept exactly, in every decoding and product."""
+"""Outliers of a quantized tensor: exact in every decoding and product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbflow_kernels.sparse import CsrMatrix
 
 
 def planted(rows=90, columns=500, share=0.002):
-    """Return Gaussian weights of which a few are 20 times too large, and which."""
+    """Return Gaussian weights, some of them times 20, and the mask of those."""
     rng = np.random.default_rng(11)
     x = rng.normal(0, 0.02, (rows, columns)).astype(np.float32)
     where = rng.random(x.shape) < share

@@ -1,8 +1,8 @@
-"""The published encoders of formats with a table of levels, on CUDA devices: a block a thread.
+"""Published quantizers of codebook formats on CUDA devices, one block per thread.
 
-These are iq4, the 4-bit floats and the formats of two to four levels.  The arithmetic is the CPU's
-(`levels_plain`).  Its scales of 4-bit floats are made with float64 logarithms and a table; here a
-thread looks up which byte the largest magnitude leads to, in a table read off the CPU's function.
+These are iq4, the 4-bit floats and the formats of two to four levels.  The arithmetic is that of
+`quantizers.reference.codebook`.  The CPU computes scales of 4-bit floats with float64 logarithms;
+here a thread looks the byte up by the largest magnitude, in a table made with the CPU's function.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.block_format import BlockFormat, value_table
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
+from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import packer
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
-from nbflow_kernels.quantizers.reference import codebook as levels_plain
+from nbflow_kernels.quantizers.reference import codebook
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats.registry import Bytes, Floats
@@ -30,20 +31,20 @@ _THREADS = 64
 _LARGEST = np.float32(np.finfo(np.float32).max).view(np.int32)
 
 
-def encode(x: Any, format: BlockFormat, data: Any) -> None:
+def quantize(x: Any, format: BlockFormat, data: Any) -> None:
     """Write the bytes (rows, row bytes) of weights (rows, columns)."""
     device = cuda.device_of(x)
-    tables = _tables_there(format, device)
+    tables = device_tables(format, device)
     n_blocks = data.shape[1] // format.block_bytes
     grid = (cuda.ceil_div(n_blocks, _THREADS), min(len(x), 65535))
-    _encoder(format)(grid, _THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
+    _kernel(format)(grid, _THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 
 def thresholds(scale_bytes: Callable[[Floats], Bytes]) -> NDArray[np.int32]:
-    """Return from which float32 on, by its bits, a largest magnitude leads to at least each byte.
+    """Return, for each byte, the bits of the least float32 magnitude whose scale byte reaches it.
 
-    `scale_bytes` gives the bytes of blocks (n, 1); they must not decrease with the magnitude.  A
-    byte that no number leads to has a value above all numbers.
+    `scale_bytes` gives the bytes of blocks (n, 1) and must not decrease with the magnitude.  The
+    threshold of a byte that no magnitude reaches lies above all numbers.
     """
     low, high = np.zeros(256, np.int64), np.full(256, np.int64(_LARGEST) + 1)
     wanted = np.arange(256)
@@ -56,16 +57,16 @@ def thresholds(scale_bytes: Callable[[Floats], Bytes]) -> NDArray[np.int32]:
     return high.astype(np.int32)
 
 
-def _tables_there(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, ...]:
-    """Return on the device: values of the codes, steps and thresholds of scale bytes, the bits."""
-    key = ("quants encode", format.name)
+def device_tables(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, ...]:
+    """Return device arrays: values of the codes, steps and thresholds of scale bytes, bit map."""
+    key = ("quantizer", format.name)
     if key not in device.constants:
         steps, bounds = np.zeros(1, np.float32), np.zeros(1, np.int32)
         if format.name == "mxfp4":
-            steps, bounds = fp4.E8M0, thresholds(levels_plain.e8m0)
+            steps, bounds = fp4.E8M0, thresholds(codebook.e8m0)
         elif format.name == "nvfp4":
             steps = fp4.E4M3
-            bounds = thresholds(lambda x: levels_plain.e4m3(x, 2 * fp4.E4M3))
+            bounds = thresholds(lambda x: codebook.e4m3(x, 2 * fp4.E4M3))
         tables = (value_table(format.form), steps, bounds, *bit_sources(format.fields))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
     found: tuple[Any, ...] = device.constants[key]
@@ -73,19 +74,19 @@ def _tables_there(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, 
 
 
 @functools.cache
-def _encoder(format: BlockFormat) -> cuda.Kernel:
-    """Return the kernel that encodes a block in each thread."""
+def _kernel(format: BlockFormat) -> cuda.Kernel:
+    """Return the kernel that quantizes one block per thread."""
     nc: Any = importlib.import_module("numba.cuda")
     block, block_bytes, n_fields = format.block_size, format.block_bytes, format.fields.n_numbers
     n_values = 1 << format.form.code_bits
-    fit = _fit(format)
+    fit, pack = _fit(format), packer(format)
 
     @cuda.numba_kernel(
         "f32* x, f32* values, f32* steps, i32* bounds, i32* sources, u8* blank, u8* data, i32 T, "
         "i32 columns, i64 row_bytes",
-        key=key_of(format), fuse=False, name=f"encode_{format.name}",
+        key=key_of(format), fuse=False, name=f"quantize_{format.name}",
     )  # fmt: skip
-    def encode(x, values, steps, bounds, sources, blank, data, T, columns, row_bytes):
+    def quantize(x, values, steps, bounds, sources, blank, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -94,23 +95,16 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
         for k in range(n_values):
             levels[k] = values[k]
         for t in range(nc.blockIdx.y, T, nc.gridDim.y):
-            for i in range(block):  # padding is the row's last weight again
+            for i in range(block):  # padding repeats the row's last weight
                 weights[i] = x[np.int64(t) * columns + min(b * block + i, columns - 1)]
             fit(weights, levels, steps, bounds, fields)
-            to = np.int64(t) * row_bytes + b * block_bytes
-            for j in range(block_bytes):
-                byte = np.int32(blank[j])
-                for k in range(8):
-                    source = sources[8 * j + k]
-                    if source >= 0:
-                        byte ^= ((fields[source >> 4] >> (source & 15)) & 1) << k
-                data[to + j] = byte
+            pack(fields, sources, blank, data, np.int64(t) * row_bytes + b * block_bytes, 0, 1)
 
-    return encode
+    return quantize
 
 
 def _fit(format: BlockFormat) -> Any:
-    """Return ``(weights, levels, steps, bounds, fields)``, which chooses the numbers of a block."""
+    """Return ``(weights, levels, steps, bounds, fields)``, which sets the fields of a block."""
     if format.name.startswith("iq4"):
         return _fit_iq4(format)
     if format.name in ("mxfp4", "nvfp4"):
@@ -123,7 +117,7 @@ def _fit_iq4(format: BlockFormat) -> Any:
 
     nc: Any = importlib.import_module("numba.cuda")
     block, n_subs = format.block_size, format.block_size // 32
-    scale_of, codes_of = twin(levels_plain.iq4_scale), twin(levels_plain.iq4_codes)
+    scale_of, codes_of = twin(codebook.iq4_scale), twin(codebook.iq4_codes)
 
     @device
     def fit(weights, levels, steps, bounds, fields):
@@ -148,7 +142,7 @@ def _fit_fp4(format: BlockFormat) -> Any:
     from nbflow_kernels.cuda import numba_conversions as numbers
 
     block, size = format.block_size, format.form.block
-    code_of = twin(levels_plain.fp4_code)
+    code_of = twin(codebook.fp4_code)
 
     @numbers.device
     def fit(weights, levels, steps, bounds, fields):
@@ -176,7 +170,7 @@ def _fit_few(format: BlockFormat) -> Any:
 
     nc: Any = importlib.import_module("numba.cuda")
     block, in_threes = format.block_size, format.name == "tq1_0"
-    published = levels_plain.signs_block if format.name == "q1_0" else levels_plain.rounded_block
+    published = codebook.binary_block if format.name == "q1_0" else codebook.ternary_block
     codes_of = twin(published)
 
     @device
@@ -188,7 +182,7 @@ def _fit_few(format: BlockFormat) -> Any:
         codes = nc.local.array(block, np.int32)
         fields[52] = codes_of(weights, codes)
         for r in range(52):
-            # byte r of 32 holds weights r + 32 n, of the next 16 and 4 those 16 and 4 apart
+            # byte r < 32 holds weights r + 32 n; in the next 16 and 4 bytes the stride is 16 and 4
             first, apart, n = r, 32, 5
             if r >= 48:
                 first, apart, n = 240 + r - 48, 4, 4

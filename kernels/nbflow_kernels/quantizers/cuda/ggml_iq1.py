@@ -1,7 +1,7 @@
-"""The published encoders of iq1 on CUDA devices: a warp a sub-block, a split of it each lane.
+"""GGML's iq1 quantizers on CUDA devices: a sub-block per warp, a three-way split per lane.
 
-The arithmetic is the CPU's (`iq1_plain`).  The ways to split the sorted weights in three are tried
-32 at a time; those that gain more than the best so far are taken in the CPU's order.
+The arithmetic is that of `quantizers.reference.ggml_iq1`.  A warp evaluates 32 splits of the sorted
+weights at a time and takes those that gain more than the best so far, in the CPU's order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import (
     DECLARED,
     N_WARPS,
     THREADS,
+    device_tables,
     packer,
-    tables_there,
 )
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
-from nbflow_kernels.quantizers.reference import ggml_iq1 as iq1_plain
-from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as grid_plain
+from nbflow_kernels.quantizers.reference import ggml_iq1 as iq1
+from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as iq2_iq3
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats.block_format import BlockFormat
@@ -33,33 +33,33 @@ if TYPE_CHECKING:
 _ALL = 0xFFFFFFFF
 
 
-def encode(x: Any, format: BlockFormat, data: Any) -> None:
+def quantize(x: Any, format: BlockFormat, data: Any) -> None:
     """Write the bytes (rows, row bytes) of weights (rows, columns)."""
     device = cuda.device_of(x)
-    tables = tables_there(format, "iq1", device)
+    tables = device_tables(format, "iq1", device)
     n_blocks = data.shape[1] // format.block_bytes * len(x)
     grid = min(n_blocks, BLOCKS_PER_SM * device.n_sms)
-    _encoder(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
+    _kernel(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 
 @functools.cache
-def _encoder(format: BlockFormat) -> cuda.Kernel:
-    """Return the kernel that encodes 256 weights in each thread block."""
+def _kernel(format: BlockFormat) -> cuda.Kernel:
+    """Return the kernel that quantizes one block of 256 weights per thread block."""
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
 
     sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.n_numbers
     n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
     weighted, d_at = QUANTIZERS[format.name].needs_importance, 64 + 256 // sub
-    nothing, factor = iq1_plain.NOTHING[sub], iq1_plain.FACTOR[sub]
-    mean_square, largest_of = twin(grid_plain.mean_square), twin(grid_plain.largest_of)
-    scales_of, fit, pack = twin(iq1_plain.scales_of), _sub_block(sub), packer(format)
+    nothing, factor = iq1.NOTHING[sub], iq1.FACTOR[sub]
+    mean_square, largest_of = twin(iq2_iq3.mean_square), twin(iq2_iq3.largest_of)
+    scales_of, fit, pack = twin(iq1.scales_of), _sub_block(sub), packer(format)
     fill_levels = _levels()
 
     @cuda.numba_kernel(
-        DECLARED, key=key_of(format), fuse=False, name=f"encode_{format.name}"
+        DECLARED, key=key_of(format), fuse=False, name=f"quantize_{format.name}"
     )  # fmt: skip
-    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
+    def quantize(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         order, codes = nc.shared.array(256, np.int32), nc.shared.array(256, np.int32)
         fields, found = nc.shared.array(n_fields, np.int32), nc.shared.array(n_subs, np.float32)
@@ -73,7 +73,7 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
         blocks = row_bytes // block_bytes
         for b in range(nc.blockIdx.x, T * blocks, nc.gridDim.x):
             row, column = b // blocks, b % blocks * 256
-            for i in range(thread, 256, n_threads):  # padding is the row's last weight again
+            for i in range(thread, 256, n_threads):  # padding repeats the row's last weight
                 weights[i] = x[row * columns + min(column + i, columns - 1)]
             for i in range(thread, n_fields, n_threads):
                 fields[i] = 0
@@ -111,14 +111,14 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
             pack(fields, sources, blank, data, to, thread, n_threads)
             nc.syncthreads()
 
-    return encode
+    return quantize
 
 
 def _levels() -> Any:
     """Return the function that writes the levels by shift to an array (2, 3)."""
     from nbflow_kernels.cuda.numba_conversions import device
 
-    (a, b, c), (d, e, f) = (tuple(row) for row in iq1_plain.SHIFTED)
+    (a, b, c), (d, e, f) = (tuple(row) for row in iq1.SHIFTED)
 
     @device
     def fill(levels):
@@ -129,12 +129,12 @@ def _levels() -> Any:
 
 
 def _sub_block(sub: int) -> Any:
-    """Return what the lanes of a warp do for a sub-block: `iq1_plain._sub_block`."""
+    """Return the warp's form of `reference.ggml_iq1._sub_block`."""
     from nbflow_kernels.cuda.numba_conversions import device
 
     nc: Any = importlib.import_module("numba.cuda")
     groups, split = sub // 8, _split(sub)
-    point_of, sums = twin(iq1_plain.point_of), twin(iq1_plain.sums)
+    point_of, sums = twin(iq1.point_of), twin(iq1.sums)
 
     @device
     def fit(
@@ -173,13 +173,13 @@ def _sub_block(sub: int) -> Any:
 
 
 def _split(sub: int) -> Any:
-    """Return the search for the best split: (low, high, shift, scale), low is -1 without one."""
+    """Return the search for the best split: (low, high, shift, scale); low is -1 if none fits."""
     from nbflow_kernels.cuda.numba_conversions import device
 
     nc: Any = importlib.import_module("numba.cuda")
     n_shifts, factor = (2, 3) if sub == 32 else (4, 1)
     gain = _gain(sub)
-    add_up = twin(iq1_plain.add_up_32 if sub == 32 else iq1_plain.add_up_16)
+    add_up = twin(iq1.add_up_32 if sub == 32 else iq1.add_up_16)
 
     @device
     def split(x, counts, order, sum_x, sum_w, levels, lane):
@@ -200,7 +200,7 @@ def _split(sub: int) -> Any:
                 if k < n:
                     qx, qq = gain(sum_x, sum_w, low, high, shift, levels)
                 better = nc.ballot_sync(_ALL, qq > 0 and qx * qx > best * qq)
-                while better != 0:  # the first of them, then those behind it that are better still
+                while better != 0:  # the first lane, then lanes behind it that gain more
                     leader = nc.ffs(better) - 1
                     top_x, top_q = (
                         nc.shfl_sync(_ALL, qx, leader),
@@ -221,7 +221,7 @@ def _gain(sub: int) -> Any:
     """Return ``(sum_x, sum_w, low, high, shift, levels)``, the sums of one split."""
     from nbflow_kernels.cuda.numba_conversions import device
 
-    gain_32, half_gain = twin(iq1_plain.gain_32), twin(iq1_plain.half_gain_16)
+    gain_32, half_gain = twin(iq1.gain_32), twin(iq1.half_gain_16)
 
     @device
     def of_32(sum_x, sum_w, low, high, shift, levels):

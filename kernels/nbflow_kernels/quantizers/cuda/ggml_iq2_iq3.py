@@ -1,8 +1,8 @@
-"""The published encoders of iq2 and iq3 on CUDA devices: a warp a sub-block, a scale each lane.
+"""GGML's iq2 and iq3 quantizers on CUDA devices: a sub-block per warp, a trial scale per lane.
 
-The arithmetic is the CPU's (`grid_plain`).  A thread block encodes 256 weights.  The lanes of a
-warp each try one of the scales of its sub-block, which is the search through the grid's neighbours;
-then all of them go through what the scales gain in the CPU's order, so that the same one is taken.
+The arithmetic is that of `quantizers.reference.ggml_iq2_iq3`.  A thread block has 256 weights.
+Each lane searches the grid's neighbours for one trial scale; then all lanes compare the gains in
+the CPU's order, so that the same scale wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
-from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as grid_plain
+from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as iq2_iq3
 from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
     AGAIN_ALWAYS,
     AGAIN_OFF_GRID,
@@ -37,21 +37,21 @@ DECLARED = (
     "f32* x, i32* first, u16* lists, u16* grid, i32* sources, u8* blank, u8* data, i32 T, "
     "i32 columns, i64 row_bytes"
 )
-"""Parameters of the encoders on grids."""
+"""Parameters of the kernels for grid formats."""
 
 
-def encode(x: Any, format: BlockFormat, data: Any) -> None:
+def quantize(x: Any, format: BlockFormat, data: Any) -> None:
     """Write the bytes (rows, row bytes) of weights (rows, columns)."""
     device = cuda.device_of(x)
-    tables = tables_there(format, format.name, device)
+    tables = device_tables(format, format.name, device)
     n_blocks = data.shape[1] // format.block_bytes * len(x)
     grid = min(n_blocks, BLOCKS_PER_SM * device.n_sms)
-    _encoder(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
+    _kernel(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 
-def tables_there(format: BlockFormat, name: str, device: cuda.KernelDevice) -> tuple[Any, ...]:
-    """Return on the device: the neighbours of the grid called `name`, and where bits come from."""
-    key = ("quants encode", format.name)
+def device_tables(format: BlockFormat, name: str, device: cuda.KernelDevice) -> tuple[Any, ...]:
+    """Return device arrays: the neighbours of the grid called `name`, and the bit map."""
+    key = ("quantizer", format.name)
     if key not in device.constants:
         near = neighbours(name)
         tables = (near.first, near.points, near.grid, *bit_sources(format.fields))
@@ -62,7 +62,7 @@ def tables_there(format: BlockFormat, name: str, device: cuda.KernelDevice) -> t
 
 @functools.cache
 def packer(format: BlockFormat) -> Any:
-    """Return the function that writes a block from its numbers, by all threads of a block."""
+    """Return the function with which `n_threads` threads write a block from its fields."""
     from nbflow_kernels.cuda.numba_conversions import device
 
     block_bytes = format.block_bytes
@@ -81,8 +81,8 @@ def packer(format: BlockFormat) -> Any:
 
 
 @functools.cache
-def _encoder(format: BlockFormat) -> cuda.Kernel:
-    """Return the kernel that encodes 256 weights in each thread block."""
+def _kernel(format: BlockFormat) -> cuda.Kernel:
+    """Return the kernel that quantizes one block of 256 weights per thread block."""
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
 
@@ -95,15 +95,15 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
     n_subs, n_threads = 256 // sub, THREADS
     n_points = format.fields.parts[0].n
     signs_at, scales_at, d_at = n_points, n_points + 32, n_points + 32 + n_subs
-    mean_square, take_signs = twin(grid_plain.mean_square), twin(grid_plain.take_signs)
-    scales_of, pack, fit = twin(grid_plain.scales_of), packer(format), _sub_block(format)
+    mean_square, split_signs = twin(iq2_iq3.mean_square), twin(iq2_iq3.split_signs)
+    scales_of, pack, fit = twin(iq2_iq3.scales_of), packer(format), _sub_block(format)
     twice_mean, unweighted, factor = recipe.twice_mean, recipe.unweighted, recipe.factor
     seven_signs, groups = recipe.seven_signs, n_points // n_subs
 
     @cuda.numba_kernel(
-        DECLARED, key=key_of(format), fuse=False, name=f"encode_{format.name}"
+        DECLARED, key=key_of(format), fuse=False, name=f"quantize_{format.name}"
     )  # fmt: skip
-    def encode(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
+    def quantize(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         roots, values = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         gain_x, gain_q = (
@@ -118,7 +118,7 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
         blocks = row_bytes // block_bytes
         for b in range(nc.blockIdx.x, T * blocks, nc.gridDim.x):
             row, column = b // blocks, b % blocks * 256
-            for i in range(thread, 256, n_threads):  # padding is the row's last weight again
+            for i in range(thread, 256, n_threads):  # padding repeats the row's last weight
                 weights[i] = x[row * columns + min(column + i, columns - 1)]
             nc.syncthreads()
             if thread == 0:
@@ -137,7 +137,7 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
                 nc.syncwarp()
                 signs = fields[signs_at + at // 8 : signs_at + (at + sub) // 8]
                 if lane == 0:
-                    take_signs(
+                    split_signs(
                         weights[at : at + sub], counts[at : at + sub], seven_signs,
                         values[at : at + sub], signs,
                     )  # fmt: skip
@@ -159,11 +159,11 @@ def _encoder(format: BlockFormat) -> cuda.Kernel:
             pack(fields, sources, blank, data, to, thread, n_threads)
             nc.syncthreads()
 
-    return encode
+    return quantize
 
 
 def _sub_block(format: BlockFormat) -> Any:
-    """Return what the lanes of a warp do for a sub-block: `grid_plain._sub_block`."""
+    """Return the warp's form of `reference.ggml_iq2_iq3._sub_block`."""
     from nbflow_kernels.cuda.numba_conversions import device
 
     nc: Any = importlib.import_module("numba.cuda")
@@ -174,8 +174,8 @@ def _sub_block(format: BlockFormat) -> Any:
     highest = np.float32(2 * n_levels - 1)
     n_tries, always = 2 * tries + 1, AGAIN_ALWAYS
     all_off = (1 << groups) - 1 if again != AGAIN_OFF_GRID else 0
-    first_scale, point_of = twin(grid_plain.first_scale), twin(grid_plain.point_of)
-    sums = twin(grid_plain.sums)
+    first_scale, point_of = twin(iq2_iq3.first_scale), twin(iq2_iq3.point_of)
+    sums = twin(iq2_iq3.sums)
 
     @device
     def fit(values, counts, roots, first, lists, grid, gain_x, gain_q, off, points, signs, lane):

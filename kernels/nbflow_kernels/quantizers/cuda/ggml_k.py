@@ -1,4 +1,4 @@
-"""The published encoders of the K-quants on CUDA devices, the CPU's: a super-block a thread."""
+"""GGML's K-quant quantizers on CUDA devices, one super-block per thread."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.formats.cuda_dequantize import key_of
-from nbflow_kernels.quantizers import simd_panel as lockstep
-from nbflow_kernels.quantizers.cuda import simt_adapter as cuda_lockstep
+from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.cuda import simt_adapter
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.k_formats import QUANTIZERS
-from nbflow_kernels.quantizers.reference import ggml_k as k_plain
+from nbflow_kernels.quantizers.reference import ggml_k
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 
 _THREADS = 64
-_BLOCKS_PER_SM = 2  # thread blocks; each thread has 3.4 KB of scratch memory
+_BLOCKS_PER_SM = 2  # thread blocks; a thread has 3.4 KB of scratch memory
 
 
-def encode(x: Any, format: KQuantFormat, data: Any) -> None:
+def quantize(x: Any, format: KQuantFormat, data: Any) -> None:
     """Write the bytes (rows, row bytes) of weights (rows, columns)."""
     device = cuda.device_of(x)
     n_blocks = data.shape[1] // format.block_bytes * len(x)
     grid = min(cuda.ceil_div(n_blocks, _THREADS), _BLOCKS_PER_SM * device.n_sms)
-    size = cuda_lockstep.scratch_floats(grid * _THREADS, k_plain.VECTORS)
+    size = simt_adapter.scratch_size(grid * _THREADS, ggml_k.VECTORS)
     scratch = device.empty((size,), np.float32)
-    _encoder(format)(grid, _THREADS, (x, scratch, data, len(x), x.shape[1], data.shape[1]))
+    _kernel(format)(grid, _THREADS, (x, scratch, data, len(x), x.shape[1], data.shape[1]))
 
 
 @functools.cache
-def _encoder(format: KQuantFormat) -> cuda.Kernel:
-    """Return the kernel that encodes super-blocks, one in each thread."""
+def _kernel(format: KQuantFormat) -> cuda.Kernel:
+    """Return the kernel that quantizes one super-block per thread."""
     from nbflow_kernels.cuda import numba_conversions as numbers
     from nbflow_kernels.quantizers.cuda import simt_lanes as own
 
     nc: Any = importlib.import_module("numba.cuda")
-    offset_of = numbers.device(cuda_lockstep.scratch_offset)
-    vectors, vector, size = k_plain.VECTORS, lockstep.VECTOR, k_plain.SUPER
-    codes_at, scales_at, mins_at = k_plain.CODES, k_plain.SCALE_CODES, k_plain.MIN_CODES
-    bits_at, bits_min_at = k_plain.BITS, k_plain.BITS_MIN
+    offset_of = numbers.device(simt_adapter.scratch_offset)
+    vectors, vector, size = ggml_k.VECTORS, simd_panel.VECTOR, ggml_k.SUPER
+    codes_at, scales_at, mins_at = ggml_k.CODES, ggml_k.SCALE_CODES, ggml_k.MIN_CODES
+    bits_at, bits_min_at = ggml_k.BITS, ggml_k.BITS_MIN
     sub_block, n_subs, block_bytes = format.form.sub_block, format.sub_blocks, format.block_bytes
     has_mins = format.has_mins
-    fit, choose, pack = _fit(format), twin(k_plain._choose_codes), twin(format.pack_kernel)
+    fit, choose, pack = _fit(format), twin(ggml_k._choose_codes), twin(format.pack_kernel)
     top = (1 << format.form.code_bits) - 1 if has_mins else format.form.zero - 1
     low = 0 if has_mins else -format.form.zero
 
     @cuda.numba_kernel(
         "f32* x, f32* scratch, u8* data, i32 T, i32 columns, i64 row_bytes",
-        key=key_of(format), fuse=False, name=f"encode_{format.name}",
+        key=key_of(format), fuse=False, name=f"quantize_{format.name}",
     )  # fmt: skip
-    def encode(x, scratch, data, T, columns, row_bytes):
+    def quantize(x, scratch, data, T, columns, row_bytes):
         thread = np.int64(nc.blockIdx.x) * nc.blockDim.x + nc.threadIdx.x
         at = numbers.address(scratch) + offset_of(thread, vectors)
         codes, block = (
@@ -66,7 +66,7 @@ def _encoder(format: KQuantFormat) -> cuda.Kernel:
         blocks = row_bytes // block_bytes
         for s in range(thread, T * blocks, np.int64(nc.gridDim.x) * nc.blockDim.x):
             row, first = s // blocks, s % blocks * size
-            for i in range(size):  # padding is the row's last weight again
+            for i in range(size):  # padding repeats the row's last weight
                 own.store_f32(at + i * vector, x[row * columns + min(first + i, columns - 1)])
             for i in range(size, vectors):
                 own.store_f32(at + i * vector, np.float32(0))
@@ -83,7 +83,7 @@ def _encoder(format: KQuantFormat) -> cuda.Kernel:
             for i in range(block_bytes):
                 data[row * row_bytes + first // size * block_bytes + i] = block[0, i]
 
-    return encode
+    return quantize
 
 
 def _fit(format: KQuantFormat) -> Any:
@@ -92,7 +92,7 @@ def _fit(format: KQuantFormat) -> Any:
 
     if format.has_mins:
         fit_ranges, recipe = (
-            twin(k_plain.fit_ranges),
+            twin(ggml_k.fit_ranges),
             QUANTIZERS[format.name].recipe(format, weighted=False),
         )
 
@@ -101,4 +101,4 @@ def _fit(format: KQuantFormat) -> Any:
             fit_ranges(at, recipe)
 
         return fit
-    return twin(k_plain.fit_q3_k if format.form.zero == 4 else k_plain.fit_q6_k)
+    return twin(ggml_k.fit_q3_k if format.form.zero == 4 else ggml_k.fit_q6_k)

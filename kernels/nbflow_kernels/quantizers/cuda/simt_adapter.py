@@ -1,8 +1,8 @@
-"""Encoders that are written for 16 blocks in lockstep, on CUDA devices: a thread is a lane.
+"""SIMT adapter: runs CPU quantizers written for 16 SIMD lanes with one lane per CUDA thread.
 
-The functions are the CPU's.  Their operations on vectors become those on numbers, and an address
-of a vector that of this thread's number in it, so that a scratch memory is laid out as on the CPU:
-a panel of 16 threads.  No lane depends on its neighbours, so the bits are the same.
+Vector operations become scalar ones, and the address of a vector that of this thread's lane, so
+that scratch memory has the CPU's layout: a panel for 16 threads.  No lane depends on its
+neighbours, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import simd, simd_memory
-from nbflow_kernels.quantizers import simd_panel as lockstep
-from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
+from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.reference import ggml_scale_fit
 
-MODULES = (simd, simd_memory, lockstep, ggml_fits)
-"""Modules whose functions the encoders call by the module's name."""
+MODULES = (simd, simd_memory, simd_panel, ggml_scale_fit)
+"""Modules whose functions quantizers call by the module's name."""
 
 
 def twin(function: Any) -> Any:
-    """Return a compiled function of the CPU as a function of CUDA kernels, for one lane."""
+    """Return a compiled CPU function as a CUDA device function for one lane."""
     return _Twins().of(function)
 
 
 class _Twins:
-    """Copies of functions and modules, with the operations of `_operations` in them."""
+    """Copies of functions and modules that call the operations of `_operations`."""
 
     def __init__(self) -> None:
         self._device = importlib.import_module("numba.cuda").jit(device=True)
@@ -38,7 +38,7 @@ class _Twins:
                 self._made[id(getattr(module, name))] = operation
 
     def of(self, value: Any) -> Any:
-        """Return what stands for a global of a function."""
+        """Return the replacement of a function's global."""
         found = self._made.get(id(value))
         if found is not None:
             return found
@@ -70,7 +70,7 @@ class _Twins:
 
 @functools.cache
 def _numpy() -> Any:
-    """Return NumPy as encoders use it: its types, and roundings and roots that are the CPU's."""
+    """Return a stand-in for NumPy: its types, and `rint` and `sqrt` with the CPU's bits."""
     from nbflow_kernels.quantizers.cuda import simt_lanes as own
 
     made = types.ModuleType("numpy")
@@ -83,7 +83,7 @@ def _numpy() -> Any:
 
 @functools.cache
 def _operations() -> dict[types.ModuleType, dict[str, Any]]:
-    """Return the operations on one lane, by the module and the name of those on vectors."""
+    """Return the scalar operations, by module and name of the vector operation."""
     from nbflow_kernels.cuda import numba_conversions as numbers
     from nbflow_kernels.quantizers.cuda import simt_lanes as own
 
@@ -91,22 +91,22 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
         "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
         "load_f16", "to_f32", "as_i32",
     )  # fmt: skip
-    of_lockstep = (
+    of_panel = (
         "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
     )  # fmt: skip
     return {
         simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
         simd_memory: {"store_f16": own.store_f16},
-        lockstep: {name: getattr(own, name) for name in of_lockstep},
+        simd_panel: {name: getattr(own, name) for name in of_panel},
     }
 
 
-def scratch_floats(n_threads: int, vectors: int) -> int:
-    """Return the size of a scratch memory of `vectors` vectors for each 16 threads."""
+def scratch_size(n_threads: int, vectors: int) -> int:
+    """Return the floats of scratch memory: `vectors` vectors per 16 threads."""
     return -(-n_threads // simd.LANES) * simd.LANES * vectors
 
 
 def scratch_offset(thread: Any, vectors: Any) -> Any:
-    """Return where the first number of a thread's scratch memory lies, in bytes."""
+    """Return the byte offset of the first number of a thread's scratch memory."""
     group, lane = thread // np.int64(16), thread % np.int64(16)
     return group * np.int64(64) * vectors + np.int64(4) * lane

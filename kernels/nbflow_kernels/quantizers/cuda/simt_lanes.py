@@ -1,6 +1,6 @@
-"""Operations of `simd` and `quantizers.simd_panel` on one lane of a vector, in a CUDA kernel.
+"""Scalar forms of the operations of `simd` and `quantizers.simd_panel`, for one CUDA lane.
 
-A mask is -1 or 0.  Importing it needs numba-cuda.
+A mask is -1 or 0.  Needs numba-cuda.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def choose(mask, yes, no):
 
 @device
 def any_lane(mask):
-    """Return whether the mask is true here: what others do makes no difference."""
+    """Return True if the mask is true in this lane."""
     return mask != 0
 
 
@@ -97,7 +97,7 @@ def sqrt(x):
 
 @device
 def rint(x):
-    """Return the nearest whole number, halves to even."""
+    """Return the nearest integer, halves to even."""
     return libdevice.rintf(x)
 
 

@@ -1,11 +1,10 @@
-"""The published encoders of the formats with a table of levels, bit for bit.
+"""Published quantizers of formats with a codebook, bit for bit.
 
 ``iq4_nl``, ``iq4_xs``: for each 32 weights, 16 scales are tried that put the weight of largest
-magnitude near the lowest level; each gives codes, and these the scale of least squares, in which a
-weight x counts x**2, or with importance q: q * sqrt(x**2 + 2 * mean of x**2 over the block).  The
-scale that gains most is taken, and iq4_xs divides the 8 of a block by 1/32 of the largest one and
-rounds.  At last the codes are chosen again, in iq4_nl for the scale before it is rounded to
-float16.
+magnitude near the lowest level.  Each scale gives codes, and these the least squares scale; the
+error weight of x is x**2, or with importance q: q * sqrt(x**2 + 2 * mean of x**2 over the block).
+The scale with the largest gain wins; iq4_xs divides the 8 scales of a block by 1/32 of the largest
+one and rounds.  Then codes are chosen again, in iq4_nl for the scale before rounding to float16.
 
 ``mxfp4``, ``nvfp4``: the scale is 2**(exponent of the largest magnitude - 2), or the largest
 magnitude / 6 rounded to E4M3 (halves up, subnormals not above the largest one, 248 and more to
@@ -14,8 +13,8 @@ magnitude / 6 rounded to E4M3 (halves up, subnormals not above the largest one, 
 ``tq1_0``, ``tq2_0``, ``q2_0``: the scale is the largest magnitude, codes are rounded, halves away
 from zero.  ``q1_0``: the scale is the mean magnitude, a weight of -0 or more has code 1.
 
-Where GGML's result depends on the processor it is defined here: quotients that overflow are cut off
-at the ends of the codes, and the E8M0 exponent at 0.
+Where GGML's result depends on the processor, it is defined here: quotients that overflow are
+clamped to the range of codes, and the E8M0 exponent to 0.
 
 Source: GGML, ggml-quants.c (quantize_row_iq4_nl_impl, quantize_row_mxfp4_ref,
 quantize_row_nvfp4_ref, quantize_row_tq1_0_ref, quantize_row_tq2_0_ref, quantize_row_q2_0_ref,
@@ -33,13 +32,11 @@ from nbflow_kernels.formats.registry import Bytes, Floats, Halves
 
 TRIES = 7  # iq4: scales tried on either side
 NOTHING = np.float32(1e-15)  # iq4: a smaller largest magnitude counts as zero
-IQ4_COST, FP4_COST, ROUND_COST = 600.0, 60.0, 8.0  # operations a weight costs
-
-"""Bits of float16 numbers."""
+IQ4_COST, FP4_COST, ROUND_COST = 600.0, 60.0, 8.0  # operations per weight
 
 
 def no_importance() -> Floats:
-    """Return what kernels take for no importance weights."""
+    """Return the empty array that stands for no importance weights in kernels."""
     return np.empty((0, 0), np.float32)
 
 
@@ -51,7 +48,7 @@ def iq4(
 ) -> tuple[Bytes, NDArray[np.int16], Halves]:
     """Return codes (rows, K), scales (rows, K / 32) and d (rows, K / block) of rows of weights.
 
-    A block of 32 has no scales: they are then not to be used.
+    `scales` has no meaning for a block of 32, which stores none.
     """
     n_rows, width = x.shape
     codes = np.empty(x.shape, np.uint8)
@@ -103,7 +100,7 @@ def iq4_scale(x, weight, values, codes):
 
 @jit.kernel(strict=True)
 def _iq4(x, importance, values, block, codes, scales, d, start, stop):
-    """Encode rows [start, stop)."""
+    """Quantize rows [start, stop)."""
     weight = np.empty(32, np.float32)
     found = np.empty(block // 32, np.float32)
     chosen = np.empty(32, np.int32)
@@ -185,7 +182,7 @@ def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
 
 @jit.kernel(strict=True)
 def _fp4(x, values, steps, codes, start, stop):
-    """Choose the codes of rows [start, stop)."""
+    """Choose the nearest codes of rows [start, stop)."""
     size = x.shape[1] // steps.shape[1]
     for row in range(start, stop):
         for i in range(x.shape[1]):
@@ -206,27 +203,30 @@ def fp4_code(x, values, step):
 # ---- a few levels -------------------------------------------------------------------------------
 
 
-def rounded(x: Floats, block: int) -> tuple[Bytes, Halves]:
-    """Return codes (rows, K), 0..2 for -1..1, and scales (rows, K / block)."""
+def few_levels(x: Floats, block: int, binary: bool) -> tuple[Bytes, Halves]:
+    """Return codes (rows, K) and scales (rows, K / block): signs if `binary`, else -1, 0 and 1."""
     codes = np.empty(x.shape, np.uint8)
     d = np.empty((len(x), x.shape[1] // block), np.uint16)
-    split_rows(_rounded, len(x), ROUND_COST * x.size, x, codes, d)
+    split_rows(_few_levels, len(x), ROUND_COST * x.size, x, binary, codes, d)
     return codes, d
 
 
 @jit.kernel(strict=True)
-def _rounded(x, codes, d, start, stop):
-    """Encode rows [start, stop)."""
+def _few_levels(x, binary, codes, d, start, stop):
+    """Quantize rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
         for b in range(d.shape[1]):
             first, last = b * block, (b + 1) * block
-            d[row, b] = rounded_block(x[row, first:last], codes[row, first:last])
+            if binary:
+                d[row, b] = binary_block(x[row, first:last], codes[row, first:last])
+            else:
+                d[row, b] = ternary_block(x[row, first:last], codes[row, first:last])
 
 
 @jit.kernel(strict=True)
-def rounded_block(x, codes):
-    """Write the codes of a block; return the bits of its scale."""
+def ternary_block(x, codes):
+    """Write codes 0..2 for -1..1 of a block; return the float16 bits of its largest magnitude."""
     largest = np.float32(0)
     for i in range(len(x)):
         largest = max(largest, abs(x[i]))
@@ -237,27 +237,9 @@ def rounded_block(x, codes):
     return simd.float_to_half(largest)
 
 
-def signs(x: Floats, block: int) -> tuple[Bytes, Halves]:
-    """Return codes (rows, K), 1 for x >= 0, and mean magnitudes (rows, K / block)."""
-    codes = np.empty(x.shape, np.uint8)
-    d = np.empty((len(x), x.shape[1] // block), np.uint16)
-    split_rows(_signs, len(x), ROUND_COST * x.size, x, codes, d)
-    return codes, d
-
-
 @jit.kernel(strict=True)
-def _signs(x, codes, d, start, stop):
-    """Encode rows [start, stop)."""
-    block = x.shape[1] // d.shape[1]
-    for row in range(start, stop):
-        for b in range(d.shape[1]):
-            first, last = b * block, (b + 1) * block
-            d[row, b] = signs_block(x[row, first:last], codes[row, first:last])
-
-
-@jit.kernel(strict=True)
-def signs_block(x, codes):
-    """Write the codes of a block; return the bits of its scale."""
+def binary_block(x, codes):
+    """Write code 1 for x >= 0, else 0; return the float16 bits of the mean magnitude."""
     total = np.float32(0)
     for i in range(len(x)):
         total += abs(x[i])

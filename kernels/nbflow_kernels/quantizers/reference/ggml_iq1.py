@@ -1,10 +1,10 @@
-"""The published encoders of iq1, bit for bit: the best three-way split of a sub-block's weights.
+"""GGML's iq1 quantizers, bit for bit: the best three-way split of a sub-block's weights.
 
-A weight x with importance q counts q * sqrt(x**2 + 2 * mean of x**2 over the block); without, which
-only iq1_m allows, x**2.  The weights of a sub-block are sorted; all ways to make the lower ones -1,
-the upper ones 1 and those between 0 are tried with both shifts (iq1_m: of either group of 8), and
-the scale of least squares shows the gain.  Groups off the grid become the best of their
-neighbours, and the scale is fitted again.  The scales of a block are divided by 1/15 of the largest
+The error weight of x with importance q is q * sqrt(x**2 + 2 * mean of x**2 over the block); without
+importance, which only iq1_m allows, x**2.  The weights of a sub-block are sorted; all splits into
+-1, 0 and 1 are tried with both shifts (iq1_m: of either group of 8), and the least squares scale
+gives the gain.  Groups off the grid move to the best of their neighbours, and the scale is fitted
+again.  The scales of a block are divided by 1/15 of the largest
 one and rounded to odd numbers; 1.125 times that (iq1_m: 1.1125 times the d of least squares) is
 stored.  Equal weights stay in order when sorted.
 
@@ -23,36 +23,36 @@ from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference.codebook import no_importance
 from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
     empty,
+    error_weights,
     largest_of,
     mean_square,
-    weigh,
 )
 
-COST = 1500.0  # operations a weight costs, for the choice of thread count
-NOTHING = {32: np.float32(1e-12), 16: np.float32(1e-7)}  # smaller weights count as zeros
-FACTOR = {32: np.float32(1.125), 16: np.float32(1.1125)}  # found by trial
+COST = 1500.0  # operations per weight, for the choice of thread count
+NOTHING = {32: np.float32(1e-12), 16: np.float32(1e-7)}  # smaller weights count as zero
+FACTOR = {32: np.float32(1.125), 16: np.float32(1.1125)}  # empirical, as published
 # levels by shift: 1/8, -1/8
 SHIFTED = np.array([[-0.875, 0.125, 1.125], [-1.125, -0.125, 0.875]], np.float32)
 
 
-def plain(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
+def quantize(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
     """Return rows (rows, K) of weights on the grid; `signs` are the shifts, (rows, K / 8)."""
     near = neighbours("iq1")
     out = empty(x, 8, sub_block)
     weight = no_importance() if importance is None else importance
     split_rows(
-        _plain, len(x), COST * x.size, x, weight, SHIFTED, NOTHING[sub_block], FACTOR[sub_block],
+        _quantize, len(x), COST * x.size, x, weight, SHIFTED, NOTHING[sub_block], FACTOR[sub_block],
         near.first, near.points, near.grid, *out,
     )  # fmt: skip
     return out
 
 
 @jit.kernel(strict=True)
-def _plain(
+def _quantize(
     x, importance, shifted, nothing, factor, first, near, grid, points, shifts, scales, d, start,
     stop
 ):  # fmt: skip
-    """Encode rows [start, stop)."""
+    """Quantize rows [start, stop)."""
     sub = x.shape[1] // scales.shape[1]
     n_subs, groups = 256 // sub, sub // 8
     weight = np.empty((n_subs, sub), np.float32)
@@ -64,7 +64,7 @@ def _plain(
             for s in range(n_subs):
                 at = 256 * b + s * sub
                 values = x[row, at : at + sub]
-                weigh(x[row], q, at, mean, np.float32(0), weight[s])
+                error_weights(x[row], q, at, mean, np.float32(0), weight[s])
                 found[s] = np.float32(0)
                 if largest_of(values) >= nothing:
                     found[s] = _sub_block(
@@ -117,7 +117,7 @@ def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
 
 @jit.kernel(strict=True)
 def _split_32(x, weight, order, shifted):
-    """Return the best split (low, high), shift (0 or 3) and scale; low is -1 if there is none."""
+    """Return the best split (low, high), shift (0 or 3) and scale; low is -1 if none fits."""
     n = len(x)
     sum_x, sum_w = np.empty(n + 1, np.float32), np.empty(n + 1, np.float32)
     add_up_32(x, weight, order, sum_x, sum_w)
@@ -134,7 +134,7 @@ def _split_32(x, weight, order, shifted):
 
 @jit.kernel(strict=True)
 def add_up_32(x, weight, order, sum_x, sum_w):
-    """Write the sums of the lowest weights, and of what they count."""
+    """Write prefix sums of the sorted weights times error weights, and of error weights."""
     sum_x[0] = sum_w[0] = np.float32(0)
     for j in range(len(x)):
         sum_x[j + 1] = sum_x[j] + weight[order[j]] * x[order[j]]
@@ -155,7 +155,7 @@ def gain_32(sum_x, sum_w, low, high, values):
 
 @jit.kernel(strict=True)
 def _split_16(x, weight, order, shifted):
-    """Return the best split (low, high), shifts and scale; low is -1 if there is none.
+    """Return the best split (low, high), shifts and scale; low is -1 if none fits.
 
     The shifts are two bits, that of the second group of 8 the lower.
     """
@@ -181,7 +181,7 @@ def _split_16(x, weight, order, shifted):
 
 @jit.kernel(strict=True)
 def add_up_16(x, weight, order, sum_x, sum_w):
-    """Write the sums of the lowest weights, and of what they count, of each group of 8."""
+    """Write the prefix sums of `add_up_32` for each group of 8."""
     for half in range(2):
         sum_x[half, 0] = sum_w[half, 0] = np.float32(0)
     for j in range(16):
@@ -205,7 +205,7 @@ def half_gain_16(sum_x, sum_w, low, high, values):
 
 @jit.kernel(strict=True)
 def point_of(x, weight, codes, k, scale, values, first, near, grid):
-    """Return the grid point of group `k`, and whether its codes are on the grid."""
+    """Return the grid point of group `k`, and True if its codes are on the grid."""
     bits = 0
     for i in range(8):
         bits |= codes[8 * k + i] << (2 * i)

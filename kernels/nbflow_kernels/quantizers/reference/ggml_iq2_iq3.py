@@ -1,16 +1,16 @@
-"""The published encoders of iq2 and iq3, bit for bit: one algorithm, a `Recipe` for each format.
+"""GGML's iq2 and iq3 quantizers, bit for bit: one algorithm with a `Recipe` per format.
 
-For each sub-block: a weight x with importance q counts q * sqrt(x**2 + s), where s is the mean of
-x**2 over the block, or twice that; without, x**2 (iq2_s: + s / 4).  Signs are taken off; where
-only 7 of 8 are stored and the number of negative weights is odd, the weight that counts least
-changes its sign.  Then scales around largest / highest level are tried: magnitudes are rounded to
-levels 1, 3, 5, ..., a group off the grid becomes the best of its neighbours (where a weight counts
-the root of the above), and the scale of least squares shows the gain.  The best scale once more
-chooses the points and is fitted.  At last the scales of a block are divided by 1/31 of the largest
-one and rounded to odd numbers, and 1/31 times a factor found by trial is stored.
+In each sub-block, the error weight of x with importance q is q * sqrt(x**2 + s), where s is the
+mean of x**2 over the block, or twice that; without importance, x**2 (iq2_s: + s / 4).  Signs are
+separated; where only 7 of 8 are stored and the number of negative weights is odd, the weight with
+the least x**2 times error weight changes its sign.  Then scales around largest / highest level are
+tried: magnitudes are rounded to levels 1, 3, 5, ..., a group off the grid moves to the best of its
+neighbours (by the root of the error weights), and the least squares scale gives the gain.  The best
+scale chooses the points once more and is fitted.  Then the scales of a block are divided by 1/31 of
+the largest one and rounded to odd numbers; d is that 1/31 times an empirical factor.
 
 GGML's iq2_xxs and iq2_xs (and iq1_s) do not work without importance; here that means equal ones.
-One thing differs: in iq3_s GGML writes what follows a sub-block of zeros to the wrong place.
+One difference: GGML's iq3_s writes the data after a sub-block of zeros to the wrong place.
 
 Source: GGML, ggml-quants.c (quantize_row_iq2_xxs_impl, quantize_row_iq2_xs_impl,
 quantize_row_iq2_s_impl, quantize_row_iq3_xxs_impl, quantize_row_iq3_s_impl, make_qp_quants).
@@ -27,38 +27,38 @@ from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.block_formats import Encoder
+from nbflow_kernels.quantizers.block_formats import RowQuantizer
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference.codebook import no_importance
 
-COST = 2000.0  # operations a weight costs, for the choice of thread count
+COST = 2000.0  # operations per weight, for the choice of thread count
 
-LOSSES = 64 + 256  # numbers that the choice of a point takes down
+LOSSES = 64 + 256  # scratch floats of `point_of`
 AGAIN_OFF_GRID, AGAIN_ALL, AGAIN_ALWAYS = 0, 1, 2
 
 
 class Recipe(NamedTuple):
-    """What the published encoders differ in."""
+    """Parameters in which the published quantizers differ."""
 
     sub_block: int
     n_levels: int
     """Levels of a magnitude: 3 or 8."""
     tries: int
-    """Scales tried on either side of the middle."""
+    """Trial scales on either side of the middle."""
     distance: np.float32
-    """Distance of the scales tried, in levels."""
+    """Distance of trial scales, in levels."""
     nothing: np.float32
-    """A sub-block whose largest weight is below counts as zeros."""
+    """A sub-block with a smaller largest weight counts as zeros."""
     again: int
-    """Which groups the best scale chooses again: those off the grid (AGAIN_OFF_GRID), all if one
-    is (AGAIN_ALL), or always all (AGAIN_ALWAYS); the last tries scales around a fitted one."""
+    """Groups for which the best scale chooses points again: those off the grid (AGAIN_OFF_GRID),
+    all if one is (AGAIN_ALL), or always all (AGAIN_ALWAYS; tries scales around a fitted one)."""
     seven_signs: bool
     twice_mean: np.float32
-    """1 or 2: how often the mean square is added to the square of a weight."""
+    """1 or 2: factor of the mean square in the error weights."""
     unweighted: np.float32
-    """What of that is added without importance, where weights count without the root."""
+    """Fraction of the mean square added to x**2 without importance."""
     factor: np.float32
-    """The trial factor."""
+    """Empirical factor of d."""
 
 
 _f = np.float32
@@ -84,29 +84,29 @@ def empty(x: Floats, dimensions: int, sub_block: int) -> OnGrid:
     )
 
 
-def plain(name: str, x: Floats, importance: Floats | None) -> OnGrid:
+def quantize(name: str, x: Floats, importance: Floats | None) -> OnGrid:
     """Return rows (rows, K) of weights on the grid of the format `name`."""
     recipe, near = RECIPES[name], neighbours(name)
     out = empty(x, near.dimensions, recipe.sub_block)
     weight = no_importance() if importance is None else importance
-    split_rows(_plain, len(x), COST * x.size, x, weight, recipe, near, out)
+    split_rows(_quantize, len(x), COST * x.size, x, weight, recipe, near, out)
     return out
 
 
-def plain_encoder(
+def reference_quantizer(
     published: Callable[[Floats, Floats | None], OnGrid], blocks: Callable[[OnGrid], Bytes]
-) -> Encoder:
-    """Return the encoder of a format; `blocks` makes rows of bytes of rows on the grid."""
+) -> RowQuantizer:
+    """Return the published quantizer of a format; `blocks` packs rows on the grid."""
 
-    def encode(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    def quantize_bytes(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
         return blocks(published(x, importance))
 
-    return encode
+    return quantize_bytes
 
 
 @jit.kernel(strict=True)
-def _plain(x, importance, recipe, near, out, start, stop):
-    """Encode rows [start, stop)."""
+def _quantize(x, importance, recipe, near, out, start, stop):
+    """Quantize rows [start, stop)."""
     sub, dimensions = recipe.sub_block, near.dimensions
     weight, root, value = np.empty((3, sub), np.float32)
     found = np.empty(256 // sub, np.float32)
@@ -120,11 +120,11 @@ def _plain(x, importance, recipe, near, out, start, stop):
             mean = recipe.twice_mean * mean_square(x[row, 256 * b : 256 * b + 256])
             for s in range(len(found)):
                 first, last = 256 * b + s * sub, 256 * b + (s + 1) * sub
-                weigh(x[row], q, first, mean, recipe.unweighted * mean, weight)
+                error_weights(x[row], q, first, mean, recipe.unweighted * mean, weight)
                 for j in range(sub):
                     root[j] = np.sqrt(weight[j])
                 signs = out.signs[row, first // 8 : last // 8]
-                take_signs(x[row, first:last], weight, recipe.seven_signs, value, signs)
+                split_signs(x[row, first:last], weight, recipe.seven_signs, value, signs)
                 points = out.points[row, first // dimensions : last // dimensions]
                 found[s] = _sub_block(value, weight, root, recipe, near, points, signs, scratch)
             scales = out.scales[row, b * len(found) : (b + 1) * len(found)]
@@ -150,8 +150,8 @@ def largest_of(x):
 
 
 @jit.kernel(strict=True)
-def weigh(x, importance, at, mean, plus, weight):
-    """Write how much the weights from `at` on count; `importance` is empty where there is none."""
+def error_weights(x, importance, at, mean, plus, weight):
+    """Write the error weights from `at` on; `importance` may be empty."""
     for j in range(len(weight)):
         square = x[at + j] * x[at + j]
         if len(importance):
@@ -161,7 +161,7 @@ def weigh(x, importance, at, mean, plus, weight):
 
 
 @jit.kernel(strict=True)
-def take_signs(x, weight, seven_signs, value, signs):
+def split_signs(x, weight, seven_signs, value, signs):
     """Write magnitudes and signs of a sub-block."""
     for k in range(len(x) // 8):
         mask, least = 0, 8 * k
@@ -200,7 +200,7 @@ def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
 
 @jit.kernel(strict=True)
 def first_scale(value, weight, nothing, again, n_levels, codes):
-    """Return the scale of a sub-block to begin with, and the magnitude around which others lie."""
+    """Return the first scale of a sub-block and the magnitude around which to try others."""
     largest = value[0]
     for j in range(len(value)):
         largest = max(largest, value[j])
@@ -252,9 +252,9 @@ def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratc
 
 @jit.kernel(strict=True)
 def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, losses):
-    """Return the grid point of group `k`, and whether rounding alone does not lead to the grid.
+    """Return the grid point of group `k`, and True if its rounded codes are off the grid.
 
-    `first`, `lists` and `grid` are those of `Neighbours`.
+    `first`, `lists` and `grid` are the fields of `Neighbours`.
     """
     width, n_levels = (2, 3) if dimensions == 8 else (3, 8)
     at, highest = k * dimensions, np.float32(n_levels - 1)
@@ -283,10 +283,10 @@ def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, loss
 
 @jit.kernel(strict=True)
 def _nearest_of_8(first, lists, grid, bits, losses):
-    """Return the point near `bits` that loses least.
+    """Return the point near `bits` with the least loss.
 
-    ``losses[8 * i + level]`` is what coordinate `i` loses.  They are added in order; from 64 on is
-    room for the sums of the first four, which many points have in common.
+    ``losses[8 * i + level]`` is the loss of coordinate `i`; losses are added in order.  Sums of the
+    first four, which many points share, go to 64 and beyond.
     """
     for low in range(9):
         pair = losses[low % 3] + losses[8 + low // 3]
@@ -334,9 +334,9 @@ def scales_of(found, factor, scales):
 
 @jit.kernel(strict=True)
 def _fitted_scale(value, weight, largest, n, codes):
-    """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
+    """Return the best scale for codes 0..n: trials around largest / n, then coordinate descent.
 
-    Codes are bytes, and a value below -1/2 is 255 in the first one tried: as published.
+    Codes are bytes, and a value below -1/2 is 255 in the first trial, as published.
     """
     top = np.float32(n)
     best_inverse, least = np.float32(0), np.float32(0)
@@ -362,7 +362,7 @@ def _fitted_scale(value, weight, largest, n, codes):
 
 @jit.kernel(strict=True)
 def _refined(value, weight, codes, top, qx, qq):
-    """Return the scale after single codes have been changed where that gains."""
+    """Return the scale after changing one code at a time while the fit gains."""
     for _ in range(5):
         changed = False
         for j in range(len(value)):

@@ -1,10 +1,10 @@
-"""GGML's encoders of the K-quants, bit for bit, 16 super-blocks in lockstep.
+"""GGML's K-quant quantizers, bit for bit, 16 super-blocks at a time (one per SIMD lane).
 
-Each sub-block is fitted by itself (`ggml_scale_fit`); the scales and minima found are then
-quantized for the super-block; codes are chosen again for the quantized ones.
+`ggml_scale_fit` fits each sub-block; the scales and minima are then quantized for the super-block,
+and codes are chosen again for the quantized ones.
 
-A sub-block whose quantized scale is 0 keeps the codes of its own fit: they do not matter, but they
-are in the published bytes.
+A sub-block whose quantized scale is 0 keeps the codes of its own fit: they decode to zero, but the
+published bytes contain them.
 
 Source: GGML, ggml-quants.c (quantize_row_q2_K_ref to quantize_row_q6_K_ref, and the functions of
 the same names with ``_impl`` where there are importance weights).
@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd, simd_memory
-from nbflow_kernels.quantizers import simd_panel as lockstep
-from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
+from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.reference import ggml_scale_fit
 from nbflow_kernels.quantizers.simd_panel import (
     VECTOR,
     absolute,
@@ -74,7 +74,7 @@ def _scale_down(values, count, top, codes):
     inverse = choose(some, simd.div(simd.splat(top), largest), zero)
     for i in range(0, count * VECTOR, VECTOR):
         code = nearest(simd.mul(inverse, simd.load_f32(values + i)))
-        code = lockstep.smaller(simd.and_(code, simd.splat_i32(255)), simd.splat_i32(top))
+        code = simd_panel.smaller(simd.and_(code, simd.splat_i32(255)), simd.splat_i32(top))
         simd.store_f32(codes + i, simd.to_f32(code))
     return simd.div(largest, simd.splat(top))
 
@@ -82,9 +82,9 @@ def _scale_down(values, count, top, codes):
 @jit.device_function(inline="always")
 def _read(x, importance, blocks, first, scratch):
     """Fill the panels with 16 super-blocks."""
-    lockstep.fill_panel(x, first, scratch[:SUPER])
+    simd_panel.load_panel(x, first, scratch[:SUPER])
     if len(importance):
-        lockstep.fill_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
+        simd_panel.load_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
 
 
 @jit.kernel(strict=True)
@@ -108,9 +108,9 @@ def _choose_codes(at, n, low, high, with_mins):
 @jit.device_function(inline="always")
 def _write(scratch, first, count, codes, scales, params):
     """Write the results of 16 super-blocks, without the minima."""
-    lockstep.empty_panel(scratch[2 * SUPER : 3 * SUPER], first, codes)
+    simd_panel.store_panel(scratch[2 * SUPER : 3 * SUPER], first, codes)
     row = SCALE_CODES // VECTOR
-    lockstep.empty_panel(scratch[row : row + count], first, scales)
+    simd_panel.store_panel(scratch[row : row + count], first, scales)
     d, dmin = scratch[BITS // VECTOR].view(np.uint16), scratch[BITS_MIN // VECTOR].view(np.uint16)
     for lane in range(min(16, len(codes) - first)):
         params[first + lane, 0], params[first + lane, 1] = d[lane], dmin[lane]
@@ -124,7 +124,7 @@ def _fit_range(at, j, recipe):
     """Fit sub-block `j`."""
     n, top, _, first, step, tries, absolutely = recipe
     x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
-    ggml_fits.fit_range(
+    ggml_scale_fit.fit_range(
         x, w, n, top, first, step, tries, absolutely, at + CODES + j * n * VECTOR,
         at + SCALES + j * VECTOR, at + MINS + j * VECTOR,
     )  # fmt: skip
@@ -145,24 +145,25 @@ def fit_ranges(at, recipe):
 
 @jit.kernel(strict=True)
 def _fit_weighted_ranges(at, recipe):
-    """Do as `fit_ranges` with importances."""
+    """Fit as `fit_ranges` does, with importance weights."""
     n, scale_top = recipe[0], recipe[2]
     count, sums = SUPER // n, at + SUMS
     sigma = _mean_square(at + X, n // 16)
     for j in range(count):
         at_j = at + j * n * VECTOR
-        simd.store_f32(sums + j * VECTOR, ggml_fits.emphasize(at_j + X, at_j + W, n, sigma))
+        total = ggml_scale_fit.scale_importance(at_j + X, at_j + W, n, sigma)
+        simd.store_f32(sums + j * VECTOR, total)
         _fit_range(at, j, recipe)
-    ggml_fits.fit_positive(at + SCALES, sums, count, scale_top, at + SCALE_CODES, at + D)
-    ggml_fits.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
+    ggml_scale_fit.fit_positive(at + SCALES, sums, count, scale_top, at + SCALE_CODES, at + D)
+    ggml_scale_fit.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
 
 
 @jit.kernel(strict=True)
-def encode_ranges(x, importance, blocks, recipe, codes, scales, mins, params, start, stop):
-    """Encode units [start, stop) of 16 super-blocks of `x` (super-blocks, 256).
+def quantize_ranges(x, importance, blocks, recipe, codes, scales, mins, params, start, stop):
+    """Quantize groups [start, stop) of 16 super-blocks of `x` (super-blocks, 256).
 
     `recipe` is (n, top, scale_top, first, step, tries, absolutely): weights of a sub-block, their
-    largest code, the largest scale and minimum, and what `fit_range` is told.  `importance` (0, 1
+    largest code, the largest scale and minimum, and arguments of `fit_range`.  `importance` (0, 1
     or rows; columns) has rows of `blocks` super-blocks.  Results: `codes` uint8 (super-blocks,
     256), `scales` int16 and `mins` uint8 (super-blocks, 256 / n), `params` uint16 (super-blocks,
     2): the bits of d and dmin.
@@ -170,15 +171,15 @@ def encode_ranges(x, importance, blocks, recipe, codes, scales, mins, params, st
     scratch = np.zeros((VECTORS, 16), np.float32)
     at, n, top = simd.address(scratch), recipe[0], recipe[1]
     count, row = SUPER // n, MIN_CODES // VECTOR
-    for unit in range(start, stop):
-        _read(x, importance, blocks, 16 * unit, scratch)
+    for group in range(start, stop):
+        _read(x, importance, blocks, 16 * group, scratch)
         if len(importance) > 0:
             _fit_weighted_ranges(at, recipe)
         else:
             fit_ranges(at, recipe)
         _choose_codes(at, n, 0, top, True)
-        _write(scratch, 16 * unit, count, codes, scales, params)
-        lockstep.empty_panel(scratch[row : row + count], 16 * unit, mins)
+        _write(scratch, 16 * group, count, codes, scales, params)
+        simd_panel.store_panel(scratch[row : row + count], 16 * group, mins)
 
 
 # ---- q3_k, q6_k ---------------------------------------------------------------------------------
@@ -187,27 +188,36 @@ SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
 @jit.kernel(strict=True)
+def _weigh_squares(at):
+    """Weigh the error of each weight by its square."""
+    for i in range(0, SUPER * VECTOR, VECTOR):
+        v = simd.load_f32(at + X + i)
+        simd.store_f32(at + W + i, simd.mul(v, v))
+
+
+@jit.kernel(strict=True)
 def fit_q3_k(at):
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
+    _weigh_squares(at)
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
-        ggml_fits.fit_signed_by_turns(
-            at + X + i, SIGNED, 4, at + CODES + i, at + SCALES + j * VECTOR
+        ggml_scale_fit.fit_signed_descent(
+            at + X + i, at + W + i, SIGNED, 4, at + CODES + i, at + SCALES + j * VECTOR
         )
-    # a field of zeros, where there is no scale, means -32
+    # without a scale the field is zero, which stands for -32
     _scale_down_signed(at, 32, 1e-45, -32)
 
 
 @jit.kernel(strict=True)
 def _fit_weighted_q3_k(at):
-    """Do as `fit_q3_k` with importances."""
+    """Fit as `fit_q3_k` does, with importance weights."""
     sigma = _mean_square(at + X, 2)
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
         x, w = at + X + i, at + W + i
-        simd.store_f32(at + SUMS + j * VECTOR, ggml_fits.emphasize(x, w, SIGNED, sigma))
-        ggml_fits.fit_signed(x, w, SIGNED, 4, at + CODES + i, at + SCALES + j * VECTOR)
-    ggml_fits.fit_signed(at + SCALES, at + SUMS, SIGNED, 32, at + SCALE_CODES, at + D)
+        simd.store_f32(at + SUMS + j * VECTOR, ggml_scale_fit.scale_importance(x, w, SIGNED, sigma))
+        ggml_scale_fit.fit_signed(x, w, SIGNED, 4, at + CODES + i, at + SCALES + j * VECTOR)
+    ggml_scale_fit.fit_signed(at + SCALES, at + SUMS, SIGNED, 32, at + SCALE_CODES, at + D)
     for i in range(at + SCALE_CODES, at + SCALE_CODES + SIGNED * VECTOR, VECTOR):
         simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
 
@@ -215,21 +225,19 @@ def _fit_weighted_q3_k(at):
 @jit.kernel(strict=True)
 def fit_q6_k(at):
     """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
-    for i in range(0, SUPER * VECTOR, VECTOR):
-        v = simd.load_f32(at + X + i)
-        simd.store_f32(at + W + i, simd.mul(v, v))
+    _weigh_squares(at)
     _fit_weighted_q6_k(at)
 
 
 @jit.kernel(strict=True)
 def _fit_weighted_q6_k(at):
-    """Do as `fit_q6_k` with importances."""
+    """Fit as `fit_q6_k` does, with the given error weights."""
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
-        ggml_fits.fit_signed(
+        ggml_scale_fit.fit_signed(
             at + X + i, at + W + i, SIGNED, 32, at + CODES + i, at + SCALES + j * VECTOR
         )
-    nothing = _scale_down_signed(at, 128, ggml_fits.TINY, 0)
+    nothing = _scale_down_signed(at, 128, ggml_scale_fit.TINY, 0)
     for i in range(at + CODES, at + CODES + SUPER * VECTOR, VECTOR):  # all bytes are zero there
         simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
 
@@ -242,7 +250,7 @@ def _scale_down_signed(at, top, tiny, none):
     scales are `none`.
     """
     zero = simd.splat(0.0)
-    extreme, magnitude = ggml_fits.largest(at + SCALES, SIGNED)
+    extreme, magnitude = ggml_scale_fit.largest(at + SCALES, SIGNED)
     nothing = less(magnitude, simd.splat(tiny))
     inverse = simd.div(simd.splat(-top), extreme)
     for i in range(at, at + SIGNED * VECTOR, VECTOR):
@@ -254,15 +262,15 @@ def _scale_down_signed(at, top, tiny, none):
 
 
 @jit.kernel(strict=True)
-def encode_signed(x, importance, blocks, top, codes, scales, params, start, stop):
-    """Encode units [start, stop) of 16 super-blocks, codes -top .. top - 1 (stored plus top).
+def quantize_signed(x, importance, blocks, top, codes, scales, params, start, stop):
+    """Quantize groups [start, stop) of 16 super-blocks, codes -top .. top - 1 (stored plus top).
 
-    `top` is 4 for q3_k and 32 for q6_k; the rest is as for `encode_ranges`.
+    `top` is 4 for q3_k and 32 for q6_k; the rest is as for `quantize_ranges`.
     """
     scratch = np.zeros((VECTORS, 16), np.float32)
     at = simd.address(scratch)
-    for unit in range(start, stop):
-        _read(x, importance, blocks, 16 * unit, scratch)
+    for group in range(start, stop):
+        _read(x, importance, blocks, 16 * group, scratch)
         weighted = len(importance) > 0
         if top == 4:
             if weighted:
@@ -274,4 +282,4 @@ def encode_signed(x, importance, blocks, top, codes, scales, params, start, stop
         else:
             fit_q6_k(at)
         _choose_codes(at, SIGNED, -top, top - 1, False)
-        _write(scratch, 16 * unit, SIGNED, codes, scales, params)
+        _write(scratch, 16 * group, SIGNED, codes, scales, params)

@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers import simd_panel as lockstep
-from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
+from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.reference import ggml_scale_fit
 
-Encoded = tuple[Bytes, NDArray[np.uint16]]
+QuantizedBlocks = tuple[Bytes, NDArray[np.uint16]]
 """Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
 
 SIZE = 32  # weights of a block
-LOCKSTEP = 16  # blocks encoded together
 FIT_COST = 250.0  # multiply-adds a weight costs, for the choice of thread count
 
 
@@ -42,7 +42,7 @@ def _mean_squares(x, out, start, stop):
 
 @jit.kernel(strict=True)
 def _fit_blocks(x, importance, squares, top, signed, codes, params, start, stop):
-    """Encode units [start, stop) of 16 blocks of `x` (blocks, 32).
+    """Quantize groups [start, stop) of 16 blocks of `x` (blocks, 32).
 
     `squares` is the mean square of each row.  `top` is the code of weight 0 if `signed`, else the
     largest.  `params` float32 (blocks, 2) gets base and scale.
@@ -52,27 +52,27 @@ def _fit_blocks(x, importance, squares, top, signed, codes, params, start, stop)
     at = simd.address(scratch)
     w_at, code_at, sigma_at = at + SIZE * 64, at + 2 * SIZE * 64, at + 3 * SIZE * 64
     scale_at, minimum_at = sigma_at + 64, sigma_at + 128
-    for unit in range(start, stop):
-        first = unit * LOCKSTEP
-        used = min(LOCKSTEP, len(x) - first)
-        lockstep.fill_panel(x, first, scratch[:SIZE])
-        lockstep.fill_importance(importance, blocks, first, scratch[SIZE : 2 * SIZE])
-        for lane in range(LOCKSTEP):
+    for group in range(start, stop):
+        first = group * LANES
+        used = min(LANES, len(x) - first)
+        simd_panel.load_panel(x, first, scratch[:SIZE])
+        simd_panel.load_importance(importance, blocks, first, scratch[SIZE : 2 * SIZE])
+        for lane in range(LANES):
             scratch[3 * SIZE, lane] = squares[min(first + lane, len(x) - 1) // blocks]
-        ggml_fits.emphasize(at, w_at, SIZE, simd.load_f32(sigma_at))
+        ggml_scale_fit.scale_importance(at, w_at, SIZE, simd.load_f32(sigma_at))
         if signed:
-            ggml_fits.fit_signed(at, w_at, SIZE, top, code_at, scale_at)
+            ggml_scale_fit.fit_signed(at, w_at, SIZE, top, code_at, scale_at)
         else:
-            ggml_fits.fit_range(
+            ggml_scale_fit.fit_range(
                 at, w_at, SIZE, top, -0.9, 0.05, 36, False, code_at, scale_at, minimum_at
             )
-        lockstep.empty_panel(scratch[2 * SIZE : 3 * SIZE], first, codes)
+        simd_panel.store_panel(scratch[2 * SIZE : 3 * SIZE], first, codes)
         for lane in range(used):
             params[first + lane, 1] = scratch[3 * SIZE + 1, lane]
             params[first + lane, 0] = 0 if signed else -scratch[3 * SIZE + 2, lane]
 
 
-def _encode(x: Floats, importance: Floats, top: int, signed: bool) -> Encoded:
+def _quantize_weighted(x: Floats, importance: Floats, top: int, signed: bool) -> QuantizedBlocks:
     squares = np.empty(len(x), np.float32)
     split_rows(_mean_squares, len(x), 8.0 * x.size, x, squares)
     blocks = x.reshape(-1, SIZE)
@@ -80,7 +80,7 @@ def _encode(x: Floats, importance: Floats, top: int, signed: bool) -> Encoded:
     params = np.empty((len(blocks), 2), np.float32)
     split_rows(
         _fit_blocks,
-        -(-len(blocks) // LOCKSTEP),
+        -(-len(blocks) // LANES),
         FIT_COST * x.size,
         blocks,
         importance,
@@ -94,14 +94,14 @@ def _encode(x: Floats, importance: Floats, top: int, signed: bool) -> Encoded:
         return codes, params.astype(np.float16).view(np.uint16)
 
 
-def weighted_signed(format: AffineFormat, x: Floats, importance: Floats) -> Encoded:
-    """Encode rows as Q4_0, Q5_0: of 19 ranges the one that loses least."""
-    return _encode(x, importance, format.zero, True)
+def weighted_signed(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
+    """Quantize rows as Q4_0, Q5_0: the best of 19 ranges."""
+    return _quantize_weighted(x, importance, format.zero, True)
 
 
-def weighted_range(format: AffineFormat, x: Floats, importance: Floats) -> Encoded:
-    """Encode rows as Q4_1, Q5_1: of 38 ranges the one that loses least, base <= 0."""
-    return _encode(x, importance, format.n_codes - 1, False)
+def weighted_range(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
+    """Quantize rows as Q4_1, Q5_1: the best of 38 ranges, base <= 0."""
+    return _quantize_weighted(x, importance, format.n_codes - 1, False)
 
 
 # ---- without importance -------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _inverse(scale: Floats) -> Floats:
     return result
 
 
-def _encoded(format: AffineFormat, steps: Floats, base: Floats, scale: Floats) -> Encoded:
+def _stored(format: AffineFormat, steps: Floats, base: Floats, scale: Floats) -> QuantizedBlocks:
     """Return whole steps from code 0 as codes, and the parameters as they are stored."""
     steps = np.where(np.isnan(steps), np.float32(0), steps)
     codes = np.clip(steps, 0, format.n_codes - 1).astype(np.uint8)
@@ -122,26 +122,26 @@ def _encoded(format: AffineFormat, steps: Floats, base: Floats, scale: Floats) -
     return codes, np.stack(stored, axis=1)
 
 
-def plain_extreme(format: AffineFormat, x: Floats) -> Encoded:
-    """Encode blocks (n, 32) as Q4_0, Q5_0: the weight of largest magnitude is -zero * scale."""
+def quantize_extreme(format: AffineFormat, x: Floats) -> QuantizedBlocks:
+    """Quantize blocks (n, 32) as Q4_0, Q5_0: the weight of largest magnitude is -zero * scale."""
     with np.errstate(over="ignore", invalid="ignore"):
         extreme = x[np.arange(len(x)), np.abs(x).argmax(axis=1)]
         scale = extreme / np.float32(-format.divisor)
         steps = np.trunc(x * _inverse(scale) + np.float32(format.zero + 0.5))
-        return _encoded(format, steps, np.zeros_like(scale), scale)
+        return _stored(format, steps, np.zeros_like(scale), scale)
 
 
-def plain_range(format: AffineFormat, x: Floats) -> Encoded:
-    """Encode blocks (n, 32) as Q4_1, Q5_1: the codes span minimum to maximum."""
+def quantize_range(format: AffineFormat, x: Floats) -> QuantizedBlocks:
+    """Quantize blocks (n, 32) as Q4_1, Q5_1: the codes span minimum to maximum."""
     with np.errstate(over="ignore", invalid="ignore"):
         base = x.min(axis=1)
         scale = (x.max(axis=1) - base) / np.float32(format.divisor)
         steps = np.trunc((x - base[:, None]) * _inverse(scale) + np.float32(0.5))
-        return _encoded(format, steps, base, scale)
+        return _stored(format, steps, base, scale)
 
 
-def plain_absmax(format: AffineFormat, x: Floats) -> Encoded:
-    """Encode blocks (n, 32) as Q8_0; adding 0.5 and cutting off would round 0.49999997 up."""
+def quantize_absmax(format: AffineFormat, x: Floats) -> QuantizedBlocks:
+    """Quantize blocks (n, 32) as Q8_0; adding 0.5 and cutting off would round 0.49999997 up."""
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.abs(x).max(axis=1) / np.float32(format.divisor)
         quotient = x * _inverse(scale)
@@ -150,9 +150,9 @@ def plain_absmax(format: AffineFormat, x: Floats) -> Encoded:
         steps = whole + np.copysign(halves_up.astype(np.float32), quotient)
         # a NaN is code 0 of -128..127
         steps = np.where(np.isnan(steps), np.float32(0), steps) + np.float32(format.zero)
-        return _encoded(format, steps, np.zeros_like(scale), scale)
+        return _stored(format, steps, np.zeros_like(scale), scale)
 
 
-def weighted_absmax(format: AffineFormat, x: Floats, importance: Floats) -> Encoded:
-    """Encode rows as Q8_0, whose published quantizer ignores importance."""
-    return plain_absmax(format, x.reshape(-1, SIZE))
+def weighted_absmax(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
+    """Quantize rows as Q8_0, whose published quantizer ignores importance."""
+    return quantize_absmax(format, x.reshape(-1, SIZE))

@@ -1,13 +1,12 @@
-"""The fits inside GGML's encoders, for 16 blocks in lockstep, in the published order of operations.
+"""GGML's scale fits for 16 blocks at a time, in the published order of operations.
 
-Each takes panels (see `quantizers.simd_panel`) by address: `n` weights `x` of 16 blocks and
-the weights of their squared errors, `w`.  It writes the codes as float32 to the panel `codes`, and
-returns the scale.  Everything is float32 and rounded after each operation, so the bits are
-those of GGML built without fused multiply-adds, and no lane depends on its neighbours.
+Each fit takes panels (`quantizers.simd_panel`) by address: `n` weights `x` of 16 blocks and the
+weights of their squared errors, `w`.  It writes the codes as float32 to the panel `codes` and the
+scale to `scale_at`.  Arithmetic is float32, rounded after each operation: the bits are those of
+GGML built without fused multiply-adds, and no lane depends on its neighbours.
 
 Source: GGML, ggml-quants.c (make_qx_quants, make_q3_quants, make_qkx2_quants, make_qkx3_quants,
-make_qp_quants).  The order in which sums are added up is taken from there, as the bits depend on
-it.
+make_qp_quants).  The order of sums is the published one, as the bits depend on it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from nbflow_kernels.quantizers.simd_panel import (
     sqrt,
 )
 
-TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
-PASSES = 5  # rounds of changing single codes
+TINY = 1e-15  # blocks with a smaller largest magnitude count as zeros
+PASSES = 5  # passes of coordinate descent
 
 
 @jit.kernel(strict=True)
@@ -50,8 +49,8 @@ def largest(x, n):
 
 
 @jit.kernel(strict=True)
-def emphasize(x, w, n, sigma):
-    """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
+def scale_importance(x, w, n, sigma):
+    """Multiply importance by sqrt(sigma + x x) in place; return the sum."""
     total = simd.splat(0.0)
     for i in range(0, n * VECTOR, VECTOR):
         v = simd.load_f32(x + i)
@@ -108,39 +107,13 @@ def fit_signed(x, w, n, top, codes, scale_at):
 
 
 @jit.kernel(strict=True)
-def fit_signed_by_turns(x, n, top, codes, scale_at):
-    """Do as `fit_signed` with w = x * x, but change one code at a time while that gains."""
+def fit_signed_descent(x, w, n, top, codes, scale_at):
+    """Fit as `fit_signed` does, by coordinate descent over the codes of the full range."""
     zero = simd.splat(0.0)
     extreme, magnitude = largest(x, n)
     inverse = simd.div(simd.splat(-top), extreme)
-    sum_xl = sum_ll = zero
-    for i in range(0, n * VECTOR, VECTOR):
-        v = simd.load_f32(x + i)
-        weight = simd.mul(v, v)
-        code = _code(simd.mul(inverse, v), -top, top - 1)
-        simd.store_f32(codes + i, code)
-        sum_xl = simd.add(sum_xl, simd.mul(simd.mul(weight, v), code))
-        sum_ll = simd.add(sum_ll, simd.mul(simd.mul(weight, code), code))
-    for _ in range(PASSES):
-        changed = simd.splat_i32(0)
-        for i in range(0, n * VECTOR, VECTOR):
-            v, old = simd.load_f32(x + i), simd.load_f32(codes + i)
-            weight = simd.mul(v, v)
-            new_xl, new_ll, code = _exchange(v, weight, old, sum_xl, sum_ll, -top, top - 1)
-            more = less(
-                simd.mul(simd.mul(sum_xl, sum_xl), new_ll),
-                simd.mul(simd.mul(new_xl, new_xl), sum_ll),
-            )
-            without = simd.sub(sum_xl, simd.mul(simd.mul(weight, v), old))
-            more = simd.and_(simd.and_(more, less(zero, new_ll)), less(zero, without))
-            more = simd.and_(more, differs(code, old))
-            sum_xl, sum_ll = choose(more, new_xl, sum_xl), choose(more, new_ll, sum_ll)
-            simd.store_f32(codes + i, choose(more, code, old))
-            changed = simd.or_(changed, more)
-        if not any_lane(changed):
-            break
+    scale = _descend(x, w, n, -top, top - 1, inverse, codes)
     nothing = less(magnitude, simd.splat(TINY))
-    scale = choose(less(zero, sum_ll), simd.div(sum_xl, sum_ll), zero)
     simd.store_f32(scale_at, choose(nothing, zero, scale))
     for i in range(0, n * VECTOR, VECTOR):
         code = simd.add(simd.load_f32(codes + i), simd.splat(top))
@@ -148,14 +121,42 @@ def fit_signed_by_turns(x, n, top, codes, scale_at):
 
 
 @jit.kernel(strict=True)
-def _exchange(v, weight, old, sum_xl, sum_ll, low, high):
-    """Return the two sums with the best code for one weight, given all others, and this code."""
-    part = simd.mul(weight, v)
-    without_xl = simd.sub(sum_xl, simd.mul(part, old))
-    without_ll = simd.sub(sum_ll, simd.mul(simd.mul(weight, old), old))
-    code = _code(simd.div(simd.mul(v, without_ll), without_xl), low, high)
-    new_xl = simd.add(without_xl, simd.mul(part, code))
-    return new_xl, simd.add(without_ll, simd.mul(simd.mul(weight, code), code)), code
+def _descend(x, w, n, low, high, inverse, codes):
+    """Change one code at a time while the fit gains, from the codes that `inverse` gives.
+
+    Writes the codes and returns the least squares scale.  GGML's acceptance rule depends on `low`.
+    """
+    zero = simd.splat(0.0)
+    sum_xl = sum_ll = zero
+    for i in range(0, n * VECTOR, VECTOR):
+        v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+        code = _code(simd.mul(inverse, v), low, high)
+        simd.store_f32(codes + i, code)
+        sum_xl = simd.add(sum_xl, simd.mul(simd.mul(weight, v), code))
+        sum_ll = simd.add(sum_ll, simd.mul(simd.mul(weight, code), code))
+    for _ in range(PASSES):
+        changed = simd.splat_i32(0)
+        for i in range(0, n * VECTOR, VECTOR):
+            v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
+            old, product = simd.load_f32(codes + i), simd.mul(weight, v)
+            rest_xl = simd.sub(sum_xl, simd.mul(product, old))
+            rest_ll = simd.sub(sum_ll, simd.mul(simd.mul(weight, old), old))
+            code = _code(simd.div(simd.mul(v, rest_ll), rest_xl), low, high)
+            new_xl = simd.add(rest_xl, simd.mul(product, code))
+            new_ll = simd.add(rest_ll, simd.mul(simd.mul(weight, code), code))
+            more = less(
+                simd.mul(simd.mul(sum_xl, sum_xl), new_ll),
+                simd.mul(simd.mul(new_xl, new_xl), sum_ll),
+            )
+            positive = less(zero, new_ll if low < 0 else rest_ll)
+            more = simd.and_(simd.and_(more, less(zero, rest_xl)), positive)
+            more = simd.and_(more, differs(code, old))
+            sum_xl, sum_ll = choose(more, new_xl, sum_xl), choose(more, new_ll, sum_ll)
+            simd.store_f32(codes + i, choose(more, code, old))
+            changed = simd.or_(changed, more)
+        if not any_lane(changed):
+            break
+    return choose(less(zero, sum_ll), simd.div(sum_xl, sum_ll), zero)
 
 
 # ---- codes above a minimum ----------------------------------------------------------------------
@@ -236,7 +237,7 @@ def fit_range(x, w, n, top, first, step, tries, absolutely, codes, scale_at, min
 
 @jit.kernel(strict=True)
 def fit_positive(x, w, n, top, codes, scale_at):
-    """Fit x = scale * code, code 0 .. top, to x >= 0: the best of 9 ranges, then code by code."""
+    """Fit x = scale * code, code 0 .. top, to x >= 0: 9 ranges, then coordinate descent."""
     zero = simd.splat(0.0)
     high = zero
     for i in range(0, n * VECTOR, VECTOR):
@@ -252,34 +253,8 @@ def fit_positive(x, w, n, top, codes, scale_at):
         now = _positive_error(x, w, n, top, other)
         more = less(now, error)
         error, inverse = choose(more, now, error), choose(more, other, inverse)
-    sum_xl = sum_ll = zero
-    for i in range(0, n * VECTOR, VECTOR):
-        v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
-        code = _code(simd.mul(inverse, v), 0, top)
-        simd.store_f32(codes + i, code)
-        sum_xl = simd.add(sum_xl, simd.mul(simd.mul(weight, v), code))
-        sum_ll = simd.add(sum_ll, simd.mul(simd.mul(weight, code), code))
-    for _ in range(PASSES):
-        changed = simd.splat_i32(0)
-        for i in range(0, n * VECTOR, VECTOR):
-            v, weight = simd.load_f32(x + i), simd.load_f32(w + i)
-            old = simd.load_f32(codes + i)
-            new_xl, new_ll, code = _exchange(v, weight, old, sum_xl, sum_ll, 0, top)
-            more = less(
-                simd.mul(simd.mul(sum_xl, sum_xl), new_ll),
-                simd.mul(simd.mul(new_xl, new_xl), sum_ll),
-            )
-            without = simd.sub(sum_xl, simd.mul(simd.mul(weight, v), old))
-            more = simd.and_(more, less(zero, without))
-            without = simd.sub(sum_ll, simd.mul(simd.mul(weight, old), old))
-            more = simd.and_(simd.and_(more, less(zero, without)), differs(code, old))
-            sum_xl, sum_ll = choose(more, new_xl, sum_xl), choose(more, new_ll, sum_ll)
-            simd.store_f32(codes + i, choose(more, code, old))
-            changed = simd.or_(changed, more)
-        if not any_lane(changed):
-            break
+    scale = _descend(x, w, n, 0, top, inverse, codes)
     nothing = less(high, simd.splat(TINY))
-    scale = choose(less(zero, sum_ll), simd.div(sum_xl, sum_ll), zero)
     simd.store_f32(scale_at, choose(nothing, zero, scale))
     for i in range(0, n * VECTOR, VECTOR):
         simd.store_f32(codes + i, choose(nothing, zero, simd.load_f32(codes + i)))

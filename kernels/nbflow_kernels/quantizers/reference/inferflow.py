@@ -1,7 +1,6 @@
-"""The published encoder of Inferflow's formats: scalar parts, which CUDA kernels share, and rows.
+"""Inferflow's quantizer, bit for bit; CUDA kernels share the scalar functions.
 
-All arithmetic is float32 with a rounding after every operation, in the order of the published
-code: bytes are compared with its output.
+Arithmetic is float32, rounded after each operation, in the order of the published code.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
 
-CUTOFF = np.float32(1e-5)  # a smaller scale counts as zero
-COST = 10.0  # operations a weight costs, for the choice of thread count
+CUTOFF = np.float32(1e-5)  # smaller scales count as zero
+COST = 10.0  # operations per weight, for the choice of thread count
 
 
 @jit.device_function(inline="always")
@@ -27,7 +26,7 @@ def _floored(step, n_codes):
 
 @jit.device_function(inline="always")
 def extent(x, at, block):
-    """Return the least and the greatest of the `block` weights from index `at` on."""
+    """Return minimum and maximum of the `block` weights from index `at` on."""
     low = high = x[at]
     for i in range(1, block):
         low, high = min(low, x[at + i]), max(high, x[at + i])
@@ -78,29 +77,39 @@ def range_code(x, low, inverse, offset, n_codes):
     return _floored((x - low) * inverse + offset, n_codes)
 
 
-@jit.kernel(strict=True)
-def plain(x, block, n_codes, divisor, kind, midrise, zero, codes, parameters, start, stop):
-    """Write codes and stored base and scale of rows [start, stop); `kind` as in `parameters`."""
+@jit.device_function(inline="always")
+def quantize_block(x, at, block, n_codes, divisor, kind, midrise, zero, codes):
+    """Write the codes of the block at `at`; return its float32 base and scale.
+
+    `kind` is how parameters are stored, as in `nbflow_kernels.formats.affine_format`.
+    """
+    low, high = extent(x, at, block)
     offset = np.float32(1e-4) if midrise else np.float32(0.5)
+    if kind == F16_SCALE:
+        scale = max(abs(low), abs(high)) / divisor
+        inverse = inverse_of(scale)
+        for i in range(at, at + block):
+            codes[i] = signed_code(x[i], inverse, n_codes, zero)
+        base = np.float32(0)
+    else:
+        if kind == U8_PAIR:  # the base is snapped down to its grid first
+            low = on_grid(low)
+        scale = (high - low) / divisor
+        inverse = inverse_of(scale)
+        for i in range(at, at + block):
+            codes[i] = range_code(x[i], low, inverse, offset, n_codes)
+        base = low + scale / np.float32(2) if midrise else low
+    return base, scale
+
+
+@jit.kernel(strict=True)
+def quantize(x, block, n_codes, divisor, kind, midrise, zero, codes, parameters, start, stop):
+    """Write codes and stored base and scale of rows [start, stop)."""
     for row in range(start, stop):
-        weights = x[row]
         for b in range(x.shape[1] // block):
-            first = b * block
-            low, high = extent(weights, first, block)
-            if kind == F16_SCALE:
-                scale = max(abs(low), abs(high)) / divisor
-                inverse = inverse_of(scale)
-                for i in range(first, first + block):
-                    codes[row, i] = signed_code(weights[i], inverse, n_codes, zero)
-                base = np.float32(0)
-            else:
-                if kind == U8_PAIR:  # the base is snapped down to its grid first
-                    low = on_grid(low)
-                scale = (high - low) / divisor
-                inverse = inverse_of(scale)
-                for i in range(first, first + block):
-                    codes[row, i] = range_code(weights[i], low, inverse, offset, n_codes)
-                base = low + scale / np.float32(2) if midrise else low
+            base, scale = quantize_block(
+                x[row], b * block, block, n_codes, divisor, kind, midrise, zero, codes[row]
+            )
             if kind == U8_PAIR:
                 parameters[row, b, 0] = base_byte(base)
                 parameters[row, b, 1] = scale_byte(scale)

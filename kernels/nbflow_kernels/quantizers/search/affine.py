@@ -1,13 +1,13 @@
-"""The encoder "best": search for the base and scale of each block that lose least.
+"""Search for the base and scale of each block with the least error (quantizer "best").
 
-For each block, clipped versions of its range are tried: `a` and `c` quantization steps are cut off
-below and above.  Each gives codes; least squares gives the base
-and scale that suit these codes best; both are rounded to what the format stores; codes are chosen
-again for the rounded values; the exact squared error of the decoded weights decides.  The best is
-refined in the same way, and its neighbours among the stored values are tried.
+Each block tries clipped versions of its range: `a` and `c` quantization steps are cut off below and
+above.  Each range gives codes; least squares gives the base and scale for these codes; both are
+rounded to storage; codes are chosen again for the rounded values, and the exact squared error of
+the decoded weights decides.  The best is refined in the same way, and then its neighbours among the
+storable values are tried.
 
-The search starts from the plain encoder's parameters, and codes are always the nearest ones for
-the parameters that are stored.  So the error of no block is larger than plain's.
+The search starts from the published quantizer's parameters, and codes are always the nearest ones
+for the stored parameters.  So no block has a larger error than the published one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
 
 F16_MAX = 65504.0
-GRID = 4  # clippings tried at each end; a grid of 6 x 6 gains 0.4 % more and takes twice as long
+GRID = 4  # clippings tried at each end; 6 x 6 gains 0.4 % more in twice the time
 CLIP = 0.3  # distance of the clippings, in quantization steps
 REFINEMENTS = 3
 
@@ -65,7 +65,7 @@ def _error(x, weight, size, low, high, base, scale, norm):
 
 @jit.kernel
 def _refit(x, weight, size, low, high, base, scale, parameters, origin, norm):
-    """Return the stored base and scale that suit the codes of (base, scale) best."""
+    """Return the stored least squares base and scale for the codes of (base, scale)."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
     base_v, low_v, high_v = simd.splat(base), simd.splat(low), simd.splat(high)
     origin_v, norm_v = simd.splat(origin), simd.splat(norm)
@@ -93,7 +93,7 @@ def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
     spread = count * sum_qq - sum_q * sum_q
     slope = (count * sum_uq - sum_q * sum_u) / spread if spread > 0 else 0.0
     scale = _stored(max(slope, 0.0) / norm, parameters, False)
-    # the base suits the rounded scale; without any weight it does not matter
+    # the base is fitted to the rounded scale; without any weight it is arbitrary
     count = count if count > 0 else 1.0
     mean = (sum_u / norm - np.float64(_value(scale, parameters, False)) * sum_q) / count
     return _stored(np.float64(origin) + mean, parameters, True), scale
@@ -115,7 +115,7 @@ def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
 
 @jit.kernel
 def _search_block(x, weight, size, low, high, parameters, base, scale, smallest, largest):
-    """Return the best stored (base, scale) of one block; `base`, `scale` are plain's."""
+    """Return the best stored (base, scale) of a block; `base`, `scale` are the published ones."""
     symmetric = parameters == F16_SCALE
     extent = max(-smallest, largest) if symmetric else largest - smallest
     extent = min(extent, np.float32(3.4e38))
@@ -166,9 +166,9 @@ def _neighbours(x, weight, size, low, high, parameters, norm, best):
 def search(x, weight, size, low, high, parameters, codes, stored, start, stop):
     """Improve the stored parameters of rows [start, stop) and choose their codes.
 
-    `x` is float32 (rows, columns), `weight` float32 (1 or rows, columns): how much an error counts,
-    0 for padding.  `low`..`high` are the codes as signed numbers.  `stored` uint16 (rows, blocks,
-    2: base, scale) holds plain's parameters on entry.  `codes` uint8 gets code - low.
+    `x` is float32 (rows, columns), `weight` float32 (1 or rows, columns) weighs squared errors, 0
+    for padding.  `low`..`high` are the signed codes.  `stored` uint16 (rows, blocks, 2: base,
+    scale) holds the published parameters on entry.  `codes` uint8 gets code - low.
     """
     for row in range(start, stop):
         weight_at = simd.address(weight) + 4 * (row % len(weight)) * weight.shape[1]

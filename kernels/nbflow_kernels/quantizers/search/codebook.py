@@ -1,4 +1,4 @@
-"""The encoder "best" of the formats with a table of levels; see `block_search`."""
+"""Search for formats with a table of levels (quantizer "best"); see `two_level_scales`."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.search.two_level_scales import (
     Rule,
-    Searched,
-    rows_searched,
+    SearchResult,
+    empty_result,
     search_rows,
 )
 
-COST = 800.0  # operations a weight costs, for the choice of thread count
+COST = 800.0  # operations per weight, for the choice of thread count
 
 
 def search(
-    x: Floats, weight: Floats, levels: Floats, how: Rule, block: int, sub_block: int
-) -> Searched:
+    x: Floats, weight: Floats, levels: Floats, rule: Rule, block: int, sub_block: int
+) -> SearchResult:
     """Return rows of weights (rows, K) as indices of ascending levels.
 
-    `weight` (1 or rows, K) is how much the squared error of a weight counts.
+    `weight` (1 or rows, K) weighs the squared error of each weight.
     """
-    out = rows_searched(x, block, sub_block, sub_block)
+    out = empty_result(x, block, sub_block, sub_block)
     tables = levels, (levels[1:] + levels[:-1]) / 2
-    split_rows(_search, len(x), COST * x.size, x, weight, tables, how, *out)
+    split_rows(_search, len(x), COST * x.size, x, weight, tables, rule, *out)
     return out
 
 
 @jit.kernel
-def _search(x, weight, tables, how, chosen, scales, d, start, stop):
-    search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
+def _search(x, weight, tables, rule, chosen, scales, d, start, stop):
+    search_rows(_evaluate, x, weight, tables, rule, chosen, scales, d, start, stop)
 
 
 @jit.kernel
 def _evaluate(value, weight, step, tables, out, scratch):
-    """Choose the nearest levels of a sub-block; see `block_search.search_rows`."""
+    """Choose the nearest levels of a sub-block; see `two_level_scales.search_rows`."""
     levels, middles = tables
     n = len(value)
     inverse = np.float32(1) / step if step != 0 else np.float32(0)

@@ -1,7 +1,7 @@
-"""The encoder "best" of the formats on grids; see `block_search`.
+"""Search for grid formats (quantizer "best"); see `two_level_scales`.
 
-A group of weights takes, of the grid points near its magnitudes, the one that loses least.  Where
-only 7 of 8 signs are stored, the weight changes its sign that loses least by it.
+A group of weights takes the best of the grid points near its magnitudes.  Where only 7 of 8 signs
+are stored and the parity is wrong, the weight with the least loss changes its sign.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.block_formats import Encoder, weights
+from nbflow_kernels.quantizers.block_formats import RowQuantizer, weights
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import RECIPES
 from nbflow_kernels.quantizers.search.two_level_scales import (
-    Searched,
-    rows_searched,
+    SearchResult,
+    empty_result,
     rule,
     search_rows,
 )
 
-COST, COST_IQ1 = 3000.0, 5000.0  # operations a weight costs, for the choice of thread count
+COST, COST_IQ1 = 3000.0, 5000.0  # operations per weight, for the choice of thread count
 
-# scales to try first, times the one that puts the highest level at the largest weight
+# trial scales, relative to the one that puts the highest level at the largest weight
 REACH = {3: (0.78, 0.9, 1.02, 1.15, 1.28, 1.42), 8: (0.85, 0.92, 1, 1.08, 1.16, 1.25)}
 REACH_IQ1 = (0.4, 0.5, 0.6, 0.75)
 
 
-def best_encoder(
+def search_quantizer(
     name: str, magnitudes: tuple[float, ...], blocks: Callable[[OnGrid], Bytes]
-) -> Encoder:
-    """Return the encoder of an iq2 or iq3 format.
+) -> RowQuantizer:
+    """Return the search of an iq2 or iq3 format.
 
-    `magnitudes` are those of the decoder times its factor; `blocks` makes rows of bytes of rows on
-    the grid.
+    `magnitudes` are those of the decoder times its factor; `blocks` packs rows on the grid.
     """
     recipe = RECIPES[name]
     levels = np.array(magnitudes, np.float32)
     starts = np.array(REACH[len(levels)]) / levels[-1]
     search_rule = rule(starts, scales=(2, 1, 0, 15), tops=(31, 29, 27))
 
-    def encode(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    def search(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
         near = neighbours(name)
         n_points = recipe.sub_block // near.dimensions
-        out = rows_searched(x, 256, recipe.sub_block, n_points + recipe.sub_block // 8)
+        out = empty_result(x, 256, recipe.sub_block, n_points + recipe.sub_block // 8)
         middles = (levels[1:] + levels[:-1]) / 2
         tables = (
             levels, middles, near.first, near.points, near.grid, near.dimensions,
@@ -57,11 +56,11 @@ def best_encoder(
         split_rows(_search, len(x), COST * x.size, x, weight, tables, search_rule, *out)
         return blocks(_on_grid(out, n_points))
 
-    return encode
+    return search
 
 
-def _on_grid(found: Searched, n_points: int) -> OnGrid:
-    """Return what was found as rows on the grid."""
+def _on_grid(found: SearchResult, n_points: int) -> OnGrid:
+    """Return a search result as rows on the grid."""
     n_rows = len(found.d)
     points, signs = found.chosen[:, :, :n_points], found.chosen[:, :, n_points:]
     return OnGrid(
@@ -73,13 +72,13 @@ def _on_grid(found: Searched, n_points: int) -> OnGrid:
 
 
 @jit.kernel
-def _search(x, weight, tables, how, chosen, scales, d, start, stop):
-    search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
+def _search(x, weight, tables, rule, chosen, scales, d, start, stop):
+    search_rows(_evaluate, x, weight, tables, rule, chosen, scales, d, start, stop)
 
 
 @jit.kernel
 def _evaluate(value, weight, step, tables, out, scratch):
-    """Choose points and signs of a sub-block; see `block_search.search_rows`."""
+    """Choose points and signs of a sub-block; see `two_level_scales.search_rows`."""
     levels, middles, first, near, grid, dimensions, seven_signs = tables
     n_points, width = len(value) // dimensions, 16 // dimensions - (dimensions == 4)
     inverse = np.float32(1) / step if step > 0 else np.float32(0)
@@ -119,9 +118,9 @@ def _evaluate(value, weight, step, tables, out, scratch):
 
 @jit.kernel
 def _best_of_8(first, near, grid, bits, losses):
-    """Return the point near `bits` that loses least, and how much.
+    """Return the point near `bits` with the least loss, and the loss.
 
-    ``losses[8 * i + level]`` is what coordinate `i` loses; from 64 on is room for the sums of four.
+    ``losses[8 * i + level]`` is the loss of coordinate `i`; the sums of four go to 64 and beyond.
     """
     for half in range(2):
         for low in range(9):  # the two lower coordinates of four
@@ -142,7 +141,7 @@ def _best_of_8(first, near, grid, bits, losses):
 
 @jit.kernel
 def _best_of_4(first, near, grid, bits, losses):
-    """Return the point near `bits` that loses least; see `_best_of_8`."""
+    """Return the point near `bits` with the least loss; see `_best_of_8`."""
     best, least = near[first[bits]], np.float32(np.inf)
     for n in range(first[bits], first[bits + 1]):
         point = np.int64(grid[near[n]])
@@ -155,7 +154,7 @@ def _best_of_4(first, near, grid, bits, losses):
 
 @jit.kernel
 def _signs(value, weight, at, step, inverse, levels, middles, seven_signs):
-    """Return the sign bits of 8 weights; if need be, one is wrong so that their number is even."""
+    """Return the sign bits of 8 weights; with `seven_signs`, one may flip to make parity even."""
     mask, odd = 0, 0
     for i in range(8):
         negative = value[at + i] < 0
@@ -186,31 +185,31 @@ def _level(v, middles):
 # ---- iq1 ----------------------------------------------------------------------------------------
 
 
-def best_encoder_iq1(sub_block: int, blocks: Callable[[OnGrid], Bytes]) -> Encoder:
-    """Return the encoder of an iq1 format; `blocks` makes rows of bytes of rows on the grid."""
+def search_quantizer_iq1(sub_block: int, blocks: Callable[[OnGrid], Bytes]) -> RowQuantizer:
+    """Return the search of an iq1 format; `blocks` packs rows on the grid."""
     search_rule = rule(REACH_IQ1, scales=(2, 1, 0, 7), tops=(15, 13))
     levels = np.array([[-0.875, 0.125, 1.125], [-1.125, -0.125, 0.875]], np.float32)
 
-    def encode(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    def search(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
         near = neighbours("iq1")
         n_groups = sub_block // 8
-        out = rows_searched(x, 256, sub_block, 2 * n_groups)
+        out = empty_result(x, 256, sub_block, 2 * n_groups)
         tables = levels, near.first, near.points, near.grid, int(sub_block == 32)
         weight = weights(importance, counts)
         split_rows(_search_iq1, len(x), COST_IQ1 * x.size, x, weight, tables, search_rule, *out)
         return blocks(_on_grid(out, n_groups))
 
-    return encode
+    return search
 
 
 @jit.kernel
-def _search_iq1(x, weight, tables, how, chosen, scales, d, start, stop):
-    search_rows(_evaluate_iq1, x, weight, tables, how, chosen, scales, d, start, stop)
+def _search_iq1(x, weight, tables, rule, chosen, scales, d, start, stop):
+    search_rows(_evaluate_iq1, x, weight, tables, rule, chosen, scales, d, start, stop)
 
 
 @jit.kernel
 def _evaluate_iq1(value, weight, step, tables, out, scratch):
-    """Choose points and shifts of a sub-block; see `block_search.search_rows`."""
+    """Choose points and shifts of a sub-block; see `two_level_scales.search_rows`."""
     levels, first, near, grid, one_shift = tables
     groups = len(value) // 8
     totals, other = np.float32(0), np.float32(0)

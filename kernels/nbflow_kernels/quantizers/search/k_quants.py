@@ -1,19 +1,19 @@
-"""The encoder "best" of the K-quants, 16 super-blocks in lockstep.
+"""Search for the K-quants (quantizer "best"), 16 super-blocks at a time (one per SIMD lane).
 
-1.  For each sub-block, the real scale and minimum that suit it: ranges with clipped ends give
-    codes, least squares gives the line through them.
+1.  For each sub-block, the best real scale and minimum: clipped ranges give codes, least squares
+    gives the line through them.
 2.  For several `d` and `dmin`, integer scales and minima next to these targets: the exact error of
     all neighbours decides.
-3.  Least squares gives the `d` and `dmin` that suit all codes, scales and minima of the
-    super-block; they are rounded to float16, and step 2 is repeated from there.
+3.  Least squares gives the `d` and `dmin` for all codes, scales and minima of the super-block; they
+    are rounded to float16, and step 2 is repeated from there.
 
-The error is that of the decoded weights, with codes that are the nearest ones for the parameters
-that are stored.  Plain's super-block is one of the candidates, so no error is larger than its.
-A super-block whose weights lie far above zero is encoded as its mirror image, with negative `d` and
-`dmin`: minima are not negative, so upright codes would have to span the way from zero.
+The error is that of the decoded weights, with the nearest codes for the stored parameters.  The
+published super-block is one of the candidates, so no error is larger than the published one.
+A super-block whose weights lie far above zero is quantized as its mirror image, with negative `d`
+and `dmin`: minima are >= 0, so the codes of the original would have to start at zero.
 
-Arithmetic is float32, rounded operation by operation (`jit.kernel(strict=True)`; where a product
-is fused with a sum it says so): the bytes are the same on every processor.
+Arithmetic is float32, rounded after each operation (`jit.kernel(strict=True)`; fused operations are
+explicit): the bytes are the same on every processor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd, simd_memory
-from nbflow_kernels.quantizers import simd_panel as lockstep
+from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.simd_panel import VECTOR, absolute, choose, differs, less
 
 SUPER = 256  # weights of a super-block
@@ -29,14 +29,14 @@ HUGE = 3e38
 F16_MAX = 65504.0
 REFINEMENTS = 2  # of the line of a sub-block
 ROUNDS = 3  # of steps 2 and 3 for each start
-STRIDE = 0.45  # between the starts, in units of the largest scale
+STRIDE = 0.45  # between starts, in units of the largest scale
 
 # the scratch memory of a call, in bytes: panels of the super-block, of its sub-blocks, and vectors
 X, W, CODES = 0, SUPER * VECTOR, 2 * SUPER * VECTOR
 STEPS, SHIFTS, SCALES, MINS, BEST_SCALES, BEST_MINS = (
     3 * SUPER * VECTOR + k * 16 * VECTOR for k in range(6)
 )
-FACTOR, BACK, D, DMIN, BEST_D, BEST_DMIN, PLAIN_ERROR, BEST_ERROR, BITS, BITS_MIN = (
+FACTOR, BACK, D, DMIN, BEST_D, BEST_DMIN, REFERENCE_ERROR, BEST_ERROR, BITS, BITS_MIN = (
     3 * SUPER * VECTOR + (6 * 16 + k) * VECTOR for k in range(10)
 )
 VECTORS = 3 * SUPER + 6 * 16 + 10
@@ -44,7 +44,7 @@ VECTORS = 3 * SUPER + 6 * 16 + 10
 
 @jit.kernel(strict=True)
 def _cut(v, low, high):
-    """Return the lanes cut off at the scalars `low` and `high`."""
+    """Clamp lanes to the scalars `low` and `high`."""
     return simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high))
 
 
@@ -103,7 +103,7 @@ def _mean(x, w, n):
 def _line(x, w, n, top, mean, sum_w, base, step):
     """Return (gain, base, step) of the best line for the codes that (base, step) give.
 
-    The gain is what the line saves of the squared error of the constant `mean`; base <= 0.
+    The gain is the reduction of squared error relative to the constant `mean`; base <= 0.
     """
     zero = simd.splat(0.0)
     inverse = _reciprocal(step)
@@ -195,7 +195,7 @@ def _target_signed(x, w, n, low, high, grid, clip, step_at):
 # ---- integers of the super-block ----------------------------------------------------------------
 #
 # `form` is (n, low, high, scale_low, scale_high, min_high): weights of a sub-block, their codes,
-# and the ranges of scales and minima; min_high = 0 where there are no minima.  `at` is the address
+# and the ranges of scales and minima; min_high = 0 without minima.  `at` is the address
 # of the scratch memory.
 
 
@@ -273,7 +273,7 @@ def _away_from_zero(v, factor):
 
 @jit.kernel(strict=True)
 def _start(at, form, k):
-    """Begin start `k` >= 1: another d and dmin, and the integers nearest to the targets."""
+    """Set d, dmin and the integers nearest to the targets for start `k` >= 1."""
     n, _, _, scale_low, scale_high, min_high = form
     count = SUPER // n
     factor = simd.load_f32(at + FACTOR)
@@ -293,7 +293,7 @@ def _start(at, form, k):
 
 @jit.kernel(strict=True)
 def _improve(at, form, starts):
-    """Leave the best d, dmin, scales and minima of all starts and rounds in the scratch memory."""
+    """Write the best d, dmin, scales and minima of all starts and rounds to the scratch memory."""
     count = SUPER // form[0]
     for k in range(starts):
         if k > 0:
@@ -333,7 +333,7 @@ def _normalize(at):
         largest = simd.maximum(largest, absolute(simd.load_f32(X + i)))
         heaviest = simd.maximum(heaviest, simd.load_f32(W + i))
     exponent = simd.shr(simd.as_i32(largest), simd.splat_i32(23))
-    exponent = lockstep.clamp(simd.sub(simd.splat_i32(253), exponent), 27, 227)
+    exponent = simd_panel.clamp(simd.sub(simd.splat_i32(253), exponent), 27, 227)
     factor = simd.as_f32(simd.shl(exponent, simd.splat_i32(23)))
     back = simd.as_f32(simd.shl(simd.sub(simd.splat_i32(254), exponent), simd.splat_i32(23)))
     normal = _reciprocal(heaviest)
@@ -365,7 +365,7 @@ def _mirror(at, n):
 
 @jit.kernel(strict=True)
 def _prepare(at, form, grid, clip):
-    """Find the sub-blocks' targets and the error of plain's parameters, the first candidate."""
+    """Find the sub-blocks' targets and the error of the published parameters."""
     n, low, high, _, _, min_high = form
     _normalize(at)
     if min_high > 0:
@@ -385,11 +385,11 @@ def _prepare(at, form, grid, clip):
         shift = simd.mul(dmin, simd.load_f32(at + MINS + j * VECTOR))
         x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
         total = simd.add(total, _error(x, w, n, low, high, step, shift))
-    # plain's d may be infinite: then its error is no number
+    # the published d may be infinite: its error is then NaN
     total = choose(less(total, simd.splat(HUGE)), total, simd.splat(HUGE))
     for v, kept in ((d, D), (d, BEST_D), (dmin, DMIN), (dmin, BEST_DMIN)):
         simd.store_f32(at + kept, v)
-    simd.store_f32(at + PLAIN_ERROR, total)
+    simd.store_f32(at + REFERENCE_ERROR, total)
     simd.store_f32(at + BEST_ERROR, total)
 
 
@@ -412,27 +412,27 @@ def _finish(at, form):
 def search(
     x, importance, blocks, form, starts, grid, clip, codes, scales, mins, params, start, stop
 ):
-    """Improve plain's super-blocks: units [start, stop) of 16.
+    """Improve the published super-blocks: groups [start, stop) of 16.
 
     `x` float32 (super-blocks, 256); `importance` float32 (1 or rows, columns), 0 for padding, rows
     of `blocks` super-blocks.  `starts` different d are tried; `grid` and `clip` are those of
     `_target_range` and `_target_signed`.  `codes` and the others are those of
-    `k_plain.encode_ranges`, on entry and on return.
+    `ggml_k.quantize_ranges`, on entry and on return.
     """
     scratch = np.zeros((VECTORS, 16), np.float32)
     at, count = simd.address(scratch), SUPER // form[0]
     stored = [scratch[i // VECTOR : i // VECTOR + count] for i in (SCALES, MINS)]
     best = [scratch[i // VECTOR : i // VECTOR + count] for i in (BEST_SCALES, BEST_MINS)]
     halves = [scratch[i // VECTOR].view(np.uint16) for i in (BITS, BITS_MIN)]
-    errors = [scratch[i // VECTOR] for i in (PLAIN_ERROR, BEST_ERROR)]
-    for unit in range(start, stop):
-        first = 16 * unit
+    errors = [scratch[i // VECTOR] for i in (REFERENCE_ERROR, BEST_ERROR)]
+    for group in range(start, stop):
+        first = 16 * group
         used = min(16, len(x) - first)
-        lockstep.fill_panel(x, first, scratch[:SUPER])
-        lockstep.fill_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
-        lockstep.fill_panel(scales, first, stored[0])
+        simd_panel.load_panel(x, first, scratch[:SUPER])
+        simd_panel.load_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
+        simd_panel.load_panel(scales, first, stored[0])
         if mins.shape[1]:
-            lockstep.fill_panel(mins, first, stored[1])
+            simd_panel.load_panel(mins, first, stored[1])
         for lane in range(used):
             halves[0][lane], halves[1][lane] = params[first + lane, 0], params[first + lane, 1]
         _prepare(at, form, grid, clip)
@@ -449,6 +449,6 @@ def search(
 
 @jit.device_function(inline="always")
 def _write(values, target):
-    """Write small whole numbers to an array of integers."""
+    """Write small integers to an array of integers."""
     for i in range(len(values)):
         target[i] = np.int32(values[i])

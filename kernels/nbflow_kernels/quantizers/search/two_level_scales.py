@@ -1,17 +1,17 @@
-"""The encoder "best" of formats with a d for each block and an integer scale for each sub-block.
+"""Search for formats with a d per block and an integer scale per sub-block (quantizer "best").
 
-For each sub-block, scales around that of its largest weight are tried; each gives codes, and least
-squares the scale that suits these best.  The scale of largest gain is the sub-block's *ideal* one.
-Then a d is tried for each of some multiples that the largest ideal scale may be of it.  Each
-sub-block takes the better of the two integer scales next to its ideal one; least squares over the
-block gives the d that suits these codes and scales best; it is rounded to what the format stores,
-and all is chosen again.  The neighbours of the best d among the stored numbers come last.
+Each sub-block tries scales around that of its largest weight; each scale gives codes, and these the
+least squares scale.  The scale with the largest gain is the *ideal* scale of the sub-block.  Then d
+is tried as several fractions of the largest ideal scale.  Each sub-block takes the better of the
+two integer scales next to its ideal one; least squares over the block gives the d for these codes
+and scales; d is rounded to storage, and codes and scales are chosen again.  Last, the neighbours of
+the best d among the storable numbers are tried.
 
-All errors are those of the weights a decoder sees, for d as it is stored.  What codes a sub-block
-takes for a scale is a function of the format's family: `levels_search`, `grid_search`.
+All errors are those of the decoded weights, for the stored d.  The format's family provides the
+function that chooses the codes of a sub-block for a scale: `search.codebook`, `search.grid`.
 
-Relative root mean square error on 16384 nearly normal weights, GGML's encoder with importance 1 and
-this one (tests/kernels/formats/test_ggml_i_quants.py):
+Relative root mean square error on 16384 nearly normal weights, GGML's quantizer with importance 1
+and this search (tests/kernels/formats/test_ggml_i_quants.py):
 
 ========  =====  =====    ========  =====  =====    ========  =====  =====
 format    GGML   best     format    GGML   best     format    GGML   best
@@ -38,7 +38,7 @@ F16_MAX = 65504.0
 
 
 class Rule(NamedTuple):
-    """What a format stores; the scale of a sub-block is ``by * integer + plus``."""
+    """Storage rules of a format; the scale of a sub-block is ``by * integer + plus``."""
 
     by: np.float32
     plus: np.float32
@@ -46,15 +46,15 @@ class Rule(NamedTuple):
     """Range of the integer."""
     highest: np.float32
     starts: Floats
-    """Scales to try first, times the largest weight of the sub-block."""
+    """First trial scales, in units of the largest weight of the sub-block."""
     tops: Floats
-    """Multiples of d to try for the largest ideal scale."""
+    """Trial ratios of the largest ideal scale to d."""
     rounds: int
-    """How often codes are chosen from a top on; after the first time for a d fitted to the last."""
+    """Choices of codes per top; each after the first uses the d fitted to the last."""
     stored: Floats
-    """The numbers d can be, ascending; empty: float16."""
+    """Storable values of d, ascending; empty for float16."""
     signed: bool
-    """Whether d has a sign: `starts` are then for the weight of largest magnitude with its sign."""
+    """True if d has a sign: `starts` then refer to the signed weight of largest magnitude."""
 
 
 def rule(
@@ -66,7 +66,7 @@ def rule(
     stored: ArrayLike = (),
     signed: bool = False,
 ) -> Rule:
-    """Return a rule; `scales` are `by`, `plus`, `lowest` and `highest`, as given: no scales."""
+    """Return a rule; `scales` are `by`, `plus`, `lowest` and `highest`, by default none."""
     by, plus, lowest, highest = (np.float32(v) for v in scales)
     first, multiples, numbers = (
         np.array(v, np.float32).reshape(-1) for v in (starts, tops, stored)
@@ -74,11 +74,11 @@ def rule(
     return Rule(by, plus, lowest, highest, first, multiples, rounds, numbers, signed)
 
 
-class Searched(NamedTuple):
-    """What the search found."""
+class SearchResult(NamedTuple):
+    """Result arrays of the search."""
 
     chosen: NDArray[np.uint16]
-    """(rows, sub-blocks, n): codes, or whatever the family's function writes."""
+    """(rows, sub-blocks, n): codes, or the output of the family's function."""
     scales: NDArray[np.int16]
     """(rows, sub-blocks): the integers."""
     d: NDArray[np.uint16]
@@ -102,7 +102,7 @@ def _store(value, stored):
 
 @jit.kernel
 def _number(index, stored):
-    """Return the number of an index or of bits, NaN if there is none."""
+    """Return the number of an index or of float16 bits, NaN if out of range."""
     if len(stored) == 0:
         value = simd.half_to_float(np.uint16(index))
         return value if abs(value) <= np.float32(F16_MAX) else np.float32(np.nan)
@@ -130,7 +130,7 @@ def _copy(source, target):
 
 @jit.device_function(inline="always")
 def _ideal(evaluate, value, weight, tables, rule, out, scratch):
-    """Return the scale of a sub-block that loses least if any scale could be stored."""
+    """Return the best real scale of a sub-block."""
     extreme = np.float32(0)
     for j in range(len(value)):
         if abs(value[j]) > abs(extreme):
@@ -149,9 +149,9 @@ def _ideal(evaluate, value, weight, tables, rule, out, scratch):
 
 @jit.device_function(inline="always")
 def _choose(evaluate, value, weight, d, tables, rule, ideal, integers, out, scratch, chosen):
-    """Choose the integers of a block for a d; return the error and the sums that d is fitted by.
+    """Choose the integer scales of a block for a d; return the error and the sums to fit d.
 
-    Unless `chosen` is empty, the integers are given, and what `evaluate` writes is put there.
+    Unless `chosen` is empty, the integers are given and `chosen` gets the output of `evaluate`.
     """
     sub = len(value) // len(ideal)
     error, sum_x, sum_q = np.float32(0), np.float32(0), np.float32(0)
@@ -186,13 +186,13 @@ def _choose(evaluate, value, weight, d, tables, rule, ideal, integers, out, scra
 
 @jit.device_function(inline="always")
 def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, stop):
-    """Encode rows [start, stop).
+    """Quantize rows [start, stop).
 
-    `weight` (1 or rows, columns) is how much the squared error of a weight counts.
+    `weight` (1 or rows, columns) weighs the squared error of each weight.
     ``evaluate(value, weight, step, tables, out, scratch)`` chooses the codes of a sub-block for a
     scale, writes them to `out` and returns the error and the sums of weight * q * value and of
-    weight * q**2, where q is what a code stands for.  The second half of `out` and the 576 floats
-    of `scratch` are for its own use.
+    weight * q**2, where q is the value of a code.  The second half of `out` and the 576 floats of
+    `scratch` are its scratch memory.
     """
     n_subs, block = scales.shape[1] // d.shape[1], x.shape[1] // d.shape[1]
     sub, n_attempts = block // n_subs, len(rule.tops) * rule.rounds
@@ -245,10 +245,10 @@ def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, sto
                 scales[row, first_sub + s] = found[s]
 
 
-def rows_searched(x: Floats, block: int, sub_block: int, n_out: int) -> Searched:
-    """Return the arrays for the search's result for rows `x`, to be filled."""
+def empty_result(x: Floats, block: int, sub_block: int, n_out: int) -> SearchResult:
+    """Return uninitialized result arrays for rows `x`."""
     n_rows, width = x.shape
-    return Searched(
+    return SearchResult(
         np.empty((n_rows, width // sub_block, n_out), np.uint16),
         np.empty((n_rows, width // sub_block), np.int16),
         np.empty((n_rows, width // block), np.uint16),

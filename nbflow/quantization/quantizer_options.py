@@ -1,4 +1,4 @@
-"""How one matrix is put into a format: which encoder, and what is known about its inputs."""
+"""Options of a quantizer, with the statistics of the matrices' inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING, quantize_calibrated
-from nbflow_kernels.quantizers.gptq import SecondMoments
+from nbflow_kernels.quantizers.gptq import Hessian
 
 Importance = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
@@ -23,46 +23,46 @@ GPTQ_NEEDS = (
 
 @dataclass(frozen=True)
 class QuantizerOptions:
-    """How matrices are put into a format.
+    """Quantizer of a model's matrices and its options.
 
     Examples
     --------
     >>> import numpy as np
     >>> w = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    >>> Encoding("hqq").encode("layers.0.attn.q.weight", w, "q3h")
+    >>> QuantizerOptions("hqq").quantize_matrix("layers.0.attn.q.weight", w, "q3h")
     QuantTensor(q3h_b64t1, shape=(4, 64), nbytes=128)
     """
 
     encoder: str = "best"
-    """One of `nbflow_kernels.quantizers.ENCODERS`."""
+    """One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
     importance: Importance = field(default_factory=dict)
     """Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs."""
     act_order: bool = False
-    """Whether GPTQ takes the columns with the largest inputs first."""
+    """True if GPTQ processes the columns with the largest inputs first."""
     damping: float = DAMPING
-    """What GPTQ adds to the diagonal of second moments, in units of its mean."""
+    """Added to the diagonal of second moments by GPTQ, relative to the mean of the diagonal."""
     outliers: float = 0.0
-    """Share of the weights that stay exact."""
-    _last: list[tuple[NDArray[Any], SecondMoments]] = field(
+    """Share of the weights stored exactly."""
+    _last: list[tuple[NDArray[Any], Hessian]] = field(
         default_factory=list, repr=False, compare=False
     )
 
     @property
     def is_default(self) -> bool:
-        """Return whether it is what `nbflow_kernels.quantize` does with a matrix alone."""
+        """Return True for the defaults of `nbflow_kernels.quantize`."""
         return self.encoder == "best" and not self.importance and not self.outliers
 
     @property
     def needs_range(self) -> bool:
-        """Return whether the values beyond which weights are outliers must be known."""
+        """Return True if quantizing part of a matrix requires its outlier range."""
         return self.outliers > 0 and self.encoder != "outliers"
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Return whether blocks of a row depend on others of the row."""
+        """Return True if blocks of a row depend on other blocks of the row."""
         return self.encoder in ("gptq", "hqq", "outliers")
 
-    def encode(
+    def quantize_matrix(
         self,
         name: str,
         rows: NDArray[Any],
@@ -71,68 +71,68 @@ class QuantizerOptions:
         columns: tuple[int, int] | None = None,
         outlier_range: Range | None = None,
     ) -> nk.QuantTensor:
-        """Return rows (N, K) of one of our matrices in a block format.
+        """Quantize rows (N, K) of one of our matrices.
 
         Parameters
         ----------
         name : str
             Our name of the matrix.
         rows : array of float, shape (N, K)
-            Its rows, or the given columns of them.
+            Rows of the matrix, or some columns of them.
         format : str
             The format.
         columns : (start, stop), optional
-            Which columns these are; all by default.
+            Range of the columns; all by default.
         outlier_range : tuple of float, optional
             See `nbflow_kernels.quantize`.
 
         Raises
         ------
         UsageError
-            If they cannot be encoded; the message names the tensor.
+            If they cannot be quantized; the message names the tensor.
         """
         known = self.importance.get(name)
         if known is not None and columns is not None:
             known = known[slice(*columns)] if known.ndim == 1 else known.diagonal()[slice(*columns)]
         try:
-            return self.put(rows, format, known, outlier_range)
+            return self.quantize(rows, format, known, outlier_range)
         except UsageError as error:
             raise UsageError(f"tensor {name}: {error}") from error
 
-    def put(
+    def quantize(
         self,
         rows: NDArray[Any],
         format: str,
         known: NDArray[Any] | None = None,
         outlier_range: Range | None = None,
     ) -> nk.QuantTensor:
-        """Return rows (N, K) in a format, with mean squares (K,) or second moments (K, K) known.
+        """Quantize rows (N, K) with mean squares (K,) or second moments (K, K) of the inputs.
 
-        A float format rounds each weight, whatever the encoder.
+        Float formats round each weight with every quantizer.
         """
         if nk.FORMATS[format].block_size == 1:
             return nk.quantize(rows, format)
-        if self.encoder in nk.quantizers.FORMAT_ENCODERS:
+        if self.encoder in nk.quantizers.FORMAT_QUANTIZER_NAMES:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
                 rows, format, encoder=self.encoder, importance=squares, outliers=self.outliers,
                 outlier_range=outlier_range,
             )  # fmt: skip
-        statistics: NDArray[Any] | SecondMoments | None = known
+        statistics: NDArray[Any] | Hessian | None = known
         if self.encoder == "gptq":
             if known is None or known.ndim != 2:
                 raise UsageError(GPTQ_NEEDS)
-            statistics = self._moments(known)
+            statistics = self._hessian(known)
         return quantize_calibrated(
             rows, format, self.encoder, statistics, act_order=self.act_order, outliers=self.outliers
         )
 
-    def _moments(self, known: NDArray[Any]) -> SecondMoments:
-        """Return second moments, and keep the last: matrices that read the same share a factor."""
+    def _hessian(self, known: NDArray[Any]) -> Hessian:
+        """Return the Hessian; the last is cached for matrices with the same inputs."""
         if not self._last or self._last[0][0] is not known:
-            self._last[:] = [(known, SecondMoments(known, self.damping))]
+            self._last[:] = [(known, Hessian(known, self.damping))]
         return self._last[0][1]
 
 
 BEST = QuantizerOptions()
-"""What `nbflow_kernels.quantize` does with a matrix alone."""
+"""The defaults of `nbflow_kernels.quantize`."""

@@ -1,4 +1,4 @@
-"""Every matrix of a model as an encoder puts it into its format, one after the other."""
+"""The matrices of a model before and after quantization, one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
-from nbflow.conversion.importance_names import known_inputs
+from nbflow.conversion.importance_names import load_importance
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import Weights, weight_formats
@@ -20,7 +20,7 @@ from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 
 
-def encoded_matrices(
+def quantized_matrices(
     model: str | Path,
     weights: Weights,
     *,
@@ -28,13 +28,12 @@ def encoded_matrices(
     importance: str | Path | dict[str, NDArray[Any]] | None = None,
     outliers: float = 0.0,
 ) -> Iterator[tuple[str, NDArray[np.float32], nk.QuantTensor]]:
-    """Yield our name, the values before and the tensor after, of all matrices of a weight format.
+    """Yield our name, float values and quantized tensor of each matrix of a weight format.
 
     Parameters
     ----------
     model, weights, encoder, importance, outliers
-        As of `nbflow.load`.  With an encoder that folds the model the values before are those of
-        the model as it is folded.
+        As for `nbflow.load`.  An encoder with transforms yields the transformed values.
 
     Raises
     ------
@@ -43,7 +42,7 @@ def encoded_matrices(
 
     Examples
     --------
-    >>> name, exact, qt = next(encoded_matrices("tiny_python", "q3h", encoder="hqq"))
+    >>> name, exact, qt = next(quantized_matrices("tiny_python", "q3h", encoder="hqq"))
     >>> name, qt.format.name, bool(np.abs(nk.dequantize(qt) - exact).mean() < 0.02)
     ('layers.0.attn.q.weight', 'q3h_b64t1', True)
     """
@@ -57,12 +56,12 @@ def encoded_matrices(
 
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        known = known_inputs(importance, resolved, file)
+        known = load_importance(importance, resolved, file)
         prepared = prepare(resolved.spec, file, format_of, encoder, known, outliers=outliers)
-        opened = prepared.opened(file)
+        transformed = prepared.apply_to(file)
         for name, shape in prepared.spec.tensor_shapes().items():
             format = formats.of(name, shape)
             if format is None:
                 continue
-            exact = read_operand(prepared.spec, opened, Operand(name)).astype(np.float32)
-            yield name, exact, prepared.encoding.encode(name, exact, format)
+            exact = read_operand(prepared.spec, transformed, Operand(name)).astype(np.float32)
+            yield name, exact, prepared.quantizer.quantize_matrix(name, exact, format)

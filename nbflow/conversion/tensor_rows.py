@@ -1,4 +1,4 @@
-"""Rows of a checkpoint's tensors, read in pieces, so that no whole tensor lies in memory."""
+"""Rows of a checkpoint's tensors, read and quantized in chunks to bound memory."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.program.read_operand import read_operand, read_quantized_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.encoding import BEST, QuantizerOptions
+from nbflow.quantization.quantizer_options import BEST, QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 Statistics = np.ndarray[Any, Any] | None
-"""What is known about a matrix's inputs: mean squares (K,), second moments (K, K), or nothing."""
-_PIECE_WEIGHTS = 1 << 22  # 16 MiB as float32
+"""Statistics of a matrix's inputs: mean squares (K,), second moments (K, K), or None."""
+_CHUNK_WEIGHTS = 1 << 22  # 16 MiB as float32
 
 
 class Rows(Protocol):
-    """Where the rows of one tensor, or of a part of one, come from."""
+    """Source of the rows of a tensor or of a part of it."""
 
     @property
     def n_rows(self) -> int:
-        """Rows in all."""
+        """Number of rows."""
 
     @property
     def n_columns(self) -> int:
-        """Weights in a row."""
+        """Weights of a row."""
 
     @property
     def dtype(self) -> str:
-        """How they are stored: a plain type, or a block format."""
+        """Stored format: a plain type or a block format."""
 
     @property
     def group(self) -> int:
-        """How many rows belong together: pieces are multiples of it."""
+        """Rows that must stay together: chunks are multiples of it."""
 
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop), in a type of NumPy."""
+        """Return rows [start, stop) as a NumPy array."""
 
     def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of a tensor that is stored in blocks, as their bytes."""
+        """Return the bytes of rows [start, stop) of a tensor stored in blocks."""
 
     def raw(self) -> Iterator[bytes]:
-        """Yield the bytes as they are stored, if they are little-endian plain elements."""
+        """Yield the stored bytes of a plain type, little-endian."""
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A tensor of the checkpoint as it lies there, under the checkpoint's own name."""
+    """A tensor of the checkpoint under its stored name."""
 
     file: WeightFile
     name: str
@@ -62,12 +62,12 @@ class StoredRows:
 
     @property
     def n_rows(self) -> int:
-        """Rows in all; a vector is one."""
+        """Number of rows; 1 for a vector."""
         return math.prod(self.file.shape(self.name)[:-1])
 
     @property
     def n_columns(self) -> int:
-        """Weights in a row."""
+        """Weights of a row."""
         shape = self.file.shape(self.name)
         return shape[-1] if shape else 1
 
@@ -90,10 +90,10 @@ class StoredRows:
         """Yield the stored bytes."""
         entry = self.file.entry(self.name)
         if entry.scaled is not None:
-            yield from convert(self, self.dtype, self.name)
+            yield from quantized_chunks(self, self.dtype, self.name)
         elif entry.order == "<":
             yield from self.file.stored_chunks(self.name)
-        elif self.dtype == "bf16":  # the other order; exact, as the array is the widened bfloat16
+        elif self.dtype == "bf16":  # big-endian; exact, as the array is widened bfloat16
             yield nk.quantize(np.atleast_1d(self.file.array(self.name)), "bf16").data.tobytes()
         else:
             yield self.file.array(self.name).tobytes()
@@ -101,31 +101,31 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ModelRows:
-    """One of our tensors, found through the model's specification, rows first."""
+    """One of our tensors, located by the model's specification, rows first."""
 
     spec: ModelSpec
     file: WeightFile
     name: str
     group: int = 1
-    """How many rows belong together: those of a head, where its rows are reordered."""
-    turns: bool = False
-    """Whether the rows of rotary pairs become neighbours."""
+    """Rows that must stay together: those of a head if they are reordered."""
+    interleaves: bool = False
+    """True to interleave the rows of rotary pairs."""
     offset: float = 0.0
     """Added to the values."""
 
     @property
     def n_rows(self) -> int:
-        """Rows in all; a vector is one."""
+        """Number of rows; 1 for a vector."""
         return math.prod(self.spec.shape_of(self.name)[:-1])
 
     @property
     def n_columns(self) -> int:
-        """Weights in a row."""
+        """Weights of a row."""
         return self.spec.shape_of(self.name)[-1]
 
     @property
     def dtype(self) -> str:
-        """Stored type; what is not stored as rows is read as float32."""
+        """Stored format; tensors not stored as rows are read as float32."""
         place = self.spec.tensor_layout(self.name)
         dtype = self.file.dtype(place.name)
         return "f32" if place.head_rows and dtype not in ITEM_BYTES else dtype
@@ -135,47 +135,74 @@ class ModelRows:
         return Operand(self.name, rows=None if is_vector else (start, stop))
 
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop), with the pairs reordered."""
-        rows = self._ordered(read_operand(self.spec, self.file, self._part(start, stop)))
+        """Return rows [start, stop), with pairs interleaved."""
+        rows = self._interleaved(read_operand(self.spec, self.file, self._part(start, stop)))
         return rows + np.float32(self.offset) if self.offset else rows
 
     def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return the bytes of rows [start, stop), with the pairs reordered."""
+        """Return the bytes of rows [start, stop), with pairs interleaved."""
         pieces = read_quantized_operand(self.spec, self.file, self._part(start, stop))
-        return self._ordered(np.concatenate([piece.data for piece in pieces]))
+        return self._interleaved(np.concatenate([piece.data for piece in pieces]))
 
     def raw(self) -> Iterator[bytes]:
-        """Yield the elements of a plain type in its own bytes."""
-        return convert(self, self.dtype, self.name)
+        """Yield the bytes of a plain type."""
+        return quantized_chunks(self, self.dtype, self.name)
 
-    def _ordered(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Bring rows (j, j + D/2) of each head next to each other, as llama.cpp's files have it."""
-        if not self.turns:
+    def _interleaved(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Interleave rows (j, j + D/2) of each head, as in llama.cpp's files."""
+        if not self.interleaves:
             return rows
         shape = rows.shape
         halves = rows.reshape(-1, 2, self.group // 2, *shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
 
 
-def write_rows(
+@dataclass(frozen=True)
+class ArrayRows:
+    """A computed float32 vector."""
+
+    values: np.ndarray[Any, Any]
+    n_rows: int = 1
+    dtype: str = "f32"
+    group: int = 1
+
+    @property
+    def n_columns(self) -> int:
+        """Length of the vector."""
+        return len(self.values)
+
+    def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return the vector."""
+        return self.values
+
+    def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return the bytes of the vector."""
+        return nk.quantize(self.values, "f32").data
+
+    def raw(self) -> Iterator[bytes]:
+        """Yield the bytes of the vector."""
+        yield self.values.astype("<f4").tobytes()
+
+
+def row_chunks(
     rows: Rows,
     format: str,
     where: str,
-    encoding: QuantizerOptions = BEST,
+    options: QuantizerOptions = BEST,
     importance: Statistics = None,
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a tensor in a format, piece by piece.
+    """Yield the bytes of a tensor in a format, in chunks of rows.
 
     Parameters
     ----------
     rows : Rows
         The tensor.
     format : str
-        What it becomes; the type it is stored as copies it.
+        The new format; the stored format copies the bytes.
     where : str
-        What the error messages call the tensor.
-    encoding : Encoding
-        How it gets there.
+        Name of the tensor in error messages.
+    options : QuantizerOptions
+        The quantizer.
     importance : array of float32, shape (K,) or (K, K), optional
         Mean squares, or second moments, of the matrix's inputs.
 
@@ -190,30 +217,30 @@ def write_rows(
         for start, stop in _spans(rows):
             yield np.ascontiguousarray(rows.blocks(start, stop)).reshape(-1).data
     else:
-        yield from convert(rows, format, where, encoding, importance)
+        yield from quantized_chunks(rows, format, where, options, importance)
 
 
-def convert(
+def quantized_chunks(
     rows: Rows,
     format: str,
     where: str,
-    encoding: QuantizerOptions = BEST,
+    options: QuantizerOptions = BEST,
     importance: Statistics = None,
 ) -> Iterator[bytes]:
-    """Yield the bytes of rows that are put into a format; see `write_rows`."""
+    """Yield the bytes of rows quantized to a format; see `row_chunks`."""
     for start, stop in _spans(rows):
         array = rows.array(start, stop)
         if array.dtype.type not in (np.float16, np.float32, np.float64):
-            raise UsageError(f"tensor {where}: {rows.dtype} cannot be put into {format}")
+            raise UsageError(f"tensor {where}: {rows.dtype} cannot be converted to {format}")
         try:
-            piece = encoding.put(np.atleast_1d(array), format, importance)
+            piece = options.quantize(np.atleast_1d(array), format, importance)
         except UsageError as error:
             raise UsageError(f"tensor {where} does not fit into {format}: {error}") from error
         yield piece.data.tobytes()
 
 
 def _spans(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Yield the first and last row of each piece."""
-    each = max(1, _PIECE_WEIGHTS // max(1, rows.n_columns) // rows.group) * rows.group
+    """Yield the row range of each chunk."""
+    each = max(1, _CHUNK_WEIGHTS // max(1, rows.n_columns) // rows.group) * rows.group
     for start in range(0, rows.n_rows, each):
         yield start, min(start + each, rows.n_rows)
