@@ -248,7 +248,7 @@ class ReferenceExecutor:
         The product with a key whose last column is its position then has ALiBi's bias.
         """
         spec = self._program.spec
-        slopes = attention.alibi_slopes(spec.n_heads)
+        slopes = position.alibi_slopes(spec.n_heads)
         if not spec.alibi_scaled:
             slopes = slopes / spec.sm_scale
         column = np.broadcast_to(slopes[:, None], (*q.shape[:2], 1))

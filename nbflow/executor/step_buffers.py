@@ -75,7 +75,7 @@ class StepArrays:
 class PaddedArrays(StepArrays):
     """Arrays for steps of at most so many sequences and new tokens.
 
-    What there is more room for counts as tokens without a position and sequences without keys: rows
+    What device_buffer is more room for counts as tokens without a position and sequences without keys: rows
     are computed for them, which depend on nothing and which nobody reads, and nothing is written
     into pages.
     """
@@ -124,7 +124,7 @@ class Staging:
         self._sent = [cuda.Event(disable_timing=True) for _ in range(self.N_BUFFERS)]
         self._turn = 0
 
-    def send(self, parts: Sequence[np.ndarray], there: Any, stream: Any) -> None:
+    def send(self, parts: Sequence[np.ndarray], device_buffer: Any, stream: Any) -> None:
         """Copy int32 arrays, one behind the other, to an array on the device."""
         self._turn = turn = (self._turn + 1) % self.N_BUFFERS
         n = sum(map(len, parts))
@@ -135,7 +135,7 @@ class Staging:
             self._sent[turn].synchronize()  # what was in this buffer has arrived
         buffer = self._buffers[turn]
         np.concatenate(parts, out=buffer[:n])
-        there.data.copy_from_host_async(buffer.ctypes.data, 4 * n, stream)
+        device_buffer.data.copy_from_host_async(buffer.ctypes.data, 4 * n, stream)
         self._sent[turn].record(stream)
 
 
@@ -168,7 +168,7 @@ class DeviceArrays:
         for name, view in zip(self.NAMES, views, strict=False):
             setattr(self, name, view)
         for table, view in zip(tables, views[len(self.NAMES) :], strict=True):
-            table.there = view
+            table.device_buffer = view
 
     @property
     def n_bytes(self) -> int:

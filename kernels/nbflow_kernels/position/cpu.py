@@ -125,7 +125,7 @@ def _rotate_pair(a, b, cos, sin):
 
 
 @jit.device_function
-def _rotate_halves(x, cos, half):
+def rotate_halves(x, cos, half):
     """Rotate the pairs (j, j + half) of one head; `cos` has the sines behind it."""
     sin, y = cos + 4 * half, x + 4 * half
     d = 0
@@ -188,6 +188,6 @@ def _rope(
             else:
                 x = key + row * key_row_bytes + 4 * D * (h - H)
             if is_neox:
-                _rotate_halves(x, cos, half)
+                rotate_halves(x, cos, half)
             else:
                 _rotate_pairs(x, cos, half)

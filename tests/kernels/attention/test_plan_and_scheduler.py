@@ -1,4 +1,4 @@
-"""The division of work: every row once, shares, splits, and the bits whatever the division."""
+"""Plans and schedules: every row once, shares, splits, and bits independent of the schedule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nbflow_kernels.cpu.parallel_for import capture, set_num_threads
 from nbflow_kernels.kv_cache.cases import page_table
 
 MIXED = [70, 1, 200, 0, 64, 130]  # keys of each request
-NEW = [70, 1, 1, 0, 5, 3]  # their query rows
+NEW = [70, 1, 1, 0, 5, 3]  # query rows
 ROWS = np.cumsum([0, *NEW]).astype(np.int32)
 
 
@@ -119,12 +119,14 @@ def test_long_keys_are_divided_and_the_bits_do_not_change() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 100}, {"logits_soft_cap": 3.0}])
 def test_prefill_over_splits_has_the_bits_of_decode(options: dict[str, Any]) -> None:
-    """Small splits, so that rows of one tile see different numbers of them."""
+    """Small splits: rows of a tile see different numbers of them."""
     rng = np.random.default_rng(4)
     paged = Paged(rng, [200], (4, 2, 32), 8)
     q = normal(rng, 200, 4, 32)
     wrapper = BatchPrefillWithPagedKVCacheWrapper()
-    paged.plan(wrapper, ints(0, 200), fixed_split_size=3, **options)  # 24 keys: no chunk's length
+    paged.plan(
+        wrapper, ints(0, 200), fixed_split_size=3, **options
+    )  # 24 keys, not a multiple of a chunk
     whole, lse = wrapper.run(q, paged.cache, return_lse=True)
     want = paged.run(q, ints(0, 200), reference.BatchPrefillWithPagedKVCacheWrapper, **options)
     np.testing.assert_allclose(whole, want[0], rtol=0, atol=ATOL)
