@@ -258,7 +258,7 @@ def test_partial_results_lie_in_the_callers_workspace(xp: Any) -> None:
             assert place == -(-workspace.data.ptr // 16) * 16
     wrapper.reset_workspace_buffer(np.empty(8, np.uint8))
     wrapper.plan(*paged.table, *HEADS, PAGE)
-    with pytest.raises(UsageError, match="float_workspace_buffer is in host memory, q is on a CUDA"):
+    with pytest.raises(UsageError, match="buffer is in host memory, q is on a CUDA"):
         wrapper.run(q_there, cache)
 
 

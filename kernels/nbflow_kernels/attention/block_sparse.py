@@ -20,7 +20,26 @@ __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 FLOATS = (np.float32, np.float16)
 
 
-class BlockSparseAttentionWrapper:
+class _BlockMaskWrapper:
+    """Base class: the paged wrapper that runs a block mask."""
+
+    def __init__(self, float_workspace_buffer: Any = None) -> None:
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
+        self._sizes: tuple[int, int, int, int, int, int] | None = None
+
+    @property
+    def current(self) -> Any:
+        """Return the plan of the paged kernel, inspectable as NumPy arrays."""
+        return self._wrapper.current
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
+    ) -> None:
+        """Set the split-KV workspace for later plans; None to allocate per plan."""
+        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+
+class BlockSparseAttentionWrapper(_BlockMaskWrapper):
     """Attention of M query rows to N keys under a mask in block compressed row form (BSR).
 
     Parameters
@@ -43,21 +62,6 @@ class BlockSparseAttentionWrapper:
            [0.5, 0. ],
            [0. , 0.5]], dtype=float32)
     """
-
-    def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
-        self._sizes: tuple[int, int, int, int, int, int] | None = None
-
-    @property
-    def current(self) -> Any:
-        """Return the plan of the paged kernel, inspectable as NumPy arrays."""
-        return self._wrapper.current
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
-    ) -> None:
-        """Set the split-KV workspace for later plans; None to allocate per plan."""
-        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -198,7 +202,7 @@ class BlockSparseAttentionWrapper:
         return self._wrapper.run(q, pages, out=out, lse=lse, return_lse=return_lse)
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
     """Attention under a block mask with blocks of unequal sizes, one mask per KV head.
 
     Parameters
@@ -218,21 +222,6 @@ class VariableBlockSparseAttentionWrapper:
     >>> wrapper.run(np.zeros((1, 3, 2), np.float32), k, v)[0, :, 0]  # row 0 sees keys 1 and 2
     array([1.5, 2. , 2. ], dtype=float32)
     """
-
-    def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
-        self._sizes: tuple[int, int, int, int, int, int] | None = None
-
-    @property
-    def current(self) -> Any:
-        """Return the plan of the paged kernel, inspectable as NumPy arrays."""
-        return self._wrapper.current
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
-    ) -> None:
-        """Set the split-KV workspace for later plans; None to allocate per plan."""
-        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from nbflow_kernels.arrays import check_array, on_host
-from nbflow_kernels.attention.options import check_indptr
+from nbflow_kernels.arrays import on_host
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache.page_table import check_kv_lens
 
 
 class BatchAttention(PagedAttentionWrapper):
@@ -92,26 +90,9 @@ class BatchAttention(PagedAttentionWrapper):
         UsageError, TypeError
             As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
-        if page_size < 1:
-            raise UsageError(f"page_size must be positive, got {page_size}")
         qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
         kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
-        check_indptr("kv_indptr", kv_indptr)
-        check_array("kv_indices", kv_indices, (None,), np.int32)
-        if kv_indptr[-1] > len(kv_indices):
-            raise UsageError(
-                f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), "
-                f"got {kv_indptr[-1]}"
-            )
-        check_array("kv_len_arr", kv_len_arr, (len(kv_indptr) - 1,), np.int32)
-        capacity = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64) * page_size
-        wrong = np.flatnonzero((kv_len_arr < 0) | (kv_len_arr > capacity))
-        if len(wrong):
-            b = int(wrong[0])
-            raise UsageError(
-                f"kv_len_arr of request {b} must be 0..{capacity[b]}, the capacity of its pages, "
-                f"got {kv_len_arr[b]}"
-            )
+        check_kv_lens(kv_indptr, kv_indices, kv_len_arr, page_size)
         return self._plan_lens(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,

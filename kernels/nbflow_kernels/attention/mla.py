@@ -21,7 +21,7 @@ from nbflow_kernels.attention.options import check_dtype, check_indptr, check_wo
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.run import AttentionCall, check_devices
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.page_table import check_mla_cache, check_page_numbers, check_page_table
+from nbflow_kernels.kv_cache.page_table import check_kv_lens, check_mla_cache, check_page_numbers
 
 FLOATS = (np.float32, np.float16)
 
@@ -136,7 +136,8 @@ class BatchMLAPagedAttentionWrapper:
             raise UsageError(f"sm_scale must be finite, got {sm_scale}")
         qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
         kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
-        _check_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
+        check_kv_lens(kv_indptr, kv_indices, kv_len_arr, page_size)
+        check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
         plan = AttentionPlan(
             (num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv), page_size,
             causal=bool(causal), sm_scale=float(sm_scale),
@@ -229,22 +230,3 @@ class BatchMLAPagedAttentionWrapper:
         variant.latent_attention(plan, q, ckv_cache, kpe_cache, into, lse, format.kind)
         out = narrow_output(q_nope, into, out)
         return (out, lse) if return_lse else out
-
-
-def _check_tables(
-    qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, page_size: int
-) -> None:
-    """Raise unless every request has pages for its tokens, and `qo_indptr` is monotonic."""
-    check_indptr("kv_indptr", kv_indptr)
-    check_array("kv_len_arr", kv_lens, (len(kv_indptr) - 1,), np.int32)
-    full = np.where(kv_indptr[1:] > kv_indptr[:-1], page_size, 0).astype(np.int32)
-    check_page_table(kv_indptr, kv_indices, full, page_size)
-    counts = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64)
-    wrong = (kv_lens < 0) | (kv_lens > counts * page_size)
-    if wrong.any():
-        request = int(np.flatnonzero(wrong)[0])
-        raise UsageError(
-            f"kv_len_arr of request {request} must be 0..{counts[request] * page_size}, the "
-            f"capacity of its {counts[request]} pages, got {kv_lens[request]}"
-        )
-    check_indptr("qo_indptr", qo_indptr, len(kv_indptr))

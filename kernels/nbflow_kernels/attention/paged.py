@@ -203,7 +203,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         )  # fmt: skip
 
     def run(
-        self,
+        self: PagedAttentionWrapper,
         q: Any,
         paged_kv_cache: Any,
         *,
@@ -411,47 +411,5 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             },
         )  # fmt: skip
 
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        window_left: int | None = None,
-        sinks: Any = None,
-        lse_base: str = "2",
-    ) -> Any:
-        """Attend with the current plan.
-
-        Parameters
-        ----------
-        q : array of float32 or float16, shape (B * q_len_per_req, H, D)
-            Query rows.
-        paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks
-            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
-        lse_base : str
-            ``"2"`` or ``"e"``: base of the logarithm in the LSE.
-
-        Returns
-        -------
-        array, shape (B * q_len_per_req, H, D_v), or a pair with the LSE
-            The bits of a row depend neither on the batch nor on the page size.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.run`.
-        """
-        call = AttentionCall(
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
-            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
-            tensor_cores=self._tensor_cores,
-        )  # fmt: skip
-        return self._run_pages(q, paged_kv_cache, window_left, call)
-
+    run = BatchPrefillWithPagedKVCacheWrapper.run
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -105,7 +105,7 @@ class AttentionPlan:
         """Synchronize after uploading tables to a device."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """Sizes and addresses for the kernels; see `nbflow_kernels.attention.plan_layout`."""
-        self._keep: dict[int, Any] = {}
+        self._tables: dict[int, Any] = {}
         self._shares = np.zeros(MAX_THREADS + 1, np.int64)
         self._partials = np.zeros(0, np.float32)
         self.set_table(at.SHARES, self._shares)
@@ -204,24 +204,24 @@ class AttentionPlan:
 
     def set_factors(self, scores: np.ndarray | None, outputs: np.ndarray | None) -> None:
         """Set factors of scores and results per query head, float32 (H,); None for 1."""
-        base = self._keep[at.SCORE_FACTORS]
+        base = self._tables[at.SCORE_FACTORS]
         if scores is not None or base is not self._factors:
             factors = self._factors
             self.set_table(at.SCORE_FACTORS, factors if scores is None else factors * scores)
         if outputs is not None or self.header[at.OUT_FACTORS]:
             self.set_table(at.OUT_FACTORS, outputs)
 
-    def set_table(self, place: int, array: Any) -> None:
+    def set_table(self, field: int, array: Any) -> None:
         """Set an address field of the header to an array, or to none.
 
         The address of a device array is set by `device_plan`.
         """
-        self._keep[place] = array
-        self.header[place] = 0 if array is None or is_cuda(array) else address_of(array)
+        self._tables[field] = array
+        self.header[field] = 0 if array is None or is_cuda(array) else address_of(array)
 
-    def table(self, place: int) -> Any:
+    def table(self, field: int) -> Any:
         """Return the array of an address field of the header, or None."""
-        return self._keep.get(place)
+        return self._tables.get(field)
 
     def __str__(self) -> str:
         """Return the items as a table."""

@@ -201,9 +201,9 @@ def append_paged_mla_kv_cache(
     tables = (kv_indices, kv_indptr, kv_last_page_len)
     _check_tables(batch_indices, positions, T, tables, page_size, n_pages)
     variant = cuda if is_cuda(append_ckv) else cpu
-    variant.append_paged_mla_kv_cache(
-        append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices,
-        kv_indptr, (format.kind, format.kind),
+    variant.append_paged_kv_cache(  # one head, whose key and value sizes differ
+        append_ckv[:, None], append_kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
+        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", (format.kind, format.kind),
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def gather_paged_kv_cache(
     lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
-    places = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
+    rows = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
     shape = (int(indptr[-1]), G, D)
     if out is None:
         out = (empty(k, shape, np.dtype(dtype)), empty(k, shape, np.dtype(dtype)))
@@ -274,7 +274,7 @@ def gather_paged_kv_cache(
         check_array(name, array, shape, np.dtype(dtype))
     kinds = kinds_of(k, v, kv_format)
     variant = cuda if is_cuda(k) else cpu
-    variant.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kinds, *out)
+    variant.gather_paged_kv_cache(k, v, *rows, kv_indices, kv_indptr, kv_layout, kinds, *out)
     return out
 
 
@@ -403,7 +403,7 @@ def _check_tables(
         return
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
     check_page_numbers(kv_indices[: kv_indptr[-1]], n_pages)
-    _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
+    _check_positions(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
 
 
 def _check_shapes(kv_indices, kv_indptr, kv_last_page_len):
@@ -413,7 +413,7 @@ def _check_shapes(kv_indices, kv_indptr, kv_last_page_len):
     check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
 
 
-def _check_places(batch_indices, positions, lens):
+def _check_positions(batch_indices, positions, lens):
     """Raise unless every row's request and position are in the page table."""
     if not len(batch_indices):
         return

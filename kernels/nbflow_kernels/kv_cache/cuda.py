@@ -88,24 +88,6 @@ def append_paged_kv_cache(
     )  # fmt: skip
 
 
-def append_paged_mla_kv_cache(
-    ckv: Any,
-    kpe: Any,
-    batch_indices: Any,
-    positions: Any,
-    ckv_cache: Any,
-    kpe_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kinds: tuple[int, int],
-) -> None:
-    """See `nbflow_kernels.append_paged_mla_kv_cache`; one head with two sizes."""
-    append_paged_kv_cache(
-        ckv[:, None], kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
-        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", kinds,
-    )  # fmt: skip
-
-
 def gather_paged_kv_cache(
     k_cache: Any,
     v_cache: Any,

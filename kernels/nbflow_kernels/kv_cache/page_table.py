@@ -65,6 +65,24 @@ def check_page_table(
         )
 
 
+def check_kv_lens(
+    kv_indptr: np.ndarray, kv_indices: np.ndarray, kv_lens: np.ndarray, page_size: int
+) -> None:
+    """Raise unless the pages of each request hold its tokens; unused pages are allowed."""
+    check_array("kv_indptr", kv_indptr, (None,), np.int32)
+    check_array("kv_len_arr", kv_lens, (max(len(kv_indptr) - 1, 0),), np.int32)
+    counts = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64)
+    full = np.where(counts > 0, page_size, 0).astype(np.int32)
+    check_page_table(kv_indptr, kv_indices, full, page_size)
+    wrong = np.flatnonzero((kv_lens < 0) | (kv_lens > counts * page_size))
+    if len(wrong):
+        b = int(wrong[0])
+        raise UsageError(
+            f"kv_len_arr of request {b} must be 0..{counts[b] * page_size}, the capacity of its "
+            f"{counts[b]} pages, got {kv_lens[b]}"
+        )
+
+
 def check_page_numbers(kv_indices: np.ndarray, n_pages: int) -> None:
     """Raise unless every page of the table exists in the cache."""
     if len(kv_indices) and (kv_indices.min() < 0 or kv_indices.max() >= n_pages):

@@ -49,7 +49,7 @@ def attend(
     """
     if kinds is None:
         kinds = _float_kind(k_cache), _float_kind(v_cache)
-    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    k, v, strides = _cache_addresses(plan, k_cache, v_cache)
     split_rows(
         flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
         *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
@@ -91,7 +91,7 @@ def attend_variant(
     kinds: tuple[int, int],
 ) -> None:
     """Attend with an `AttentionVariant`; the plan must not be split."""
-    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    k, v, strides = _cache_addresses(plan, k_cache, v_cache)
     source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     args = (
         plan.header, variant.params, source, kinds, address_of(q), q.strides[0], k, v, strides,
@@ -100,7 +100,7 @@ def attend_variant(
     split_rows(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
 
 
-def _cache_places(
+def _cache_addresses(
     plan: AttentionPlan, k_cache: np.ndarray, v_cache: np.ndarray
 ) -> tuple[int, int, tuple[int, ...]]:
     """Return the addresses of keys and values, and bytes per page, token, head and row of each."""

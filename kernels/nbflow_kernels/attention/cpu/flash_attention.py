@@ -77,37 +77,24 @@ def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch
     for j in range(0, CHUNK, 16):
         m = np.int64(0)
         while m < M:
-            first = np.int64(CHUNK)
-            last = np.int64(0)
+            q_m, scores = q + m * row_bytes, s + m * SCORE_BYTES
+            n = n_prefetch if m == 0 else 0
+            first, last = np.int64(CHUNK), np.int64(0)
             for i in range(m, min(m + 4, M)):
                 first = min(first, read_i64(state + STATE_BYTES * i + FIRST))
                 last = max(last, read_i64(state + STATE_BYTES * i + LAST))
             if m + 4 <= M:
                 for i in range(max(j, first // 4 * 4), min(j + 16, last), 4):
-                    qk_4x4(
-                        like,
-                        q + m * row_bytes,
-                        row_bytes,
-                        table + 8 * i,
-                        s + m * SCORE_BYTES + 4 * i,
-                        ahead + 8 * i,
-                        n_prefetch if m == 0 else 0,
-                    )
+                    keys, next_keys = table + 8 * i, ahead + 8 * i
+                    qk_4x4(like, q_m, row_bytes, keys, scores + 4 * i, next_keys, n)
                 m += 4
             else:
                 first = read_i64(state + STATE_BYTES * m + FIRST)
                 last = read_i64(state + STATE_BYTES * m + LAST)
                 if first < j + 16 and j < last:
+                    keys, next_keys, count = table + 8 * j, ahead + 8 * j, min(last - j, 16)
                     qk_1x16(
-                        like,
-                        q + m * row_bytes,
-                        row_bytes,
-                        table + 8 * j,
-                        min(last - j, 16),
-                        scratch,
-                        s + m * SCORE_BYTES + 4 * j,
-                        ahead + 8 * j,
-                        n_prefetch if m == 0 else 0,
+                        like, q_m, row_bytes, keys, count, scratch, scores + 4 * j, next_keys, n
                     )
                 m += 1
 
@@ -120,69 +107,30 @@ def accumulate_pv(like, M, acc, row_bytes, state, s, values, ahead, n_prefetch):
     """
     m = np.int64(0)
     while m < M:
-        n = np.int64(4 if m + 4 <= M else 1)
+        sums, records, weights = acc + m * row_bytes, state + STATE_BYTES * m, s + m * SCORE_BYTES
+        count, n = np.int64(4 if m + 4 <= M else 1), n_prefetch if m == 0 else 0
         low, high = np.int64(0), np.int64(CHUNK)
-        for i in range(m, m + n):
-            low = max(low, read_i64(state + STATE_BYTES * i + FIRST))
-            high = min(high, read_i64(state + STATE_BYTES * i + LAST))
+        for i in range(count):
+            low = max(low, read_i64(records + STATE_BYTES * i + FIRST))
+            high = min(high, read_i64(records + STATE_BYTES * i + LAST))
         high = max(low, high)
-        if n == 4:
-            for i in range(m, m + 4):
-                record = state + STATE_BYTES * i
-                first, last = read_i64(record + FIRST), min(read_i64(record + LAST), low)
-                pv_row(
-                    like,
-                    acc + i * row_bytes,
-                    row_bytes,
-                    record,
-                    s + i * SCORE_BYTES,
-                    values,
-                    first,
-                    last,
-                    ahead,
-                    0,
-                )
-            pv_four_rows(
-                like,
-                acc + m * row_bytes,
-                row_bytes,
-                state + STATE_BYTES * m,
-                s + m * SCORE_BYTES,
-                values,
-                low,
-                high,
-                ahead,
-                n_prefetch if m == 0 else 0,
-            )
-            for i in range(m, m + 4):
-                record = state + STATE_BYTES * i
-                first, last = max(read_i64(record + FIRST), high), read_i64(record + LAST)
-                pv_row(
-                    like,
-                    acc + i * row_bytes,
-                    row_bytes,
-                    record,
-                    s + i * SCORE_BYTES,
-                    values,
-                    first,
-                    last,
-                    ahead,
-                    0,
-                )
+        if count == 4:
+            pv_ends(like, sums, row_bytes, records, weights, values, np.int64(0), low, ahead)
+            pv_four_rows(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
+            pv_ends(like, sums, row_bytes, records, weights, values, high, np.int64(CHUNK), ahead)
         else:
-            pv_row(
-                like,
-                acc + m * row_bytes,
-                row_bytes,
-                state + STATE_BYTES * m,
-                s + m * SCORE_BYTES,
-                values,
-                low,
-                high,
-                ahead,
-                n_prefetch if m == 0 else 0,
-            )
-        m += n
+            pv_row(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
+        m += count
+
+
+@jit.device_function
+def pv_ends(like, acc, row_bytes, records, p, values, first, last, ahead):
+    """Accumulate P V of four query vectors, each over its visible keys in [first, last)."""
+    for i in range(4):
+        record = records + STATE_BYTES * i
+        begin, end = max(read_i64(record + FIRST), first), min(read_i64(record + LAST), last)
+        scores = p + i * SCORE_BYTES
+        pv_row(like, acc + i * row_bytes, row_bytes, record, scores, values, begin, end, ahead, 0)
 
 
 @jit.device_function
@@ -503,18 +451,8 @@ def flash_attention(
                     seen = max(read_i64(record + LOW) - base, first)
                     write_i64(record + FIRST, seen)
                     write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
-                qk_scores(
-                    k_like,
-                    M,
-                    q_tile + tile * qk_bytes,
-                    qk_bytes,
-                    now,
-                    records,
-                    s,
-                    scratch,
-                    table_1,
-                    n_1,
-                )
+                vectors = q_tile + tile * qk_bytes
+                qk_scores(k_like, M, vectors, qk_bytes, now, records, s, scratch, table_1, n_1)
                 softmax_weights(
                     header, cap, M, group, head, request, row, position, base, s, records, ramp
                 )

@@ -106,18 +106,18 @@ def attend(
     """
     if not plan.n_query_rows:
         return
-    places = _places(plan, k_cache, v_cache, page_bytes)
+    kv_strides = _kv_strides(plan, k_cache, v_cache, page_bytes)
     arguments = (
-        q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
+        q, q.strides[0], _kind_of(q), k_cache, v_cache, *kv_strides[0], *kv_strides[1],
         plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    if quantized_kv.supports(plan, k_cache, v_cache, places, kinds):
-        quantized_kv.attend(plan, arguments, places, kinds)
+    if quantized_kv.supports(plan, k_cache, v_cache, kv_strides, kinds):
+        quantized_kv.attend(plan, arguments, kv_strides, kinds)
         return
     aligned_out = cuda.address(out) % 8 == 0
     # tensor-core kernels write 8 bytes at once
-    if aligned_out and mma_supports(plan, q, k_cache, v_cache, places, kinds):
-        _run_mma(plan, arguments, kinds, _v_in_k(k_cache, v_cache, places, kinds))
+    if aligned_out and mma_supports(plan, q, k_cache, v_cache, kv_strides, kinds):
+        _run_mma(plan, arguments, kinds, _v_in_k(k_cache, v_cache, kv_strides, kinds))
     elif tensor_cores:
         raise UsageError(
             "use_tensor_cores=True: no tensor-core kernel supports float32 caches, fused rotation, "
@@ -143,18 +143,18 @@ def attend_variant(
     """Attend with an `AttentionVariant`; needs numba-cuda, see `cuda/variants.py`."""
     from nbflow_kernels.attention.cuda import variants
 
-    places = _places(plan, k_cache, v_cache, page_bytes)
-    variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kinds)
+    kv_strides = _kv_strides(plan, k_cache, v_cache, page_bytes)
+    variants.attend_variant(plan, variant, q, k_cache, v_cache, kv_strides, out, lse, kinds)
 
 
-def _places(
+def _kv_strides(
     plan: AttentionPlan, k_cache: Any, v_cache: Any, page_bytes: tuple[int, int] | None
 ) -> list[tuple[int, int, int]]:
     """Return the page, token and head strides in bytes of keys and of values."""
-    places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
+    kv_strides = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
     if page_bytes is not None:
-        places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
-    return places
+        kv_strides = [(n, *p[1:]) for n, p in zip(page_bytes, kv_strides, strict=True)]
+    return kv_strides
 
 
 def latent_attention(
@@ -172,7 +172,7 @@ def latent_attention(
 
 
 def mma_supports(
-    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]
+    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]
 ) -> bool:
     """Return whether the mma and wgmma kernels support a call that `quantized_kv` does not.
 
@@ -182,14 +182,14 @@ def mma_supports(
     _, _, D_qk, D_vo = plan.heads
     if F32 in kinds or (max(kinds) >= FIRST_BLOCK_KIND and q.dtype == np.float32):
         return False
-    v_in_k = _v_in_k(k_cache, v_cache, places, kinds)
+    v_in_k = _v_in_k(k_cache, v_cache, kv_strides, kinds)
     if D_qk % 16 or D_vo % 16 or split_keys(plan) % _KEYS:
         return False
     if D_vo > MAX_LATENT_COLUMNS if v_in_k else max(D_qk, D_vo) > MAX_HEAD_COLUMNS:
         return False
     if plan.table(at.ROPE) is not None:
         return False
-    for kind, cache, steps in zip(kinds, (k_cache, v_cache), places, strict=True):
+    for kind, cache, steps in zip(kinds, (k_cache, v_cache), kv_strides, strict=True):
         together = cuda.address(cache)
         for step in steps:
             together |= step
@@ -202,9 +202,9 @@ def mma_supports(
     return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
 
 
-def _v_in_k(k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]) -> bool:
+def _v_in_k(k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]) -> bool:
     """Return whether values are the first columns of the keys, in a float format."""
-    same = places[0] == places[1] and kinds[0] == kinds[1] < FIRST_BLOCK_KIND
+    same = kv_strides[0] == kv_strides[1] and kinds[0] == kinds[1] < FIRST_BLOCK_KIND
     return bool(same and cuda.address(k_cache) == cuda.address(v_cache))
 
 

@@ -38,7 +38,7 @@ PARAMETERS = (
 
 def is_plain(plan: AttentionPlan) -> bool:
     """Return whether the plan has no soft cap, mask and bias."""
-    return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
+    return plan.logits_soft_cap == 0 and all(plan.table(field) is None for field in _OPTIONS)
 
 
 class StaticPlanBuffers:
@@ -198,7 +198,7 @@ class CudaPlan:
         self._reserve(tables.padded)
 
     def refresh(self) -> None:
-        """Update the headers in use to the current step, in place."""
+        """Update the headers in use to the current step, in field."""
         self._reserve(self._fixed.padded if self._fixed is not None else NO_ITEMS)
         for host, copy in self._headers.values():
             before = host.copy()
@@ -232,7 +232,7 @@ class CudaPlan:
         self._evict_headers()
         host = plan.header.copy()
         host[at.SPLIT_KEYS] = split_keys(plan)
-        places = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS, at.ITEMS, at.MERGES)
+        fields = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS, at.ITEMS, at.MERGES)
         if fixed is None:
             items, packed = self._scheduled(tiling)
             start = address(packed)
@@ -240,10 +240,10 @@ class CudaPlan:
         else:
             items, addresses = fixed.padded, [fixed.table_address(i) for i in range(6)]
         host[at.MAX_VECTORS], host[at.N_MERGES] = items.most, len(items.merges)
-        for place, found in zip(places, addresses, strict=True):
-            host[place] = found
-        for place in _LAYERS:
-            host[place] = self._table(place)
+        for field, found in zip(fields, addresses, strict=True):
+            host[field] = found
+        for field in _LAYERS:
+            host[field] = self._table(field)
         self._fill_step_fields(host)
         host[[at.SHARES, at.ITEM_CAPACITY, at.MERGE_CAPACITY]] = 0  # host only
         key = (tiling, *host[[*_LAYERS, at.LSE_NATURAL]].tolist())
@@ -275,8 +275,8 @@ class CudaPlan:
     def _fill_step_fields(self, host: np.ndarray) -> None:
         """Write the addresses shared by all layers of a step."""
         host[at.PARTIALS], host[at.ARRIVED] = self._partials_buffer()[0], address(self._arrived)
-        for place in _TABLES:
-            host[place] = self._table(place)
+        for field in _TABLES:
+            host[field] = self._table(field)
 
     def _scheduled(self, tiling: Tiling) -> tuple[CudaWorkItems, Any]:
         """Return the work items and their device copy."""
@@ -315,22 +315,22 @@ class CudaPlan:
         if self._arrived.size < tiles:
             self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
 
-    def _table(self, place: int) -> int:
+    def _table(self, field: int) -> int:
         """Return the device address of a table, 0 if unset."""
-        array = self._plan.table(place)
+        array = self._plan.table(field)
         if array is None:
             return 0
         # Layers may pass new arrays with equal numbers at every call: one copy serves them all.
-        small = place in _LAYERS and isinstance(array, np.ndarray)
-        key = (place, array.tobytes()) if small else place
+        small = field in _LAYERS and isinstance(array, np.ndarray)
+        key = (field, array.tobytes()) if small else field
         known = self._copies.get(key)
         if known is None or not (small or known[0] is array):
             copy = array if hasattr(array, "__cuda_array_interface__") else None
             known = (array, self._device.asarray(array) if copy is None else copy)
             self._copies[key] = known
         inside = 0
-        if place == at.BIAS:  # the header points at distance 0, inside the table
-            inside = int(self._plan.header[place]) - int(array.ctypes.data)
+        if field == at.BIAS:  # the header points at distance 0, inside the table
+            inside = int(self._plan.header[field]) - int(array.ctypes.data)
         return address(known[1]) + inside
 
 

@@ -35,7 +35,7 @@ _WEIGHT_BYTES, _STATIC_SHARED_BYTES = 256, 5120
 
 
 def supports(
-    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]
 ) -> bool:
     """Return whether the kernel supports a call.
 
@@ -54,9 +54,9 @@ def supports(
             PAIR_RADIX,
         ):  # other radixes are not split
             return False
-    if not all(0 <= step < 1 << 32 for steps in places for step in steps[:2]):
+    if not all(0 <= step < 1 << 32 for steps in kv_strides for step in steps[:2]):
         return False
-    if not _copies(plan, (k_cache, v_cache), places, kinds)[1]:
+    if not _copies(plan, (k_cache, v_cache), kv_strides, kinds)[1]:
         return False
     return _shared_bytes(plan, kinds, 1) <= cuda.device_of(k_cache).max_shared_bytes
 
@@ -73,13 +73,13 @@ def kernel(kinds: tuple[int, int], parts: tuple[int, int], quads: int, copy: int
 
 
 def attend(
-    plan: AttentionPlan, arguments: tuple[Any, ...], places: Any, kinds: tuple[int, int]
+    plan: AttentionPlan, arguments: tuple[Any, ...], kv_strides: Any, kinds: tuple[int, int]
 ) -> None:
     """Launch the kernel for single-row requests and for longer ones."""
     q, k_cache, v_cache = arguments[0], *arguments[3:5]
     H, G, D_qk, D_vo = plan.heads
     parts = _parts(kinds[0], D_qk), _parts(kinds[1], D_vo)
-    copy = _copies(plan, (k_cache, v_cache), places, kinds)[0]
+    copy = _copies(plan, (k_cache, v_cache), kv_strides, kinds)[0]
     one_row = min(4 * cuda.ceil_div(H // G, 4), DECODE_VECTORS)
     tables = device_plan(plan, q)
     for tiling in (
@@ -113,12 +113,12 @@ def _row_bytes(kind: int, D: int) -> int:
 
 
 def _copies(
-    plan: AttentionPlan, caches: tuple[Any, Any], places: Any, kinds: tuple[int, int]
+    plan: AttentionPlan, caches: tuple[Any, Any], kv_strides: Any, kinds: tuple[int, int]
 ) -> tuple[int, bool]:
     """Return the copy mode (`RUNS` or the alignment up to 16), and whether copies are possible."""
     starts, tokens, neighbours = 0, 0, plan.page_size % RUN == 0
     for kind, cache, (page, token, head), D in zip(
-        kinds, caches, places, plan.heads[2:], strict=True
+        kinds, caches, kv_strides, plan.heads[2:], strict=True
     ):
         row = _row_bytes(kind, D)
         # ragged keys: pages overlap, and the last ones are not full

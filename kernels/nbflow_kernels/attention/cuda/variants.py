@@ -19,6 +19,7 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.arrays import empty, on_device
 from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.flash_attention import LOG2_E
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, no_mask, no_transform
 from nbflow_kernels.cuda import numba_cuda
@@ -26,7 +27,6 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F32
 from nbflow_kernels.kv_cache.cuda import WARPS, gather_kernel
 
-LOG2_E = 1.4426950408889634
 _KERNELS: dict[Any, cuda.Kernel] = {}
 _lock = threading.Lock()
 
@@ -37,18 +37,18 @@ def attend_variant(
     q: Any,
     k_cache: Any,
     v_cache: Any,
-    places: Any,
+    kv_strides: Any,
     out: Any,
     lse: Any,
     kinds: tuple[int, int],
 ) -> None:
-    """Attend with a variant; `places` are page, token and head strides of the caches in bytes."""
+    """Attend with a variant; `kv_strides` are page, token and head strides in bytes."""
     H, _, _, D_vo = plan.heads
     if not plan.n_rows:
         return
     starts = np.zeros(len(plan.kv_lens) + 1, np.int32)
     np.cumsum(plan.kv_lens, out=starts[1:])
-    k, v = _rows(plan, k_cache, v_cache, places, kinds, starts)
+    k, v = _rows(plan, k_cache, v_cache, kv_strides, kinds, starts)
     wide = q.copy() if q.dtype == np.float32 else q.astype(np.float32)
     result = out if out.dtype == np.float32 else empty(q, out.shape)
     request = np.repeat(np.arange(len(plan.kv_lens), dtype=np.int32), np.diff(plan.qo_indptr))
@@ -74,7 +74,7 @@ def attend_variant(
 
 
 def _rows(
-    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kinds: Any, starts: np.ndarray
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: Any, starts: np.ndarray
 ) -> tuple[Any, Any]:
     """Return the keys (N, G, D) and values of all requests as float32 rows."""
     _, G, D_qk, D_vo = plan.heads
@@ -87,7 +87,7 @@ def _rows(
         gather_kernel(kinds)(
             cuda.ceil_div(2 * n * G, WARPS), 32 * WARPS,
             (
-                k, v, *tables[:2], k_cache, v_cache, *places[0], *places[1], *tables[2:],
+                k, v, *tables[:2], k_cache, v_cache, *kv_strides[0], *kv_strides[1], *tables[2:],
                 len(plan.kv_lens), 2**31 - 1, plan.page_size, n, G, D_qk, D_vo, F32,
             ),
         )  # fmt: skip
