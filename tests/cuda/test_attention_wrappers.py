@@ -14,7 +14,7 @@ from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention import reference
 from nbflow_kernels.attention.cuda.scheduler import Tiling, schedule
-from nbflow_kernels.attention.plan import AttentionPlan, build_plan, plan_into
+from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F16
 
@@ -313,10 +313,8 @@ def test_division_covers_every_key_once_and_leaves_requests_to_other_kernels() -
     lens = np.array([1300, 20, 0, 700], np.int32)
     rows = ints(0, 30, 31, 31, 51)
     pages = ints(0, 82, 84, 84, 128)
-    plan = build_plan(
-        rows, pages, np.arange(128, dtype=np.int32), lens, (4, 2, 32), 16, kv_layout="NHD",
-        causal=True, window_left=900, logits_soft_cap=0.0, sm_scale=1.0,
-    )  # fmt: skip
+    plan = AttentionPlan((4, 2, 32, 32), 16, window_left=900, sm_scale=1.0)
+    plan_into(plan, rows, pages, np.arange(128, dtype=np.int32), lens)
     for tiling in (Tiling(16), Tiling(64, more_than=16)):
         found = schedule(plan, tiling, 1000)
         covered = np.zeros((51, 1300), np.int64)

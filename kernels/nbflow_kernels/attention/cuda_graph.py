@@ -114,26 +114,9 @@ class GraphPlan:
     ) -> AttentionPlan:
         """Write a step to the buffers; return the plan.
 
-        Parameters
-        ----------
-        tables : tuple of arrays
-            Tables of the step, already checked.
-        last_page_len : array or None
-            Table for the buffer of this name.
-        settings : dict
-            Values of the parameters that all plans must share.
-        options : Options
-            The same as an object.
-        make : callable
-            Makes the first plan.
-        rows_each : int, optional
-            Query rows per request, if fixed.
-        n_keys : int, optional
-            Keys of the step, for ragged keys.
-        workspace : array, optional
-            Split-KV workspace of the caller.
-        non_blocking : bool
-            If False, wait for the uploads.
+        `settings` are the parameters that all plans must share, also in `options`; `make` makes the
+        first plan; `rows_each` are the query rows per request if fixed, `n_keys` the number of
+        ragged keys.
         """
         self._check(tables, settings, n_keys)
         tables = self._place(tables, last_page_len)

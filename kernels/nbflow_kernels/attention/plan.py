@@ -344,30 +344,3 @@ def set_rotation(plan: AttentionPlan, options: Options, kv_lens: np.ndarray) -> 
     """Set the RoPE table for the longest request of a plan."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     plan.set_table(at.ROPE, rope_table_for(options, longest, plan.heads[2]))
-
-
-def build_plan(
-    qo_indptr: np.ndarray,
-    paged_kv_indptr: np.ndarray,
-    paged_kv_indices: np.ndarray,
-    kv_lens: np.ndarray,
-    heads: tuple[int, int, int],
-    page_size: int,
-    *,
-    kv_layout: str,
-    causal: bool,
-    window_left: int,
-    logits_soft_cap: float,
-    sm_scale: float,
-) -> AttentionPlan:
-    """Make and fill a plan from tables that are valid by construction.
-
-    `heads` is (H, G, D); `kv_lens` int32 (B,) are the keys of each request; `logits_soft_cap` is 0
-    for none.
-    """
-    plan = AttentionPlan(
-        (*heads, heads[2]), page_size, kv_layout=kv_layout, causal=causal,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-    )  # fmt: skip
-    plan_into(plan, qo_indptr, paged_kv_indptr, paged_kv_indices, kv_lens)
-    return plan

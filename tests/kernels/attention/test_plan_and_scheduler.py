@@ -19,7 +19,7 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
-from nbflow_kernels.attention.plan import build_plan, plan_into
+from nbflow_kernels.attention.plan import plan_into
 from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.cpu.parallel_for import capture, set_num_threads
 from nbflow_kernels.kv_cache.cases import page_table
@@ -80,10 +80,8 @@ def test_plan_of_a_decode_step_is_one_item_per_request_and_head() -> None:
 
 def test_shares_are_about_equal_in_cost() -> None:
     set_num_threads(4)
-    plan = build_plan(
-        ints(0, 512, 513), ints(0, 1, 2), ints(0, 1), ints(512, 300), (8, 2, 64), 512,
-        kv_layout="HND", causal=True, window_left=-1, logits_soft_cap=0.0, sm_scale=1.0,
-    )  # fmt: skip
+    plan = AttentionPlan((8, 2, 64, 64), 512, kv_layout="HND", sm_scale=1.0)
+    plan_into(plan, ints(0, 512, 513), ints(0, 1, 2), ints(0, 1), ints(512, 300))
     cost = np.array(column(plan, "cost"))
     shares = [int(cost[a:b].sum()) for a, b in pairwise(plan.shares)]
     assert len(shares) == 4
@@ -174,10 +172,8 @@ def test_memory_of_a_plan_grows_with_the_length_not_with_its_square() -> None:
     set_num_threads(8)
     sizes = []
     for n in (8192, 16384, 32768):
-        plan = build_plan(
-            ints(0, n), ints(0, 1), ints(0), ints(n), (8, 2, 64), n, kv_layout="HND", causal=True,
-            window_left=-1, logits_soft_cap=0.0, sm_scale=1.0,
-        )  # fmt: skip
+        plan = AttentionPlan((8, 2, 64, 64), n, kv_layout="HND", sm_scale=1.0)
+        plan_into(plan, ints(0, n), ints(0, 1), ints(0), ints(n))
         sizes.append(plan._items.nbytes + plan._partials.nbytes)
     assert sizes[2] - sizes[1] <= 2.2 * (sizes[1] - sizes[0])
 
