@@ -179,7 +179,7 @@ def test_what_does_not_fit_a_graph_is_named(xp: Any) -> None:
     wrapper = nk.BatchDecodeWithPagedKVCacheWrapper(None, "HND", True, False, *tables)
     wrapper.plan(*paged.table, *HEADS, PAGE)
     for changed, words in (
-        ({"sm_scale": 2.0}, "sm_scale must stay None with use_cuda_graph, .* got 2.0"),
+        ({"sm_scale": 2.0}, "sm_scale must stay None with use_cuda_graph, got 2.0"),
         ({"window_left": 3}, "window_left must stay -1"),
         ({"q_len_per_req": 2}, "q_len_per_req must stay 1"),
         ({"kv_data_type": "float16"}, "kv_data_type must stay None"),
@@ -289,7 +289,7 @@ def test_tensor_cores_that_are_asked_for(xp: Any) -> None:
             want = expected(paged, q, ints(0, 1))
             np.testing.assert_allclose(wrapper.run(*arguments).get(), want, rtol=0, atol=ATOL)
         else:
-            with pytest.raises(UsageError, match="use_tensor_cores=True: float32 caches"):
+            with pytest.raises(UsageError, match="use_tensor_cores=True: no tensor-core kernel supports float32"):
                 wrapper.run(*arguments)
     with pytest.raises(UsageError, match="use_tensor_cores=True needs arrays on a CUDA device"):
         nk.single_decode_with_kv_cache(q[0], paged.k[0], paged.v[0], use_tensor_cores=True)

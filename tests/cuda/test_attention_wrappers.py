@@ -335,11 +335,11 @@ def test_division_covers_every_key_once_and_leaves_requests_to_other_kernels() -
         assert found.n_partials == (found.items[partials, 2] * 2).sum()
 
 
-def test_header_places_are_those_of_the_cuda_source() -> None:
+def test_header_fields_match_the_cuda_source() -> None:
     from pathlib import Path
 
     source = (Path(kernels.__file__).parent / "plan.cuh").read_text()
-    names = source.split("enum Place {")[1].split("}")[0].replace("\n", " ").split(",")
+    names = source.split("enum HeaderField {")[1].split("}")[0].replace("\n", " ").split(",")
     for number, name in enumerate(name.strip() for name in names):
         assert getattr(at, name) == number
 
