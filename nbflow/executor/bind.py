@@ -25,7 +25,6 @@ from nbflow.program.records import COMMUNICATION, Op
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.attention.cpu.scheduler import schedule
-from nbflow_kernels.attention.options import alibi_slopes
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SINKS, SLOPES, SPLIT
 from nbflow_kernels.cpu import jit
@@ -35,6 +34,7 @@ from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.formats.cpu_dequantize import gather
 from nbflow_kernels.matmul import cpu as floats
+from nbflow_kernels.position import alibi_slopes
 from nbflow_kernels.quantized_matmul import cpu as quantized
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 

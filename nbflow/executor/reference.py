@@ -247,7 +247,7 @@ class ReferenceExecutor:
         The product with keys that end in their position then includes the ALiBi bias.
         """
         spec = self._program.spec
-        slopes = attention.alibi_slopes(spec.n_heads)
+        slopes = position.alibi_slopes(spec.n_heads)
         if not spec.alibi_scaled:
             slopes = slopes / spec.sm_scale
         column = np.broadcast_to(slopes[:, None], (*q.shape[:2], 1))

@@ -159,7 +159,7 @@ class CudaStepArrays:
         for name, view in zip(self.NAMES, views, strict=False):
             setattr(self, name, view)
         for table, view in zip(tables, views[len(self.NAMES) :], strict=True):
-            table.there = view
+            table.device_buffer = view
 
     @property
     def n_bytes(self) -> int:

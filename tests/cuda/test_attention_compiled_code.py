@@ -1,4 +1,4 @@
-"""What the compiled kernels of attention, the cache and sampling are made of."""
+"""Registers, spills and instructions of compiled attention, cache and sampling kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import nbflow_ptx
 from nbflow_kernels.attention import cuda as attention
-from nbflow_kernels.attention.cuda import flash_wgmma, quantized_kv
+from nbflow_kernels.attention.cuda import flash_prefill_wgmma, quantized_kv
 from nbflow_kernels.cuda import all_reduce
 from nbflow_kernels.kv_cache import cuda as kvcache
 from nbflow_kernels.kv_cache.cpu_codec import F16, KINDS
@@ -28,8 +28,8 @@ def facts(kernel: Any, arch: str, most_spilled: int = 0) -> nbflow_ptx.KernelFac
 @pytest.mark.parametrize(
     ("D_qk", "D_vo", "exact", "many", "arch", "most_registers"),
     [
-        (64, 64, True, False, "sm_90", 128),  # 4 thread blocks of 128 on a multiprocessor
-        (128, 128, True, False, "sm_90", 255),  # 2: shared memory does not hold more
+        (64, 64, True, False, "sm_90", 128),  # 4 thread blocks of 128 per multiprocessor
+        (128, 128, True, False, "sm_90", 255),  # 2 (shared memory limit)
         (128, 128, False, False, "sm_80", 255),
         (128, 128, True, True, "sm_80", 255),  # 2
         (128, 128, False, True, "sm_90", 255),
@@ -41,13 +41,13 @@ def facts(kernel: Any, arch: str, most_spilled: int = 0) -> nbflow_ptx.KernelFac
 def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     D_qk: int, D_vo: int, exact: bool, many: bool, arch: str, most_registers: int
 ) -> None:
-    one = D_vo > attention.MOST_HEAD_COLUMNS
-    kernel = attention.tensor_core_kernel((F16, F16), D_qk, D_vo, exact, many, one)
+    v_in_k = D_vo > attention.MAX_HEAD_COLUMNS
+    kernel = attention.mma_kernel((F16, F16), D_qk, D_vo, exact, many, v_in_k)
     found = facts(kernel, arch)
     assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
     assert found.async_copies
-    steps = D_qk // 16 * 2 * (4 if many else 1)  # products of queries and keys
-    steps += 4 * ((D_vo // 8 if many else -(-D_vo // 32)) + 1)  # of weights and values, and 1
+    steps = D_qk // 16 * 2 * (4 if many else 1)  # Q K^T
+    steps += 4 * ((D_vo // 8 if many else -(-D_vo // 32)) + 1)  # P V, and row sums
     # the compiler may duplicate a loop's body, but never computes less
     assert (found.tensor_core or 0) >= steps * (2 if exact else 1)
     assert found.registers is not None
@@ -57,7 +57,7 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
 @pytest.mark.parametrize(
     ("name", "quads", "copy", "arch", "most_registers"),
     [
-        ("q8_0", 1, quantized_kv.RUNS, "sm_90", 168),  # 3 thread blocks on a multiprocessor
+        ("q8_0", 1, quantized_kv.RUNS, "sm_90", 168),  # 3 thread blocks per multiprocessor
         ("q4_0", 4, 8, "sm_80", 255),  # 2, of prompts
     ],
 )
@@ -65,7 +65,7 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
     name: str, quads: int, copy: int, arch: str, most_registers: int
 ) -> None:
     kernel = quantized_kv.kernel((KINDS[name],) * 2, (4, 4), quads, copy)
-    # 16 vectors need all registers: a step reads addresses and ranges from memory, not its loops
+    # 16 vectors need all registers: addresses and ranges spill, outside the inner loops
     found = facts(kernel, arch, most_spilled=160 if quads == 4 else 0)
     assert (found.fp64, found.local_accesses) == (0, 0)
     # 32 keys and 128 columns: products with four vectors in pairs, of scores and of values
@@ -87,8 +87,8 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
 def test_prompts_by_wgmma_keep_sums_in_registers(
     D: int, exact: bool, warpgroups: int, plain: bool
 ) -> None:
-    """Of 255, with one thread block on a multiprocessor."""
-    found = facts(flash_wgmma.kernel((F16, F16), D, D, exact, warpgroups, plain), "sm_90a")
+    """At most 255 registers, with one thread block per multiprocessor."""
+    found = facts(flash_prefill_wgmma.kernel((F16, F16), D, D, exact, warpgroups, plain), "sm_90a")
     assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
     products = (D // 16 + 64 // 16) * (2 if exact else 1)  # of keys, of values
     assert (found.tensor_core or 0) >= 2 * products  # a split's first chunk, and the others
@@ -96,9 +96,9 @@ def test_prompts_by_wgmma_keep_sums_in_registers(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_general_kernel_and_merging_have_no_float64(arch: str) -> None:
+def test_fallback_kernel_and_merges_have_no_float64(arch: str) -> None:
     for kernel in (
-        attention.general_kernel((KINDS["q8_0"], KINDS["q4_0"])),
+        attention.simt_kernel((KINDS["q8_0"], KINDS["q4_0"])),
         attention.merge_many_kernel,
     ):
         assert facts(kernel, arch).fp64 == 0
@@ -114,7 +114,7 @@ def test_appending_moves_16_bytes_at_once() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_samplers_stay_in_registers(arch: str) -> None:
-    """1024 threads a row: 64 registers each are what there is."""
+    """1024 threads per row have 64 registers each."""
     for kernel in (sampling.sample_kernel, sampling.sample_logits_kernel):
         found = facts(kernel, arch)
         assert found.registers is not None

@@ -1,4 +1,4 @@
-"""Attention over block formats with codes as operands: layouts, ways of copying, options."""
+"""Tensor-core attention over quantized caches: layouts, copy modes, options."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(paged: Paged, q: np.ndarray, rows: np.ndarray, got: Any) -> None:
 def test_layouts_of_codes_and_ways_of_copying(
     xp: Any, name: str, sizes: tuple[int, int, int], page_size: int, layout: str
 ) -> None:
-    """Fields of 8, 4 and 2 bits in both orders, planes of high bits, pairs; zeros and bases."""
+    """Fields of 8, 4 and 2 bits, planes of high bits, pair codes; zero points and bases."""
     rng = np.random.default_rng(1)
     paged = on_device(xp, Paged(rng, [37, 1, 0], sizes, page_size, layout, format=name))
     q, rows = normal(rng, 3, sizes[0], sizes[2]), ints(0, 1, 2, 3)
@@ -62,7 +62,7 @@ def test_layouts_of_codes_and_ways_of_copying(
 
 
 def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(xp: Any) -> None:
-    """Decode and prompts, splits in one item and in several, runs of rows and rows alone."""
+    """Decode and prefill, splits in one item and in several, block and row copies."""
     rng = np.random.default_rng(3)
     sizes, lens = (4, 2, 32), [100, 5, 70]
     paged = Paged(rng, lens, sizes, 16, "HND", format="q4_0")
@@ -87,7 +87,7 @@ def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(xp: Any) -> None
 
 @pytest.mark.compiler
 def test_bulk_copies_bring_the_same_bits(cupy: Any) -> None:
-    """Compute capability 9.0 copies runs of rows at once; the last step is in the second lap."""
+    """Bulk copies on compute capability 9.0, with stages reused."""
     rng = np.random.default_rng(4)
     paged = Paged(rng, [270], (4, 1, 32), 16, "HND", format="q8_0")
     q, pages, results = normal(rng, 1, 4, 32), paged.cache, []
@@ -128,7 +128,7 @@ def test_options(xp: Any, name: str, T: int) -> None:
 
 @pytest.mark.parametrize("factor", [5e-3, 3000.0])  # scales of 1e-4 and 70
 def test_small_and_large_values_are_as_exact(xp: Any, factor: float) -> None:
-    """All normal float16 scales keep their relative accuracy; ragged keys end with their array."""
+    """Normal float16 scales keep their relative accuracy; ragged keys end with their array."""
     rng = np.random.default_rng(6)
     q, (k, v) = normal(rng, 2, 4, 32), (normal(rng, 70, 1, 32) for _ in "kv")
     k, v = store(k / np.float32(factor), "q8_0"), store(v * np.float32(factor), "q8_0")
@@ -166,7 +166,7 @@ def test_splits_that_are_no_whole_steps(xp: Any, dtype: Any) -> None:
 
 
 def test_what_is_left_to_other_kernels(xp: Any) -> None:
-    """Float32 and bfloat16 beside block formats, wide heads, fused rotation."""
+    """Float32 and bfloat16 mixed with block formats, wide heads, fused RoPE."""
 
     def taken(name: str, D: int, **options: Any) -> bool:
         formats = kv_formats(name)

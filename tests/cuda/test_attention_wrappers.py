@@ -1,4 +1,4 @@
-"""Attention wrappers on arrays of a device: against float64, and bit for bit against each other."""
+"""Attention wrappers on device arrays: against float64, and bit for bit among kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import nbflow_kernels as nk
 from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention import reference
-from nbflow_kernels.attention.cuda.scheduler import Tiling, divide_for_device
-from nbflow_kernels.attention.plan import AttentionPlan, build_plan, plan_into
+from nbflow_kernels.attention.cuda.scheduler import Tiling, schedule
+from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F16
 
@@ -56,7 +56,7 @@ LENS, ROWS = [33, 1, 150, 0], ints(0, 20, 21, 22, 22)
 @pytest.mark.parametrize(
     ("layout", "dtype", "q_dtype", "sizes"),
     [
-        ("NHD", np.float32, np.float32, (6, 2, 20)),  # the general kernel
+        ("NHD", np.float32, np.float32, (6, 2, 20)),  # fallback kernel
         ("HND", np.float16, np.float32, (6, 2, 64)),  # the others: tensor cores
         ("NHD", np.float16, np.float16, (6, 2, 64)),
     ],
@@ -81,9 +81,9 @@ def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(xp: Any, dtype: 
     sizes, lens = (4, 2, 32), [200, 20, 150]
     paged = on_device(xp, Paged(rng, lens, sizes, 16, "HND", dtype))
     q, rows = normal(rng, 60, 4, 32), ints(0, 30, 40, 60)
-    together, _ = paged.run(xp.asarray(q), rows, fixed_split_size=4)  # many vectors
+    together, _ = paged.run(xp.asarray(q), rows, fixed_split_size=4)  # prefill kernel
     want = together.get()
-    for last, first in ((29, 0), (59, 2)):  # decode of the last row of a request: few
+    for last, first in ((29, 0), (59, 2)):  # decode kernel, last row of a request
         alone = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
         indptr, indices, last_len = paged.table
         pages = indices[indptr[first] : indptr[first + 1]]
@@ -97,8 +97,8 @@ def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(xp: Any, dtype: 
             alone.current.header[at.MAY_SPLIT] = may_split
             alone.current.on_devices.clear()
             np.testing.assert_array_equal(alone.run(row, paged.cache).get()[0], want[last])
-            for tiling in (kernels.GENERAL, kernels.FEW):
-                assert len(divide_for_device(alone.current, tiling, 132).merges) == may_split
+            for tiling in (kernels.SIMT, kernels.DECODE):
+                assert len(schedule(alone.current, tiling, 132).merges) == may_split
 
 
 @pytest.mark.parametrize("name", ["f32/q8_0", "q4_0/bf16"])  # `kvcache.cases` decode all of them
@@ -250,7 +250,7 @@ def test_latent_attention(xp: Any, sizes: tuple[int, int, int]) -> None:
 
 
 def test_values_that_are_columns_of_latent_keys(xp: Any) -> None:
-    """As the engine caches them, DeepSeek's 576 and 512 columns: in two splits, and in one item."""
+    """DeepSeek's 576 and 512 columns in one array: in two splits, and in one item."""
     H, D, C, page_size, n = 3, 576, 512, 16, 600
     rng = np.random.default_rng(9)
     q, pages = normal(rng, 1, H, D), normal(rng, 38, 1, page_size, D).astype(np.float16)
@@ -313,12 +313,10 @@ def test_division_covers_every_key_once_and_leaves_requests_to_other_kernels() -
     lens = np.array([1300, 20, 0, 700], np.int32)
     rows = ints(0, 30, 31, 31, 51)
     pages = ints(0, 82, 84, 84, 128)
-    plan = build_plan(
-        rows, pages, np.arange(128, dtype=np.int32), lens, (4, 2, 32), 16, kv_layout="NHD",
-        causal=True, window_left=900, logits_soft_cap=0.0, sm_scale=1.0,
-    )  # fmt: skip
+    plan = AttentionPlan((4, 2, 32, 32), 16, window_left=900, sm_scale=1.0)
+    plan_into(plan, rows, pages, np.arange(128, dtype=np.int32), lens)
     for tiling in (Tiling(16), Tiling(64, more_than=16)):
-        found = divide_for_device(plan, tiling, 1000)
+        found = schedule(plan, tiling, 1000)
         covered = np.zeros((51, 1300), np.int64)
         for _request, row, n_rows, position, first, end, _partial, _ in found.items.tolist():
             for r in range(n_rows):
@@ -337,11 +335,11 @@ def test_division_covers_every_key_once_and_leaves_requests_to_other_kernels() -
         assert found.n_partials == (found.items[partials, 2] * 2).sum()
 
 
-def test_header_places_are_those_of_the_cuda_source() -> None:
+def test_header_fields_match_the_cuda_source() -> None:
     from pathlib import Path
 
     source = (Path(kernels.__file__).parent / "plan.cuh").read_text()
-    names = source.split("enum Place {")[1].split("}")[0].replace("\n", " ").split(",")
+    names = source.split("enum HeaderField {")[1].split("}")[0].replace("\n", " ").split(",")
     for number, name in enumerate(name.strip() for name in names):
         assert getattr(at, name) == number
 

@@ -1,4 +1,4 @@
-"""Appending on a device: keys rotated on the way, and rows that have no place."""
+"""Append on a device: fused RoPE, and rows missing in the page table."""
 
 from __future__ import annotations
 

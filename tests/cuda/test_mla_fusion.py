@@ -1,4 +1,4 @@
-"""Decode steps of models with latent attention: few kernels, and the bits of the ops one by one."""
+"""Decode steps of MLA models: number of kernels, and the bits of the unfused ops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDS = list(range(3, 12))
 def test_kernels_of_a_step_and_its_bits(
     q_rank: int | None, in_blocks: bool, n_kernels: int, cupy: Any, tmp_path: Path
 ) -> None:
-    """Nine tokens at once are too many for fused kernels."""
+    """Fused kernels take at most eight tokens."""
     folder = tmp_path / "model"
     write_checkpoint(folder, {**CONFIG, "q_lora_rank": q_rank}, np.float16)
     options: dict[str, Any] = {"device": "emulator", "kv": "f16"}

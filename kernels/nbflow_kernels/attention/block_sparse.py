@@ -1,7 +1,7 @@
 """Attention under a block-sparse mask: only the stored blocks of keys are read.
 
-A block row is a request of its own to the paged kernel: its query rows, and the blocks of keys it
-sees as pages.  Nothing is copied, and what a block costs does not depend on where it lies.
+Each block row is a request of the paged kernel, with its visible key blocks as pages.  Keys are not
+copied, and the cost of a block does not depend on its position.
 """
 
 from __future__ import annotations
@@ -20,13 +20,32 @@ __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 FLOATS = (np.float32, np.float16)
 
 
-class BlockSparseAttentionWrapper:
+class _BlockMaskWrapper:
+    """Base class: the paged wrapper that runs a block mask."""
+
+    def __init__(self, float_workspace_buffer: Any = None) -> None:
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
+        self._sizes: tuple[int, int, int, int, int, int] | None = None
+
+    @property
+    def current(self) -> Any:
+        """Return the plan of the paged kernel, inspectable as NumPy arrays."""
+        return self._wrapper.current
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
+    ) -> None:
+        """Set the split-KV workspace for later plans; None to allocate per plan."""
+        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+
+class BlockSparseAttentionWrapper(_BlockMaskWrapper):
     """Attention of M query rows to N keys under a mask in block compressed row form (BSR).
 
     Parameters
     ----------
     float_workspace_buffer : array, optional
-        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
+        Split-KV workspace, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples
     --------
@@ -43,21 +62,6 @@ class BlockSparseAttentionWrapper:
            [0.5, 0. ],
            [0. , 0.5]], dtype=float32)
     """
-
-    def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
-        self._sizes: tuple[int, int, int, int, int, int] | None = None
-
-    @property
-    def current(self) -> Any:
-        """Return the plan of the paged kernel: NumPy tables to look at."""
-        return self._wrapper.current
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
-    ) -> None:
-        """Use other memory for partial results from the next plan on; None for a plan's own."""
-        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -84,7 +88,7 @@ class BlockSparseAttentionWrapper:
         o_data_type: Any = None,
         non_blocking: bool = True,
     ) -> Any:
-        """Divide the work of a mask.
+        """Schedule the work of a mask.
 
         Parameters
         ----------
@@ -95,18 +99,18 @@ class BlockSparseAttentionWrapper:
         M, N : int
             Query rows and keys; N is a multiple of C.
         R, C : int
-            Rows and columns of a block.  With C = 1 keys are chosen one by one.
+            Rows and columns of a block; C = 1 selects single keys.
         num_qo_heads, num_kv_heads, head_dim : int
             H, G and D; H must be a multiple of G.
         mask : array of bool, shape (nnz, R, C), optional
-            Which elements of the stored blocks are seen; all of them unless given.
+            Visible elements of the stored blocks; all by default.
         packed_mask : array of uint8, optional
-            The same as bits: ``segment_packbits(convert_bsr_mask_layout(mask, indptr), indptr * R *
-            C, bitorder="little")[0]``; it takes the place of `mask`.
+            The mask packed into bits, ``segment_packbits(convert_bsr_mask_layout(mask, indptr),
+            indptr * R * C, bitorder="little")[0]``; takes precedence over `mask`.
         causal : bool
-            Row m sees only keys up to m + N - M of those its blocks let it see.
+            Additionally mask keys after m + N - M for row m.
         pos_encoding_mode : str
-            Only ``"NONE"``: a key's number in the list of blocks is not its position.
+            Must be ``"NONE"``: the index of a key in the blocks is not its position.
         use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type, non_blocking
@@ -115,12 +119,12 @@ class BlockSparseAttentionWrapper:
         Returns
         -------
         AttentionPlan
-            The plan of the paged kernel, a request for each block row; also kept as `current`.
+            The plan of the paged kernel, one request per block row; also kept as `current`.
 
         Raises
         ------
         UsageError
-            If the matrix contradicts the sizes, or a number is out of range.
+            If the matrix does not fit the sizes, or a number is out of range.
         TypeError
             If an argument is not an array of the type above.
         """
@@ -160,7 +164,7 @@ class BlockSparseAttentionWrapper:
         lse: Any = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attend with the present plan.
+        """Attend with the current plan.
 
         Parameters
         ----------
@@ -169,22 +173,22 @@ class BlockSparseAttentionWrapper:
         k, v : array of float32 or float16, shape (N, G, D)
             Keys and values.
         out : array, shape (M, H, D), optional
-            Where to write the result.
+            Output array.
         lse : array of float32, shape (M, H), optional
-            Where to write the base-2 LSE.
+            Output array of the base-2 LSE.
         return_lse : bool
             Return the pair (out, lse).
 
         Returns
         -------
         array, shape (M, H, D), or a pair with the LSE
-            In the queries' dtype unless `o_data_type` was planned.  A row that sees no key gets
+            In the queries' dtype unless `plan` got `o_data_type`.  A row without visible keys gives
             zeros and an LSE of -inf.
 
         Raises
         ------
         UsageError
-            If there is no plan, or the arrays do not fit it.
+            If `plan` was not called, or the arrays do not fit the plan.
         TypeError
             If an argument is not an array or has another dtype.
         """
@@ -198,13 +202,13 @@ class BlockSparseAttentionWrapper:
         return self._wrapper.run(q, pages, out=out, lse=lse, return_lse=return_lse)
 
 
-class VariableBlockSparseAttentionWrapper:
-    """Attention under a mask of blocks of unequal sizes, another one for each key/value head.
+class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
+    """Attention under a block mask with blocks of unequal sizes, one mask per KV head.
 
     Parameters
     ----------
     float_workspace_buffer : array, optional
-        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
+        Split-KV workspace, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples
     --------
@@ -218,21 +222,6 @@ class VariableBlockSparseAttentionWrapper:
     >>> wrapper.run(np.zeros((1, 3, 2), np.float32), k, v)[0, :, 0]  # row 0 sees keys 1 and 2
     array([1.5, 2. , 2. ], dtype=float32)
     """
-
-    def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
-        self._sizes: tuple[int, int, int, int, int, int] | None = None
-
-    @property
-    def current(self) -> Any:
-        """Return the plan of the paged kernel: NumPy tables to look at."""
-        return self._wrapper.current
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
-    ) -> None:
-        """Use other memory for partial results from the next plan on; None for a plan's own."""
-        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -253,23 +242,23 @@ class VariableBlockSparseAttentionWrapper:
         q_data_type: Any = None,
         kv_data_type: Any = None,
     ) -> Any:
-        """Divide the work of a mask.
+        """Schedule the work of a mask.
 
         Parameters
         ----------
         block_mask_map : array of bool, shape (G, MB, NB)
-            Which blocks a key/value head's query heads see.
+            Visible blocks per KV head.
         block_row_sz : array of int32, shape (G, MB)
-            Rows of each block row; every head's sum is M.
+            Rows of each block row; they sum to M for every head.
         block_col_sz : array of int32, shape (G, NB)
-            Keys of each block column; every head's sum is N.  The greatest common divisor of all of
-            them is the size of the pieces that keys are read in: multiples of 16 are fast.
+            Keys of each block column; they sum to N for every head.  Their greatest common divisor
+            is the page size of the kernel: multiples of 16 are fast.
         num_qo_heads, num_kv_heads, head_dim : int
             H, G and D; H must be a multiple of G.
         causal : bool
-            Row m sees only keys up to m + N - M of those its blocks let it see.
+            Additionally mask keys after m + N - M for row m.
         pos_encoding_mode : str
-            Only ``"NONE"``.
+            Must be ``"NONE"``.
         use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
         non_blocking, q_data_type, kv_data_type
@@ -278,12 +267,12 @@ class VariableBlockSparseAttentionWrapper:
         Returns
         -------
         AttentionPlan
-            The plan of the paged kernel, a request for each head and block row.
+            The plan of the paged kernel, one request per head and block row.
 
         Raises
         ------
         UsageError
-            If the sizes contradict each other, or a number is out of range.
+            If the sizes are inconsistent, or a number is out of range.
         TypeError
             If an argument is not an array of the type above.
         """
@@ -331,7 +320,7 @@ class VariableBlockSparseAttentionWrapper:
         lse: Any = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attend with the present plan.
+        """Attend with the current plan.
 
         Parameters
         ----------
@@ -340,21 +329,21 @@ class VariableBlockSparseAttentionWrapper:
         k, v : array of float32 or float16, shape (G, N, D)
             Keys and values, head by head.
         out : array, shape (H, M, D), optional
-            Where to write the result.
+            Output array.
         lse : array of float32, shape (H, M), optional
-            Where to write the base-2 LSE.
+            Output array of the base-2 LSE.
         return_lse : bool
             Return the pair (out, lse).
 
         Returns
         -------
         array of the queries' dtype, shape (H, M, D), or a pair with the LSE, shape (H, M)
-            A row that sees no key gets zeros and an LSE of -inf.
+            A row without visible keys gives zeros and an LSE of -inf.
 
         Raises
         ------
         UsageError
-            If there is no plan, or the arrays do not fit it.
+            If `plan` was not called, or the arrays do not fit the plan.
         TypeError
             If an argument is not an array or has another dtype.
         """
@@ -384,16 +373,16 @@ class VariableBlockSparseAttentionWrapper:
 
 
 def refuse_positions(pos_encoding_mode: str) -> None:
-    """Raise for an encoding by a key's number: it is not its position here."""
+    """Raise if a position encoding is requested: key indices are not positions here."""
     if pos_encoding_mode != "NONE":
         raise UsageError(
-            f"pos_encoding_mode must be 'NONE' here, got {pos_encoding_mode!r}: positions inside "
-            "the kernel are counted in the keys it is given; apply_rope rotates q and k before"
+            f"pos_encoding_mode must be 'NONE' here, got {pos_encoding_mode!r}: the kernel would "
+            "count positions in the selected keys; rotate q and k before, with apply_rope"
         )
 
 
 def check_bsr(indptr: Any, indices: Any, M: int, N: int, R: int, C: int) -> None:
-    """Raise unless the matrix fits the sizes."""
+    """Raise unless the BSR matrix fits the sizes."""
     for name, value, least in (("M", M, 0), ("N", N, 0), ("R", R, 1), ("C", C, 1)):
         if value < least:
             raise UsageError(f"{name} must be at least {least}, got {value}")
@@ -418,13 +407,13 @@ def check_bsr(indptr: Any, indices: Any, M: int, N: int, R: int, C: int) -> None
 
 
 def _elements(indptr: np.ndarray, qo_indptr: np.ndarray, C: int) -> np.ndarray:
-    """Return where each block row's mask starts in the flattened one, int64 (MB + 1,)."""
+    """Return the offset of each block row in the flattened mask, int64 (MB + 1,)."""
     sizes = np.diff(qo_indptr).astype(np.int64) * np.diff(indptr) * C
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
 def _unpack(packed: Any, indptr: np.ndarray, qo_indptr: np.ndarray, R: int, C: int) -> np.ndarray:
-    """Return the flattened mask of bits, each block row from a byte of its own on."""
+    """Return the flattened mask from packed bits, where each block row starts at a byte."""
     sizes = np.diff(indptr).astype(np.int64) * R * C
     check_array("packed_mask", packed, (int(((sizes + 7) // 8).sum()),), np.uint8)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum((sizes + 7) // 8)])
@@ -444,10 +433,10 @@ def add_causal(
     shift: int,
     rows: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Return the flattened mask with the keys behind a row hidden; None where nothing is hidden.
+    """Return the flattened mask with causal masking added; None if all keys are visible.
 
-    `keys` are the positions of all requests' keys; `rows`, where given, the position of each
-    request's first row (else its place in `qo_indptr`); a row sees keys up to itself plus `shift`.
+    `keys` are the key positions of all requests, `rows` the position of each request's first row
+    (default: its offset in `qo_indptr`); a row sees keys up to its position plus `shift`.
     """
     first = qo_indptr[:-1].astype(np.int64) if rows is None else rows
     parts = []
@@ -463,7 +452,7 @@ def add_causal(
 def pages_of_blocks(
     blocks: np.ndarray, sizes: np.ndarray, page: int, N: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the page table of (head, block row) requests, pages of `page` keys, head by head."""
+    """Return the page table of (head, block row) requests with pages of `page` keys."""
     G, MB, _ = blocks.shape
     starts = np.cumsum(sizes, axis=1, dtype=np.int64) - sizes + np.arange(G)[:, None] * N
     head, row, column = np.nonzero(blocks)
@@ -477,7 +466,7 @@ def pages_of_blocks(
 
 
 def _sum_of_sizes(name: str, sizes: Any, shape: tuple[int, int]) -> int:
-    """Return the sum of every head's block sizes, checked to be the same."""
+    """Return the sum of the block sizes, checked to be equal for all heads."""
     check_array(name, sizes, shape, np.int32)
     if sizes.size and sizes.min() < 0:
         raise UsageError(f"{name} must not be negative, got {int(sizes.min())}")

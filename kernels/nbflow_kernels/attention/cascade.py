@@ -1,9 +1,8 @@
-"""Attention of requests that share a prefix: the prefix is read once, not once per request.
+"""Cascade attention: requests with a shared prefix load it once, not once per request.
 
-The softmax over all keys is put together from partial results with their LSE [1]_.  A level of the
-cascade is a batch of its own: on level 0 all query rows that share a prefix are the rows of *one*
-request over the prefix's pages, on the last level each request has its own pages.  The results of
-the levels are merged with `merge_state_in_place`.
+The softmax over all keys is merged from partial results and their LSE [1]_.  Each level is a batch:
+on level 0 all query rows with a common prefix are the rows of *one* request over its pages, on the
+last level each request has its own pages.  `merge_state_in_place` merges the levels.
 
 .. [1] Z. Ye et al., "Cascade inference: memory bandwidth efficient shared prefix batch decoding",
    flashinfer.ai, 2024-02-02.
@@ -29,41 +28,41 @@ __all__ = ["CascadeTiming", "MultiLevelCascadeAttentionWrapper"]
 
 @dataclass(frozen=True)
 class CascadeTiming:
-    """What a cascade promises and what it does; see `MultiLevelCascadeAttentionWrapper.measure`."""
+    """Predicted and measured gain of a cascade (`MultiLevelCascadeAttentionWrapper.measure`)."""
 
     predicted_byte_ratio: float
-    """Bytes of keys and values that are read without the cascade, over those read with it."""
+    """Bytes of keys and values loaded without the cascade, over those loaded with it."""
     flat_s: float
-    """Median time of a run in which every request reads its whole sequence."""
+    """Median time of a run without the cascade, in seconds."""
     cascade_s: float
-    """Median time of the cascade, its merges included."""
+    """Median time of the cascade including merges, in seconds."""
 
     @property
     def measured_ratio(self) -> float:
-        """How much faster the cascade is."""
+        """Measured speedup of the cascade."""
         return self.flat_s / self.cascade_s
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """Attention over a paged cache whose requests share prefixes, on any number of levels.
+    """Cascade attention over a paged cache, with any number of levels of shared prefixes.
 
     Parameters
     ----------
     num_levels : int
-        Levels of the tree: 2 for one shared prefix and the requests' own keys.
+        Levels of the prefix tree: 2 for one shared prefix and the requests' own keys.
     float_workspace_buffer : array, optional
-        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
+        Split-KV workspace, as in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"`` or ``"HND"``, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Raises
     ------
     UsageError
-        If there is no level, or the layout is unknown.
+        If `num_levels` is below 1, or the layout is unknown.
 
     Examples
     --------
-    Two requests share page 0 and have a page each; all scores are 0, so a result is a mean:
+    Two requests share page 0 and have one page each; all scores are 0, so results are means:
 
     >>> import numpy as np
     >>> from nbflow_kernels import MultiLevelCascadeAttentionWrapper
@@ -97,13 +96,13 @@ class MultiLevelCascadeAttentionWrapper:
 
     @property
     def levels(self) -> list[Any]:
-        """Return the plan of every level, from the shared keys to the requests' own."""
+        """Return the plans of all levels, shared keys first."""
         return [level.current for level in self._levels]
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffers: Any = None
     ) -> None:
-        """Use other memory for partial results from the next plan on; None for a plan's own."""
+        """Set the split-KV workspace for later plans; None to allocate per plan."""
         for level in self._levels:
             level.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffers)
 
@@ -130,22 +129,21 @@ class MultiLevelCascadeAttentionWrapper:
         *,
         kv_format: str | None = None,
     ) -> None:
-        """Divide the work of every level.
+        """Schedule all levels.
 
         Parameters
         ----------
         qo_indptr_arr : list of arrays of int32
-            For each level, which query rows share the keys of an entry; all end at the same number
-            of rows.
+            For each level, the query rows that share the keys of an entry; all levels end at the
+            same row.
         paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : lists of arrays of int32
-            For each level, the page table of its entries.  All levels' pages are in one cache.
+            For each level, the page table of its entries; one cache holds the pages of all levels.
         num_qo_heads, num_kv_heads, head_dim, page_size : int
             H, G, D and the tokens of a page.
         causal : bool
-            Whether the rows of a request see its own keys, those of the last level, only up to
-            their own; shared keys come before them all.
+            Causal mask on the last level, the requests' own keys; shared keys precede all rows.
         pos_encoding_mode, window_left
-            Only ``"NONE"`` and -1: a key's number on its level is not its position.
+            Must be ``"NONE"`` and -1: the index of a key on its level is not its position.
         use_fp16_qk_reduction, sm_scale, logits_soft_cap, rope_scale, rope_theta
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         q_data_type, kv_data_type, kv_format
@@ -154,16 +152,15 @@ class MultiLevelCascadeAttentionWrapper:
         Raises
         ------
         UsageError
-            If the number of lists' entries is not that of the levels, or tables contradict each
-            other.
+            If a list does not have an entry per level, or the tables are inconsistent.
         TypeError
             If an entry is not an int32 array.
         """
         refuse_positions(pos_encoding_mode)
         if window_left >= 0:
             raise UsageError(
-                f"window_left must be -1 in a cascade, got {window_left}: a window ends on another "
-                "key for each request; use BatchPrefillWithPagedKVCacheWrapper"
+                f"window_left must be -1 in a cascade, got {window_left}: windows start at a "
+                "different key in each request; use BatchPrefillWithPagedKVCacheWrapper"
             )
         lists = {
             "qo_indptr_arr": qo_indptr_arr,
@@ -210,9 +207,9 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_cache : pair of arrays, or one array
             Keys and values, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
         out : array of the queries' dtype, shape (nnz, H, D), optional
-            Where to write the result.
+            Output array.
         lse : array of float32, shape (nnz, H), optional
-            Where to write the base-2 LSE over all levels.
+            Output array of the base-2 LSE over all levels.
         return_lse : bool
             Return the pair (out, lse).
 
@@ -236,22 +233,21 @@ class MultiLevelCascadeAttentionWrapper:
         return (out, lse) if return_lse else out
 
     def predicted_byte_ratio(self) -> float:
-        """Return the bytes of keys and values read without the cascade over those read with it.
+        """Return the bytes of keys and values loaded without the cascade over those with it.
 
-        Without it, a request reads the keys of its entries on all levels; with it, every entry
-        is read once.  One prefix of P keys and B requests with u more each: (P + u) B / (P + u B).
-        It bounds the gain where reading is what takes the time; a run that has many query vectors
-        per key is bound by arithmetic and gains less.
+        Without it, a request loads its entries on all levels; with it, every entry is loaded once.
+        One prefix of P keys and B requests with u more each: (P + u) B / (P + u B).  The ratio
+        bounds the speedup of memory-bound runs; compute-bound runs gain less.
 
         Returns
         -------
         float
-            At least 1; 1 where nothing is shared or there are no keys.
+            At least 1; 1 without shared or any keys.
 
         Raises
         ------
         UsageError
-            If there is no plan.
+            If `plan` was not called.
         """
         if self._flat is None:
             raise UsageError("predicted_byte_ratio needs a plan: call plan(...) first")
@@ -263,16 +259,16 @@ class MultiLevelCascadeAttentionWrapper:
         return float(flat.sum() / once) if once else 1.0
 
     def measure(self, q: Any, paged_kv_cache: Any, *, repeats: int = 5) -> CascadeTiming:
-        """Time the cascade against requests that each read their whole sequence.
+        """Time the cascade against requests that each load their whole sequence.
 
-        Both are run `repeats` times in turn, after one run that counts for neither; medians.
+        Both run `repeats` times alternately, after one warm-up run; the result has medians.
 
         Parameters
         ----------
         q, paged_kv_cache
             As in `run`.
         repeats : int
-            Timed runs of each.
+            Number of timed runs of each.
 
         Returns
         -------
@@ -282,8 +278,8 @@ class MultiLevelCascadeAttentionWrapper:
         Raises
         ------
         UsageError
-            If there is no plan, or a shared level ends within a page: then no single page table
-            describes a whole sequence.
+            If `plan` was not called, or a shared level ends within a page: whole sequences then
+            have no page table.
         """
         if self._flat is None:
             raise UsageError("measure needs a plan: call plan(...) first")
@@ -295,16 +291,16 @@ class MultiLevelCascadeAttentionWrapper:
             both: tuple[Any, Any] = (flat, self)
             for runs, wrapper in zip(seconds, both, strict=True):
                 started = time.perf_counter()
-                on_host(wrapper.run(q, paged_kv_cache).ravel()[:1])  # waits for a device
+                on_host(wrapper.run(q, paged_kv_cache).ravel()[:1])  # synchronizes
                 if i:
                     runs.append(time.perf_counter() - started)
         flat_s, cascade_s = (float(np.median(runs)) for runs in seconds)
         return CascadeTiming(self.predicted_byte_ratio(), flat_s, cascade_s)
 
     def _segments(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return for runs of rows with the same entries: each level's entry, and all keys.
+        """Return, per run of rows with the same entries, each level's entry and the total keys.
 
-        Rows of different requests are different runs; runs without rows are left out.
+        Runs do not cross requests; empty runs are omitted.
         """
         edges = np.unique(np.concatenate([plan.qo_indptr for plan in self.levels]))
         entries = [
@@ -322,7 +318,7 @@ class MultiLevelCascadeAttentionWrapper:
         heads: tuple[int, int, int, int],
         options: dict[str, Any],
     ) -> BatchPrefillWithPagedKVCacheWrapper:
-        """Return a planned wrapper in which every run of rows has its whole sequence as pages."""
+        """Return a planned wrapper over whole sequences, without the cascade."""
         entries, _ = self._segments()
         indptrs, indices = lists["paged_kv_indptr_arr"], lists["paged_kv_indices_arr"]
         last_page_len = lists["paged_kv_last_page_len"]
@@ -353,7 +349,7 @@ class MultiLevelCascadeAttentionWrapper:
 
 
 def wide_output(q: Any, out: Any) -> Any:
-    """Return `out`, checked, if the kernel can write its float32 there."""
+    """Return `out` after its check if it is float32, else None."""
     if out is None:
         return None
     check_array("out", out, q.shape, q.dtype)
@@ -361,7 +357,7 @@ def wide_output(q: Any, out: Any) -> Any:
 
 
 def narrow_output(q: Any, found: Any, out: Any) -> Any:
-    """Return the float32 result in the queries' dtype, in `out` if it is given."""
+    """Return the float32 result in the queries' dtype, in `out` if given."""
     if found.dtype == q.dtype:
         return found
     if out is None:

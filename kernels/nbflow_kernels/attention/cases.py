@@ -44,7 +44,7 @@ def _single(
     sinks: bool = False,
     **options: Any,
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
-    """Return inputs of one request; T = 0 for decode, without the axis."""
+    """Return inputs of one request; T = 0 is decode, without the row axis."""
     heads_first = options.get("kv_layout") == "HND"
 
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _case(
     rtol: float = 0.0,
     **options: Any,
 ) -> OpCase:
-    """Return a case of prefill, or of decode where T = 0; `shape` is (T, N, H, G, D)."""
+    """Return a prefill case, or a decode case for T = 0; `shape` is (T, N, H, G, D)."""
     T, N, H, G, D = shape
     itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
     half = options.get("q_dtype") is np.float16
@@ -154,7 +154,7 @@ CASES = [
     _case("llama2_7b", 512, 512, 32, 32, 128, causal=True, timed=True),
     _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, timed=True, **HALF),
     _case("llama3_8b_q8_0", 512, 512, 32, 8, 128, causal=True, kv_format="q8_0", **ON_DEVICES),
-    # heads of a prompt: the rate of attention on a device
+    # prefill throughput on a device
     *(
         _case(f"prompt_{D}{name}", *PROMPT, D, causal=True, q_dtype=q_dtype, **HALF | ON_DEVICES)
         for D in (64, 128, 256)
@@ -167,7 +167,7 @@ CASES = [
     _case("llama2_7b", 0, 1024, 32, 32, 128, timed=True, **HALF),
     _case("llama2_7b_tokens_first", 0, 1024, 32, 32, 128, dtype=np.float16, timed=True),
     _case("llama3_8b", 0, 4096, 32, 8, 128, timed=True, **HALF),
-    # as many keys as eight sequences of 4096 have
+    # keys of eight sequences of 4096
     _case("llama3_8b_f16", 0, 32768, 32, 8, 128, dtype=np.float16, **ON_DEVICES),
     _case("llama3_8b_q8_0", 0, 32768, 32, 8, 128, kv_format="q8_0", **ON_DEVICES),
     _case("llama3_8b_q4_0", 0, 32768, 32, 8, 128, kv_format="q4_0", **ON_DEVICES),

@@ -1,8 +1,7 @@
-"""Wrappers with ``use_cuda_graph=True``: one plan of fixed size, refilled where it lies.
+"""Plans of wrappers with ``use_cuda_graph=True``: fixed size, refilled in place.
 
-The launches of `run` are captured once.  Each further `plan` writes the step's tables to the
-caller's buffers and to memory of the wrapper, all at the same addresses, and the captured launches
-read them when the graph is launched again.
+The launches of `run` are captured once.  Each later `plan` writes the step's tables to the caller's
+buffers and the wrapper's own, at unchanged addresses, where replayed launches read them.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from nbflow_kernels.attention.plan import AttentionPlan, plan_into, set_rotation
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 
-PIECES_PER_SM = 128
-"""Work items for divided tiles, per multiprocessor of a device."""
-MOST_PARTIAL_FLOATS = 32 << 20
-"""Partial results without a workspace of the caller: 128 MiB, as FlashInfer's guide gives it."""
+SPLITS_PER_SM = 128
+"""Work items reserved for split tiles, per multiprocessor."""
+MAX_PARTIAL_FLOATS = 32 << 20
+"""Default split-KV workspace: 128 MiB, the size that FlashInfer's guide uses."""
 ROLES = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
-"""Tables of a step that a buffer may hold."""
+"""Tables that caller buffers may hold."""
 
 Tables = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """`qo_indptr`, `kv_indptr`, `kv_indices` and `kv_lens` of a step."""
 
 
 def graph_of(use_cuda_graph: bool, buffers: Mapping[str, tuple[str, Any]]) -> GraphPlan | None:
-    """Return the fixed plan of a wrapper, or None without `use_cuda_graph`; check the buffers.
+    """Return the graph plan of a wrapper, or None without `use_cuda_graph`; check the buffers.
 
-    `buffers` has the name of the parameter and the array for each role of `ROLES` that counts.
+    `buffers` maps the roles in use (see `ROLES`) to parameter names and arrays.
     """
     names = ", ".join(name for name, _ in buffers.values())
     for name, buffer in buffers.values():
@@ -50,17 +49,17 @@ def graph_of(use_cuda_graph: bool, buffers: Mapping[str, tuple[str, Any]]) -> Gr
 
 
 class GraphPlan:
-    """The plan of a wrapper with `use_cuda_graph`, and the buffers that its tables lie in.
+    """Plan of a wrapper with `use_cuda_graph`, with the buffers of its tables.
 
     Parameters
     ----------
     buffers : mapping of str to (str, array)
-        For each of `ROLES` that counts, the name of the parameter and the int32 array.
+        Parameter name and int32 array of each role in use (see `ROLES`).
 
     Raises
     ------
     UsageError, TypeError
-        If the buffers' sizes contradict each other, or they are not int32 arrays of one place.
+        If the buffer sizes are inconsistent, or they are not int32 arrays on one device.
     """
 
     def __init__(self, buffers: Mapping[str, tuple[str, Any]]) -> None:
@@ -80,24 +79,24 @@ class GraphPlan:
                 )
         self.on_device = is_cuda(next(iter(self._buffers.values())))
         self.n_rows = self.n_keys = 0
-        """Most query rows, and keys that lie in rows, of a step: those of the first one."""
+        """Largest number of query rows, and of ragged keys: those of the first plan."""
         self._plan: AttentionPlan | None = None
         self._settings: dict[str, Any] = {}
         self._tables: StaticPlanBuffers | None = None
 
     @property
     def is_planned(self) -> bool:
-        """Return whether a first plan has set the sizes."""
+        """Return whether the first plan was made, which fixes the sizes."""
         return self._plan is not None
 
-    def check_place(self, q: Any) -> None:
-        """Raise unless the queries lie where the buffers do."""
+    def check_device(self, q: Any) -> None:
+        """Raise unless queries and buffers are on the same device."""
         if is_cuda(q) != self.on_device:
-            places = ("in host memory", "on a CUDA device")
+            devices = ("in host memory", "on a CUDA device")
             name = next(iter(self._names.values()))
             raise UsageError(
-                f"q lies {places[is_cuda(q)]}, the buffers of use_cuda_graph ({name}, ...) "
-                f"{places[self.on_device]}: give buffers of the same place"
+                f"q is {devices[is_cuda(q)]}, the buffers of use_cuda_graph ({name}, ...) are "
+                f"{devices[self.on_device]}: pass buffers on the same device"
             )
 
     def fill(
@@ -113,28 +112,11 @@ class GraphPlan:
         workspace: Any,
         non_blocking: bool,
     ) -> AttentionPlan:
-        """Write a step to the fixed memory; return the plan.
+        """Write a step to the buffers; return the plan.
 
-        Parameters
-        ----------
-        tables : tuple of arrays
-            The step, checked.
-        last_page_len : array or None
-            What goes to the buffer of this name.
-        settings : dict
-            What must not change from plan to plan, by parameter.
-        options : Options
-            The same as objects.
-        make : callable
-            Makes the plan of the first step.
-        rows_each : int, optional
-            Query rows of each request, if it is a fixed number.
-        n_keys : int, optional
-            Keys of the step if they lie in rows; they count instead of pages.
-        workspace : array, optional
-            The caller's memory for partial results.
-        non_blocking : bool
-            Whether to return before copies to the device have ended.
+        `settings` are the parameters that all plans must share, also in `options`; `make` makes the
+        first plan; `rows_each` are the query rows per request if fixed, `n_keys` the number of
+        ragged keys.
         """
         self._check(tables, settings, n_keys)
         tables = self._place(tables, last_page_len)
@@ -143,7 +125,7 @@ class GraphPlan:
             plan = make(tables)
             self.n_rows, self.n_keys = plan.n_rows, n_keys or 0
             plan.fixed_rows, self._plan, self._settings = self.n_rows, plan, settings
-            plan.waits_for_copies = False  # `run` may be captured, here it waits
+            plan.waits_for_copies = False  # `run` may be captured: wait here instead
         else:
             plan.workspace = workspace
             if options.pos_encoding_mode == "ROPE_LLAMA":
@@ -156,16 +138,16 @@ class GraphPlan:
         return plan
 
     def _check(self, tables: Tables, settings: dict[str, Any], n_keys: int | None) -> None:
-        """Raise unless a step fits: the message names what is another than before."""
+        """Raise unless the step fits the buffers and the first plan."""
         qo_indptr, kv_indptr, _, kv_lens = tables
         if len(kv_lens) != self.batch_size or len(qo_indptr) != self.batch_size + 1:
             raise UsageError(
-                f"the batch must have {self.batch_size} requests, as many as the buffers of "
-                f"use_cuda_graph are for, got {len(kv_lens)}; add requests without rows and keys"
+                f"the batch must have {self.batch_size} requests, the size of the use_cuda_graph "
+                f"buffers, got {len(kv_lens)}; pad with requests without rows and keys"
             )
         if "kv_indices" in self._buffers and kv_indptr[-1] > len(self._buffers["kv_indices"]):
             raise UsageError(
-                f"{self._names['kv_indices']} must have room for {kv_indptr[-1]} pages, got "
+                f"{self._names['kv_indices']} must hold {kv_indptr[-1]} pages, got "
                 f"{len(self._buffers['kv_indices'])} elements"
             )
         if self._plan is None:
@@ -173,8 +155,8 @@ class GraphPlan:
         for name, value in settings.items():
             if value != self._settings[name]:
                 raise UsageError(
-                    f"{name} must stay {self._settings[name]!r} with use_cuda_graph, as captured "
-                    f"launches have it, got {value!r}; make another wrapper"
+                    f"{name} must stay {self._settings[name]!r} with use_cuda_graph, got "
+                    f"{value!r}; make another wrapper"
                 )
         for name, most, found in (
             ("qo_indptr", self.n_rows, int(qo_indptr[-1])),
@@ -182,17 +164,17 @@ class GraphPlan:
         ):
             if found > most:
                 raise UsageError(
-                    f"{name} must end at {most} or less with use_cuda_graph, where that of the "
-                    f"first plan does, got {found}; plan the largest step first"
+                    f"{name} must end at {most} or less with use_cuda_graph, the end in the first "
+                    f"plan, got {found}; plan the largest step first"
                 )
 
     def _place(self, tables: Tables, last_page_len: Any) -> Tables:
-        """Copy a step to the buffers; return its tables on the host."""
+        """Copy a step to the buffers; return its host tables."""
         n_pages = int(tables[1][-1])
         given: dict[str, Any] = dict(zip(ROLES, (*tables[:3], last_page_len), strict=True))
         if "kv_indices" in self._buffers:
             given["kv_indices"] = tables[2][:n_pages]
-        else:  # keys in rows: where each request's begin
+        else:  # ragged keys: row offsets
             given["kv_indptr"] = np.append(tables[2], tables[2][-1:] + tables[3][-1:])
         for role, buffer in self._buffers.items():
             part, array = buffer[: len(given[role])], given[role]
@@ -206,28 +188,28 @@ class GraphPlan:
         return given["qo_indptr"], given["kv_indptr"], given["kv_indices"], tables[3]
 
     def _to_device(self, plan: AttentionPlan, rows_each: int | None, n_keys: int | None) -> None:
-        """Divide the work, and copy what is not in the buffers."""
+        """Schedule the step on the device and upload the tables without a caller buffer."""
         device = device_of(self._buffers["kv_indptr"])
-        limit = MOST_PARTIAL_FLOATS
+        limit = MAX_PARTIAL_FLOATS
         if plan.workspace is not None:
             limit = floats_in(plan.workspace)[1]
-        most_partials = limit // partial_floats(plan.heads)
+        max_partials = limit // partial_floats(plan.heads)
         tables = self._tables
         if tables is None:
             buffers = self._buffers
             if "kv_indices" in buffers:
                 n_keys = len(buffers["kv_indices"]) * plan.page_size
-                placed = [buffers["kv_indptr"], buffers["kv_indices"]]
+                device_tables = [buffers["kv_indptr"], buffers["kv_indices"]]
             else:
-                placed = [None, buffers["kv_indptr"]]
+                device_tables = [None, buffers["kv_indptr"]]
             tables = self._tables = StaticPlanBuffers(
                 plan, device, self.n_rows, self.n_rows if rows_each is None else rows_each,
-                n_keys=n_keys, placed=(buffers.get("qo_indptr"), *placed, None),
-                most_pieces=PIECES_PER_SM * device.n_sms, most_partials=most_partials,
+                n_keys=n_keys, device_tables=(buffers.get("qo_indptr"), *device_tables, None),
+                max_splits=SPLITS_PER_SM * device.n_sms, max_partials=max_partials,
             )  # fmt: skip
-            tables.there = device.empty(len(tables.host), np.int32)
+            tables.device_buffer = device.empty(len(tables.host), np.int32)
             device_plan(plan, buffers["kv_indptr"]).fix(tables)
-        tables.most_partials = min(most_partials, tables.padded.n_partials)
+        tables.max_partials = min(max_partials, tables.padded.n_partials)
         tables.fill()
-        tables.there[...] = device.asarray(tables.host)
+        tables.device_buffer[...] = device.asarray(tables.host)
         device_plan(plan, self._buffers["kv_indptr"]).refresh()

@@ -1,4 +1,4 @@
-"""Merging attention over parts of the keys into attention over all of them."""
+"""Merge of attention states: attention over parts of the keys into attention over all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     Parameters
     ----------
     v_a, v_b : array of float32, shape (T, H, D)
-        Outputs over the one and the other set of keys.
+        Outputs over two disjoint sets of keys.
     s_a, s_b : array of float32, shape (T, H)
-        Their base-2 LSE; -inf where a row saw no key.
+        Base-2 LSE of the outputs; -inf for rows without keys.
 
     Returns
     -------
     v : array of float32, shape (T, H, D)
-        The output over the union; zeros where neither side saw a key.
+        Output over the union; zeros for rows without keys.
     s : array of float32, shape (T, H)
-        Its base-2 LSE.
+        Base-2 LSE of `v`.
 
     Raises
     ------
@@ -53,18 +53,18 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
 
 
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
-    """Merge the attention over other keys into `v` and `s`.
+    """Merge the attention over other keys into `v` and `s`, in place.
 
     Parameters
     ----------
     v : array of float32, shape (T, H, D)
-        Output over the one set of keys; becomes the output over both.
+        Output over a set of keys; becomes the output over both sets.
     s : array of float32, shape (T, H)
-        Its base-2 LSE; becomes that over both.
+        Base-2 LSE of `v`; becomes that over both sets.
     v_other, s_other : array of float32, shapes of `v` and `s`
-        Output and LSE over the other keys.
+        Output and LSE over the other set of keys.
     mask : array of bool, shape (T,), optional
-        Rows where it is False stay as they are.
+        Rows to merge; others are unchanged.
 
     Raises
     ------
@@ -94,14 +94,14 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     v : array of float32, shape (T, n_states, H, D)
         Outputs.
     s : array of float32, shape (T, n_states, H)
-        Their base-2 LSE; -inf where a row saw no key.
+        Base-2 LSE of the outputs; -inf for rows without keys.
 
     Returns
     -------
     v : array of float32, shape (T, H, D)
-        The output over the union; zeros where no side saw a key.
+        Output over the union; zeros for rows without keys.
     s : array of float32, shape (T, H)
-        Its base-2 LSE.
+        Base-2 LSE of `v`.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
 
 
 def _check_pair(names: tuple[str, ...], v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> None:
-    """Raise unless two states have equal shapes."""
+    """Raise unless two states have the same shapes."""
     check_array(names[0], v_a, (None, None, None))
     check_array(names[1], s_a, v_a.shape[:2])
     check_array(names[2], v_b, v_a.shape)

@@ -1,9 +1,8 @@
 """Multi-head latent attention over a paged cache, in the absorbed form.
 
-A token's keys and values of all heads are one compressed vector ckv and one rotated vector kpe that
-all heads share.  With the up-projection of the keys absorbed into the query and that of the values
-into the output projection, attention is that of H query heads over *one* key/value head whose key
-is (ckv, kpe) and whose value is ckv again [1]_.
+All heads share one compressed vector ckv and one rotated vector kpe per token.  With the
+up-projection of keys absorbed into the query, and that of values into the output projection,
+attention has H query heads over *one* KV head with key (ckv, kpe) and value ckv [1]_.
 
 .. [1] DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1 and appendix C.
 """
@@ -20,9 +19,9 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cascade import narrow_output, wide_output
 from nbflow_kernels.attention.options import check_dtype, check_indptr, check_workspace
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
-from nbflow_kernels.attention.run import AttentionCall, check_places
+from nbflow_kernels.attention.run import AttentionCall, check_devices
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.page_table import check_mla_cache, check_page_numbers, check_page_table
+from nbflow_kernels.kv_cache.page_table import check_kv_lens, check_mla_cache, check_page_numbers
 
 FLOATS = (np.float32, np.float16)
 
@@ -30,7 +29,7 @@ __all__ = ["BatchMLAPagedAttentionWrapper"]
 
 
 class BatchMLAPagedAttentionWrapper:
-    r"""Latent attention of a batch of requests, prefill and decode mixed.
+    r"""Latent attention of a batch, prefill and decode mixed.
 
     .. math:: o_{th} = \sum_n \mathrm{softmax}_n\bigl(\mathrm{scale}\,(q^{nope}_{th} \cdot ckv_n
               + q^{pe}_{th} \cdot kpe_n)\bigr)\, ckv_n
@@ -38,12 +37,12 @@ class BatchMLAPagedAttentionWrapper:
     Parameters
     ----------
     float_workspace_buffer : array, optional
-        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
+        Split-KV workspace, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Attributes
     ----------
     current : AttentionPlan or None
-        The plan of the present step; NumPy tables to look at.
+        The plan of the current step, inspectable as NumPy arrays.
 
     Examples
     --------
@@ -85,43 +84,43 @@ class BatchMLAPagedAttentionWrapper:
         q_data_type: Any = None,
         kv_data_type: Any = None,
     ) -> AttentionPlan:
-        """Divide the step's work; the plan serves every layer.
+        """Schedule a step; the plan serves every layer.
 
         Parameters
         ----------
         qo_indptr : array of int32, shape (B + 1,)
-            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, the last ones of its
+            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, at the end of its
             sequence.
         kv_indptr : array of int32, shape (B + 1,)
-            Its pages are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
+            Pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
         kv_indices : array of int32, shape (n_pages,)
-            Page numbers; more entries than `kv_indptr` uses are allowed.
+            Page numbers; unused entries at the end are allowed.
         kv_len_arr : array of int32, shape (B,)
-            Tokens of each request; more pages than they fill are allowed.
+            Tokens of each request, at most the capacity of its pages.
         num_heads : int
             H.
         head_dim_ckv, head_dim_kpe : int
-            Sizes of ckv and kpe, 512 and 64 in DeepSeek-V2 and -V3; kpe may have none.
+            Sizes of ckv and kpe, 512 and 64 in DeepSeek-V2 and -V3; kpe may have size 0.
         page_size : int
             Tokens per page.
         causal : bool
-            Whether row t of n sees tokens 0..len - n + t, else all of its request's.
+            Row t of n sees tokens 0..len - n + t; otherwise all tokens of its request.
         sm_scale : float
-            Factor of the dot products.  It follows from the sizes before the absorption:
-            ``1 / sqrt(128 + 64)`` in DeepSeek-V2 and -V3, times its YaRN factor.
+            Softmax scale, from the head size before the absorption: ``1 / sqrt(128 + 64)`` in
+            DeepSeek-V2 and -V3, times the YaRN factor.
         q_data_type, kv_data_type : dtype or str, optional
-            If given, `run` checks that its arrays have them.
+            If given, `run` requires these dtypes.
 
         Returns
         -------
         AttentionPlan
-            The plan, also kept as `current`.  It refers to the given arrays: do not change them
+            The plan, also kept as `current`.  It references the given arrays: do not change them
             before the last `run`.
 
         Raises
         ------
         UsageError
-            If the tables contradict each other, or a number is out of range.
+            If the tables are inconsistent, or a number is out of range.
         TypeError
             If an argument is not an int32 array.
         """
@@ -137,7 +136,8 @@ class BatchMLAPagedAttentionWrapper:
             raise UsageError(f"sm_scale must be finite, got {sm_scale}")
         qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
         kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
-        _check_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
+        check_kv_lens(kv_indptr, kv_indices, kv_len_arr, page_size)
+        check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
         plan = AttentionPlan(
             (num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv), page_size,
             causal=bool(causal), sm_scale=float(sm_scale),
@@ -164,37 +164,37 @@ class BatchMLAPagedAttentionWrapper:
         return_lse_base_on_e: bool = False,
         kv_format: str | None = None,
     ) -> Any:
-        """Attend with the present plan.
+        """Attend with the current plan.
 
         Parameters
         ----------
         q_nope : array of float32 or float16, shape (nnz, H, D_ckv)
-            Query rows without position, times the absorbed up-projection of the keys.
-        q_pe : array of the same type, shape (nnz, H, D_kpe)
-            Their rotated part.
+            Queries without position, times the absorbed up-projection of the keys.
+        q_pe : array of the same dtype, shape (nnz, H, D_kpe)
+            Rotated part of the queries.
         ckv_cache, kpe_cache : array, shape (pages, page_size, D_ckv) and (pages, page_size, D_kpe)
-            The pages, as `append_paged_mla_kv_cache` writes them.
+            Pages written by `append_paged_mla_kv_cache`.
         out : array of the queries' dtype, shape (nnz, H, D_ckv), optional
-            Where to write the result.
+            Output array.
         lse : array of float32, shape (nnz, H), optional
-            Where to write the LSE.
+            Output array of the LSE.
         return_lse : bool
             Return the pair (out, lse).
         return_lse_base_on_e : bool
-            Give the LSE as a natural logarithm instead of one to base 2.
+            Return a natural-logarithm LSE instead of base 2.
         kv_format : str, optional
-            How the caches store numbers, as in `append_paged_mla_kv_cache`.
+            Storage format of the caches, as in `append_paged_mla_kv_cache`.
 
         Returns
         -------
         array of the queries' dtype, shape (nnz, H, D_ckv), or a pair with the LSE
-            What the up-projection of the values is to be applied to.  A row's result is bitwise the
-            same in any batch, with any page size and any number of threads.
+            Input of the value up-projection.  The bits of a row depend neither on the batch nor on
+            page size and threads.
 
         Raises
         ------
         UsageError
-            If there is no plan, or the arrays do not fit it.
+            If `plan` was not called, or the arrays do not fit the plan.
         TypeError
             If an argument is not an array or has another dtype.
         """
@@ -208,8 +208,10 @@ class BatchMLAPagedAttentionWrapper:
         format = check_mla_cache(ckv_cache, kpe_cache, page_size, (D_ckv, D_kpe), kv_format)
         if kv_format is None:
             check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
-        check_places(plan, AttentionCall(), q_nope)
-        if self._n_pages != ckv_cache.shape[0]:  # once per plan: layers have equally many pages
+        check_devices(plan, AttentionCall(), q_nope)
+        if (
+            self._n_pages != ckv_cache.shape[0]
+        ):  # once per plan: all layers have the same number of pages
             check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], ckv_cache.shape[0])
             self._n_pages = ckv_cache.shape[0]
         into = wide_output(q_nope, out)
@@ -228,24 +230,3 @@ class BatchMLAPagedAttentionWrapper:
         variant.latent_attention(plan, q, ckv_cache, kpe_cache, into, lse, format.kind)
         out = narrow_output(q_nope, into, out)
         return (out, lse) if return_lse else out
-
-
-def _check_tables(
-    qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, page_size: int
-) -> None:
-    """Raise unless every request has pages for its tokens, and its rows are in order."""
-    check_indptr("kv_indptr", kv_indptr)
-    check_array("kv_len_arr", kv_lens, (len(kv_indptr) - 1,), np.int32)
-    full = np.where(kv_indptr[1:] > kv_indptr[:-1], page_size, 0).astype(np.int32)
-    check_page_table(kv_indptr, kv_indices, full, page_size)
-    counts = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64)
-    wrong = (kv_lens < 0) | (kv_lens > counts * page_size)
-    if wrong.any():
-        request = int(np.flatnonzero(wrong)[0])
-        raise UsageError(
-            f"kv_len_arr of request {request} must be 0..{counts[request] * page_size}, what its "
-            f"{counts[request]} pages hold, got {kv_lens[request]}"
-        )
-    check_array("qo_indptr", qo_indptr, kv_indptr.shape, np.int32)
-    if qo_indptr[0] != 0 or (qo_indptr[1:] < qo_indptr[:-1]).any():
-        raise UsageError("qo_indptr must start at 0 and never fall")

@@ -1,4 +1,4 @@
-"""What a call of attention may ask for: checks, defaults, and the tables kernels need for it."""
+"""Attention options: checks, defaults, and the tables they need (masks, rotations, factors)."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _FLOAT_DTYPES = ("float32", "float16")
 
 @dataclass(frozen=True)
 class Options:
-    """What is the same for all rows of a step."""
+    """Options common to all rows of a step."""
 
     kv_layout: str = "NHD"
     """``"NHD"`` or ``"HND"``."""
     causal: bool = False
-    """Whether row t of n sees keys 0..kv_len - n + t."""
+    """Causal mask: row t of n sees keys 0..kv_len - n + t."""
     window_left: int = -1
-    """How many keys before its own position a row sees; -1 for all."""
+    """Sliding window: number of keys to the left of its position that a row sees; -1 for all."""
     logits_soft_cap: float | None = None
     """Scores become cap * tanh(score / cap); None or 0 for no cap."""
     sm_scale: float | None = None
-    """Factor of the dot products; 1 / sqrt(head_dim_qk) by default."""
+    """Softmax scale; 1 / sqrt(head_dim_qk) by default."""
     pos_encoding_mode: str = "NONE"
     """``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``."""
     rope_scale: float | None = None
-    """Positions are divided by it; 1 by default."""
+    """Divisor of positions; 1 by default."""
     rope_theta: float | None = None
-    """Base of the rotation's frequencies; 1e4 by default."""
+    """Base of the RoPE frequencies; 1e4 by default."""
     split_keys: int | None = None
-    """Keys per partial result; 2048 by default."""
+    """Keys per split; 2048 by default."""
     disable_split_kv: bool = False
-    """Whether a row's keys stay in one work item."""
+    """Process the keys of a row in one work item."""
     disable_page_sharing: bool = False
-    """Whether pages that several requests have are read for each of them."""
+    """Load pages shared by several requests once per request."""
 
     def __post_init__(self) -> None:
         if self.kv_layout not in LAYOUTS:
@@ -69,7 +69,7 @@ class Options:
             raise UsageError(f"fixed_split_size must be positive, got {self.split_keys} keys")
 
     def scale(self, head_dim: int) -> float:
-        """Return the factor of the dot products."""
+        """Return the softmax scale."""
         return 1.0 / sqrt(head_dim) if self.sm_scale is None else float(self.sm_scale)
 
 
@@ -90,7 +90,7 @@ def check_lse_base(lse_base: str) -> bool:
 
 
 def check_heads(num_qo_heads: int, num_kv_heads: int, *head_dims: int) -> None:
-    """Raise unless the heads can be grouped."""
+    """Raise unless the head counts and sizes are valid."""
     if min(num_qo_heads, num_kv_heads, *head_dims) < 1:
         found = ", ".join(map(str, (num_qo_heads, num_kv_heads, *head_dims)))
         raise UsageError(f"num_qo_heads, num_kv_heads and head_dim must be positive, got {found}")
@@ -107,18 +107,6 @@ def check_indptr(name: str, indptr: Any, n: int | None = None) -> None:
         raise UsageError(f"{name} must start at 0 and never fall, got {indptr.tolist()}")
 
 
-def alibi_slopes(n_heads: int) -> np.ndarray:
-    """Return ALiBi's slope of each head, float32.
-
-    For a power of two n: 2**(-8 i / n), i = 1..n.  Else those of the next lower power of two, then
-    every other one of the next higher (Press et al., arXiv:2108.12409, and the authors' code).
-    """
-    lower = 2 ** (n_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * i / lower) for i in range(1, lower + 1)]
-    slopes += [2.0 ** (-4.0 * i / lower) for i in range(1, 2 * (n_heads - lower), 2)]
-    return np.array(slopes, np.float32)
-
-
 @functools.lru_cache(maxsize=4)
 def rope_table(n_positions: int, head_dim: int, theta: float, scale: float) -> np.ndarray:
     """Return cosines and sines of `n_positions` positions, float32 (n_positions, head_dim)."""
@@ -127,7 +115,7 @@ def rope_table(n_positions: int, head_dim: int, theta: float, scale: float) -> n
 
 
 def rope_table_for(options: Options, n_positions: int, head_dim: int) -> np.ndarray:
-    """Return the table of at least so many positions; its length is a power of two, to be kept."""
+    """Return a cached table of at least `n_positions`, rounded up to a power of two."""
     if head_dim % 2:
         raise UsageError(f"pos_encoding_mode='ROPE_LLAMA' needs an even head_dim, got {head_dim}")
     theta = 1e4 if options.rope_theta is None else float(options.rope_theta)
@@ -138,9 +126,9 @@ def rope_table_for(options: Options, n_positions: int, head_dim: int) -> np.ndar
 def mask_table(
     custom_mask: Any, packed_custom_mask: Any, qo_lens: np.ndarray, kv_lens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return a checked mask: its elements, each request's first one, and whether they are bits.
+    """Return a checked mask: its elements, the offset of each request, and whether it is packed.
 
-    A packed mask counts where both are given; each request starts at a byte of it.
+    A packed mask takes precedence; each of its requests starts at a byte.
     """
     sizes = qo_lens.astype(np.int64) * kv_lens
     custom_mask, packed_custom_mask = on_host(custom_mask), on_host(packed_custom_mask)
@@ -156,9 +144,9 @@ def mask_table(
 
 
 def head_factors(n_heads: int, group: int, *scales: Any) -> np.ndarray | None:
-    """Return the product of the scales for each query head, or None where all are None.
+    """Return the product of the scales per query head, or None if all are None.
 
-    A scale is a number, or an array with one number for each query head or each key/value head.
+    A scale is a number, or an array with one number per query head or per KV head.
     """
     if all(scale is None for scale in scales):
         return None
@@ -169,8 +157,8 @@ def head_factors(n_heads: int, group: int, *scales: Any) -> np.ndarray | None:
         values = np.asarray(on_host(scale), np.float64)
         if values.ndim and values.shape not in ((1,), (n_heads,), (n_heads // group,)):
             raise UsageError(
-                f"{name} must be a number, or have one for each of the {n_heads} query heads or "
-                f"{n_heads // group} key/value heads, got shape {values.shape}"
+                f"{name} must be a number, or have one per query head ({n_heads}) or key/value "
+                f"head ({n_heads // group}), got shape {values.shape}"
             )
         if values.shape == (n_heads // group,) and values.size > 1:
             values = np.repeat(values, group)
@@ -179,7 +167,7 @@ def head_factors(n_heads: int, group: int, *scales: Any) -> np.ndarray | None:
 
 
 def check_dtype(name: str, wanted: Any, found: Any) -> None:
-    """Raise unless the dtype named when planning is the array's, or none was named."""
+    """Raise unless an array has the dtype given to `plan`, if any."""
     if wanted is None:
         return
     wanted_name = wanted if isinstance(wanted, str) else np.dtype(wanted).name
@@ -188,7 +176,7 @@ def check_dtype(name: str, wanted: Any, found: Any) -> None:
 
 
 def output_dtype(o_dtype: Any, q: Any) -> np.dtype[Any]:
-    """Return the dtype of the result: what was asked for, or that of the queries."""
+    """Return the dtype of the result: `o_dtype`, or that of the queries."""
     dtype: np.dtype[Any] = np.dtype(q.dtype if o_dtype is None else o_dtype)
     if dtype.name not in _FLOAT_DTYPES:
         raise unknown_name("output dtype", dtype.name, _FLOAT_DTYPES)
@@ -196,13 +184,13 @@ def output_dtype(o_dtype: Any, q: Any) -> np.dtype[Any]:
 
 
 def check_workspace(name: str, workspace: Any) -> Any:
-    """Return a caller's memory for partial results, an array of any dtype, or None."""
+    """Return the split-KV workspace of the caller, checked: an array of any dtype, or None."""
     if workspace is None:
         return None
     if not isinstance(workspace, np.ndarray) and not is_cuda(workspace):
         raise TypeError(
-            f"{name} must be a NumPy array, an array on a CUDA device, or None for memory of the "
-            f"plan's own, got {type(workspace).__name__}"
+            f"{name} must be a NumPy array, an array on a CUDA device, or None to allocate one, "
+            f"got {type(workspace).__name__}"
         )
     if not workspace.flags.c_contiguous:
         raise UsageError(f"{name} must be C-contiguous")
@@ -210,25 +198,20 @@ def check_workspace(name: str, workspace: Any) -> Any:
 
 
 def refuse_int_workspace(int_workspace_buffer: Any) -> None:
-    """Raise for a caller's memory for tables."""
+    """Raise if the caller passes a buffer for plan tables."""
     if int_workspace_buffer is not None:
-        raise UsageError(
-            "int_workspace_buffer must be None: a plan's tables have memory of their own"
-        )
+        raise UsageError("int_workspace_buffer must be None: plans allocate their own tables")
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless the backend is left to us: the array's device decides."""
+    """Raise unless the backend is ``"auto"``."""
     if backend != "auto":
         raise UsageError(
-            f"backend must be 'auto': the kind of array chooses the kernel, got {backend!r}"
+            f"backend must be 'auto': the kernel is selected by the arrays, got {backend!r}"
         )
 
 
 def refuse_half_precision(use_fp16_qk_reduction: bool) -> None:
-    """Raise if dot products in float16 are wanted."""
+    """Raise if dot products in float16 are requested."""
     if use_fp16_qk_reduction:
-        raise UsageError(
-            "use_fp16_qk_reduction must be False: dot products are summed in float32 on the CPU, "
-            "float16 would be slower and less exact"
-        )
+        raise UsageError("use_fp16_qk_reduction must be False: dot products are summed in float32")

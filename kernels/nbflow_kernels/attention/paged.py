@@ -15,40 +15,35 @@ from nbflow_kernels.attention.run import AttentionCall
 from nbflow_kernels.errors import UsageError
 
 
-def keys_of(n_pages: int | None, page_size: int) -> int | None:
-    """Return the keys on so many pages."""
-    return None if n_pages is None else n_pages * page_size
-
-
 class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
-    """Attention of a batch of requests over a paged key/value cache, prefill and decode mixed.
+    """Attention of a batch over a paged key/value cache, prefill and decode mixed.
 
     Parameters
     ----------
     float_workspace_buffer : array, optional
-        Memory for partial results, an array of any dtype where the queries lie; wrappers that run
-        one after the other may share it.  If it is too small, keys are not divided (the bits are
-        the same).  None: plans have memory of their own.
+        Split-KV workspace, of any dtype, on the device of the queries; wrappers that run one after
+        the other may share it.  If it is too small, keys are not split (the bits are the same).
+        None: each plan allocates its own.
     kv_layout : str
         ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one,
-        because the keys of a head lie one behind the other.
+        because the keys of a head are contiguous.
     use_cuda_graph : bool
-        Launches of `run` that were captured into a graph read what `plan` writes later: it refills
-        the buffers below and memory of the wrapper.  The number of requests is the buffers', the
-        options and the number of query rows (or fewer) those of the first plan; a plan that does
-        not fit is refused.  `q` has the rows of the first plan in every call; rows behind
-        ``qo_indptr[-1]`` are not written on a device.  Give calls and graphs of a wrapper to one
-        stream, `plan` included.  Custom masks and variants are refused.
+        Make `run` capturable into a CUDA graph: each `plan` refills the buffers below and the
+        wrapper's workspace in place, and captured launches read them.  The buffers fix the number
+        of requests, the first plan fixes the options and the largest number of query rows; a plan
+        that does not fit is refused.  `q` has the rows of the first plan in every call; rows after
+        ``qo_indptr[-1]`` are not written on a device.  Use one stream for all calls and graphs of
+        a wrapper, `plan` included.  Custom masks and variants are refused.
     qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : arrays
-        These buffers, int32, where the queries lie: of B + 1, B + 1, as many pages as a step may
-        have, and B elements.
+        Buffers of `use_cuda_graph`, int32, on the device of the queries, with B + 1, B + 1, the
+        largest number of pages, and B elements.
     backend : str
-        Must be ``"auto"``: the kind of array chooses the kernel.
+        Must be ``"auto"``: the kernel is selected by the arrays.
 
     Attributes
     ----------
     current : AttentionPlan or None
-        The plan of the present step; NumPy arrays to look at.
+        The plan of the current step, inspectable as NumPy arrays.
 
     Raises
     ------
@@ -126,67 +121,66 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         kv_format: str | None = None,
         variant: Any = None,
     ) -> AttentionPlan:
-        """Divide the step's work; the plan serves every layer with the same options.
+        """Schedule a step; the plan serves every layer with the same options.
 
         Parameters
         ----------
         qo_indptr : array of int32, shape (B + 1,)
-            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, the last ones of its
+            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, at the end of its
             sequence.
         paged_kv_indptr : array of int32, shape (B + 1,)
-            Its pages are ``paged_kv_indices[paged_kv_indptr[b]:paged_kv_indptr[b + 1]]``.
+            Pages of request b are ``paged_kv_indices[paged_kv_indptr[b]:paged_kv_indptr[b + 1]]``.
         paged_kv_indices : array of int32, shape (n_pages,)
-            Page numbers; more entries than `paged_kv_indptr` uses are allowed.
+            Page numbers; unused entries at the end are allowed.
         paged_kv_last_page_len : array of int32, shape (B,)
             Tokens on each request's last page, 1..page_size; 0 for a request without pages.
         num_qo_heads, num_kv_heads, head_dim_qk : int
-            H, G and the size of queries and keys; H must be a multiple of G.
+            H, G and the head size of queries and keys; H must be a multiple of G.
         page_size : int
             Tokens per page.
         head_dim_vo : int, optional
-            Size of the values; `head_dim_qk` by default.
+            Head size of the values; `head_dim_qk` by default.
         custom_mask : array of bool, optional
-            The masks (qo_len, kv_len) of all requests, flat, one after the other; takes the place
-            of `causal`.
+            The masks (qo_len, kv_len) of all requests, flattened and concatenated; replaces
+            `causal`.
         packed_custom_mask : array of uint8, optional
-            The same as bits, the lowest of a byte first, each request from a new byte on.
+            The same packed into bits, lowest bit first; each request starts at a byte.
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap
             As in `single_prefill_with_kv_cache`.
         rope_scale, rope_theta : float, optional
             As in `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type : dtype or str, optional
-            If given, `run` checks that its arrays have them (FlashInfer's default is float16).
+            If given, `run` requires these dtypes (FlashInfer's default is float16).
         o_data_type : dtype, optional
-            dtype of the result, float32 or float16; that of the queries by default.
+            dtype of the result, float32 or float16; by default that of the queries.
         non_blocking : bool
-            Whether the call that copies the plan's tables to a device (the first `run`; `plan` with
-            `use_cuda_graph`) returns before they have arrived.
+            If False, the call that uploads the plan's tables (the first `run`; `plan` with
+            `use_cuda_graph`) waits until they have arrived.
         fixed_split_size : int, optional
-            Pages per partial result, in place of 2048 keys; other sizes give other last bits.
+            Pages per split, instead of 2048 keys; other sizes change the last bits.
         disable_split_kv : bool
-            Never divide the keys of a row among threads; the bits are the same.
+            Never split the keys of a row among threads; the bits are the same.
         disable_page_sharing : bool
-            Read the pages of every request for itself.  On the CPU requests beside each other that
-            begin with the same pages share the work on these, as in a cascade; the bits are the
-            same.
+            Load the pages of every request separately.  By default the CPU processes neighbouring
+            requests with a common prefix of pages together; the bits are the same.
         kv_format : str, optional
-            How the cache stores numbers where its dtype does not say it, e.g. ``"q8_0"``, or
-            ``"q8_0/q4_0"`` for keys and values of formats of their own; see `kv_formats`.
+            Storage format of the cache if its dtype does not tell, e.g. ``"q8_0"``, or
+            ``"q8_0/q4_0"`` for keys and values; see `kv_formats`.
         variant : object, optional
-            Functions of your own; see `AttentionVariant`.
+            User-defined functions; see `AttentionVariant`.
 
         Returns
         -------
         AttentionPlan
-            The plan, also kept as `current`.  It refers to the given arrays: do not change them
+            The plan, also kept as `current`.  It references the given arrays: do not change them
             before the last `run`.
 
         Raises
         ------
         UsageError
-            If the tables contradict each other, or a number is out of range.
+            If the tables are inconsistent, or a number is out of range.
         TypeError
-            If an argument is not an array of the right dtype.
+            If an argument is not an array of the required dtype.
         """
         refuse_half_precision(use_fp16_qk_reduction)
         vo = head_dim_qk if head_dim_vo is None else head_dim_vo
@@ -197,7 +191,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
                 "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
                 "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
                 "rope_scale": rope_scale, "rope_theta": rope_theta,
-                "split_keys": keys_of(fixed_split_size, page_size),
+                "split_keys": fixed_split_size and fixed_split_size * page_size,
                 "disable_split_kv": disable_split_kv,
                 "disable_page_sharing": disable_page_sharing,
             },
@@ -209,7 +203,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         )  # fmt: skip
 
     def run(
-        self,
+        self: PagedAttentionWrapper,
         q: Any,
         paged_kv_cache: Any,
         *,
@@ -223,40 +217,40 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         sinks: Any = None,
         lse_base: str = "2",
     ) -> Any:
-        """Attend with the present plan.
+        """Attend with the current plan.
 
         Parameters
         ----------
         q : array of float32 or float16, shape (nnz, H, D)
-            Query rows of all requests; rows may be far apart.
+            Query rows of all requests, with any row stride.
         paged_kv_cache : pair of arrays, or one array
             Keys and values, (pages, page_size, G, D) each for ``"NHD"`` or
-            (pages, G, page_size, D) for ``"HND"``; or both in one 5-D array (pages, 2, ...).  They
-            are float32, float16, or as `kv_format` says; keys and values may differ.
+            (pages, G, page_size, D) for ``"HND"``; or both in one 5-D array (pages, 2, ...), in
+            float32, float16 or `kv_format`; keys and values may differ.
         q_scale, k_scale, v_scale : float or array, optional
-            Factors of queries, keys and values; one for all heads, or one for each head.
+            Factors of queries, keys and values; a number, or one per head.
         out : array of the result's dtype, shape (nnz, H, D_v), optional
-            Where to write the result.
+            Output array.
         lse : array of float32, shape (nnz, H), optional
-            Where to write the LSE.
+            Output array of the LSE.
         return_lse : bool
             Return the pair (out, lse).
         window_left : int, optional
-            Another window than the plan's (which then has this one).
+            Replaces the plan's window, also for later calls.
         sinks : array of float32, shape (H,), optional
-            For each head the score of one more key that has no value.
+            Per head, the score of an additional key without a value.
         lse_base : str
             ``"2"`` or ``"e"``: base of the logarithm in the LSE.
 
         Returns
         -------
         array, shape (nnz, H, D_v), or a pair with the LSE
-            Each row is bitwise what it is alone, in any other batch and with any page size.
+            The bits of a row depend neither on the batch nor on the page size.
 
         Raises
         ------
         UsageError
-            If there is no plan, or the arrays do not fit it.
+            If `plan` was not called, or the arrays do not fit the plan.
         TypeError
             If an argument is not an array or has another dtype.
         """
@@ -271,7 +265,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
-    """Attention of the newest row of each request over a paged key/value cache.
+    """Decode attention over a paged key/value cache: the newest row of each request.
 
     Parameters
     ----------
@@ -282,18 +276,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
     use_cuda_graph : bool
         As in `BatchPrefillWithPagedKVCacheWrapper`.
     use_tensor_cores : bool
-        `run` raises unless a kernel on tensor cores takes the call.  Such a kernel is chosen
-        wherever there is one, also if this is False.
+        True: `run` raises if no tensor-core kernel supports the call.  False: tensor cores are
+        used where supported.
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : arrays
-        These buffers, int32, where the queries lie: of B + 1, as many pages as a step may have, and
-        B elements.
+        Buffers of `use_cuda_graph`, int32, on the device of the queries, with B + 1, the largest
+        number of pages, and B elements.
     backend : str
         Must be ``"auto"``: the kind of array chooses the kernel.
 
     Attributes
     ----------
     current : AttentionPlan or None
-        The plan of the present step; NumPy arrays to look at.
+        The plan of the current step, inspectable as NumPy arrays.
 
     Raises
     ------
@@ -362,7 +356,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         kv_format: str | None = None,
         variant: Any = None,
     ) -> AttentionPlan:
-        """Divide the step's work; the plan serves every layer with the same options.
+        """Schedule a step; the plan serves every layer with the same options.
 
         Parameters
         ----------
@@ -373,16 +367,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         last_page_len : array of int32, shape (B,)
             Tokens on each request's last page, 1..page_size; 0 for a request without pages.
         num_qo_heads, num_kv_heads, head_dim, page_size : int
-            H, G, the size of queries and keys, tokens per page.
+            H, G, the head size of queries and keys, and tokens per page.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type, non_blocking, fixed_split_size, disable_split_kv
         disable_page_sharing
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         q_len_per_req : int
-            Query rows of each request, causal among each other.
+            Query rows of each request, with a causal mask among them.
         head_dim_vo : int, optional
-            Size of the values; `head_dim` by default.
+            Head size of the values; `head_dim` by default.
         kv_format, variant
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
@@ -407,7 +401,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
                 "causal": True, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
                 "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
                 "rope_scale": rope_scale, "rope_theta": rope_theta,
-                "split_keys": keys_of(fixed_split_size, page_size),
+                "split_keys": fixed_split_size and fixed_split_size * page_size,
                 "disable_split_kv": disable_split_kv,
                 "disable_page_sharing": disable_page_sharing,
             },
@@ -417,47 +411,5 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             },
         )  # fmt: skip
 
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        window_left: int | None = None,
-        sinks: Any = None,
-        lse_base: str = "2",
-    ) -> Any:
-        """Attend with the present plan.
-
-        Parameters
-        ----------
-        q : array of float32 or float16, shape (B * q_len_per_req, H, D)
-            Query rows.
-        paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks
-            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
-        lse_base : str
-            ``"2"`` or ``"e"``: base of the logarithm in the LSE.
-
-        Returns
-        -------
-        array, shape (B * q_len_per_req, H, D_v), or a pair with the LSE
-            Each row is bitwise what it is alone, in any other batch and with any page size.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.run`.
-        """
-        call = AttentionCall(
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
-            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
-            tensor_cores=self._tensor_cores,
-        )  # fmt: skip
-        return self._run_pages(q, paged_kv_cache, window_left, call)
-
+    run = BatchPrefillWithPagedKVCacheWrapper.run
     run_return_lse = functools.partialmethod(run, return_lse=True)

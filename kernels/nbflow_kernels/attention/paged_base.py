@@ -1,4 +1,4 @@
-"""Base of the wrappers over a paged cache: checks, the present plan, and running it."""
+"""Base class of the paged-cache wrappers: plan checks, the current plan, and running it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from nbflow_kernels.kv_cache.page_table import (
 
 
 class PagedAttentionWrapper:
-    """Base of the wrappers over a paged cache: the present plan, and running it."""
+    """Base class of the paged-cache wrappers: holds the current plan and runs it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PagedAttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any = None, int_workspace_buffer: Any = None
     ) -> None:
-        """Use other memory for partial results from the next `plan` on; None for a plan's own."""
+        """Set the split-KV workspace for later plans; None to allocate per plan."""
         refuse_int_workspace(int_workspace_buffer)
         self._workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
 
@@ -68,7 +68,7 @@ class PagedAttentionWrapper:
         options: dict[str, Any],
         extras: dict[str, Any],
     ) -> AttentionPlan:
-        """Check the page table; make the plan and keep it with what `run` needs."""
+        """Check the page table, then make and keep the plan."""
         qo_indptr, indptr, indices, last_page_len = map(
             on_host, (qo_indptr, indptr, indices, last_page_len)
         )
@@ -90,7 +90,7 @@ class PagedAttentionWrapper:
         options: dict[str, Any],
         extras: dict[str, Any],
     ) -> AttentionPlan:
-        """Make the plan and keep it with what `run` needs."""
+        """Make and keep the plan, with the dtypes, format and variant that `run` checks."""
         self.current, self._n_pages = None, -1
         self._variant = extras.get("variant")
         self._kv_format = extras.get("kv_format")
@@ -119,7 +119,9 @@ class PagedAttentionWrapper:
             return self.current
         for name, value in {**masks, "variant": self._variant}.items():
             if value is not None:
-                raise UsageError(f"{name} does not go with use_cuda_graph=True: it has no buffer")
+                raise UsageError(
+                    f"{name} is not supported with use_cuda_graph=True: it has no buffer"
+                )
         check_indptr("qo_indptr", qo_indptr, len(indptr))
         self.current = self._graph.fill(
             tables, extras.get("last_page_len"), settings, chosen, make,
@@ -135,7 +137,7 @@ class PagedAttentionWrapper:
         options: dict[str, Any],
         extras: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return by parameter what must not change from plan to plan of a graph."""
+        """Return the parameters that must be the same in all plans of a graph."""
         names = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo")
         found = dict(zip(names, heads, strict=True)) | {"page_size": page_size} | options
         found["fixed_split_size"] = found.pop("split_keys", None)
@@ -144,7 +146,7 @@ class PagedAttentionWrapper:
         return found | {f"{name}_data_type": dtype for name, dtype in self._dtypes.items()}
 
     def _planned(self) -> AttentionPlan:
-        """Return the present plan."""
+        """Return the current plan."""
         if self.current is None:
             raise UsageError("run needs a plan: call plan(...) first, once per step")
         return self.current
@@ -152,7 +154,7 @@ class PagedAttentionWrapper:
     def _run_pages(
         self, q: Any, paged_kv_cache: Any, window_left: int | None, call: AttentionCall
     ) -> Any:
-        """Check the arrays of a layer against the plan, and attend."""
+        """Check a layer's arrays against the plan, and attend."""
         plan = self._planned()
         _, G, D_qk, D_vo = plan.heads
         k, v = check_cache(
@@ -161,12 +163,12 @@ class PagedAttentionWrapper:
         rows = plan.n_query_rows
         check_array("q", q, (rows, plan.heads[0], D_qk), (np.float32, np.float16), rows=True)
         if self._graph is not None:
-            self._graph.check_place(q)
+            self._graph.check_device(q)
         check_dtype("q", self._dtypes["q"], q.dtype)
         if self._kv_format is None:
             for array in (k, v):
                 check_dtype("paged_kv_cache", self._dtypes["kv"], array.dtype)
-        if self._n_pages != k.shape[0]:  # once per plan: layers have equally many pages
+        if self._n_pages != k.shape[0]:  # once per plan: all layers have the same number of pages
             check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], k.shape[0])
             self._n_pages = k.shape[0]
         if window_left is not None and max(window_left, -1) != plan.window_left:

@@ -1,6 +1,6 @@
-"""Who does what in one step of batch attention: requests, tiles of query rows, heads, key ranges.
+"""Work schedule of one batch-attention step: requests, tiles of query rows, heads, key ranges.
 
-A plan is made of NumPy tables that are meant to be looked at: ``print(plan)``, ``plan.items``,
+The tables of a plan can be inspected: ``print(plan)``, ``plan.items``,
 ``pandas.DataFrame(plan.items, columns=plan.COLUMNS)``.
 """
 
@@ -15,7 +15,6 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.options import (
     Options,
-    alibi_slopes,
     check_cap,
     check_heads,
     check_indptr,
@@ -31,40 +30,40 @@ from nbflow_kernels.attention.plan_layout import (
 )
 from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.position import alibi_slopes
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 class AttentionPlan:
-    """The work of one step, the same for every layer; all NumPy, meant to be looked at.
+    """Work schedule of one step, shared by all layers, in NumPy tables.
 
-    An object is made once for a model's sizes and filled for every step with `plan_into`; the
-    kernels read all of it through `header`, so that a compiled call made for one step may be made
-    again, with the same arguments, for the next one.
+    A plan is made once for a model's sizes and refilled for every step with `plan_into`.  Kernels
+    read it through `header`, so a captured call can be replayed for later steps.
 
     Parameters
     ----------
     heads : tuple of int
-        Query heads, key/value heads, size of queries and keys, size of values.
+        Query heads, KV heads, head size of queries and keys, head size of values.
     page_size : int
         Tokens per page.
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
     causal : bool
-        Whether row t of n sees keys 0..kv_len - n + t.
+        Causal mask: row t of n sees keys 0..kv_len - n + t.
     window_left : int
-        How many keys before its own position a row sees; -1 for all.
+        Number of keys to the left of its position that a row sees; -1 for all.
     logits_soft_cap : float
-        Bound of the scores; 0 for none.
+        Soft cap of the scores; 0 for none.
     sm_scale : float
-        Factor of the dot products.
+        Softmax scale.
     split_keys : int
-        Keys per partial result.
+        Keys per split.
     may_split : bool
-        Whether a row's keys may be divided among threads.  The bits of the results are the same.
+        Allow splitting the keys of a row among threads; the bits are the same.
     may_share : bool
-        Whether requests beside each other that begin with the same pages may be one item, which
-        reads these once (on the CPU).  The bits are the same.
+        Allow items of neighbouring requests with a common prefix of pages, which load it once (on
+        the CPU); the bits are the same.
     """
 
     COLUMNS = ITEM_COLUMNS
@@ -95,19 +94,19 @@ class AttentionPlan:
         self.work = 0.0
         """Multiply-adds of one layer."""
         self.n_steps = 0
-        """How often it was filled; what lies on a device is renewed by it."""
+        """Number of fills; device copies are updated when it changes."""
         self.on_devices: dict[Any, Any] = {}
-        """What `nbflow_kernels.attention.cuda.plan` made of it for each device."""
+        """Device plans (`nbflow_kernels.attention.cuda.plan`) by device and stream."""
         self.workspace: Any = None
-        """The caller's memory for partial results; the plan's own if None."""
+        """Split-KV workspace of the caller; None to allocate one."""
         self.fixed_rows: int | None = None
-        """Query rows that calls bring in any step, of which the last ones may be no request's."""
+        """Number of query rows of every call, including padding; None without CUDA graphs."""
         self.waits_for_copies = False
-        """True if tables have reached a device when the call that copies them returns."""
+        """Synchronize after uploading tables to a device."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
-        """What the kernels read; see `nbflow_kernels.attention.plan_layout`."""
-        self._keep: dict[int, Any] = {}
-        self._shares = np.zeros(MOST_THREADS + 1, np.int64)
+        """Sizes and addresses for the kernels; see `nbflow_kernels.attention.plan_layout`."""
+        self._tables: dict[int, Any] = {}
+        self._shares = np.zeros(MAX_THREADS + 1, np.int64)
         self._partials = np.zeros(0, np.float32)
         self.set_table(at.SHARES, self._shares)
         self._items = np.zeros((0, len(ITEM_COLUMNS)), np.int64)
@@ -127,20 +126,20 @@ class AttentionPlan:
         """Return the work items, int64 (n_items, 10); `COLUMNS` names the columns.
 
         `request`; `row`, the first query row; `n_rows`; `kv_head`; `position` of the first row in
-        its sequence; the keys `first_key` to `end_key`; `partial`, where the partial result goes,
-        -1 for a final one; `cost`, in sums of one query vector and one key; `shared`, how many
-        first keys the requests of the rows have in common, 0 where all rows are of one request.
+        its sequence; the keys `first_key` to `end_key`; `partial`, index of the partial result, -1
+        for a final one; `cost`, in products of one query vector and one key; `shared`, length of
+        the common prefix of the rows' requests, 0 where all rows are of one request.
         """
         return self._items[: self.n_items]
 
     @property
     def merges(self) -> np.ndarray:
-        """Return which partial results are added, int64 (n_merges, 5); see `MERGE_COLUMNS`."""
+        """Return the split tiles to merge, int64 (n_merges, 5); see `MERGE_COLUMNS`."""
         return self._merges[: self.n_merges]
 
     @property
     def shares(self) -> np.ndarray:
-        """Return where each thread's share of the items starts, and the end of the last one."""
+        """Return the item offsets of the threads' shares, with the end."""
         return self._shares[: self.n_shares + 1]
 
     @property
@@ -150,19 +149,19 @@ class AttentionPlan:
 
     @property
     def n_query_rows(self) -> int:
-        """Return the number of query rows that calls bring."""
+        """Return the number of query rows of a call, including padding."""
         return self.n_rows if self.fixed_rows is None else self.fixed_rows
 
     def reserve(self, n_items: int, n_merges: int, n_partials: int) -> None:
-        """Make the tables large enough for so many items, merges and partial rows."""
+        """Grow the tables to these numbers of items, merges and partial results."""
         if len(self._items) < n_items:
             self._items = np.zeros((n_items, len(ITEM_COLUMNS)), np.int64)
             self.set_table(at.ITEMS, self._items)
-            self.header[at.ITEM_ROOM] = n_items
+            self.header[at.ITEM_CAPACITY] = n_items
         if len(self._merges) < n_merges:
             self._merges = np.zeros((n_merges, len(MERGE_COLUMNS)), np.int64)
             self.set_table(at.MERGES, self._merges)
-            self.header[at.MERGE_ROOM] = n_merges
+            self.header[at.MERGE_CAPACITY] = n_merges
         size = n_partials * self._partial_floats
         if size and isinstance(self.workspace, np.ndarray):
             self._partials = _floats_of(self.workspace)
@@ -173,57 +172,56 @@ class AttentionPlan:
 
     @property
     def _partial_floats(self) -> int:
-        """Return the floats of a partial result."""
+        """Return the size of a partial result in floats."""
         return -(-self.heads[3] // 16) * 16 + at.PARTIAL_TAIL
 
-    def has_room(self, n_partials: int) -> bool:
-        """Return whether so many partial results fit into the caller's workspace, if any."""
+    def workspace_holds(self, n_partials: int) -> bool:
+        """Return whether the workspace of the caller, if any, holds these partial results."""
         if not isinstance(self.workspace, np.ndarray):
             return True
         return n_partials * self._partial_floats <= len(_floats_of(self.workspace))
 
     def set_bias(self, table: np.ndarray, longest: int) -> None:
-        """Add a number to the scores that depends on the head and the distance (T5).
+        """Set a relative position bias (T5), added to the scores.
 
         Parameters
         ----------
         table : array of float32, shape (H, 2 * longest - 1)
-            For each head what is added at the distances 1 - longest .. longest - 1 of a key from
-            the query.
+            Bias per head for distances 1 - longest .. longest - 1 from query to key.
         longest : int
-            Most keys of a request.
+            Largest number of keys of a request.
         """
         padded = np.zeros((len(table), 2 * longest - 1 + 2 * CHUNK), np.float32)
-        padded[:, CHUNK:-CHUNK] = table  # chunks of keys may begin and end outside a request
+        padded[:, CHUNK:-CHUNK] = table  # chunks of keys may exceed a request
         self.set_table(at.BIAS, padded)
         self.header[at.BIAS] += 4 * (CHUNK + longest - 1)
         self.header[at.BIAS_BYTES] = padded.strides[0]
 
     def set_window(self, window_left: int) -> None:
-        """Use another window from the next `plan_into` on; -1 for none."""
+        """Set the window for later fills; -1 for none."""
         self.window_left = max(int(window_left), -1)
         self.header[at.WINDOW] = self.window_left
 
     def set_factors(self, scores: np.ndarray | None, outputs: np.ndarray | None) -> None:
-        """Multiply the scores and the results of each query head, float32 (H,); None for one."""
-        base = self._keep[at.SCORE_FACTORS]
+        """Set factors of scores and results per query head, float32 (H,); None for 1."""
+        base = self._tables[at.SCORE_FACTORS]
         if scores is not None or base is not self._factors:
             factors = self._factors
             self.set_table(at.SCORE_FACTORS, factors if scores is None else factors * scores)
         if outputs is not None or self.header[at.OUT_FACTORS]:
             self.set_table(at.OUT_FACTORS, outputs)
 
-    def set_table(self, place: int, array: Any) -> None:
-        """Let the kernels read an array, or none, at a place of the header that is an address.
+    def set_table(self, field: int, array: Any) -> None:
+        """Set an address field of the header to an array, or to none.
 
-        An array on a device has no address here; `device_plan` gives it to the kernels there.
+        The address of a device array is set by `device_plan`.
         """
-        self._keep[place] = array
-        self.header[place] = 0 if array is None or is_cuda(array) else address_of(array)
+        self._tables[field] = array
+        self.header[field] = 0 if array is None or is_cuda(array) else address_of(array)
 
-    def table(self, place: int) -> Any:
-        """Return the array that was set at a place of the header, or None."""
-        return self._keep.get(place)
+    def table(self, field: int) -> Any:
+        """Return the array of an address field of the header, or None."""
+        return self._tables.get(field)
 
     def __str__(self) -> str:
         """Return the items as a table."""
@@ -247,7 +245,7 @@ class AttentionPlan:
 
 
 def _floats_of(workspace: np.ndarray) -> np.ndarray:
-    """Return a workspace of any dtype as float32 from a cache line's start on."""
+    """Return a workspace as float32, aligned to a cache line."""
     flat = workspace.reshape(-1).view(np.uint8)
     flat = flat[-address_of(flat) % 64 :]
     return flat[: len(flat) // 4 * 4].view(np.float32)
@@ -260,31 +258,31 @@ def plan_into(
     kv_indices: np.ndarray,
     kv_lens: np.ndarray,
 ) -> int:
-    """Divide a step's work; nothing is checked, and the arrays are kept, not copied.
+    """Fill a plan with a step; arrays are neither checked nor copied.
 
     Parameters
     ----------
     plan : AttentionPlan
-        What to fill.
+        Plan to fill.
     qo_indptr, kv_indptr : arrays of int32, shape (B + 1,)
-        Query rows and entries of `kv_indices` of each request.
+        Offsets of each request in the query rows and in `kv_indices`.
     kv_indices : array of int32
-        Pages.
+        Page numbers.
     kv_lens : array of int32, shape (B,)
         Keys of each request.
 
     Returns
     -------
     int
-        Number of items.
+        Number of work items.
     """
-    n_threads = min(get_num_threads(), MOST_THREADS)
+    n_threads = min(get_num_threads(), MAX_THREADS)
     may_split = plan.header[at.MAY_SPLIT]
     while True:
         n_items, n_merges, n_shares, n_partials, work = schedule(
             plan.header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
         )
-        if not plan.has_room(n_partials):
+        if not plan.workspace_holds(n_partials):
             plan.header[at.MAY_SPLIT] = 0  # the bits are the same
         elif n_items <= len(plan._items) and n_merges <= len(plan._merges):
             break
@@ -311,7 +309,7 @@ def make_plan(
     packed_custom_mask: Any = None,
     workspace: Any = None,
 ) -> AttentionPlan:
-    """Make and fill a plan for any options; the page table (`kv_*`) is right already."""
+    """Make and fill a plan for any options; the page table (`kv_*`) is already checked."""
     check_heads(*heads)
     check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
     masked = custom_mask is not None or packed_custom_mask is not None
@@ -343,33 +341,6 @@ def make_plan(
 
 
 def set_rotation(plan: AttentionPlan, options: Options, kv_lens: np.ndarray) -> None:
-    """Give a plan the cosines and sines that its longest request needs."""
+    """Set the RoPE table for the longest request of a plan."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     plan.set_table(at.ROPE, rope_table_for(options, longest, plan.heads[2]))
-
-
-def build_plan(
-    qo_indptr: np.ndarray,
-    paged_kv_indptr: np.ndarray,
-    paged_kv_indices: np.ndarray,
-    kv_lens: np.ndarray,
-    heads: tuple[int, int, int],
-    page_size: int,
-    *,
-    kv_layout: str,
-    causal: bool,
-    window_left: int,
-    logits_soft_cap: float,
-    sm_scale: float,
-) -> AttentionPlan:
-    """Make and fill a plan; for callers whose tables are right by construction.
-
-    `heads` is (H, G, D); `kv_lens` int32 (B,) are the keys of each request; `logits_soft_cap` is 0
-    for none.
-    """
-    plan = AttentionPlan(
-        (*heads, heads[2]), page_size, kv_layout=kv_layout, causal=causal,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-    )  # fmt: skip
-    plan_into(plan, qo_indptr, paged_kv_indptr, paged_kv_indices, kv_lens)
-    return plan

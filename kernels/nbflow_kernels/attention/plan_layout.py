@@ -1,37 +1,36 @@
-"""Where a plan's numbers lie in the arrays that kernels read; shared by plans and kernels.
+"""Layout of a plan's header and tables, shared by plans and kernels (`cuda/plan.cuh`).
 
-A plan's `header` is an int64 array: sizes, counts and addresses of the plan's tables.  Kernels get
-everything about a step from it, so that a compiled call that was made for one step can be made
-again for the next one with the same arguments.
+The header is an int64 array with sizes, counts and addresses of the plan's tables.  Kernels read a
+step only through it, so a captured call can be replayed for the next step with the same arguments.
 """
 
 from __future__ import annotations
 
 CHUNK = 64
-"""Keys per step of the online softmax; part of the result's bits, not only of its speed."""
+"""Keys per step of the online softmax; determines the bits of results."""
 SPLIT = 2048
-"""Keys per partial result unless told otherwise; part of the result's bits too."""
+"""Default split size in keys; determines the bits of results."""
 TILE_VECTORS = 32
-"""Query vectors (rows x heads of a group) per work item; they share loads of keys and values."""
+"""Query vectors (rows x heads of a group) per work item, which share loads of keys and values."""
 
-# ---- places in the header -----------------------------------------------------------------------
+# ---- header fields ------------------------------------------------------------------------------
 QO_HEADS = 0
 KV_HEADS = 1
 DIM_QK = 2
 DIM_VO = 3
 PAGE_SIZE = 4
 WINDOW = 5
-"""Keys to the left a row sees, -1 for all."""
+"""Window: visible keys to the left of a row, -1 for all."""
 CAUSAL = 6
 SPLIT_KEYS = 7
-MOST = 8
-"""Most query vectors of one item."""
+MAX_VECTORS = 8
+"""Largest number of query vectors of an item."""
 N_MERGES = 9
-ITEM_ROOM = 10
-"""Rows of the table of items."""
-MERGE_ROOM = 11
+ITEM_CAPACITY = 10
+"""Capacity of the item table."""
+MERGE_CAPACITY = 11
 ITEMS = 12
-"""Addresses from here on."""
+"""Fields from here to BIAS are addresses where not noted otherwise."""
 MERGES = 13
 SHARES = 14
 QO_INDPTR = 15
@@ -40,39 +39,38 @@ KV_INDICES = 17
 KV_LENS = 18
 PARTIALS = 19
 MASK = 20
-"""Visible keys, row after row: bytes or bits; 0 for none."""
+"""Custom mask, row after row: bytes or bits; 0 for none."""
 MASK_BITS = 21
-"""Whether MASK holds bits, the lowest of a byte first."""
+"""1 if MASK is packed, lowest bit first."""
 MASK_STARTS = 22
-"""int64 (B): each request's first element (byte or bit) of MASK."""
+"""int64 (B): offset of each request in MASK, in bytes or bits."""
 SCORE_FACTORS = 23
-"""float32 (H): factor of each head's dot products."""
+"""float32 (H): factor of the dot products per head."""
 OUT_FACTORS = 24
-"""float32 (H): factor of each head's results, or 0 for one."""
+"""float32 (H): factor of the results per head; 0 for none."""
 SLOPES = 25
 """float32 (H): ALiBi slopes, or 0."""
 SINKS = 26
 """float32 (H): attention sinks, or 0."""
 ROPE = 27
-"""float32 (positions, DIM_QK): cosines and sines for fused rotation, or 0."""
+"""float32 (positions, DIM_QK): cosines and sines of fused RoPE, or 0."""
 LSE_NATURAL = 28
-"""Whether the LSE is a natural logarithm."""
+"""1 if the LSE is a natural logarithm."""
 MAY_SPLIT = 29
-"""Whether the keys of a row may be divided among items."""
+"""1 if the keys of a row may be split among items."""
 LATENT = 30
-"""Whether a key is a row of `k` and one of `v` together, and the value is its first part."""
+"""1 for latent attention: a key is a row of `k` and one of `v`, its value the row of `k`."""
 BIAS = 31
-"""float32 (H, ...): what is added to the scores for each distance from query to key, at distance 0
-of the first head; 0 for none."""
+"""float32 (H, ...): bias per distance from query to key; address of distance 0 of head 0, or 0."""
 BIAS_BYTES = 32
-"""Bytes of BIAS from head to head."""
+"""Head stride of BIAS in bytes."""
 ARRIVED = 33
-"""int32, zeros between launches: how many splits of a divided tile are finished.  Devices only."""
+"""int32: arrival counters of split tiles, 0 between launches; devices only."""
 MAY_SHARE = 34
-"""Whether pages that requests have in common may be read once for all of them."""
+"""1 if a common prefix of pages may be loaded once for several requests."""
 HEADER_SIZE = 40
 
-# ---- columns of the table of items and of the table of merges -----------------------------------
+# ---- columns of the item table and the merge table ----------------------------------------------
 ITEM_COLUMNS = (
     "request", "row", "n_rows", "kv_head", "position", "first_key", "end_key", "partial", "cost",
     "shared",
@@ -80,5 +78,8 @@ ITEM_COLUMNS = (
 MERGE_COLUMNS = ("row", "n_rows", "kv_head", "partial", "n_splits")
 ITEM_BYTES = 8 * len(ITEM_COLUMNS)
 MERGE_BYTES = 8 * len(MERGE_COLUMNS)
+ITEM_REQUEST, ITEM_ROW, ITEM_N_ROWS, ITEM_HEAD, ITEM_POSITION = range(5)
+ITEM_FIRST_KEY, ITEM_END_KEY, ITEM_PARTIAL, ITEM_COST, ITEM_SHARED = range(5, 10)
+MERGE_ROW, MERGE_N_ROWS, MERGE_HEAD, MERGE_PARTIAL, MERGE_N_SPLITS = range(5)
 PARTIAL_TAIL = 16
-"""float32 behind a partial result's accumulator: its top, its sum of weights, padding."""
+"""float32 after the accumulator of a partial result: row maximum, softmax sum, padding."""

@@ -1,4 +1,4 @@
-"""Batch attention over ragged keys, and over a paged cache with lengths in tokens."""
+"""Batch attention over ragged keys and values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from nbflow_kernels.attention.options import (
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall, run_plan
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import formats_of
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
-    """Attention of a batch of requests whose keys lie in rows, one request behind the other.
+    """Attention of a batch with contiguous keys, one request after the other.
 
     Parameters
     ----------
@@ -32,16 +31,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         ``"NHD"``: keys are (nnz_kv, G, D); ``"HND"``: (G, nnz_kv, D).
     use_cuda_graph : bool
         As in `BatchPrefillWithPagedKVCacheWrapper`; `k` and `v` have the rows of the first plan in
-        every call, and later ones have as many keys or fewer.
+        every call, and later plans have at most its number of keys.
     qo_indptr_buf, kv_indptr_buf : arrays of int32, optional
-        These buffers, of B + 1 elements each, where the queries lie.
+        Buffers of `use_cuda_graph`, of B + 1 elements each, on the device of the queries.
     backend : str
-        Must be ``"auto"``: the kind of array chooses the kernel.
+        Must be ``"auto"``: the kernel is selected by the arrays.
 
     Attributes
     ----------
     current : AttentionPlan or None
-        The plan of the present step; NumPy arrays to look at.
+        The plan of the current step, inspectable as NumPy arrays.
 
     Raises
     ------
@@ -108,14 +107,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         kv_format: str | None = None,
         variant: Any = None,
     ) -> AttentionPlan:
-        """Divide the step's work; the plan serves every layer with the same options.
+        """Schedule a step; the plan serves every layer with the same options.
 
         Parameters
         ----------
         qo_indptr, kv_indptr : array of int32, shape (B + 1,)
             Query rows and key rows of each request.
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo : int
-            H, G, the size of queries and keys, the size of values (that of keys by default).
+            H, G, the head size of queries and keys, and of values (by default that of keys).
         custom_mask, packed_custom_mask, causal, pos_encoding_mode, use_fp16_qk_reduction
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
@@ -123,12 +122,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         q_data_type, kv_data_type, o_data_type, non_blocking, disable_split_kv, kv_format, variant
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         fixed_split_size : int, optional
-            Keys per partial result, in place of 2048; other sizes give other last bits.
+            Keys per split, instead of 2048; other sizes change the last bits.
 
         Returns
         -------
         AttentionPlan
-            The plan, also kept as `current`.  Each request is one page of it.
+            The plan, also kept as `current`; each request is one page.
 
         Raises
         ------
@@ -141,10 +140,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         kv_lens = starts[1:] - starts[:-1]
         n_keys = int(starts[-1])
         longest = max(int(kv_lens.max()), 1) if len(kv_lens) else 1
-        if self._graph is not None:  # as in the first plan, as captured launches have it
+        if self._graph is not None:  # fixed by the captured launches
             longest = max(self._graph.n_keys, 1) if self._graph.is_planned else max(n_keys, 1)
         vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        # "page" b begins at token starts[b] of what is laid out as pages of one token each
+        # "page" b starts at token starts[b]: the cache is viewed as overlapping pages
         plan = self._plan_lens(
             rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens,
             (num_qo_heads, num_kv_heads, head_dim_qk, vo), longest,
@@ -178,21 +177,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         sinks: Any = None,
         lse_base: str = "2",
     ) -> Any:
-        """Attend with the present plan.
+        """Attend with the current plan.
 
         Parameters
         ----------
         q : array of float32 or float16, shape (nnz, H, D)
-            Query rows of all requests; rows may be far apart.
+            Query rows of all requests, with any row stride.
         k, v : array, shapes (nnz_kv, G, D) and (nnz_kv, G, D_v), or (G, nnz_kv, ...)
-            Keys and values of all requests as `kv_layout` says.
+            Keys and values of all requests in `kv_layout`.
         q_scale, k_scale, v_scale, out, lse, return_lse, sinks, lse_base
             As in `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
         array, shape (nnz, H, D_v), or a pair with the LSE
-            Each row is bitwise what it is alone and in any other batch.
+            The bits of a row do not depend on the batch.
 
         Raises
         ------
@@ -211,14 +210,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
                 check_dtype(name, self._dtypes["kv"], array.dtype)
         check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
         if self._graph is not None:
-            self._graph.check_place(q)
+            self._graph.check_device(q)
         check_dtype("q", self._dtypes["q"], q.dtype)
         kinds = (formats[0].kind, formats[1].kind)
         call = AttentionCall(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
         )  # fmt: skip
-        if is_cuda(k):  # the same pages: one begins at every token
+        if is_cuda(k):  # overlapping pages by strides
             token = 1 if heads_first else 0
             steps = (k.strides[token], v.strides[token])
             return run_plan(plan, q, k[None], v[None], kinds, call, self._variant, page_bytes=steps)
@@ -229,7 +228,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
 
 
 def _pages_of_tokens(rows: Any, heads_first: bool) -> Any:
-    """Return keys as overlapping pages that begin at each token, for the strides of a 4-D cache."""
+    """Return a 4-D view of ragged rows as overlapping pages, one starting at each token."""
     token, head = (1, 0) if heads_first else (0, 1)
     n, G, D = rows.shape[token], rows.shape[head], rows.shape[2]
     strides = rows.strides
@@ -238,148 +237,3 @@ def _pages_of_tokens(rows: Any, heads_first: bool) -> Any:
     return np.lib.stride_tricks.as_strided(
         rows, (n, *lengths, D), (strides[token], *steps, strides[2]), writeable=False
     )
-
-
-class BatchAttention(PagedAttentionWrapper):
-    """Attention of prefill and decode requests in one batch, with lengths in tokens.
-
-    Parameters
-    ----------
-    kv_layout : str
-        ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one.
-
-    Attributes
-    ----------
-    current : AttentionPlan or None
-        The plan of the present step; NumPy arrays to look at.
-
-    Raises
-    ------
-    UsageError
-        If `kv_layout` is another name.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from nbflow_kernels import BatchAttention
-    >>> ints = lambda *values: np.array(values, np.int32)
-    >>> batch = BatchAttention()
-    >>> plan = batch.plan(
-    ...     ints(0, 1, 3), ints(0, 2, 3), ints(2, 0, 1), ints(3, 2), 1, 1, 4, 4, 2, causal=True
-    ... )
-    >>> pages = np.repeat(np.arange(6, dtype=np.float32), 4).reshape(3, 2, 1, 4)
-    >>> out, lse = batch.run(np.zeros((3, 1, 4), np.float32), (pages, pages))
-    >>> out[:, 0, 0], lse[:, 0].round(3)  # over 3, 1 and 2 keys
-    (array([3. , 2. , 2.5], dtype=float32), array([1.585, 0.   , 1.   ], dtype=float32))
-    """
-
-    def __init__(self, kv_layout: str = "NHD") -> None:
-        super().__init__(kv_layout)
-
-    def plan(
-        self,
-        qo_indptr: Any,
-        kv_indptr: Any,
-        kv_indices: Any,
-        kv_len_arr: Any,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        page_size: int,
-        causal: bool = False,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        q_data_type: Any = None,
-        kv_data_type: Any = None,
-        *,
-        kv_format: str | None = None,
-    ) -> AttentionPlan:
-        """Divide the step's work; the plan serves every layer with the same options.
-
-        Parameters
-        ----------
-        qo_indptr, kv_indptr, kv_indices : arrays of int32
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        kv_len_arr : array of int32, shape (B,)
-            Keys of each request; its pages must hold them.
-        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size : int
-            H, G, the size of queries and keys, the size of values, tokens per page.
-        causal, sm_scale, logits_soft_cap, q_data_type, kv_data_type, kv_format
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-
-        Returns
-        -------
-        AttentionPlan
-            The plan, also kept as `current`.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        """
-        if page_size < 1:
-            raise UsageError(f"page_size must be positive, got {page_size}")
-        qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
-        kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
-        check_indptr("kv_indptr", kv_indptr)
-        check_array("kv_indices", kv_indices, (None,), np.int32)
-        if kv_indptr[-1] > len(kv_indices):
-            raise UsageError(
-                f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), "
-                f"got {kv_indptr[-1]}"
-            )
-        check_array("kv_len_arr", kv_len_arr, (len(kv_indptr) - 1,), np.int32)
-        room = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64) * page_size
-        wrong = np.flatnonzero((kv_len_arr < 0) | (kv_len_arr > room))
-        if len(wrong):
-            b = int(wrong[0])
-            raise UsageError(
-                f"kv_len_arr of request {b} must be 0..{room[b]}, what its pages hold, got "
-                f"{kv_len_arr[b]}"
-            )
-        return self._plan_lens(
-            qo_indptr, kv_indptr, kv_indices, kv_len_arr,
-            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,
-            {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
-            {"kv_format": kv_format, "q": q_data_type, "kv": kv_data_type},
-        )  # fmt: skip
-
-    def run(
-        self,
-        q: Any,
-        kv_cache: Any,
-        out: Any = None,
-        lse: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        logits_soft_cap: float = 0.0,
-    ) -> tuple[Any, Any]:
-        """Attend with the present plan.
-
-        Parameters
-        ----------
-        q, kv_cache, out, lse, k_scale, v_scale
-            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
-        logits_soft_cap : float
-            0, or the plan's.
-
-        Returns
-        -------
-        out, lse : arrays, shapes (nnz, H, D_v) and (nnz, H)
-            The result and its base-2 LSE.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.run`.
-        """
-        plan = self._planned()
-        if logits_soft_cap and logits_soft_cap != plan.logits_soft_cap:
-            raise UsageError(
-                f"logits_soft_cap must be the plan's ({plan.logits_soft_cap}), got "
-                f"{logits_soft_cap}; give it to plan(...)"
-            )
-        call = AttentionCall(k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
-        result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call)
-        return result

@@ -1,4 +1,4 @@
-"""Attention in NumPy float64: the whole score matrix at once."""
+"""Reference attention in NumPy float64, with the full score matrix."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from nbflow_kernels.kv_cache.formats import split_names
 from nbflow_kernels.kv_cache.reference import decode
+from nbflow_kernels.position.reference import alibi_slopes
 
 
 def single_prefill_with_kv_cache(
@@ -48,10 +49,7 @@ def attend(
     lse_base: str = "2",
     bias: np.ndarray | None = None,
 ) -> Any:
-    """Do `nbflow_kernels.single_prefill_with_kv_cache` in float64.
-
-    `bias` (H, T, n) is added to the scores: what `AttentionPlan.set_bias` does, written out.
-    """
+    """See `nbflow_kernels.single_prefill_with_kv_cache`; adds `bias` (H, T, n) to the scores."""
     T, H, D = q.shape
     names = split_names(kv_format)
     q, k, v = q.astype(np.float64), _decode(k, names[0], D), _decode(v, names[1], None)
@@ -95,7 +93,7 @@ def see(
     custom_mask: np.ndarray | None,
     packed_custom_mask: np.ndarray | None,
 ) -> np.ndarray:
-    """Return which of n keys each of T rows sees, (T, n)."""
+    """Return the mask (T, n) of visible keys."""
     visible = np.ones((T, n), bool)
     if packed_custom_mask is not None:
         bits = np.unpackbits(packed_custom_mask, bitorder="little")[: T * n]
@@ -110,7 +108,7 @@ def see(
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, scale: float, theta: float) -> np.ndarray:
-    """Rotate the pairs (j, j + D / 2) of each row's heads by its position."""
+    """Apply RoPE to the pairs (j, j + D / 2) of each row's heads."""
     half = x.shape[2] // 2
     angle = positions[:, None, None] / scale * theta ** (-np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -118,21 +116,13 @@ def rotate(x: np.ndarray, positions: np.ndarray, scale: float, theta: float) -> 
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def alibi_slopes(H: int) -> np.ndarray:
-    """Return the slopes of H heads, by the paper's recursion."""
-    if H & (H - 1) == 0:
-        return np.asarray(2.0 ** (-8.0 * np.arange(1, H + 1) / H))
-    lower = 1 << (H.bit_length() - 1)
-    return np.concatenate([alibi_slopes(lower), alibi_slopes(2 * lower)[::2][: H - lower]])
-
-
 def _decode(x: np.ndarray, kv_format: str | None, D: int | None) -> np.ndarray:
-    """Return stored keys or values as float64; D is the head size where rows are padded."""
+    """Return decoded keys or values as float64; D is the head size of padded rows."""
     return np.asarray(decode(x, kv_format, D), np.float64)
 
 
 def _per_head(scale):
-    """Return a factor for (rows, heads, D): a number, or one for each head."""
+    """Return a factor that broadcasts to (rows, heads, D)."""
     return 1.0 if scale is None else np.asarray(scale, np.float64).reshape(-1, 1)
 
 
@@ -143,7 +133,7 @@ def _mix(
     sinks: np.ndarray | None,
     use_softmax: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values' mean under the scores (T, H, n), and the natural LSE (T, H)."""
+    """Return the softmax-weighted mean of values for scores (T, H, n), and the natural LSE."""
     if not use_softmax:
         return np.einsum("thn,nhd->thd", np.where(shown, scores, 0.0), v), scores.sum(axis=-1)
     scores = np.where(shown, scores, -np.inf)
@@ -166,7 +156,7 @@ def _params(variant: Any) -> tuple[Any, ...]:
 def _transform(
     variant: Any, scores: np.ndarray, shown: np.ndarray, G: int, batch: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and mask after a variant's functions, called one score at a time."""
+    """Return scores and mask after a variant's functions, called score by score."""
     scores, shown = scores.copy(), shown.copy()
     group = scores.shape[1] // G
     for t, h, n in np.ndindex(*scores.shape):
@@ -179,7 +169,7 @@ def _transform(
 
 
 def _transform_output(variant: Any, out: np.ndarray) -> np.ndarray:
-    """Return the result after a variant's function, called one element at a time."""
+    """Return the result after a variant's function, called element by element."""
     if getattr(variant, "output_transform", None) is None:
         return out
     done = np.empty_like(out)
@@ -247,7 +237,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         custom_mask: np.ndarray | None = None,
         **options: Any,
     ) -> None:
-        """Remember the step."""
+        """Store the step."""
         self._rows = qo_indptr
         self._pages = [paged_kv_indices[a:b] for a, b in pairwise(paged_kv_indptr)]
         self._last = paged_kv_last_page_len

@@ -1,4 +1,4 @@
-"""Running a plan on checked arrays: what single calls and wrappers have in common."""
+"""Run a plan on checked arrays, on the CPU or a CUDA device."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a call may ask for beyond its plan."""
+    """Arguments of a call beyond the plan."""
 
     q_scale: Any = None
-    """Factor of the queries: a number, or one for each query head."""
+    """Factor of the queries: a number, or one per query head."""
     k_scale: Any = None
-    """Factor of the keys: a number, or one for each key/value head."""
+    """Factor of the keys: a number, or one per KV head."""
     v_scale: Any = None
-    """Factor of the values: a number, or one for each key/value head."""
+    """Factor of the values: a number, or one per KV head."""
     sinks: Any = None
-    """Score of a key without value for each query head, float32 (H,)."""
+    """Attention sinks, float32 (H,): score of a key without value per query head."""
     out: Any = None
-    """Where to write the result."""
+    """Output array."""
     lse: Any = None
-    """Where to write the LSE."""
+    """Output array of the LSE."""
     return_lse: bool = False
-    """Whether to return the pair (out, lse)."""
+    """Return the pair (out, lse)."""
     lse_base: str = "2"
     """``"2"`` or ``"e"``."""
     o_dtype: Any = None
-    """dtype of the result; that of the queries by default."""
+    """dtype of the result; by default that of the queries."""
     tensor_cores: bool = False
-    """True: raise where no kernel on tensor cores takes the call."""
+    """Raise if no tensor-core kernel supports the call."""
 
 
 def check_variant(
     variant: Any, plan: AttentionPlan, call: AttentionCall
 ) -> AttentionVariant | None:
-    """Return the variant's functions; raise if they would meet options that they take over."""
+    """Return the checked variant; raise if options conflict with it."""
     if variant is None:
         return None
     if plan.logits_soft_cap or plan.table(at.SLOPES) is not None:
         raise UsageError(
-            "variant takes the place of logits_soft_cap and of pos_encoding_mode='ALIBI'; write "
-            "them in its logits_transform"
+            "variant replaces logits_soft_cap and pos_encoding_mode='ALIBI'; write them in its "
+            "logits_transform"
         )
     if plan.table(at.ROPE) is not None:
-        raise UsageError("variant does not go with pos_encoding_mode='ROPE_LLAMA'; rotate q and k")
+        raise UsageError("variant does not support pos_encoding_mode='ROPE_LLAMA'; rotate q and k")
     if call.sinks is not None:
-        raise UsageError("variant does not go with sinks")
+        raise UsageError("variant does not support sinks")
     functions = read_variant(variant)
     if call.return_lse and not functions.use_softmax:
         raise UsageError("return_lse needs a softmax, and variant.use_softmax is False")
     if plan.n_merges:
-        raise UsageError("variant must be given to plan(...) too, which then divides no keys")
+        raise UsageError("variant must be given to plan(...) too, which then splits no keys")
     return functions
 
 
-def check_places(plan: AttentionPlan, call: AttentionCall, q: Any) -> None:
-    """Raise unless the workspace lies where the queries do, and tensor cores are there if asked."""
+def check_devices(plan: AttentionPlan, call: AttentionCall, q: Any) -> None:
+    """Raise unless workspace and queries are on one device, with tensor cores if required."""
     workspace = plan.workspace
     if workspace is not None and is_cuda(workspace) != is_cuda(q):
-        places = ("in host memory", "on a CUDA device")
+        devices = ("in host memory", "on a CUDA device")
         raise UsageError(
-            f"float_workspace_buffer lies {places[is_cuda(workspace)]}, q {places[is_cuda(q)]}: "
-            "give a buffer of the same place, or None"
+            f"float_workspace_buffer is {devices[is_cuda(workspace)]}, q is {devices[is_cuda(q)]}: "
+            "pass a buffer on the same device, or None"
         )
     if call.tensor_cores and not is_cuda(q):
         raise UsageError(
@@ -93,10 +93,9 @@ def run_plan(
     *,
     page_bytes: tuple[int, int] | None = None,
 ) -> Any:
-    """Attend with a plan to checked caches; return what the call asks for.
+    """Attend with a plan to checked caches; return the result, or the pair (out, lse).
 
-    On a device pages are `page_bytes` apart, if given: an array's strides cannot say that they
-    overlap.
+    `page_bytes` overrides the page strides on a device, for overlapping pages.
     """
     H, G, D_qk, D_vo = plan.heads
     check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
@@ -109,7 +108,7 @@ def run_plan(
         check_array("sinks", call.sinks, (H,))
         if not is_cuda(q):
             check_together(q=q, sinks=call.sinks)
-    check_places(plan, call, q)
+    check_devices(plan, call, q)
     natural = check_lse_base(call.lse_base)
     functions = check_variant(variant, plan, call)
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
@@ -118,10 +117,10 @@ def run_plan(
         plan.set_table(at.SINKS, call.sinks)
     plan.header[at.LSE_NATURAL] = natural
     if is_cuda(q):
-        return _run_on_device(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
+        return _run_cuda(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
     out = call.out
-    new = np.empty if plan.fixed_rows is None else np.zeros  # rows without a request
+    new = np.empty if plan.fixed_rows is None else np.zeros  # padding rows
     if out is None or out.dtype != np.float32:
         out = new((plan.n_query_rows, H, D_vo), np.float32)
     lse = call.lse
@@ -142,7 +141,7 @@ def run_plan(
     return (out, lse) if call.return_lse else out
 
 
-def _run_on_device(
+def _run_cuda(
     plan: AttentionPlan,
     q: Any,
     k: Any,
@@ -153,7 +152,7 @@ def _run_on_device(
     functions: AttentionVariant | None,
     page_bytes: tuple[int, int] | None,
 ) -> Any:
-    """Do the rest of `run_plan` for arrays on a CUDA device, which writes any dtype itself."""
+    """Run a plan on a CUDA device; the kernels write any output dtype."""
     H, _, _, D_vo = plan.heads
     device = device_of(q)
     out = device.empty((plan.n_query_rows, H, D_vo), dtype) if call.out is None else call.out
@@ -168,7 +167,7 @@ def _run_on_device(
             plan, q, k, v, out, lse, kinds, page_bytes=page_bytes, tensor_cores=call.tensor_cores
         )
     elif call.tensor_cores:
-        raise UsageError("use_tensor_cores=True does not go with variant; leave it False")
+        raise UsageError("use_tensor_cores=True is not supported with variant; leave it False")
     else:
         cuda.attend_variant(plan, functions, q, k, v, out, lse, kinds, page_bytes=page_bytes)
     return (out, lse) if call.return_lse else out

@@ -60,70 +60,68 @@ def single_prefill_with_kv_cache(
     Parameters
     ----------
     q : array of float32 or float16, shape (T, H, D)
-        Query rows, the last T of the sequence; rows may be far apart (columns of a wider matrix).
+        Query rows, the last T of the sequence, with any row stride (columns of a wider matrix).
     k : array, shape (N, G, D) or (G, N, D)
-        Keys as `kv_layout` says: float32, float16, or what `kv_format` names; H must be a multiple
-        of G.
+        Keys in `kv_layout`: float32, float16, or `kv_format`; H must be a multiple of G.
     v : array, shape (N, G, D_v) or (G, N, D_v)
-        Values, in a format of their own if `kv_format` says so; D_v may differ from D.
+        Values; `kv_format` may name another format than for keys, and D_v may differ from D.
     scale_q : float or array, shape (H,), optional
         Factor of the queries.
     scale_k, scale_v : float or array, shape (G,), optional
         Factors of the keys and of the values.
     o_dtype : dtype, optional
-        float32 or float16; that of `q` by default.
+        float32 or float16; by default that of `q`.
     custom_mask : array of bool, shape (T, N) or (T * N,), optional
-        True where a row sees a key.  It takes the place of `causal`.
+        True where a row sees a key; replaces `causal`.
     packed_custom_mask : array of uint8, shape (ceil(T * N / 8),), optional
-        The mask as bits, the lowest of a byte first; it counts where both are given.
+        The mask packed into bits, lowest bit first; takes precedence over `custom_mask`.
     causal : bool
-        Row t sees keys 0..N - T + t: the mask is aligned to the end, so that a chunk of a prompt
-        sees everything before it.
+        Row t sees keys 0..N - T + t: the mask is aligned to the end, as chunked prefill needs.
     kv_layout : str
         ``"NHD"`` for (N, G, D), ``"HND"`` for (G, N, D).
     pos_encoding_mode : str
-        ``"NONE"``; ``"ROPE_LLAMA"``: queries and keys are rotated on the way, row t at position
-        N - T + t; ``"ALIBI"``: a slope of the head times (key - position) is added to the scores.
+        ``"NONE"``; ``"ROPE_LLAMA"``: fused RoPE of queries and keys, row t at position N - T + t;
+        ``"ALIBI"``: adds the head's slope times (key - position) to the scores.
     use_fp16_qk_reduction : bool
         Must be False: dot products are summed in float32.
     sm_scale : float, optional
-        Factor of the dot products; ``1 / sqrt(D)`` unless given.
+        Softmax scale; ``1 / sqrt(D)`` by default.
     window_left : int
-        How many keys before its own position a row sees; -1 for all.
+        Number of keys to the left of its position that a row sees; -1 for all.
     logits_soft_cap : float, optional
         Scores become ``cap * tanh(score / cap)`` before the mask; None or 0 for no cap.
     rope_scale, rope_theta : float, optional
-        Positions are divided by the one (1), the other is the base of the frequencies (1e4).
+        Divisor of positions (default 1), and base of the RoPE frequencies (default 1e4).
     backend : str
-        Must be ``"auto"``: the kind of array chooses the kernel.
+        Must be ``"auto"``: the kernel is selected by the arrays.
     return_lse : bool
         Return the pair (out, lse).
     k_scale, v_scale : float, optional
-        More factors of the keys and of the values.
+        Additional factors of keys and values.
     sinks : array of float32, shape (H,), optional
-        For each head the score of one more key that has no value (and takes part in the LSE).
+        Per head, the score of an additional key without a value; part of the LSE.
     kv_format : str, optional
-        How keys and values are stored, where their dtype does not say it: ``"bf16"`` (uint16), or
-        a block format such as ``"q8_0"`` (uint8, rows of bytes); see `kv_format`.  Two names,
-        ``"q8_0/q4_0"``, are those of keys and of values.
+        Storage format of keys and values if their dtype does not tell: ``"bf16"`` (uint16), or a
+        block format such as ``"q8_0"`` (uint8, rows of bytes), see `kv_format`.  Two names,
+        ``"q8_0/q4_0"``, for keys and values.
     variant : object, optional
-        Functions of your own; see `AttentionVariant`.
+        User-defined functions; see `AttentionVariant`.
     lse_base : str
         ``"2"`` or ``"e"``: base of the logarithm in the LSE.
     out : array of the result's dtype, shape (T, H, D_v), optional
-        Where to write the result.
+        Output array.
     lse : array of float32, shape (T, H), optional
-        Where to write the logarithm of the sum of exponentials.
+        Output array of the log-sum-exp.
 
     Returns
     -------
     array, shape (T, H, D_v), or a pair with the LSE, float32 (T, H)
-        A row that sees no key gets zeros and an LSE of -inf.
+        A row without visible keys gives zeros and an LSE of -inf.
 
     Raises
     ------
     UsageError
-        If a shape or a number does not fit.
+        If a shape does not fit, or a number is out of range.
     TypeError
         If an argument is not an array or has another dtype.
 
@@ -133,10 +131,10 @@ def single_prefill_with_kv_cache(
 
     Notes
     -----
-    Keys are taken 64 at a time from the start of the sequence, and every 2048 keys the sums start
-    anew, whatever the number of rows and threads: a row's result is bitwise the same in a prompt,
-    in a chunk of it and alone.  A NaN or an overflow in the scores that a row sees makes the row
-    NaN.  Memory does not grow with T * N.
+    Keys are processed in chunks of 64 from the start of the sequence, and accumulators are merged
+    every 2048 keys, for any number of rows and threads: the bits of a row are the same in a prompt,
+    in a chunk of it and alone.  NaN or overflow in a visible score makes the row NaN.  Memory does
+    not grow with T * N.
 
     References
     ----------
@@ -190,19 +188,19 @@ def single_decode_with_kv_cache(
     out: Any = None,
     lse: Any = None,
 ) -> Any:
-    """Attend from the one newest row of a request to its keys.
+    """Decode attention of one request: from the newest row to all its keys.
 
     Parameters
     ----------
     q : array of float32 or float16, shape (H, D)
         The query row, at the position of the last key.
     k, v : array, shapes (N, G, D) and (N, G, D_v), or (G, N, D) and (G, N, D_v)
-        Keys and values as `kv_layout` says.
+        Keys and values in `kv_layout`.
     kv_layout, pos_encoding_mode
         As in `single_prefill_with_kv_cache`.
     use_tensor_cores : bool
-        Raise unless a kernel on tensor cores takes the call.  Such a kernel is chosen wherever
-        there is one, also if this is False.
+        True: raise if no tensor-core kernel supports the call.  False: tensor cores are used where
+        supported.
     q_scale, k_scale, v_scale : float, optional
         Factors of the query, the keys and the values.
     window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse
@@ -210,14 +208,14 @@ def single_decode_with_kv_cache(
     sinks, kv_format, variant, lse_base
         As in `single_prefill_with_kv_cache`.
     out : array of the dtype of `q`, shape (H, D_v), optional
-        Where to write the result.
+        Output array.
     lse : array of float32, shape (H,), optional
-        Where to write the LSE.
+        Output array of the LSE.
 
     Returns
     -------
     array, shape (H, D_v), or a pair with the LSE, shape (H,)
-        Bitwise the last row of `single_prefill_with_kv_cache`.
+        The bits are those of the last row of `single_prefill_with_kv_cache`.
 
     Raises
     ------
@@ -275,17 +273,17 @@ def _attend(
 
 
 def _both(name: str, per_head: Any, single: Any) -> Any:
-    """Return the product of the two ways to give a scale."""
+    """Return the product of a per-head and a single scale, either of them optional."""
     if per_head is None or single is None:
         return single if per_head is None else per_head
     per_head, single = on_host(per_head), on_host(single)
     if np.ndim(single):
-        raise UsageError(f"{name}_scale must be a number beside scale_{name}")
+        raise UsageError(f"{name}_scale must be a number if scale_{name} is given")
     return np.asarray(per_head, np.float64) * single
 
 
 def _formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
-    """Return how keys and values are stored; the messages are about `k` and `v`."""
+    """Return the formats of keys and values; messages name `k` and `v`."""
     if name is None:
         check_array("k", k, (None, None, None), (np.float32, np.float16))
         check_array("v", v, (None, None, None), (np.float32, np.float16))
@@ -301,7 +299,7 @@ def _plan_one(
     custom_mask: Any,
     packed: Any,
 ) -> AttentionPlan:
-    """Check keys and values; return the plan, in which they are one big page."""
+    """Check keys and values; return a plan with all keys on one page."""
     T, H, D = q.shape
     heads_first = options.kv_layout == "HND"
     check_array("k", k, (None, None, formats[0].row_length(D)), k.dtype)
@@ -324,7 +322,7 @@ def _plan_one(
 
 
 def _size_of(row_length: int, format: KVFormat) -> int:
-    """Return the head size of values whose rows have this length."""
+    """Return the head size of values with this row length."""
     if not format.is_float and row_length % format.block_bytes:
         raise UsageError(
             f"v must have rows of whole blocks of {format.block_bytes} bytes ({format.name}), got "

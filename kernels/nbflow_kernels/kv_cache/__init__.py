@@ -1,9 +1,15 @@
-"""The paged key/value cache: where tokens lie, writing them there and reading them back.
+"""Paged key/value cache: append, gather, and formats, float or block-quantized.
 
-The page table of a batch is a CSR triple: request b's pages are
-``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, in order, and its last page holds
-``kv_last_page_len[b]`` tokens.  The caller owns the table and the pages.  `kv_format` names how
-numbers are stored: floats, or blocks of quantized ones.
+The page table of a batch is a CSR triple: the pages of request b are
+``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, and its last page holds ``kv_last_page_len[b]``
+tokens.  The caller owns the page table and the pages.
+
+======================  =========================================================================
+`formats.py`            `kv_format`: names, dtypes and row sizes
+`page_table.py`         checks and lengths of page tables
+`cpu.py`, `cuda.py`     append and gather kernels; `cuda_append_gather.cu`
+`cpu_codec.py`          encode and decode one head vector; `cuda_codec.cuh` on a device
+======================  =========================================================================
 """
 
 from __future__ import annotations
@@ -60,17 +66,17 @@ def append_paged_kv_cache(
     *,
     kv_format: str | None = None,
 ) -> None:
-    """Write new keys and values into their pages, in place.
+    """Append new keys and values to their pages, in place.
 
     Parameters
     ----------
     append_key, append_value : array of float32, shape (nnz, G, D)
-        One row per new token; rows may be far apart (columns of a wider matrix).  Values may have
-        another size than keys if the cache is a pair.
+        One row per new token, with any row stride (columns of a wider matrix).  Values may have
+        another head size than keys if the cache is a pair.
     batch_indices : array of int32, shape (nnz,)
-        The request each row belongs to; see `get_batch_indices_positions`.
+        Request of each row; see `get_batch_indices_positions`.
     positions : array of int32, shape (nnz,)
-        The row's position in its sequence.  No position may occur twice in a request.
+        Position of each row in its sequence; unique within a request.
     paged_kv_cache : pair of arrays, or one array
         Keys and values, (pages, page_size, G, row) each for ``"NHD"`` or (pages, G, page_size, row)
         for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A row is D floats, or for a
@@ -78,33 +84,32 @@ def append_paged_kv_cache(
     kv_indices : array of int32, shape (n_pages,)
         Page numbers of all requests.
     kv_indptr : array of int32, shape (B + 1,)
-        Where each request's pages start in `kv_indices`.
+        Offset of each request's pages in `kv_indices`.
     kv_last_page_len : array of int32, shape (B,)
         Tokens on each request's last page, the new ones included.
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
     kv_format : str, optional
-        How the cache stores numbers: a name that `kv_format` knows, e.g. ``"q8_0"``, or two, that
-        of the keys first, e.g. ``"q8_0/q4_0"`` (see `kv_formats`).  Without it the arrays' dtypes
-        say it: float32, float16, or bfloat16 where a package provides that type
-        (``kv_format="bf16"`` takes its bits as uint16).
+        Storage format of the cache: a name of `kv_format`, e.g. ``"q8_0"``, or two, keys first,
+        e.g. ``"q8_0/q4_0"`` (see `kv_formats`).  By default that of the arrays' dtypes: float32,
+        float16, or bfloat16 where a package provides that dtype (``kv_format="bf16"`` is uint16).
 
     Raises
     ------
     UsageError
-        If shapes do not fit, the format is unknown, or a row's request or position is not in the
-        table.
+        If shapes do not fit, the format is unknown, or the page table lacks a row's request or
+        position.
     TypeError
         If an argument is not an array or has another dtype.
 
     Notes
     -----
-    On a CUDA device the index arrays may lie there or on the host.  Where one lies there, nothing
-    waits for its values: a row whose request or position is not in the table is left out.
+    For caches on a CUDA device, index arrays may be on the device or the host.  Device index arrays
+    are not checked, as that would synchronize: rows missing in the page table are skipped.
 
-    Floats are rounded to nearest, halves to even; what exceeds 65504 becomes infinite in float16.
-    A head vector in a block format is ``quantize(row, kv_format, encoder="plain")``, bit for bit
-    (but for the sign of a base of zero); a block with a NaN or an infinity decodes to NaN.
+    Floats are rounded to nearest even; values above 65504 become infinite in float16.  A head
+    vector in a block format has the bits of ``quantize(row, kv_format, encoder="plain")`` (except
+    the sign of a zero base); a block with NaN or infinity decodes to NaN.
 
     Examples
     --------
@@ -147,26 +152,26 @@ def append_paged_mla_kv_cache(
     *,
     kv_format: str | None = None,
 ) -> None:
-    """Write the compressed keys and values of multi-head latent attention into their pages.
+    """Append compressed keys and values of multi-head latent attention to their pages.
 
     Parameters
     ----------
     append_ckv : array of float32, shape (nnz, D_ckv)
-        The compressed key and value of each new token (512 in DeepSeek-V2 and -V3).
+        Compressed key and value of each new token (size 512 in DeepSeek-V2 and -V3).
     append_kpe : array of float32, shape (nnz, D_kpe)
-        The rotated part of its key, which all heads share (64 there).
+        Rotated part of the key, shared by all heads (size 64 there).
     batch_indices, positions : array of int32, shape (nnz,)
         As in `append_paged_kv_cache`.
     ckv_cache : array, shape (pages, page_size, D_ckv)
-        Pages of float32, float16 or what `kv_format` says.  Tokens may be apart: both caches can be
-        slices of one array (pages, page_size, D_ckv + D_kpe).
+        Pages in float32, float16 or `kv_format`, with any token stride: both caches may be slices
+        of one array (pages, page_size, D_ckv + D_kpe).
     kpe_cache : array, shape (pages, page_size, D_kpe)
         As `ckv_cache`, in the same format.
     kv_indices, kv_indptr, kv_last_page_len : array of int32
         The page table, as in `append_paged_kv_cache`.
     kv_format : str, optional
-        One name, as in `append_paged_kv_cache`: a key is both vectors together.  The last axes of
-        the caches are then ``row_length``.
+        One name, as in `append_paged_kv_cache`, for both caches, whose last axes then have
+        ``row_length`` elements.
 
     Raises
     ------
@@ -196,9 +201,9 @@ def append_paged_mla_kv_cache(
     tables = (kv_indices, kv_indptr, kv_last_page_len)
     _check_tables(batch_indices, positions, T, tables, page_size, n_pages)
     variant = cuda if is_cuda(append_ckv) else cpu
-    variant.append_paged_mla_kv_cache(
-        append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices,
-        kv_indptr, (format.kind, format.kind),
+    variant.append_paged_kv_cache(  # one head, whose key and value sizes differ
+        append_ckv[:, None], append_kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
+        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", (format.kind, format.kind),
     )  # fmt: skip
 
 
@@ -214,23 +219,23 @@ def gather_paged_kv_cache(
     dtype: str = "float32",
     out: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Return the keys and values of all requests in order, decoded: the reverse of appending.
+    """Return the decoded keys and values of all requests, concatenated.
 
     Parameters
     ----------
     paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout, kv_format
         The cache and its page table, as in `append_paged_kv_cache`.
     head_dim : int, optional
-        D; needed for a block format if the last block is padded, else it follows from the cache.
+        D; needed for block formats with a padded last block, else derived from the cache.
     dtype : {"float32", "float16"}
-        What the result is made of.
+        dtype of the result.
     out : pair of arrays, shape (N, G, D) each, optional
-        Where to write keys and values; they are of type `dtype`.
+        Output arrays of keys and values, of type `dtype`.
 
     Returns
     -------
     keys, values : array, shape (N, G, D)
-        Token after token, request after request: N is the sum of `get_seq_lens`.
+        Tokens in request order; N is the sum of `get_seq_lens`.
 
     Raises
     ------
@@ -261,7 +266,7 @@ def gather_paged_kv_cache(
     lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
-    places = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
+    rows = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
     shape = (int(indptr[-1]), G, D)
     if out is None:
         out = (empty(k, shape, np.dtype(dtype)), empty(k, shape, np.dtype(dtype)))
@@ -269,7 +274,7 @@ def gather_paged_kv_cache(
         check_array(name, array, shape, np.dtype(dtype))
     kinds = kinds_of(k, v, kv_format)
     variant = cuda if is_cuda(k) else cpu
-    variant.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kinds, *out)
+    variant.gather_paged_kv_cache(k, v, *rows, kv_indices, kv_indptr, kv_layout, kinds, *out)
     return out
 
 
@@ -279,7 +284,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     Parameters
     ----------
     kv_indptr : array of int32, shape (B + 1,)
-        Where each request's pages start.
+        Page offset of each request.
     kv_last_page_len : array of int32, shape (B,)
         Tokens on each request's last page; 0 for a request without pages.
     page_size : int
@@ -293,7 +298,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     Raises
     ------
     UsageError, TypeError
-        If the arrays do not describe pages of this size.
+        If the arrays are not a page table of this page size.
 
     Examples
     --------
@@ -316,19 +321,19 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     append_indptr : array of int32, shape (B + 1,)
         New rows of request b are ``append_indptr[b]:append_indptr[b + 1]``.
     seq_lens : array of int32, shape (B,)
-        Length of each sequence with the new rows; see `get_seq_lens`.
+        Length of each sequence including the new rows; see `get_seq_lens`.
     nnz : int
         Number of new rows, ``append_indptr[-1]``.
 
     Returns
     -------
     batch_indices, positions : arrays of int32, shape (nnz,)
-        The rows of a request have its last positions.
+        The new rows of a request take its last positions.
 
     Raises
     ------
     UsageError
-        If `nnz` is another number, or a sequence is shorter than what is appended to it.
+        If `nnz` is wrong, or a sequence is shorter than its new rows.
     TypeError
         If an argument is not an int32 array.
 
@@ -369,7 +374,7 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
 def _check_gathered(
     paged_kv_cache: Any, kv_layout: str, head_dim: int | None, kv_format: str | None
 ) -> tuple[Any, Any, int]:
-    """Return the key cache, the value cache and D."""
+    """Return the checked key and value caches, and D."""
     k, _ = split_cache(paged_kv_cache)
     format = format_of(k, split_names(kv_format)[0])
     if k.ndim != 4:
@@ -389,7 +394,7 @@ def _check_tables(
     page_size: int,
     n_pages: int,
 ) -> None:
-    """Raise unless the rows have places in the page table and the pages exist."""
+    """Raise unless the page table is valid and covers the rows."""
     kv_indices, kv_indptr, kv_last_page_len = tables
     check_array("batch_indices", batch_indices, (T,), np.int32)
     check_array("positions", positions, (T,), np.int32)
@@ -398,18 +403,18 @@ def _check_tables(
         return
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
     check_page_numbers(kv_indices[: kv_indptr[-1]], n_pages)
-    _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
+    _check_positions(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
 
 
 def _check_shapes(kv_indices, kv_indptr, kv_last_page_len):
-    """Raise unless a page table on a device has the right types; its values are not waited for."""
+    """Raise unless a device page table has the right dtypes and shapes; values are not read."""
     check_array("kv_indptr", kv_indptr, (None,), np.int32)
     check_array("kv_indices", kv_indices, (None,), np.int32)
     check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
 
 
-def _check_places(batch_indices, positions, lens):
-    """Raise unless every row's request and position exist."""
+def _check_positions(batch_indices, positions, lens):
+    """Raise unless every row's request and position are in the page table."""
     if not len(batch_indices):
         return
     B = len(lens)

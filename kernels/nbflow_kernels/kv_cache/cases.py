@@ -19,7 +19,7 @@ INTEGERS = "integers"
 def page_table(
     rng: np.random.Generator, lens: list[int], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (indptr, indices, last_page_len) of sequences on pages in random order."""
+    """Return a page table (indptr, indices, last_page_len) with pages in random order."""
     counts = [-(-n // page_size) for n in lens]
     indptr = np.cumsum([0, *counts]).astype(np.int32)
     indices = rng.permutation(sum(counts)).astype(np.int32)
@@ -30,7 +30,7 @@ def page_table(
 def _pages(
     rng: np.random.Generator, n_pages: int, shape: tuple[int, ...], format: str, D: int
 ) -> np.ndarray:
-    """Return pages of numbers of unit variance in a format; `shape` is that of a page."""
+    """Return pages of unit-variance numbers in a format; `shape` is the shape of a page."""
     values = rng.standard_normal((n_pages, *shape, D)).astype(np.float32)
     stored = kv_format(format)
     if stored.dtype.kind == "f":
@@ -49,7 +49,7 @@ def _cache(
     kv_layout: str,
     joined: bool,
 ) -> dict[str, Any]:
-    """Return the arguments that say what the cache holds and how."""
+    """Return the cache and page-table arguments."""
     inner = (page_size, G) if kv_layout == "NHD" else (G, page_size)
     keys, values = split_names(format)
     named = {} if format in ("f32", "f16") else {"kv_format": format}
@@ -110,7 +110,7 @@ def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: An
 
 
 def _mla(name: str, format: str, D_ckv: int, D_kpe: int) -> OpCase:
-    """Append 5 of 9 tokens and all of 2; with floats both caches are slices of one array."""
+    """Append 5 of 9 tokens, and all of 2; float caches are slices of one array."""
 
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         indptr, indices, last = page_table(rng, [9, 2], 4)

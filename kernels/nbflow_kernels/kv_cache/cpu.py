@@ -1,4 +1,4 @@
-"""Writing keys and values into pages and reading them back, on the CPU."""
+"""Append and gather of the paged KV cache on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbflow_kernels.kv_cache.cpu_codec import (
     write_floats,
 )
 
-BLOCK_COST = 4.0  # encoding a number into a block costs about as much as so many float copies
+BLOCK_COST = 4.0  # cost of encoding a number into a block, in float copies
 
 
 def append_paged_kv_cache(
@@ -31,10 +31,7 @@ def append_paged_kv_cache(
     kv_layout: str,
     kinds: tuple[int, int],
 ) -> None:
-    """See `nbflow_kernels.append_paged_kv_cache`; `kinds` are `kvcache.rows.KINDS` of the formats.
-
-    Keys and values have one each.
-    """
+    """See `nbflow_kernels.append_paged_kv_cache`; `kinds` are the KINDS of keys and of values."""
     T, G, D = key.shape
     is_float = max(kinds) < FIRST_BLOCK_KIND
     split_rows(
@@ -45,32 +42,6 @@ def append_paged_kv_cache(
         _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
         k_cache.shape[1 if kv_layout == "NHD" else 2], G, D, value.shape[2],
     )  # fmt: skip
-
-
-def append_paged_mla_kv_cache(
-    ckv: np.ndarray,
-    kpe: np.ndarray,
-    batch_indices: np.ndarray,
-    positions: np.ndarray,
-    ckv_cache: np.ndarray,
-    kpe_cache: np.ndarray,
-    kv_indices: np.ndarray,
-    kv_indptr: np.ndarray,
-    kinds: tuple[int, int],
-) -> None:
-    """See `nbflow_kernels.append_paged_mla_kv_cache`: one head, two sizes."""
-    append_paged_kv_cache(
-        ckv[:, None],
-        kpe[:, None],
-        batch_indices,
-        positions,
-        ckv_cache[:, :, None],
-        kpe_cache[:, :, None],
-        kv_indices,
-        kv_indptr,
-        "NHD",
-        kinds,
-    )
 
 
 def gather_paged_kv_cache(
@@ -100,7 +71,7 @@ def _append_rows(
     write, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
     k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
 ):  # fmt: skip
-    """Write rows [start, stop) with ``write(kind, source, n, target)``."""
+    """Append rows [start, stop) with ``write(kind, source, n, target)``."""
     for row in range(start, stop):
         position = np.int64(positions[row])
         page = np.int64(kv_indices[kv_indptr[batch_indices[row]] + position // page_size])
@@ -159,7 +130,7 @@ def _gather(
 
 @jit.device_function
 def _copy(kind, source, n, out_kind, target, scratch):
-    """Decode one head vector as float32 or, by way of `scratch`, as float16."""
+    """Decode one head vector to float32 or, through `scratch`, to float16."""
     if out_kind == F32:
         decode_row(kind, source, n, np.float32(1), target, n)
     else:
@@ -169,7 +140,7 @@ def _copy(kind, source, n, out_kind, target, scratch):
 
 
 def _strides(k_cache: np.ndarray, v_cache: np.ndarray, kv_layout: str) -> tuple[int, ...]:
-    """Return the bytes between pages, tokens and heads, of the keys and of the values."""
+    """Return the page, token and head strides in bytes of keys and of values."""
     token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     k, v = k_cache.strides, v_cache.strides
     return k[0], k[token], k[head], v[0], v[token], v[head]

@@ -1,14 +1,13 @@
-"""One head vector of the cache: decoded to float32, and encoded when it is written.
+"""CPU codec of one head vector of the KV cache: encode on append, decode to float32.
 
-A cache row is the key or the value of one token and one head: D numbers.  In a float format it is D
-floats; in a block format it is ``ceil(D / block)`` blocks, the last one padded with copies of the
-last number: the bytes of ``nk.quantize(row, format, encoder="plain")``.
+A cache row is the key or the value of one token and head, D numbers: D floats, or ``ceil(D /
+block)`` blocks with the last one padded by copies of the last number.  Blocks have the bytes of
+``nk.quantize(row, format, encoder="plain")``.
 
-`KINDS` numbers the formats.  The kernels take a format as such a number at run time, so that they
-are compiled once for all of them.  Where a block's fields lie is in `LAYOUTS`, derived from the
-formats' tables of fields.
+`KINDS` numbers the formats.  Kernels take the number at run time and read the fields of a block
+from `LAYOUTS`, which is derived from the formats' field tables: one compilation serves all formats.
 
-A number that is NaN or infinite makes its block all NaN: a block format has no place for it.
+NaN and infinity make their whole block NaN, as block formats cannot represent them.
 """
 
 from __future__ import annotations
@@ -64,20 +63,20 @@ from nbflow_kernels.formats.registry import QuantFormat
 F32, F16, BF16 = 0, 1, 2
 FIRST_BLOCK_KIND = 3
 
-# How the low bits of 32 codes lie in the block.
+# Order of the low bits of 32 codes in a block.
 SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS = range(6)
 
-# Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 where there is no base.
+# Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 without a base.
 BLOCK, BLOCK_BYTES, SCALE_AT, BASE_AT, MODE, LOW_AT, HIGH_BITS, HIGH_AT, LOW_BITS = range(9)
 ZERO, N_CODES, RULE, DIVISOR = range(9, 13)
-# Of pairs, whose high plane has 2 bits, shifted by LOW_BITS: the plane of single bits, its shift, a
-# second plane of 4 bits (-1: none), the radix, and the number that divides by it.
+# Pair codes have a high plane of 2 bits shifted by LOW_BITS, a top plane of single bits, perhaps a
+# second plane of 4 bits (-1: none), a radix, and its reciprocal for division.
 TOP_AT, TOP_SHIFT, MIDDLE_AT, RADIX, RECIPROCAL = range(13, 18)
 N_COLUMNS = 18
 
 
 def _layout(format: AffineFormat) -> tuple[int, ...]:
-    """Return the row of LAYOUTS of a format, or raise where the kernels do not know its planes."""
+    """Return the LAYOUTS row of a format; raise if the kernels do not support its bit planes."""
     code, fields = format.fields["code"], format.fields
     base_at = fields.at("base") if "base" in fields else -1
     head = (format.block_size, format.block_bytes, fields.at("scale"), base_at)
@@ -100,14 +99,14 @@ def _layout(format: AffineFormat) -> tuple[int, ...]:
     }
     mode_of_low = modes.get((low.bits, low.stride))
     if mode_of_low is None or not known or len(rest) > 1 or code.radix:
-        raise ValueError(f"{format.name}: the cache's kernels do not know planes {planes}")
+        raise ValueError(f"{format.name}: the cache kernels do not support bit planes {planes}")
     high_bits, high_at = (rest[0].bits, rest[0].at) if rest else (0, 0)
     mode = (mode_of_low, low.at, high_bits, high_at, low.bits)
     return *head, *mode, *map(int, rule), 0, 0, -1, 0, 0
 
 
 def _can_hold_a_cache(format: QuantFormat) -> TypeGuard[AffineFormat]:
-    """Return whether a format has one float16 scale for 32 or 64 numbers of any size."""
+    """Return whether a format has one float16 scale per block of 32 or 64 numbers."""
     fits = isinstance(format, AffineFormat) and format.parameters != U8_PAIR
     return fits and format.block_size in (32, 64)
 
@@ -118,15 +117,15 @@ _BLOCK_LAYOUTS = {
 _FLOATS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)}
 
 KINDS: dict[str, int] = {name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAYOUTS])}
-"""Format name to the number the kernels know it by: floats first, then the block formats."""
+"""Format name to kernel number: floats first, then block formats."""
 
 LAYOUTS = np.array(
     [sizes + (0,) * (N_COLUMNS - 2) for sizes in _FLOATS.values()] + list(_BLOCK_LAYOUTS.values()),
     np.int64,
 )
-"""A row for each kind; see the columns above."""
+"""One row per kind, with the columns above."""
 
-_CUTOFF = np.float32(1e-5)  # Inferflow's encoders: a smaller scale counts as zero
+_CUTOFF = np.float32(1e-5)  # Inferflow's quantizers treat smaller scales as zero
 _NAN_HALF = 0x7E00
 
 
@@ -135,10 +134,10 @@ _NAN_HALF = 0x7E00
 
 @jit.kernel
 def decode_row(kind, source, n, factor, target, padded):
-    """Write one head vector as float32.
+    """Decode one head vector to float32.
 
-    `source` is the address of the row in format `kind`, `target` that of `padded` floats: n
-    decoded numbers times `factor`, then zeros.  `padded` is at least `n`, any number.
+    `source` is the address of a row in format `kind`; `target` receives n numbers times `factor`,
+    then zeros up to `padded` >= n.
     """
     if kind < FIRST_BLOCK_KIND:
         _copy_floats(kind, source, n, factor, target)
@@ -184,8 +183,8 @@ def _copy_floats(kind, source, n, factor, target):
 def _copy_blocks(kind, source, n, factor, target, padded):
     mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
     n_full = n // LAYOUTS[kind, BLOCK]
-    # The 8-bit and 4-bit formats have loops of their own, without a choice in them.  More of them
-    # gain less (a third) than they cost to compile.
+    # Dedicated branch-free loops for 8-bit and 4-bit formats; others would gain a third, less than
+    # their compile time is worth.
     if mode == SIGNED:
         _copy_signed(source, n_full, factor, target)
     elif mode == HALVES and high_bits == 0:
@@ -202,7 +201,7 @@ def _copy_blocks(kind, source, n, factor, target, padded):
 
 @jit.device_function
 def _copy_signed(source, n_blocks, factor, target):
-    """Decode whole blocks of a scale and 32 int8."""
+    """Decode full blocks of a scale and 32 int8."""
     f = simd.splat(factor)
     for b in range(n_blocks):
         at, to = source + 34 * b, target + 128 * b
@@ -214,7 +213,7 @@ def _copy_signed(source, n_blocks, factor, target):
 
 @jit.device_function
 def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
-    """Decode whole blocks of a scale, perhaps a base, and 32 codes in 16 bytes."""
+    """Decode full blocks of a scale, an optional base, and 32 codes in 16 bytes."""
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     f, zero = simd.splat(factor), simd.splat_i32(LAYOUTS[kind, ZERO])
@@ -244,7 +243,7 @@ def _copy_any(kind, source, n, factor, target, padded):
         base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
         for d in range(first, min(first + block, n), 16):
             code = _load_codes(kind, at, d - first)
-            # one rounding: the product of a float16 and a code has at most 19 bits
+            # one rounding: float16 times code has at most 19 bits
             v = simd.fma(scale, simd.to_f32(simd.sub(code, zero)), base)
             v = simd.mul(v, f)
             if d + 16 > n:
@@ -284,7 +283,7 @@ def _load_codes(kind, at, i):
 
 @jit.device_function
 def _load_pair_codes(kind, at, i):
-    """Return 16 codes that are stored as pair codes x + radix * y."""
+    """Return 16 codes from pair codes x + radix * y."""
     c = load_pairs4(at + LAYOUTS[kind, LOW_AT] + (i >> 2))
     if LAYOUTS[kind, MIDDLE_AT] >= 0:
         middle = load_pairs4(at + LAYOUTS[kind, MIDDLE_AT] + (i >> 2))
@@ -303,7 +302,7 @@ def _load_pair_codes(kind, at, i):
 
 @jit.kernel(strict=True)
 def encode_row(kind, source, n, target):
-    """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
+    """Encode n float32 at `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
         write_floats(kind, source, n, target)
         return
@@ -316,7 +315,7 @@ def encode_row(kind, source, n, target):
 
 @jit.device_function(strict=True)
 def write_floats(kind, source, n, target):
-    """Do as `encode_row` for the float kinds alone: little to compile."""
+    """Encode a row in a float format; compiles faster than `encode_row`."""
     d = 0
     while d + 16 <= n:
         v = simd.load_f32(source + 4 * d)
@@ -340,7 +339,7 @@ def write_floats(kind, source, n, target):
 
 @jit.device_function(strict=True)
 def _bf16_bits(x):
-    """Return the bits of the bfloat16 nearest to x, halves to even; NaN stays NaN."""
+    """Return the bits of x rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = np.int64(np.float32(x).view(np.uint32))
     if x != x:
         return (bits >> 16) | 0x40
@@ -349,7 +348,7 @@ def _bf16_bits(x):
 
 @jit.device_function(strict=True)
 def _write_block(kind, x, count, at):
-    """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
+    """Encode up to a block of `count` numbers as the block at `at`."""
     block, rule = LAYOUTS[kind, BLOCK], LAYOUTS[kind, RULE]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     count = min(count, block)
@@ -388,13 +387,13 @@ def _write_block(kind, x, count, at):
 
 @jit.device_function(strict=True)
 def _parameters(rule, x, count, block, last, divisor):
-    """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
+    """Return base, scale, 1 / scale (0 for a zero scale), and whether all numbers are finite."""
     low = high = simd.splat(last)
     bad = simd.splat(0.0)
     for i in range(0, block, 16):
         v = load_first(x + 4 * i, count - i, last)
         low, high = simd.minimum(low, v), simd.maximum(high, v)
-        bad = simd.add(bad, simd.sub(v, v))  # 0, or NaN from a NaN or an infinity
+        bad = simd.add(bad, simd.sub(v, v))  # NaN if v is NaN or infinite
     largest = simd.max(high)
     smallest = -simd.max(simd.mul(simd.splat(-1.0), low))
     magnitude = max(abs(largest), abs(smallest))
@@ -419,7 +418,7 @@ def _parameters(rule, x, count, block, last, divisor):
 
 @jit.device_function(strict=True)
 def _first_extreme(x, count, magnitude):
-    """Return the first of the numbers whose magnitude is the largest."""
+    """Return the first number of the largest magnitude."""
     for i in range(count):
         value = read_f32(x + 4 * i)
         if abs(value) == magnitude:
@@ -429,7 +428,7 @@ def _first_extreme(x, count, magnitude):
 
 @jit.device_function(strict=True)
 def _codes(x, base, inverse, half, top):
-    """Return ``floor((x - base) * inverse + half)`` within 0 .. top; NaN gives 0."""
+    """Return ``floor((x - base) * inverse + half)`` clamped to 0 .. top; NaN gives 0."""
     steps = simd.mul(simd.sub(x, simd.splat(base)), simd.splat(inverse))
     steps = simd.add(steps, simd.splat(half))
     steps = simd.minimum(simd.maximum(steps, simd.splat(0.0)), simd.splat(top))
@@ -438,7 +437,7 @@ def _codes(x, base, inverse, half, top):
 
 @jit.device_function(strict=True)
 def _signed_codes(x, inverse, exact):
-    """Return ``x * inverse`` as -128 .. 127, halves away from zero; NaN gives 0."""
+    """Return ``x * inverse`` rounded half away from zero to -128 .. 127; NaN gives 0."""
     steps = simd.mul(x, simd.splat(inverse))
     zero = simd.splat(0.0)
     positive = _half_up(simd.minimum(simd.maximum(steps, zero), simd.splat(127.0)), exact)
@@ -449,7 +448,7 @@ def _signed_codes(x, inverse, exact):
 
 @jit.device_function(strict=True)
 def _half_up(x, exact):
-    """Return x >= 0 rounded, halves up; not `exact`: after adding 0.5, which rounds itself."""
+    """Return x >= 0 rounded half up; without `exact`, the addition of 0.5 may round."""
     if not exact:
         return simd.to_i32(simd.add(x, simd.splat(0.5)))
     whole = simd.to_i32(x)
@@ -493,7 +492,7 @@ def _store_codes(kind, at, i, a, b):
 @jit.device_function(strict=True)
 def _store_pair_codes(kind, at, i, code):
     """Write 16 codes as 8 pair codes x + radix * y."""
-    # the even lanes hold x, the odd ones y; only the even lanes of c count
+    # x in even lanes, y in odd lanes; only even lanes of c are used
     c = simd.add(code, simd.mul(swap_pairs(code), simd.splat_i32(LAYOUTS[kind, RADIX])))
     low, three = simd.splat_i32(15), simd.splat_i32(3)
     store_pairs4(at + LAYOUTS[kind, LOW_AT] + (i >> 2), simd.and_(c, low))

@@ -1,7 +1,6 @@
-"""Writing keys and values into pages and reading them back, on a CUDA device.
+"""Append and gather of the paged KV cache on CUDA devices: launches of `cuda_append_gather.cu`.
 
-The kernels are in `cuda_append_gather.cu`, compiled once for each pair of formats
-(`cuda_codec.cuh`).  What is stored is bit for bit what the CPU stores.
+Kernels are compiled per pair of formats (`cuda_codec.cuh`).  Stored bytes are those of the CPU.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ WARPS = 4
 
 
 def format_type(kind: int) -> str:
-    """Return the type `Format<...>` of `cuda_codec.cuh` that stands for a format."""
+    """Return the C++ type `Format<...>` (`cuda_codec.cuh`) of a format."""
     return f"Format<{', '.join(map(str, (kind, *LAYOUTS[kind].tolist())))}>"
 
 
 def format_types(kinds: tuple[int, int]) -> str:
-    """Return the types of keys and of values."""
+    """Return the C++ format types of keys and of values."""
     return ", ".join(map(format_type, kinds))
 
 
 @functools.cache
 def append_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
-    """Return the kernel that writes keys and values in these formats."""
+    """Return the append kernel for these formats."""
     return cuda.cpp_kernel(
         __file__, "cuda_append_gather.cu", f"append<{format_types(kinds)}>",
         "f32* key, f32* value, i64 key_stride, i64 value_stride, i32* batch_indices, "
@@ -44,7 +43,7 @@ def append_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
 
 @functools.cache
 def gather_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
-    """Return the kernel that reads keys and values in these formats."""
+    """Return the gather kernel for these formats."""
     return cuda.cpp_kernel(
         __file__, "cuda_append_gather.cu", f"gather<{format_types(kinds)}>",
         f"any* key, any* value, i32* batch_indices, i32* positions, {_CACHE}, {_TABLE}, "
@@ -67,11 +66,10 @@ def append_paged_kv_cache(
     cos_sin: Any = None,
     interleave: bool = False,
 ) -> None:
-    """See `nbflow_kernels.append_paged_kv_cache`; index arrays may lie on the host.
+    """See `nbflow_kernels.append_paged_kv_cache`; index arrays may be on the host.
 
-    A row whose request or position is not in the page table is left out.  With `cos_sin`, float32
-    (positions, rotary_dim) as `rope_cos_sin_cache` makes it, keys are rotated by their positions on
-    the way, in halves or, `interleave`, in pairs of neighbours: one kernel instead of two.
+    Rows missing in the page table are skipped.  `cos_sin`, float32 (positions, rotary_dim) from
+    `rope_cos_sin_cache`, fuses RoPE of the keys: half-split pairs, or neighbours with `interleave`.
     """
     T, G, D = key.shape
     if not T * G:
@@ -87,24 +85,6 @@ def append_paged_kv_cache(
             *_table(kv_indices, kv_indptr, key, k_cache, kv_layout), T, G, D, value.shape[2],
             cos_sin, rotary_dim, int(not interleave),
         ),
-    )  # fmt: skip
-
-
-def append_paged_mla_kv_cache(
-    ckv: Any,
-    kpe: Any,
-    batch_indices: Any,
-    positions: Any,
-    ckv_cache: Any,
-    kpe_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kinds: tuple[int, int],
-) -> None:
-    """See `nbflow_kernels.append_paged_mla_kv_cache`: one head, two sizes."""
-    append_paged_kv_cache(
-        ckv[:, None], kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
-        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", kinds,
     )  # fmt: skip
 
 
@@ -136,13 +116,13 @@ def gather_paged_kv_cache(
 
 
 def strides(cache: Any, kv_layout: str) -> tuple[int, int, int]:
-    """Return the bytes from page to page, token to token and head to head."""
+    """Return the page, token and head strides in bytes."""
     page, first, second, _ = cache.strides
     return (page, first, second) if kv_layout == "NHD" else (page, second, first)
 
 
 def _table(kv_indices: Any, kv_indptr: Any, like: Any, k_cache: Any, kv_layout: str) -> Any:
-    """Return the arguments that say where a request's tokens lie."""
+    """Return the page-table arguments of the kernels."""
     page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
     return (
         on_device(kv_indices, like), on_device(kv_indptr, like), len(kv_indptr) - 1,

@@ -1,75 +1,8 @@
-// Writing keys and values into pages, and reading them back: one warp per head vector.
-#include "kv_cache/cuda_codec.cuh"
+// Append keys and values to pages, and gather them back: one warp per head vector.
+#include "kv_cache/cuda_append.cuh"
 
-// Strides in bytes from page to page, token to token and head to head.
-struct Cache {
-    u8* at;
-    i64 page, token, head;
-};
-
-DEV u8* place_of(Cache cache, i64 page, int slot, int g) {
-    return cache.at + page * cache.page + slot * cache.token + g * cache.head;
-}
-
-// The page of a position of a request, or -1 where the table has no such place.
-DEV int page_of(const int* indices, const int* indptr, int n_requests, int n_pages, int request,
-                int number) {
-    if (request < 0 || request >= n_requests || number < 0) return -1;
-    const int entry = indptr[request] + number;
-    if (entry >= indptr[request + 1]) return -1;
-    const int page = indices[entry];
-    return page >= 0 && page < n_pages ? page : -1;
-}
-
-// Number d of a head vector, rotated if there is a table of cosines and, behind them, sines.
-DEV float rotated(const float* x, int d, const float* cos_sin, int rotary_dim, int is_neox) {
-    if (cos_sin == nullptr || d >= rotary_dim) return x[d];
-    const int half = rotary_dim / 2;
-    const int pair = is_neox ? d % half : d / 2;
-    const bool first = is_neox ? d < half : d % 2 == 0;
-    const float other = x[is_neox ? (first ? d + half : d - half) : d ^ 1];
-    const float c = cos_sin[pair], s = cos_sin[half + pair];
-    return first ? __fmaf_rn(x[d], c, __fmul_rn(other, -s)) : __fmaf_rn(x[d], c, __fmul_rn(other, s));
-}
-
-template <class F>
-DEV void write_vector(u8* to, const float* x, int n, const float* cos_sin, int rotary_dim,
-                      int is_neox, u8* codes) {
-    const int lane = threadIdx.x & 31;
-    if constexpr (F::FLOAT) {
-        if (cos_sin == nullptr && n % 4 == 0 && (((u64)x | (u64)to) & 15) == 0) {
-            for (int d = 4 * lane; d < n; d += 128) {
-                const float4 v = *(const float4*)(x + d);
-                if constexpr (F::KIND == F32) {
-                    *(float4*)(to + 4 * d) = v;
-                } else {
-                    u16 bits[4];
-                    store_float((u8*)bits, v.x, F::KIND);
-                    store_float((u8*)(bits + 1), v.y, F::KIND);
-                    store_float((u8*)(bits + 2), v.z, F::KIND);
-                    store_float((u8*)(bits + 3), v.w, F::KIND);
-                    *(uint2*)(to + 2 * d) =
-                        make_uint2(bits[0] | (u32)bits[1] << 16, bits[2] | (u32)bits[3] << 16);
-                }
-            }
-            return;
-        }
-        for (int d = lane; d < n; d += 32)
-            store_float(to + d * F::ITEM, rotated(x, d, cos_sin, rotary_dim, is_neox), F::KIND);
-    } else {
-        for (int first = 0; first < n; first += F::BLOCK) {
-            float numbers[F::BLOCK / 32];  // the last one again where the row ends
-            for (int k = 0; k < F::BLOCK / 32; k++) {
-                const int d = min(first + lane + 32 * k, n - 1);
-                numbers[k] = rotated(x, d, cos_sin, rotary_dim, is_neox);
-            }
-            store_block<F>(to + first / F::BLOCK * F::BLOCK_BYTES, numbers, codes);
-        }
-    }
-}
-
-// Rows whose request or position is not in the page table are left out.  With `cos_sin`, float32
-// (positions, rotary_dim), keys are rotated by their positions before they are stored.
+// Append: rows whose request or position is missing in the page table are skipped.  `cos_sin`, float32
+// (positions, rotary_dim), applies RoPE to keys before they are stored.
 template <class K, class V>
 __global__ void __launch_bounds__(128)
 append(const float* key, const float* value, i64 key_stride, i64 value_stride,
@@ -97,7 +30,7 @@ append(const float* key, const float* value, i64 key_stride, i64 value_stride,
     }
 }
 
-// The reverse: keys (n_rows, G, D) and values (n_rows, G, D_value) as float32 or float16.
+// Gather keys (n_rows, G, D) and values (n_rows, G, D_value) as float32 or float16.
 template <class K, class V>
 __global__ void __launch_bounds__(128)
 gather(u8* key, u8* value, const int* batch_indices, const int* positions, u8* k_cache,

@@ -1,19 +1,18 @@
-// One head vector of the cache, decoded number by number and encoded block by block.
+// Codec of one head vector of the cache: decode number by number, encode block by block.
 //
-// The twin of `rows.py`, which says what a block holds.  A kernel is compiled for one format, whose
-// row of the table LAYOUTS there is the type `Format`, and has no choice left in it.  Additions and
-// products are spelled out where a fused one would change a stored byte.
+// Compiled per format: `Format` is the format's row of LAYOUTS in `cpu_codec.py`, which stores the same bytes.
+// __fadd_rn and __fmul_rn keep the compiler from fusing where an fma would change a stored byte.
 #pragma once
 #include "cuda/types.cuh"
 
 enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
 enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS };
-// Rules of published quantizers, `formats/affine_format.py`.
+// Scale rules of the published quantizers, `formats/affine_format.py`.
 enum Rule { RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX };
 
 constexpr u16 NAN_HALF = 0x7e00;
 
-// The number of a format (KINDS) and its row of LAYOUTS, in the order of the columns there.
+// A format's KIND and its row of LAYOUTS, in column order.
 template <int Kind, int Block, int BlockBytes, int ScaleAt, int BaseAt, int Mode, int LowAt,
           int HighBits, int HighAt, int LowBits, int Zero, int NCodes, int Rule, int Divisor,
           int TopAt, int TopShift, int MiddleAt, int Radix, int Reciprocal>
@@ -39,7 +38,7 @@ DEV u16 float_to_half(float x) {
     return bits;
 }
 
-DEV u16 float_to_bf16(float x) {  // halves to even; NaN stays NaN
+DEV u16 float_to_bf16(float x) {  // round half to even; NaN stays NaN
     const u32 bits = __float_as_uint(x);
     if (x != x) return (bits >> 16) | 0x40;
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -58,7 +57,7 @@ DEV void store_float(u8* at, float x, int kind) {
 
 // ---- decode ------------------------------------------------------------------------------------
 
-// Value i of a plane of fields of `bits` bits, the first in the lowest bits of a byte.
+// Field i of a plane of `bits`-bit fields, lowest bits first.
 DEV int field(const u8* plane, int i, int bits) {
     const int per_byte = 8 / bits;
     return (plane[i / per_byte] >> (i % per_byte * bits)) & ((1 << bits) - 1);
@@ -91,11 +90,11 @@ DEV float block_scale(const u8* block) { return half_to_float(*(const u16*)(bloc
 
 template <class F>
 DEV float block_base(const u8* block) {
-    if constexpr (F::BASE_AT < 0) return -0.0f;  // what leaves the sign of a zero alone
+    if constexpr (F::BASE_AT < 0) return -0.0f;  // keeps the sign of zero
     return half_to_float(*(const u16*)(block + F::BASE_AT));
 }
 
-// Number d of a row: one rounding, the product of a float16 and a code has at most 19 bits.
+// Decode number d of a row with one rounding: float16 times code has at most 19 bits.
 template <class F>
 DEV float load_number(const u8* row, int d) {
     if constexpr (F::FLOAT) return load_float(row + d * F::ITEM, F::KIND);
@@ -112,11 +111,11 @@ DEV float warp_max(float x) {
 }
 
 struct Parameters {
-    float base, scale, inverse;  // inverse: 1 / scale, 0 for a scale that counts as 0
+    float base, scale, inverse;  // inverse: 1 / scale, or 0 if the scale counts as 0
     bool finite;
 };
 
-// Base and scale of a block whose numbers lie in the lanes: x[0], and x[1] of blocks of 64.
+// Scale and base of a block held by a warp: x[0] per lane, and x[1] for blocks of 64.
 template <class F>
 DEV Parameters block_parameters(const float* x) {
     constexpr int N = F::BLOCK / 32;
@@ -130,7 +129,7 @@ DEV Parameters block_parameters(const float* x) {
     const float largest = warp_max(high), smallest = -warp_max(-low);
     const float magnitude = fmaxf(fabsf(largest), fabsf(smallest));
     Parameters p = {0, 0, 0, __all_sync(~0u, good) != 0};
-    if (F::RULE == GGML_EXTREME) {  // the first of the numbers of the largest magnitude
+    if (F::RULE == GGML_EXTREME) {  // the first number of the largest magnitude
         const u32 found = __ballot_sync(~0u, fabsf(x[0]) == magnitude);
         const float extreme = __shfl_sync(~0u, x[0], found ? __ffs(found) - 1 : 0);
         p.scale = __fdiv_rn(found ? extreme : 0.0f, -(float)F::DIVISOR);
@@ -148,8 +147,8 @@ DEV Parameters block_parameters(const float* x) {
 }
 
 template <class F>
-DEV int half_up(float x) {  // x >= 0 rounded, halves up
-    if (F::RULE != GGML_ABSMAX) return __float2int_rz(__fadd_rn(x, 0.5f));  // the sum rounds itself
+DEV int half_up(float x) {  // x >= 0, round half up
+    if (F::RULE != GGML_ABSMAX) return __float2int_rz(__fadd_rn(x, 0.5f));  // the addition rounds
     const int whole = __float2int_rz(x);
     const float twice = __fsub_rn(x, (float)whole);
     return whole + __float2int_rz(__fadd_rn(twice, twice));
@@ -168,7 +167,7 @@ DEV int encode_number(float x, float base, float inverse) {
     return __float2int_rz(fminf(fmaxf(steps, 0.0f), F::N_CODES - 1.0f));
 }
 
-// Byte `at` of a plane of `bits` bits of the pair codes, from bit `shift` on; 0 outside of it.
+// Byte `at` of a `bits`-bit plane of pair codes, from bit `shift` on; 0 outside the plane.
 template <class F>
 DEV int pair_bits(const u8* codes, int at, int bits, int shift) {
     const int per_byte = 8 / bits;
@@ -181,7 +180,7 @@ DEV int pair_bits(const u8* codes, int at, int bits, int shift) {
     return byte;
 }
 
-// Byte `at` of the part of a block that holds codes; the codes are bytes in `codes`.
+// Byte `at` of the code bytes of a block; `codes` has one code per byte.
 template <class F>
 DEV u8 code_byte(const u8* codes, int at) {
     const int low = at - F::LOW_AT;
@@ -209,7 +208,7 @@ DEV u8 code_byte(const u8* codes, int at) {
     return byte;
 }
 
-// Encode the block whose numbers lie in the lanes of a warp; `codes` is room for F::BLOCK bytes.
+// Encode a block held by a warp; `codes` is scratch of F::BLOCK bytes.
 template <class F>
 DEV void store_block(u8* block, const float* x, u8* codes) {
     const int lane = threadIdx.x & 31;
@@ -219,7 +218,7 @@ DEV void store_block(u8* block, const float* x, u8* codes) {
     const u16 scale = p.finite ? float_to_half(p.scale) : NAN_HALF;
     const u16 base = p.finite ? float_to_half(shown) : NAN_HALF;
     if (!p.finite) p.base = p.inverse = 0;
-    __syncwarp();  // the codes of the block before have been read
+    __syncwarp();  // codes of the previous block are consumed
     for (int k = 0; k < F::BLOCK / 32; k++)
         codes[lane + 32 * k] = encode_number<F>(x[k], p.base, p.inverse);
     __syncwarp();

@@ -1,4 +1,4 @@
-"""How the cache stores numbers: `KVFormat`, by name."""
+"""Storage formats of the KV cache: `KVFormat` by name."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ _FLOAT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How the keys and values of a cache are stored; get one from `kv_format`.
+    """Storage format of keys or values in a cache; made by `kv_format`.
 
-    A head vector (the key or the value of one token and one head, D numbers) is a row of its own:
-    D floats, or ``ceil(D / block_size)`` blocks.  Where D is not a multiple of the block, the last
-    block is padded, as in `quantize`: every format holds every head size, and `bits_per_value`
-    says what that costs.
+    A head vector (key or value of one token and head, D numbers) is a row of D floats or of
+    ``ceil(D / block_size)`` blocks.  The last block is padded as in `quantize`, so every format
+    holds every head size; `bits_per_value` includes the padding.
     """
 
     name: str
     """The explicit name, e.g. ``q8_b32t2``."""
     kind: int
-    """The number the kernels know the format by; see `nbflow_kernels.kv_cache.cpu_codec`."""
+    """Index of the format in `nbflow_kernels.kv_cache.cpu_codec.KINDS`."""
     dtype: np.dtype[Any]
-    """Type of the cache's array: float32, float16, uint16 (the bits of bfloat16), or uint8."""
+    """dtype of the cache: float32, float16, uint16 (bits of bfloat16), or uint8."""
     block_size: int
     """Numbers in a block; 1 for floats."""
     block_bytes: int
@@ -43,7 +42,7 @@ class KVFormat:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is one of f32, f16 and bf16."""
+        """True for f32, f16 and bf16."""
         return self.kind < FIRST_BLOCK_KIND
 
     def row_bytes(self, head_dim: int) -> int:
@@ -51,16 +50,16 @@ class KVFormat:
         return -(-head_dim // self.block_size) * self.block_bytes
 
     def row_length(self, head_dim: int) -> int:
-        """Return the length of the last axis of the cache's array, in elements of `dtype`."""
+        """Return the length of the cache's last axis, in elements of `dtype`."""
         return self.row_bytes(head_dim) // self.dtype.itemsize
 
     def bits_per_value(self, head_dim: int) -> float:
-        """Return the storage cost of a number, with scales and padding."""
+        """Return the bits per stored number, including scales and padding."""
         return 8 * self.row_bytes(head_dim) / head_dim
 
 
 def kv_format(name: str) -> KVFormat:
-    """Return the cache format of that name.
+    """Return a cache format by name.
 
     Parameters
     ----------
@@ -72,12 +71,12 @@ def kv_format(name: str) -> KVFormat:
     Returns
     -------
     KVFormat
-        Sizes and types; ``row_length(D)`` is the last axis of the cache's arrays.
+        Sizes and dtype; ``row_length(D)`` is the last axis of the cache.
 
     Raises
     ------
     UsageError
-        If there is no such format, or it cannot hold a cache.
+        If the format is unknown, or not supported for a cache.
 
     Examples
     --------
@@ -85,7 +84,7 @@ def kv_format(name: str) -> KVFormat:
     >>> q8 = kv_format("q8_0")
     >>> q8.dtype.name, q8.row_length(128), q8.bits_per_value(128)
     ('uint8', 136, 8.5)
-    >>> q8.row_length(80), q8.bits_per_value(80)  # 2.5 blocks take the room of 3
+    >>> q8.row_length(80), q8.bits_per_value(80)  # 2.5 blocks, padded to 3
     (102, 10.2)
     """
     lower = name.lower() if isinstance(name, str) else name
@@ -106,23 +105,23 @@ def kv_format(name: str) -> KVFormat:
 
 
 def kv_formats(name: str) -> tuple[KVFormat, KVFormat]:
-    """Return the formats of keys and of values that a name stands for.
+    """Return the formats of keys and of values by name.
 
     Parameters
     ----------
     name : str
-        One name that `kv_format` knows, for both, or two with a slash between them: that of the
-        keys first (``"q8_0/q4_0"``).
+        One name of `kv_format` for both, or two separated by a slash, keys first
+        (``"q8_0/q4_0"``).
 
     Returns
     -------
     pair of KVFormat
-        Of keys and of values.
+        Formats of keys and of values.
 
     Raises
     ------
     UsageError
-        If there is no such format, or it cannot hold a cache.
+        If the format is unknown, or not supported for a cache.
 
     Examples
     --------
@@ -137,7 +136,7 @@ def kv_formats(name: str) -> tuple[KVFormat, KVFormat]:
 
 
 def split_names(name: Any) -> tuple[Any, Any]:
-    """Return the names of keys and of values in ``"keys/values"``; one name is that of both."""
+    """Split ``"keys/values"`` into two names; a single name counts for both."""
     if not isinstance(name, str):
         return name, name
     keys, slash, values = name.partition("/")
@@ -151,20 +150,20 @@ def formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
 
 
 def kinds_of(k: Any, v: Any, name: str | None) -> tuple[int, int]:
-    """Return the numbers that kernels know the formats of keys and of values by."""
+    """Return the KINDS of the formats of keys and of values."""
     keys, values = formats_of(k, v, name)
     return keys.kind, values.kind
 
 
 def format_of(array: Any, name: str | None) -> KVFormat:
-    """Return the format of a cache's array: `name`, or what a float array says itself.
+    """Return the format of a cache array: `name`, or that of a float dtype.
 
     Raises
     ------
     UsageError
-        If the array is no float array and there is no name, or it has not the format's type.
+        If the format is unknown, or not supported for a cache.
     TypeError
-        If it is no array.
+        If `array` is not an array, or has neither a float dtype nor the dtype of `name`.
     """
     if not isinstance(array, np.ndarray) and not is_cuda(array):
         raise TypeError(
@@ -174,8 +173,8 @@ def format_of(array: Any, name: str | None) -> KVFormat:
     if name is None:
         if found not in _FLOAT_NAMES:
             raise TypeError(
-                f"paged_kv_cache must have dtype float32, float16 or bfloat16, got {found}; name "
-                "the format of quantized pages or of bfloat16 bits: kv_format="
+                f"paged_kv_cache must have dtype float32, float16 or bfloat16, got {found}; pass "
+                "kv_format= for quantized pages or bfloat16 bits"
             )
         return kv_format(_FLOAT_NAMES[found])
     wanted = kv_format(name)

@@ -1,4 +1,4 @@
-"""The CSR page table (indptr, indices, last_page_len): its checks and lengths."""
+"""CSR page tables (indptr, indices, last_page_len): checks and sequence lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_layout(kv_layout: str) -> None:
 
 
 def count_tokens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int) -> np.ndarray:
-    """Return the number of tokens of each request, int32 (B,); 0 where there are no pages."""
+    """Return the number of tokens of each request, int32 (B,); 0 without pages."""
     full = kv_indptr[1:] - kv_indptr[:-1] - np.int32(1)
     lens: np.ndarray = np.maximum(full, 0) * np.int32(page_size) + kv_last_page_len
     return lens
@@ -32,7 +32,7 @@ def check_page_table(
     kv_last_page_len: np.ndarray,
     page_size: int,
 ) -> None:
-    """Raise unless the arrays describe pages of `page_size` tokens (`kv_indices`: if given)."""
+    """Raise unless the arrays are a page table of `page_size`; `kv_indices` may be None."""
     if page_size < 1:
         raise UsageError(f"page_size must be positive, got {page_size}")
     check_array("kv_indptr", kv_indptr, (None,), np.int32)
@@ -53,7 +53,6 @@ def check_page_table(
         raise UsageError(
             f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), got {kv_indptr[-1]}"
         )
-    # without pages the last page holds nothing; otherwise it holds 1..page_size tokens
     if (kv_last_page_len > page_size).any() or ((kv_last_page_len > 0) != (counts > 0)).any():
         request = int(
             np.flatnonzero(
@@ -63,6 +62,24 @@ def check_page_table(
         raise UsageError(
             f"kv_last_page_len of request {request} must be 1..{page_size} (0 without pages), "
             f"got {kv_last_page_len[request]} with {counts[request]} pages"
+        )
+
+
+def check_kv_lens(
+    kv_indptr: np.ndarray, kv_indices: np.ndarray, kv_lens: np.ndarray, page_size: int
+) -> None:
+    """Raise unless the pages of each request hold its tokens; unused pages are allowed."""
+    check_array("kv_indptr", kv_indptr, (None,), np.int32)
+    check_array("kv_len_arr", kv_lens, (max(len(kv_indptr) - 1, 0),), np.int32)
+    counts = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64)
+    full = np.where(counts > 0, page_size, 0).astype(np.int32)
+    check_page_table(kv_indptr, kv_indices, full, page_size)
+    wrong = np.flatnonzero((kv_lens < 0) | (kv_lens > counts * page_size))
+    if len(wrong):
+        b = int(wrong[0])
+        raise UsageError(
+            f"kv_len_arr of request {b} must be 0..{counts[b] * page_size}, the capacity of its "
+            f"{counts[b]} pages, got {kv_lens[b]}"
         )
 
 
@@ -99,9 +116,9 @@ def check_cache(
     *,
     D_value: int | None = None,
 ) -> tuple[Any, Any]:
-    """Return the key and the value cache, checked: same pages, heads and tokens, dense rows.
+    """Return the checked key and value caches: same pages, tokens and heads, contiguous rows.
 
-    Head vectors have D numbers; `D_value` is the size of the values where it differs.
+    `D` is the head size, `D_value` that of values if different.
     """
     k, v = split_cache(paged_kv_cache)
     formats = formats_of(k, v, kv_format)
@@ -120,11 +137,11 @@ def check_cache(
 def check_mla_cache(
     ckv_cache: Any, kpe_cache: Any, page_size: int | None, sizes: tuple[int, int], kv_format: Any
 ) -> KVFormat:
-    """Return the format of the two caches (pages, page_size, row), checked; tokens may be apart."""
+    """Return the format of two checked caches (pages, page_size, row), with any token stride."""
     if isinstance(kv_format, str) and "/" in kv_format:
         raise UsageError(
-            f"kv_format={kv_format!r}: a latent cache has one format, because its values are part "
-            "of its keys; name one"
+            f"kv_format={kv_format!r}: a latent cache has one format, as its values are part of "
+            "its keys; pass one name"
         )
     format = format_of(ckv_cache, kv_format)
     for name, array, size in (
@@ -145,7 +162,6 @@ def check_mla_cache(
                 f"{name} must have shape (pages, {page_size or 'page_size'}, {row}), "
                 f"got {array.shape}"
             )
-        # an array without elements may have any strides
         if array.size and array.shape[2] > 1 and array.strides[2] != array.itemsize:
             raise UsageError(f"{name}: the last axis must be contiguous")
     if ckv_cache.shape[:2] != kpe_cache.shape[:2]:

@@ -1,4 +1,4 @@
-"""The paged key/value cache in plain NumPy, token by token."""
+"""Reference of the paged key/value cache in NumPy, token by token."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nbflow_kernels.quantizers import quantize
 
 
 def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
-    """Return a head vector (D,) as a cache of that dtype stores it."""
+    """Return a head vector (D,) encoded for a cache of this dtype."""
     if kv_format is None or np.dtype(dtype).kind == "f":
-        with np.errstate(over="ignore"):  # beyond 65504, float16 is infinite
+        with np.errstate(over="ignore"):  # above 65504, float16 is infinite
             return row.astype(dtype)
     stored: np.ndarray = quantize(row, kv_format, encoder="plain").data[0].view(dtype)
     return stored
 
 
 def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.ndarray:
-    """Return head vectors (..., row) of a cache as float64 (..., D)."""
+    """Return decoded head vectors (..., row) of a cache as float64 (..., D)."""
     if kv_format is None or rows.dtype.kind == "f":
         return rows.astype(np.float64)
     format = FORMATS[kv_format]
@@ -78,7 +78,7 @@ def append_paged_mla_kv_cache(
     *,
     kv_format: str | None = None,
 ) -> None:
-    """See `nbflow_kernels.append_paged_mla_kv_cache`: a cache of one head."""
+    """See `nbflow_kernels.append_paged_mla_kv_cache`; a cache with one head."""
     append_paged_kv_cache(
         append_ckv[:, None],
         append_kpe[:, None],

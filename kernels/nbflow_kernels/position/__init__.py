@@ -1,14 +1,15 @@
-"""Positions: the rotary embedding (RoPE) and its scalings, ALiBi, sinusoidal, learned, T5's."""
+"""Position embeddings: RoPE and its scalings, ALiBi, T5 relative bias, sinusoidal, learned."""
 
 from __future__ import annotations
 
-from nbflow_kernels.position.additive import (
+from nbflow_kernels.position.absolute import (
     add_learned_positions,
-    alibi_bias,
-    alibi_slopes,
+    sinusoidal_position_embedding,
+)
+from nbflow_kernels.position.alibi import alibi_bias, alibi_slopes
+from nbflow_kernels.position.relative_bias import (
     relative_position_bias,
     relative_position_bucket,
-    sinusoidal_position_embedding,
 )
 from nbflow_kernels.position.rope import (
     apply_rope,

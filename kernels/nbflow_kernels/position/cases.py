@@ -25,7 +25,7 @@ REASON = "two float32 products, |x| < 5, may cancel; cos and sin rounded to floa
 
 
 def _rows(rng: np.random.Generator, T: int, H: int, D: int, spread: int = 0) -> np.ndarray:
-    """Return (T, H, D) rows, `spread` elements apart from each other."""
+    """Return (T, H, D) rows, with `spread` elements between them."""
     wide = rng.standard_normal((T, H * D + spread)).astype(np.float32)
     return wide[:, : H * D].reshape(T, H, D) if not spread else _view(wide, T, H, D)
 
@@ -96,7 +96,7 @@ _FLAT = {"positions": np.array([4, 0, 9], np.int32), "head_size": 32, "is_neox":
 
 
 def _flat(rng: np.random.Generator) -> dict[str, Any]:
-    """Return rows of 3 and 2 heads without an axis for them."""
+    """Return query and key rows without a head axis."""
     query, key = (_rows(rng, 3, H, 32).reshape(3, H * 32) for H in (3, 2))
     cache = rope_cos_sin_cache(10, 32, theta=1e4)
     return {"query": query, "key": key, "cos_sin_cache": cache, **_FLAT}
@@ -120,7 +120,7 @@ SCALINGS = {
         factor=32.0,
     ),
 }
-"""A scaling of each kind for 20 elements that turn and a trained length of 64."""
+"""A scaling of each kind for 20 rotated elements and a trained length of 64."""
 
 
 def _table(name: str, atol: float = 1.2e-7, **arguments: Any) -> OpCase:

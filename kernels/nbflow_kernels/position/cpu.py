@@ -1,7 +1,7 @@
-"""Positions on the CPU: the rotary embedding by a kernel, in place; the rest by NumPy.
+"""Position embeddings on the CPU: an in-place RoPE kernel; the others in NumPy.
 
-What is added to embeddings or scores is a gather or an outer product, which NumPy does at the
-speed of memory without anything to compile.
+Biases and absolute embeddings are gathers and outer products, which NumPy runs at memory bandwidth
+without compiling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def apply_rope_with_cos_sin_cache_inplace(
 ) -> None:
     """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`.
 
-    Heads of a query lie as far apart as those of a key, if there is more than one of each.
+    Queries and keys must have the same head stride if both have several heads.
     """
     T, H, _ = query.shape
     G = key.shape[1]
@@ -61,10 +61,10 @@ def relative_position_bucket(
     max_distance: int,
     out: np.ndarray,
 ) -> None:
-    """See `nbflow_kernels.relative_position_bucket`; `n` buckets for each direction."""
+    """See `nbflow_kernels.relative_position_bucket`; `n` buckets per direction."""
     distance = np.abs(relative_position) if bidirectional else np.maximum(-relative_position, 0)
     near = n // 2
-    # float32 logarithms, as in the T5 code: limits of buckets fall where they fall there
+    # float32 logarithms, as in the T5 code, for the same bucket limits
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(near))
     ratio = ratio / np.float32(np.log(max_distance / near)) * np.float32(n - near)
     far = np.minimum(near + ratio.astype(np.int32), n - 1)
@@ -117,7 +117,7 @@ def add_learned_positions(
 
 @jit.device_function
 def _rotate_pair(a, b, cos, sin):
-    """Rotate one pair of elements; products of float32 are exact in float64."""
+    """Rotate one pair of elements; float32 products are exact in float64."""
     x, y = np.float64(read_f32(a)), np.float64(read_f32(b))
     c, s = np.float64(read_f32(cos)), np.float64(read_f32(sin))
     write_f32(a, x * c - y * s)
@@ -125,8 +125,8 @@ def _rotate_pair(a, b, cos, sin):
 
 
 @jit.device_function
-def _rotate_halves(x, cos, half):
-    """Rotate the pairs (j, j + half) of one head; `cos` has the sines behind it."""
+def rotate_halves(x, cos, half):
+    """Rotate the pairs (j, j + half) of a head; sines follow the cosines at `cos`."""
     sin, y = cos + 4 * half, x + 4 * half
     d = 0
     while d + 16 <= half:
@@ -144,7 +144,7 @@ def _rotate_halves(x, cos, half):
 
 @jit.device_function
 def _rotate_pairs(x, cos, half):
-    """Rotate the pairs (2j, 2j + 1) of one head; `cos` has the sines behind it."""
+    """Rotate the pairs (2j, 2j + 1) of a head; sines follow the cosines at `cos`."""
     sin = cos + 4 * half
     d = 0
     while d + 16 <= half:
@@ -188,6 +188,6 @@ def _rope(
             else:
                 x = key + row * key_row_bytes + 4 * D * (h - H)
             if is_neox:
-                _rotate_halves(x, cos, half)
+                rotate_halves(x, cos, half)
             else:
                 _rotate_pairs(x, cos, half)

@@ -1,6 +1,6 @@
-"""Positions on CUDA devices, see `position.cu`.
+"""Position embeddings on CUDA devices: launches of `position.cu`.
 
-A position that has no row in its table gives NaN: checking positions would wait for the device.
+Positions outside a table give NaN: checking them would synchronize.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _sinusoidal = _plain(
 def apply_rope_with_cos_sin_cache_inplace(
     positions: Any, query: Any, key: Any, cos_sin_cache: Any, is_neox: bool
 ) -> None:
-    """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`; no positions: 0, 1, 2, ...
+    """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`; positions default to 0, 1, 2, ...
 
-    Heads of a query lie as far apart as those of a key, if there is more than one of each.
+    Queries and keys must have the same head stride if both have several heads.
     """
     T, H, _ = query.shape
     G, half = key.shape[1], cos_sin_cache.shape[1] // 2
@@ -89,7 +89,7 @@ def apply_rope_with_cos_sin_cache_inplace(
 def apply_rope_with_frequencies(
     positions: Any, query: Any, key: Any, frequencies: Any, scale: float, is_neox: bool
 ) -> None:
-    """Turn rows by their positions: the angles are computed on the device, in float64."""
+    """Apply RoPE with angles computed on the device in float64."""
     per_position, factor = frequencies
     T, half = len(positions), len(per_position)
     if not T:
@@ -103,7 +103,7 @@ def apply_rope_with_frequencies(
 
 
 def ragged_positions(indptr: Any, offsets: Any, T: int) -> Any:
-    """Return the positions of T rows in segments: each segment counts on from its offset."""
+    """Return the positions of T ragged rows, counted from the offset of each segment."""
     out = cuda.device_of(indptr).empty((T,), np.int32)
     if T:
         args = (indptr, offsets, out, len(offsets), T)
@@ -123,8 +123,7 @@ def relative_position_bucket(
 ) -> None:
     """See `nbflow_kernels.relative_position_bucket`.
 
-    The buckets of all distances up to the greatest are the CPU's: where a bucket ends depends on
-    the last bit of a logarithm.
+    The CPU computes the bucket table, as bucket limits depend on the last bit of a logarithm.
     """
     if not out.size:
         return
@@ -170,7 +169,7 @@ def add_learned_positions(x: Any, positions: Any, table: Any, offset: int, out: 
 
 
 def _constant(device: cuda.KernelDevice, array: np.ndarray) -> Any:
-    """Return a small array on a device, copied there once."""
+    """Return the cached device copy of a small array."""
     key = ("position", array.dtype.char, array.tobytes())
     found = device.constants.get(key)
     if found is None:

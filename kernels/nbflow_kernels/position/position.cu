@@ -1,13 +1,12 @@
-// Positions: the rotary embedding, and what is added to embeddings or scores.
+// RoPE, ALiBi, T5 relative bias, sinusoidal and learned position embeddings.
 #include "cuda/float16.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/vector_load.cuh"
 #include "position/rope_rotate.cuh"
 
-// Turns the first 2 * half elements of each head of query (T, H, D) and key (T, G, D) in place.  Row t
-// takes row positions[t] (without positions: t) of the cache: `half` cosines, then as many sines.
-// Pairs are (i, half + i) with NEOX, else (2 i, 2 i + 1).  A position outside gives NaN.
-// A thread turns one pair, or (WIDE) four of NEOX's, two of the others.
+// Apply RoPE in place to the first 2 * half elements of each head of query (T, H, D) and key (T, G, D).  Row t uses
+// row positions[t] (or t) of the cache: `half` cosines, then `half` sines.  Pairs are (i, half + i) with NEOX, else
+// (2 i, 2 i + 1).  A position outside the cache gives NaN.  A thread rotates one pair, or with WIDE four (NEOX) or two.
 template <bool NEOX, bool WIDE>
 __global__ void rope(const int* positions, float* query, float* key, const float* cache, int H,
                      int G, int D, int half, long long query_row, long long key_row, int max_pos,
@@ -38,7 +37,7 @@ __global__ void rope(const int* positions, float* query, float* key, const float
     c[0] = cosines[i], s[0] = cosines[half + i], a[0] = *first, b[0] = *second;
   }
   for (int p = 0; p < PAIRS; p++) {
-    turn(a[p], b[p], c[p], s[p]);
+    rotate_pair(a[p], b[p], c[p], s[p]);
     if (!known) a[p] = b[p] = nan32();
   }
   if (WIDE && NEOX) {
@@ -51,8 +50,8 @@ __global__ void rope(const int* positions, float* query, float* key, const float
   }
 }
 
-// cache[t] = cosines and sines of positions[t] / scale * frequencies, times factor.  In float64: the
-// angle of position 100,000 has no digit right behind its float32 point.
+// cache[t] = cosines and sines of positions[t] / scale * frequencies, times factor.  Angles are float64: a float32
+// angle of position 100,000 has no correct digit after the point.
 extern "C" __global__ void cos_sin(const int* positions, const double* frequencies, float* cache,
                                    int T, int half, double scale, double factor) {
   int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -64,12 +63,12 @@ extern "C" __global__ void cos_sin(const int* positions, const double* frequenci
   cache[2LL * half * t + half + i] = (float)(sine * factor);
 }
 
-// positions[t] = offsets[b] + t - indptr[b], b the segment of row t.
+// positions[t] = offsets[b] + t - indptr[b] for row t of segment b.
 extern "C" __global__ void ragged_positions(const int* indptr, const int* offsets, int* positions,
                                             int n_segments, int T) {
   int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= T) return;
-  int low = 0, high = n_segments - 1;  // the last segment that starts at t or before
+  int low = 0, high = n_segments - 1;  // find the last segment with indptr <= t
   while (low < high) {
     int middle = (low + high + 1) / 2;
     if (indptr[middle] <= t) low = middle;
@@ -78,7 +77,7 @@ extern "C" __global__ void ragged_positions(const int* indptr, const int* offset
   positions[t] = offsets[low] + t - indptr[low];
 }
 
-// out[h, i, j] = slopes[h] * distance, distance = j - (Tk - Tq + i), or minus its magnitude.
+// out[h, i, j] = slopes[h] * d with d = j - (Tk - Tq + i), or slopes[h] * -|d| if symmetric.
 extern "C" __global__ void alibi(const float* slopes, float* out, int Tq, int Tk, int symmetric) {
   int i = blockIdx.x % Tq, h = blockIdx.x / Tq;
   for (int j = threadIdx.x; j < Tk; j += blockDim.x) {
@@ -87,7 +86,7 @@ extern "C" __global__ void alibi(const float* slopes, float* out, int Tq, int Tk
   }
 }
 
-// out[n] = bucket of a distance; `near[d]` is that of distance d <= last in one direction.
+// out[k] = bucket of a distance; near[d] is the bucket of distance d <= last in one direction.
 extern "C" __global__ void bucket(const int* relative, const int* near, int* out, long long n,
                                   int last, int n_buckets, int bidirectional) {
   long long k = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -120,7 +119,7 @@ extern "C" __global__ void sinusoidal(const int* positions, const double* freque
   if (threadIdx.x == 0 && 2 * half < dim) to[dim - 1] = 0.0f;
 }
 
-// out[t] = x[t] + table[positions[t] + offset]; a row that is not in the table gives NaN.
+// out[t] = x[t] + table[positions[t] + offset]; a row outside the table gives NaN.
 template <int KIND, bool WIDE>
 __global__ void add_rows(const float* x, const int* positions,
                          const typename Element<KIND>::Stored* table, float* out, int E,

@@ -1,4 +1,4 @@
-"""Positions in NumPy float64: pair by pair, head by head, as in the formulas."""
+"""Reference position embeddings in NumPy float64, pair by pair, head by head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rope_frequencies(
 
 
 def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) -> float:
-    """Return frequency w of pair j, stretched."""
+    """Return frequency w of pair j after scaling."""
     if isinstance(scaling, LinearRopeScaling):
         return w / scaling.factor
     if isinstance(scaling, LongRopeScaling):
@@ -48,7 +48,7 @@ def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) 
         smooth /= scaling.high_freq_factor - scaling.low_freq_factor
         return (1.0 - smooth) * w / scaling.factor + smooth * w
     if isinstance(scaling, YarnRopeScaling):
-        # the pair that turns beta times over the trained length, as a real number
+        # real-valued index of the pair with beta turns over the trained length
         low, high = (
             d
             * math.log(scaling.original_max_position / (2.0 * math.pi * beta))
@@ -103,7 +103,7 @@ def rope_cos_sin_cache(
 
 
 def _rotate(x: np.ndarray, cos_sin: np.ndarray, halves: bool) -> np.ndarray:
-    """Rotate (T, H, D) rows by the angles of (T, rotary_dim)."""
+    """Rotate (T, H, D) rows by cosines and sines (T, rotary_dim)."""
     y = x.astype(np.float64)
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
@@ -242,7 +242,7 @@ def apply_llama31_rope_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> 
 
 
 def alibi_slopes(n_heads: int) -> np.ndarray:
-    """See `nbflow_kernels.alibi_slopes`; the recursion of the paper's code."""
+    """See `nbflow_kernels.alibi_slopes`; the recursion of the authors' code."""
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = np.array([2.0 ** (-8.0 / n * (h + 1)) for h in range(n)])
     if n == n_heads:

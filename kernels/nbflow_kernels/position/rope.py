@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE): tables of cosines and sines, and FlashInfer's ways to apply it.
+"""Rotary position embedding (RoPE): cos/sin tables, and the functions of FlashInfer to apply them.
 
-The ops that take `rope_theta` compute the angles of each row's position in float64 on every call;
-a model that runs many steps makes a table once (`rope_cos_sin_cache`) and applies that.
+Functions with `rope_theta` compute the angles in float64 on every call; models make a table once
+(`rope_cos_sin_cache`) and apply that.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ def rope_frequencies(
     scaling: RopeScaling | None = None,
     seq_len: int | None = None,
 ) -> Frequencies:
-    r"""Return the angle per position of each pair, and the factor on cosines and sines.
+    r"""Return the RoPE frequencies, and the factor of cosines and sines.
 
     .. math:: \omega_j = \theta^{-2j/d}, \qquad j < d/2
 
     Parameters
     ----------
     rotary_dim : int
-        d, the even number of elements that turn.
+        d, the even number of rotated elements.
     theta : float
         Base of the frequencies, 1e4 in the paper.
     scaling : RopeScaling, optional
-        How to stretch the frequencies to a longer context.
+        Context extension.
     seq_len : int, optional
-        Length of the sequence, for the scalings that look at it (`DynamicNtkRopeScaling`,
-        `LongRopeScaling`); without it they assume one within the trained length.
+        Sequence length, used by `DynamicNtkRopeScaling` and `LongRopeScaling`; by default within
+        the trained length.
 
     Returns
     -------
     frequencies : array of float64, shape (rotary_dim / 2,)
-        Angles per position.
+        Angle per position of each pair.
     attention_factor : float
-        Factor on cosines and sines; 1 for most scalings.
+        Factor of cosines and sines; 1 for most scalings.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def rope_cos_sin_cache(
     scaling: RopeScaling | None = None,
     seq_len: int | None = None,
 ) -> Any:
-    r"""Return the cosines and sines of all positions.
+    r"""Return the table of cosines and sines for all positions.
 
     .. math:: c_{pj} = a \cos(\omega_j \, p / \mathrm{scale}), \quad
         s_{pj} = a \sin(\omega_j \, p / \mathrm{scale})
@@ -89,21 +89,21 @@ def rope_cos_sin_cache(
     max_pos : int
         Number of positions.
     rotary_dim : int
-        d, the even number of elements that turn.
+        d, the even number of rotated elements.
     theta : float
         Base of the frequencies, 1e4 in the paper.
     scale : float
-        Positions are divided by this (linear interpolation).
+        Divisor of positions (linear interpolation).
     scaling : RopeScaling, optional
-        How to stretch the frequencies :math:`\omega_j`, with its attention factor a.
+        Context extension, which sets :math:`\omega_j` and the attention factor a.
     seq_len : int, optional
-        Length of the sequences the table is for; `max_pos` unless given.  Only
-        `DynamicNtkRopeScaling` and `LongRopeScaling` look at it.
+        Sequence length, used by `DynamicNtkRopeScaling` and `LongRopeScaling`; `max_pos` by
+        default.
 
     Returns
     -------
     array of float32, shape (max_pos, rotary_dim)
-        Cosines in the first half of each row, sines in the second; the angles are float64.
+        Cosines in the first half of each row, sines in the second; angles are float64.
 
     Raises
     ------
@@ -142,21 +142,21 @@ def apply_rope_with_cos_sin_cache_inplace(
     cos_sin_cache: Any = None,
     is_neox: bool = True,
 ) -> None:
-    """Rotate query and key rows by the angles of their positions, in place.
+    """Apply RoPE to query and key rows, in place.
 
     Parameters
     ----------
     positions : array of int32, shape (T,)
         Row of `cos_sin_cache` for each token.
     query : array of float32, shape (T, H, D) or (T, H * D)
-        Changed in place; rows may be far apart (columns of a wider matrix).
+        Changed in place; any row stride (columns of a wider matrix).
     key : array of float32, shape (T, G, D) or (T, G * D)
-        Changed in place; rows may be far apart.
+        Changed in place; any row stride.
     head_size : int, optional
         D; needed for arrays of two axes.
     cos_sin_cache : array of float32, shape (max_pos, d)
-        Cosines, then sines: see `rope_cos_sin_cache`.  Only the first d <= D elements of each head
-        turn.  Always needed; it has a default because FlashInfer puts it after `head_size`.
+        Cosines, then sines; see `rope_cos_sin_cache`.  The first d <= D elements of each head are
+        rotated.  Required; it has a default only because FlashInfer puts it after `head_size`.
     is_neox : bool
         True rotates the pairs (j, j + d/2), False the pairs (2j, 2j + 1).
 
@@ -205,12 +205,12 @@ def apply_rope_with_cos_sin_cache(
     cos_sin_cache: Any = None,
     is_neox: bool = True,
 ) -> tuple[Any, Any]:
-    """Return query and key rows rotated by the angles of their positions.
+    """Return query and key rows with RoPE applied.
 
     Parameters
     ----------
     positions, query, key, head_size, cos_sin_cache, is_neox
-        As in `apply_rope_with_cos_sin_cache_inplace`; `query` and `key` stay as they are.
+        As in `apply_rope_with_cos_sin_cache_inplace`; `query` and `key` are not changed.
 
     Returns
     -------
@@ -246,7 +246,7 @@ def apply_rope_pos_ids(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> tuple[Any, Any]:
-    """Return query and key rows rotated by the angles of their positions.
+    """Return query and key rows with RoPE applied.
 
     Parameters
     ----------
@@ -257,11 +257,11 @@ def apply_rope_pos_ids(
     pos_ids : array of int32, shape (T,)
         Position of each row, not negative.
     rotary_dim : int, optional
-        Even number of elements of each head that turn, the first ones; D unless given.
+        Number of leading elements of each head to rotate, even; D by default.
     interleave : bool
         False rotates the pairs (j, j + d/2), True the pairs (2j, 2j + 1).
     rope_scale : float
-        Positions are divided by this.
+        Divisor of positions.
     rope_theta : float
         Base of the frequencies.
 
@@ -285,7 +285,7 @@ def apply_rope_pos_ids(
     """
     frequencies = check_rope(q, k, pos_ids, rotary_dim, rope_scale, rope_theta)
     q, k = q.copy(order="C"), k.copy(order="C")
-    turn(q, k, pos_ids, interleave, rope_scale, frequencies)
+    rotate(q, k, pos_ids, interleave, rope_scale, frequencies)
     return q, k
 
 
@@ -298,12 +298,12 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> None:
-    """Rotate query and key rows by the angles of their positions, in place.
+    """Apply RoPE to query and key rows, in place.
 
     Parameters
     ----------
     q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; rows may be far apart.
+        Changed in place; any row stride.
     pos_ids, rotary_dim, interleave, rope_scale, rope_theta
         As in `apply_rope_pos_ids`.
 
@@ -322,7 +322,7 @@ def apply_rope_pos_ids_inplace(
     array([-1.131, -0.849], dtype=float32)
     """
     frequencies = check_rope(q, k, pos_ids, rotary_dim, rope_scale, rope_theta)
-    turn(q, k, pos_ids, interleave, rope_scale, frequencies)
+    rotate(q, k, pos_ids, interleave, rope_scale, frequencies)
 
 
 def apply_rope(
@@ -335,7 +335,7 @@ def apply_rope(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> tuple[Any, Any]:
-    """Return the rows of several requests rotated, each request starting at its offset.
+    """Return ragged query and key rows with RoPE applied, each request starting at its offset.
 
     Parameters
     ----------
@@ -383,12 +383,12 @@ def apply_rope_inplace(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> None:
-    """Rotate the rows of several requests in place, each request starting at its offset.
+    """Apply RoPE to ragged query and key rows in place, each request starting at its offset.
 
     Parameters
     ----------
     q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; rows may be far apart.
+        Changed in place; any row stride.
     indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta
         As in `apply_rope`.
 
@@ -411,7 +411,7 @@ def apply_rope_inplace(
 
 
 def positions_of(q: Any, indptr: Any, offsets: Any) -> Any:
-    """Return the position of each row of requests that start at `offsets`, after the checks."""
+    """Return the position of each row of requests that start at `offsets`; check the arguments."""
     check_array("q", q, (None, None, None), rows=True)
     check_array("indptr", indptr, (None,), np.int32)
     check_array("offsets", offsets, (max(len(indptr) - 1, 0),), np.int32)
@@ -436,7 +436,7 @@ def check_rope(
     rope_theta: float,
     scaling: RopeScaling | None = None,
 ) -> Frequencies:
-    """Check the arguments of a call and return its frequencies."""
+    """Check the arguments of a call; return its frequencies."""
     check_array("q", q, (None, None, None), rows=True)
     check_array("k", k, (len(q), None, q.shape[2]), rows=True)
     check_array("pos_ids", pos_ids, (len(q),), np.int32)
@@ -452,14 +452,14 @@ def check_rope(
     return rope_frequencies(width, theta=rope_theta, scaling=scaling)
 
 
-def turn(
+def rotate(
     q: Any, k: Any, pos_ids: Any, interleave: bool, rope_scale: float, frequencies: Frequencies
 ) -> None:
-    """Rotate checked rows in place, with one row of cosines and sines for each token."""
+    """Rotate checked rows in place, with one row of cosines and sines per token."""
     if is_cuda(q):
         cuda.apply_rope_with_frequencies(pos_ids, q, k, frequencies, rope_scale, not interleave)
         return
-    # positions may be far beyond the number of rows, so no table of all of them
+    # angles of the given positions only: positions may far exceed the number of rows
     cache = _cos_sin(pos_ids, frequencies, rope_scale)
     rows = np.arange(len(q), dtype=np.int32)
     cpu.apply_rope_with_cos_sin_cache_inplace(rows, q, k, cache, not interleave)
@@ -474,7 +474,7 @@ def _cos_sin(positions: Any, frequencies: Frequencies, scale: float) -> NDArray[
 
 
 def _heads(name: str, x: Any, head_size: int | None) -> Any:
-    """Return (T, H, D) rows as they are, and (T, H * D) rows split into heads, without copying."""
+    """Return rows as (T, H, D); (T, H * D) rows are split into heads without a copy."""
     if getattr(x, "ndim", 3) != 2:
         check_array(name, x, (None, None, head_size), rows=True)
         return x

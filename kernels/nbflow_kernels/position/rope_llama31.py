@@ -1,11 +1,11 @@
-"""The rotary embedding with Llama 3.1's frequencies, under FlashInfer's names."""
+"""RoPE with Llama 3.1's frequency scaling, under FlashInfer's names."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nbflow_kernels.position.rope import check_rope, positions_of, turn
-from nbflow_kernels.position.rope_scaling import Llama3RopeScaling
+from nbflow_kernels.position.rope import check_rope, positions_of, rotate
+from nbflow_kernels.position.rope_scaling import Frequencies, Llama3RopeScaling
 
 
 def apply_llama31_rope_pos_ids(
@@ -20,7 +20,7 @@ def apply_llama31_rope_pos_ids(
     high_freq_factor: float = 4.0,
     old_context_len: int = 8192,
 ) -> tuple[Any, Any]:
-    """Return query and key rows rotated by the angles of their positions, as in Llama 3.1.
+    """Return query and key rows with Llama 3.1's RoPE applied.
 
     Parameters
     ----------
@@ -29,9 +29,10 @@ def apply_llama31_rope_pos_ids(
     rope_scale : float
         Divisor of the long wavelengths.
     low_freq_factor, high_freq_factor : float
-        Turns over the trained length below which a frequency is divided, and above which it stays.
+        Turns over the trained length below which a frequency is divided, and above which it is
+        kept.
     old_context_len : int
-        The trained length.
+        Context length of training.
 
     Returns
     -------
@@ -45,7 +46,7 @@ def apply_llama31_rope_pos_ids(
 
     See Also
     --------
-    nbflow_kernels.Llama3RopeScaling : The frequencies; a record for `rope_cos_sin_cache`.
+    nbflow_kernels.Llama3RopeScaling : The same scaling for `rope_cos_sin_cache`.
 
     Examples
     --------
@@ -55,15 +56,10 @@ def apply_llama31_rope_pos_ids(
     >>> apply_llama31_rope_pos_ids(q, q, np.array([3], np.int32))[0].ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
-    scaling = Llama3RopeScaling(
-        factor=rope_scale,
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        original_max_position=old_context_len,
-    )
-    frequencies = check_rope(q, k, pos_ids, rotary_dim, 1.0, rope_theta, scaling)
+    scaling = (rope_scale, low_freq_factor, high_freq_factor, old_context_len)
+    frequencies = _check(q, k, pos_ids, rotary_dim, rope_theta, scaling)
     q, k = q.copy(order="C"), k.copy(order="C")
-    turn(q, k, pos_ids, interleave, 1.0, frequencies)
+    rotate(q, k, pos_ids, interleave, 1.0, frequencies)
     return q, k
 
 
@@ -79,12 +75,12 @@ def apply_llama31_rope_pos_ids_inplace(
     high_freq_factor: float = 4.0,
     old_context_len: int = 8192,
 ) -> None:
-    """Rotate query and key rows by the angles of their positions, as in Llama 3.1, in place.
+    """Apply Llama 3.1's RoPE to query and key rows, in place.
 
     Parameters
     ----------
     q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; rows may be far apart.
+        Changed in place; any row stride.
     pos_ids, rotary_dim, interleave, rope_scale, rope_theta
         As in `apply_llama31_rope_pos_ids`.
     low_freq_factor, high_freq_factor, old_context_len
@@ -104,14 +100,9 @@ def apply_llama31_rope_pos_ids_inplace(
     >>> q.ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
-    scaling = Llama3RopeScaling(
-        factor=rope_scale,
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        original_max_position=old_context_len,
-    )
-    frequencies = check_rope(q, k, pos_ids, rotary_dim, 1.0, rope_theta, scaling)
-    turn(q, k, pos_ids, interleave, 1.0, frequencies)
+    scaling = (rope_scale, low_freq_factor, high_freq_factor, old_context_len)
+    frequencies = _check(q, k, pos_ids, rotary_dim, rope_theta, scaling)
+    rotate(q, k, pos_ids, interleave, 1.0, frequencies)
 
 
 def apply_llama31_rope(
@@ -127,7 +118,7 @@ def apply_llama31_rope(
     high_freq_factor: float = 4.0,
     old_context_len: int = 8192,
 ) -> tuple[Any, Any]:
-    """Return the rows of several requests rotated as in Llama 3.1.
+    """Return ragged query and key rows with Llama 3.1's RoPE applied.
 
     Parameters
     ----------
@@ -156,18 +147,11 @@ def apply_llama31_rope(
     >>> apply_llama31_rope(q, q, ints(0, 1), ints(3))[0].ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
+    pos_ids = positions_of(q, indptr, offsets)
     return apply_llama31_rope_pos_ids(
-        q,
-        k,
-        positions_of(q, indptr, offsets),
-        rotary_dim,
-        interleave,
-        rope_scale,
-        rope_theta,
-        low_freq_factor,
-        high_freq_factor,
-        old_context_len,
-    )
+        q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, low_freq_factor,
+        high_freq_factor, old_context_len,
+    )  # fmt: skip
 
 
 def apply_llama31_rope_inplace(
@@ -183,12 +167,12 @@ def apply_llama31_rope_inplace(
     high_freq_factor: float = 4.0,
     old_context_len: int = 8192,
 ) -> None:
-    """Rotate the rows of several requests in place, as in Llama 3.1.
+    """Apply Llama 3.1's RoPE to ragged query and key rows, in place.
 
     Parameters
     ----------
     q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; rows may be far apart.
+        Changed in place; any row stride.
     indptr, offsets
         As in `apply_rope`.
     rotary_dim, interleave, rope_scale, rope_theta
@@ -210,15 +194,24 @@ def apply_llama31_rope_inplace(
     >>> q.ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
+    pos_ids = positions_of(q, indptr, offsets)
     apply_llama31_rope_pos_ids_inplace(
-        q,
-        k,
-        positions_of(q, indptr, offsets),
-        rotary_dim,
-        interleave,
-        rope_scale,
-        rope_theta,
-        low_freq_factor,
-        high_freq_factor,
-        old_context_len,
+        q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, low_freq_factor,
+        high_freq_factor, old_context_len,
+    )  # fmt: skip
+
+
+def _check(
+    q: Any,
+    k: Any,
+    pos_ids: Any,
+    rotary_dim: int | None,
+    rope_theta: float,
+    scaling: tuple[float, float, float, int],
+) -> Frequencies:
+    """Check the arguments of a call; return the scaled frequencies."""
+    factor, low, high, length = scaling
+    llama31 = Llama3RopeScaling(
+        factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position=length
     )
+    return check_rope(q, k, pos_ids, rotary_dim, 1.0, rope_theta, llama31)

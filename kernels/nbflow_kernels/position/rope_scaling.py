@@ -1,19 +1,19 @@
-"""Frequencies of the rotary embedding, and the published ways to stretch them to a longer context.
+"""RoPE context extension: the published scalings of frequencies.
 
-A scaling is a small frozen record; `rope_frequencies` and `rope_cos_sin_cache` take one.  The
-numbers are those of Hugging Face's `modeling_rope_utils`, in float64.
+Scalings are frozen dataclasses for `rope_frequencies` and `rope_cos_sin_cache`.  Values are those
+of Hugging Face's `modeling_rope_utils`, in float64.
 
 ===========================  ======================================================================
 `LinearRopeScaling`          all frequencies divided by a factor (position interpolation)
-`DynamicNtkRopeScaling`      a larger base, the larger the longer the sequence
-`YarnRopeScaling`            slow frequencies divided, fast ones kept, a ramp between; a factor on
-                             cosines and sines
-`Llama3RopeScaling`          the same idea with another ramp, in wavelengths
-`LongRopeScaling`            a divisor for each frequency, one set for short sequences and one for
-                             long; a factor on cosines and sines
+`DynamicNtkRopeScaling`      a base that grows with the sequence length
+`YarnRopeScaling`            low frequencies divided, high ones kept, a ramp between; attention
+                             factor
+`Llama3RopeScaling`          the same with a ramp over wavelengths
+`LongRopeScaling`            a divisor per frequency, for short and for long sequences; attention
+                             factor
 ===========================  ======================================================================
 
-A fixed change of base ("NTK-aware" scaling) needs no record: pass another `theta`.
+For a fixed change of base ("NTK-aware" scaling) pass another `theta`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Frequencies = tuple[NDArray[np.float64], float]
-"""Angle per position of each pair, and the factor on cosines and sines."""
+"""Angle per position of each pair, and the attention factor (of cosines and sines)."""
 
 
 def _plain(rotary_dim: int, theta: float) -> NDArray[np.float64]:
@@ -45,7 +45,7 @@ def _check_positive(**numbers: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A way to stretch the rotary embedding; use one of the classes derived from this one.
+    """Base class of RoPE scalings.
 
     Examples
     --------
@@ -55,29 +55,29 @@ class RopeScaling:
     """
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
-        """Return the frequencies and the factor on cosines and sines.
+        """Return the frequencies and the attention factor.
 
         Parameters
         ----------
         rotary_dim : int
-            Number of elements that turn, even.
+            Number of rotated elements, even.
         theta : float
             Base of the frequencies.
         seq_len : int
-            Length of the sequence; only the dynamic and the long scaling look at it.
+            Sequence length, used by `DynamicNtkRopeScaling` and `LongRopeScaling`.
 
         Returns
         -------
         frequencies : array of float64, shape (rotary_dim / 2,)
             Angle per position of each pair.
         attention_factor : float
-            Factor on cosines and sines.
+            Factor of cosines and sines.
         """
         raise NotImplementedError("use a class derived from RopeScaling")
 
     @property
     def softmax_factor(self) -> float:
-        """Return the factor on the softmax scale: 1 for all but YaRN with `mscale_all_dim`."""
+        """Return the factor of the softmax scale; 1 except for YaRN with `mscale_all_dim`."""
         return 1.0
 
     @staticmethod
@@ -87,17 +87,17 @@ class RopeScaling:
         max_position: int | None = None,
         original_max_position: int | None = None,
     ) -> RopeScaling | None:
-        """Return the scaling that a ``rope_scaling`` entry of a config.json describes.
+        """Return the scaling of a ``rope_scaling`` entry of a config.json.
 
         Parameters
         ----------
         config : mapping or None
             The entry, with ``rope_type`` (or ``type``) and the numbers of that type.  Its
-            ``rope_theta`` and ``partial_rotary_factor`` say nothing about the scaling.
+            ``rope_theta`` and ``partial_rotary_factor`` are ignored.
         max_position : int, optional
             The model's ``max_position_embeddings``.
         original_max_position : int, optional
-            The model's ``original_max_position_embeddings``, if it is not in the entry.
+            The model's ``original_max_position_embeddings``, if not in the entry.
 
         Returns
         -------
@@ -148,9 +148,9 @@ def _complete(
     max_position: int | None,
     original: int | None,
 ) -> None:
-    """Put what a config.json says outside the entry into `numbers`."""
+    """Complete `numbers` from the rest of the config.json."""
     if scaling is LinearRopeScaling:
-        numbers.pop("original_max_position", None)  # a linear scaling has no use for it
+        numbers.pop("original_max_position", None)  # unused by linear scaling
         return
     if scaling is DynamicNtkRopeScaling:
         # by definition the length the model was trained for, whatever else the entry says
@@ -191,13 +191,13 @@ class LinearRopeScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicNtkRopeScaling(RopeScaling):
-    r"""A base that grows with the length L of the sequence beyond the trained length M.
+    r"""Dynamic NTK: a base that grows with the sequence length L beyond the trained length M.
 
     .. math:: \theta' = \theta \left( f \frac{L}{M} - (f - 1) \right)^{d / (d - 2)}
 
-    The slowest frequency is stretched by the factor in brackets, the fastest not at all.  A model
-    that follows this literally turns the keys of a growing sequence by changing angles; choose
-    one length per sequence (`seq_len`) for results that do not depend on how it was fed.
+    The lowest frequency is divided by the factor in parentheses, the highest is kept.  With a
+    length that grows during decoding, cached keys have stale angles; choose one length per sequence
+    (`seq_len`) for results that do not depend on chunking.
 
     Examples
     --------
@@ -210,7 +210,7 @@ class DynamicNtkRopeScaling(RopeScaling):
     factor: float
     """f."""
     original_max_position: int
-    """M, the length the model was trained for."""
+    """M, the trained context length."""
 
     def __post_init__(self) -> None:
         _check_positive(factor=self.factor, original_max_position=self.original_max_position)
@@ -225,18 +225,17 @@ class DynamicNtkRopeScaling(RopeScaling):
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's factor for the temperature of attention."""
+    """Return YaRN's attention temperature factor."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnRopeScaling(RopeScaling):
-    r"""YaRN: slow frequencies divided, fast ones kept, a linear ramp between (arXiv:2309.00071).
+    r"""YaRN: low frequencies divided, high ones kept, a linear ramp between (arXiv:2309.00071).
 
-    Frequency j turns :math:`r_j = M \theta^{-2j/d} / 2 \pi` times over the trained length M.  Those
-    with more than `beta_fast` turns stay, those with fewer than `beta_slow` are divided by the
-    factor; in between the ramp is linear in j.  Cosines and sines are multiplied by the attention
-    factor, :math:`0.1 \ln f + 1` unless given.
+    Frequency j makes :math:`r_j = M \theta^{-2j/d} / 2 \pi` turns over the trained length M.  Above
+    `beta_fast` turns it is kept, below `beta_slow` divided by the factor; the ramp between is
+    linear in j.  The attention factor is :math:`0.1 \ln f + 1` by default.
 
     Examples
     --------
@@ -248,21 +247,21 @@ class YarnRopeScaling(RopeScaling):
     """
 
     factor: float
-    """f, how much longer the context becomes."""
+    """f, the ratio of the extended to the trained context length."""
     original_max_position: int
-    """M, the length the model was trained for."""
+    """M, the trained context length."""
     beta_fast: float = 32.0
-    """Turns over M above which a frequency stays."""
+    """Turns over M above which a frequency is kept."""
     beta_slow: float = 1.0
     """Turns over M below which a frequency is divided."""
     attention_factor: float | None = None
-    """Factor on cosines and sines; from the factor and the mscales unless given."""
+    """Factor of cosines and sines; derived from `factor` and the mscales by default."""
     mscale: float | None = None
-    """DeepSeek: the attention factor is the ratio of the terms for `mscale` and the next."""
+    """DeepSeek: the attention factor is the ratio of the terms of `mscale` and `mscale_all_dim`."""
     mscale_all_dim: float | None = None
     """DeepSeek: see `mscale`; the square of its term is `softmax_factor`."""
     truncate: bool = True
-    """Whether the ends of the ramp are rounded outward to whole pairs (not in gpt-oss)."""
+    """Round the ends of the ramp outward to whole pairs (False in gpt-oss)."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -275,11 +274,11 @@ class YarnRopeScaling(RopeScaling):
 
     @property
     def softmax_factor(self) -> float:
-        """Return the factor on the softmax scale in DeepSeek V2 and V3; 1 elsewhere."""
+        """Return the factor of the softmax scale in DeepSeek V2 and V3; 1 elsewhere."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
-        """Return the frequencies, blended, and the attention factor."""
+        """Return the blended frequencies and the attention factor."""
         if theta <= 1.0:
             raise UsageError(f"YaRN scaling needs a theta above 1, got {theta}")
         plain = _plain(rotary_dim, theta)
@@ -296,7 +295,7 @@ class YarnRopeScaling(RopeScaling):
         return self.beta_fast, self.beta_slow
 
     def _pair(self, turns: float, rotary_dim: int, theta: float) -> float:
-        """Return the index, as a real number, of the pair that turns so often over M."""
+        """Return the real-valued index of the pair with this number of turns over M."""
         wavelength = self.original_max_position / (turns * 2.0 * math.pi)
         return rotary_dim * math.log(wavelength) / (2.0 * math.log(theta))
 
@@ -314,8 +313,8 @@ class Llama3RopeScaling(RopeScaling):
     r"""Llama 3.1: long wavelengths divided by the factor, short ones kept, smooth between.
 
     With M the trained length, wavelengths above M / `low_freq_factor` are divided, those below
-    M / `high_freq_factor` stay; between, with s linear in the number of turns over M,
-    the frequency is :math:`((1 - s) / f + s) \, \theta^{-2j/d}` (arXiv:2407.21783; Meta's code).
+    M / `high_freq_factor` kept; between, with s linear in the number of turns over M, the frequency
+    is :math:`((1 - s) / f + s) \, \theta^{-2j/d}` (arXiv:2407.21783; Meta's code).
 
     Examples
     --------
@@ -325,13 +324,13 @@ class Llama3RopeScaling(RopeScaling):
     """
 
     factor: float = 8.0
-    """f, the divisor of the long wavelengths."""
+    """f, the divisor of low frequencies."""
     low_freq_factor: float = 1.0
     """Turns over M below which a frequency is divided."""
     high_freq_factor: float = 4.0
-    """Turns over M above which a frequency stays."""
+    """Turns over M above which a frequency is kept."""
     original_max_position: int = 8192
-    """M, the length the model was trained for."""
+    """M, the trained context length."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -346,7 +345,7 @@ class Llama3RopeScaling(RopeScaling):
             )
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
-        """Return the frequencies, blended by the number of turns over M."""
+        """Return the frequencies blended by the number of turns over M."""
         plain = _plain(rotary_dim, theta)
         turns = self.original_max_position * plain / (2.0 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
@@ -356,11 +355,11 @@ class Llama3RopeScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling(RopeScaling):
-    r"""LongRoPE: a divisor for each frequency, found by search (arXiv:2402.13753; Phi-3).
+    r"""LongRoPE: a searched divisor per frequency (arXiv:2402.13753; Phi-3).
 
-    Sequences up to the trained length M use `short_factor`, longer ones `long_factor`.  Cosines
-    and sines are multiplied by the attention factor, :math:`\sqrt{1 + \ln f / \ln M}` unless given;
-    `short_mscale` and `long_mscale` (Phi-3.5-MoE) take its place.
+    Sequences up to the trained length M use `short_factor`, longer ones `long_factor`.  The
+    attention factor is :math:`\sqrt{1 + \ln f / \ln M}` by default; `short_mscale` and
+    `long_mscale` (Phi-3.5-MoE) replace it.
 
     Examples
     --------
@@ -374,17 +373,17 @@ class LongRopeScaling(RopeScaling):
     short_factor: tuple[float, ...]
     """Divisor of each frequency up to M positions."""
     long_factor: tuple[float, ...]
-    """Divisor of each frequency beyond."""
+    """Divisor of each frequency beyond M positions."""
     original_max_position: int
-    """M, the length the model was trained for."""
+    """M, the trained context length."""
     factor: float = 1.0
-    """f, how much longer the context becomes: gives the attention factor."""
+    """f, the ratio of extended to trained context length, for the attention factor."""
     attention_factor: float | None = None
-    """Factor on cosines and sines, for short and long sequences alike."""
+    """Factor of cosines and sines for all lengths."""
     short_mscale: float | None = None
-    """Factor on cosines and sines up to M positions, instead of `attention_factor`."""
+    """Factor of cosines and sines up to M positions, instead of `attention_factor`."""
     long_mscale: float | None = None
-    """The same beyond."""
+    """Factor of cosines and sines beyond M positions."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -403,7 +402,7 @@ class LongRopeScaling(RopeScaling):
             )
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
-        """Return the frequencies with the divisors for `seq_len`, and the attention factor."""
+        """Return the frequencies and the attention factor for `seq_len`."""
         is_long = seq_len > self.original_max_position
         name = "long_factor" if is_long else "short_factor"
         divisors = np.array(self.long_factor if is_long else self.short_factor)
@@ -416,7 +415,7 @@ class LongRopeScaling(RopeScaling):
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether sequences beyond M positions are rotated otherwise than those up to M."""
+        """Return whether sequences beyond M positions have other angles or factors."""
         divisors_differ = self.short_factor != self.long_factor
         return divisors_differ or self._factor(False) != self._factor(True)
 
@@ -455,4 +454,4 @@ _TYPES: dict[str, tuple[type[RopeScaling], dict[str, str]]] = {
     "longrope": (LongRopeScaling, _LONG_KEYS),
     "su": (LongRopeScaling, _LONG_KEYS),
 }
-"""Name in a config.json to the class and the names of its keys."""
+"""Type in a config.json to the class and its keys."""

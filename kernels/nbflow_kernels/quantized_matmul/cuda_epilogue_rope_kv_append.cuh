@@ -5,7 +5,7 @@
 #pragma push_macro("ZERO")
 #undef KIND
 #undef ZERO
-#include "kv_cache/cuda_append_gather.cu"
+#include "kv_cache/cuda_append.cuh"
 #pragma pop_macro("ZERO")
 #pragma pop_macro("KIND")
 #include "position/rope_rotate.cuh"
@@ -51,7 +51,7 @@ DEV void rotate_vector(float* x, const KvPlacement& p, int token) {
   for (int i = threadIdx.x & 31; i < p.half; i += 32) {
     float *first = x + (p.is_neox ? i : 2 * i), *second = x + (p.is_neox ? p.half + i : 2 * i + 1);
     float a = *first, b = *second;
-    turn(a, b, table[i], table[p.half + i]);
+    rotate_pair(a, b, table[i], table[p.half + i]);
     *first = known ? a : nan32(), *second = known ? b : nan32();
   }
   __syncwarp();

@@ -1,4 +1,4 @@
-"""Attention beyond its cases: invariance of the bits, paging, masks, errors."""
+"""Attention beyond its cases: batch invariance, paging, masks, errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nbflow_kernels.cpu.simd_memory import store_halves, sum16
 from nbflow_kernels.errors import UsageError
 
 MIXED = [70, 1, 200, 0, 64, 130]  # keys of each request
-NEW = [70, 1, 1, 0, 5, 3]  # their query rows: a whole prompt, decodes, an empty request, chunks
+NEW = [70, 1, 1, 0, 5, 3]  # query rows: a prompt, decodes, an empty request, chunks
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -282,7 +282,11 @@ Q, KV = np.zeros((2, 4, 16), np.float32), np.zeros((5, 2, 16), np.float32)
         ({"backend": "fa3"}, UsageError, "backend must be 'auto'"),
         ({"use_fp16_qk_reduction": True}, UsageError, "use_fp16_qk_reduction must be False"),
         ({"sinks": np.zeros(2, np.float32)}, UsageError, r"sinks must have shape \(4\)"),
-        ({"scale_k": np.ones(3)}, UsageError, "k_scale must be a number, or have one for each of"),
+        (
+            {"scale_k": np.ones(3)},
+            UsageError,
+            "k_scale must be a number, or have one per query head",
+        ),
         ({"o_dtype": "float64"}, UsageError, "unknown output dtype 'float64'"),
         ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
         ({"kv_format": "q8_1"}, UsageError, "unknown kv_format 'q8_1'"),

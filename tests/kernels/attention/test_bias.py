@@ -1,4 +1,4 @@
-"""A bias by head and distance (`AttentionPlan.set_bias`): T5's, against the reference."""
+"""Relative position bias (`AttentionPlan.set_bias`) of T5 against the reference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_bias_by_distance(causal, n_queries, n_keys, split):
         np.array([n_keys], np.int32),
     )
     out = np.full((n_queries, H, D), np.nan, np.float32)
-    cpu.batch_attention(plan, q, keys, values, out, None)
+    cpu.attend(plan, q, keys, values, out, None)
+    if plan.n_merges:
+        cpu.merge_splits(plan, out, None)
     distance = np.arange(n_keys) - (np.arange(n_queries) + n_keys - n_queries)[:, None]
     expected = reference.single_prefill_with_kv_cache(
         q, k, v, causal=causal, sm_scale=0.3, bias=table[:, distance + LONGEST - 1]

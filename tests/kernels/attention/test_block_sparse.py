@@ -31,7 +31,7 @@ def inputs(
 def random_bsr(
     rng: np.random.Generator, M: int, N: int, R: int, C: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indptr and indices of a matrix in which the second block row is empty."""
+    """Return indptr and indices of a BSR matrix with an empty second block row."""
     seen = rng.random((-(-M // R), N // C)) < 0.4
     seen[1:2] = False
     indices = [rng.permutation(np.flatnonzero(row)) for row in seen]  # the order is free
@@ -42,7 +42,7 @@ def random_bsr(
 def dense(
     indptr: np.ndarray, indices: np.ndarray, mask: np.ndarray | None, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the mask (M, N) of a matrix."""
+    """Return the dense mask (M, N) of a BSR matrix."""
     M, N, R, C = sizes
     seen = np.zeros((-(-M // R) * R, N), bool)
     for i in range(len(indptr) - 1):

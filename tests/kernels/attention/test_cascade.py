@@ -1,4 +1,4 @@
-"""Cascades against attention over whole sequences in float64, and what they promise to save."""
+"""Cascades against attention over whole sequences in float64, and their predicted gain."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_predicted_ratio_in_general(rng: np.random.Generator) -> None:
     assert wrapper.predicted_byte_ratio() == pytest.approx(145 / (21 + 21 + 19))
     # the prefix of 9 keys has no rows and is not read: 0 + 3, 0 + 4
     assert Tree(rng, *TREES["nothing_shared"]).plan().predicted_byte_ratio() == 1.0
-    # of three requests one asks nothing
+    # one of three requests has no rows
     wrapper = Tree(rng, *TREES["a_request_without_rows"]).plan()
     assert wrapper.predicted_byte_ratio() == pytest.approx((9 + 3 + 9 + 5) / (9 + 3 + 5))
 

@@ -1,4 +1,4 @@
-"""What attention may be asked for: masks, biases, rotation, sinks, sizes, element formats."""
+"""Attention options: masks, biases, fused RoPE, sinks, head sizes, element formats."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
-from nbflow_kernels.attention.options import alibi_slopes
+from nbflow_kernels.position import alibi_slopes
 
 MIXED = [70, 1, 200, 0, 64, 130]  # keys of each request
-NEW = [70, 1, 1, 0, 5, 3]  # their query rows
+NEW = [70, 1, 1, 0, 5, 3]  # query rows
 ROWS = np.cumsum([0, *NEW]).astype(np.int32)
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -77,7 +77,7 @@ def test_masks_of_a_batch_as_bytes_and_as_bits() -> None:
     paged = Paged(rng, MIXED, (4, 2, 32), 16)
     q = normal(rng, ROWS[-1], 4, 32)
     masks = [rng.random((m, n)) < 0.4 for m, n in zip(NEW, MIXED, strict=True)]
-    masks[2][:] = False  # a row that sees nothing
+    masks[2][:] = False  # a row without visible keys
     flat = np.concatenate([mask.ravel() for mask in masks])
     packed = np.concatenate([np.packbits(mask, bitorder="little") for mask in masks])
     options = {"causal": False, "window_left": 100}
@@ -86,7 +86,7 @@ def test_masks_of_a_batch_as_bytes_and_as_bits() -> None:
     close(got, paged.run(q, ROWS, cls, custom_mask=flat, **options))
     assert got[1][ROWS[2]].tolist() == [-np.inf] * 4
     assert (got[0][ROWS[2]] == 0).all()
-    # a mask takes the place of `causal`, and bits that of bytes
+    # a mask replaces `causal`, packed bits take precedence
     for other in (
         paged.run(q, ROWS, packed_custom_mask=packed, causal=True, window_left=100),
         paged.run(q, ROWS, packed_custom_mask=packed, custom_mask=~flat, window_left=100),
@@ -137,11 +137,11 @@ def test_sinks_take_part_in_the_softmax() -> None:
     q, sinks = normal(rng, ROWS[-1], 6, 32), normal(rng, 6) * 2
     got = paged.run(q, ROWS, sinks=sinks)
     close(got, paged.run(q, ROWS, reference.BatchPrefillWithPagedKVCacheWrapper, sinks=sinks))
-    # a row without keys: all weight is the sink's
+    # a row without keys: the sink has all the weight
     none = single_prefill_with_kv_cache(q[:1], paged.k[3], paged.v[3], sinks=sinks, return_lse=True)
     np.testing.assert_array_equal(none[0], np.zeros((1, 6, 32), np.float32))
     np.testing.assert_allclose(none[1][0], sinks / np.log(2), rtol=2e-7)  # one rounding
-    # and without sinks the wrapper forgets them
+    # the next call without sinks does not use them
     wrapper = BatchPrefillWithPagedKVCacheWrapper()
     paged.plan(wrapper, ROWS)
     wrapper.run(q, paged.cache, sinks=sinks)

@@ -1,4 +1,4 @@
-"""The division of work: every row once, shares, splits, and the bits whatever the division."""
+"""Plans and schedules: every row once, shares, splits, and bits independent of the schedule."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
-from nbflow_kernels.attention.plan import build_plan, plan_into
+from nbflow_kernels.attention.plan import plan_into
 from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.cpu.parallel_for import capture, set_num_threads
 from nbflow_kernels.kv_cache.cases import page_table
 
 MIXED = [70, 1, 200, 0, 64, 130]  # keys of each request
-NEW = [70, 1, 1, 0, 5, 3]  # their query rows
+NEW = [70, 1, 1, 0, 5, 3]  # query rows
 ROWS = np.cumsum([0, *NEW]).astype(np.int32)
 
 
@@ -80,10 +80,8 @@ def test_plan_of_a_decode_step_is_one_item_per_request_and_head() -> None:
 
 def test_shares_are_about_equal_in_cost() -> None:
     set_num_threads(4)
-    plan = build_plan(
-        ints(0, 512, 513), ints(0, 1, 2), ints(0, 1), ints(512, 300), (8, 2, 64), 512,
-        kv_layout="HND", causal=True, window_left=-1, logits_soft_cap=0.0, sm_scale=1.0,
-    )  # fmt: skip
+    plan = AttentionPlan((8, 2, 64, 64), 512, kv_layout="HND", sm_scale=1.0)
+    plan_into(plan, ints(0, 512, 513), ints(0, 1, 2), ints(0, 1), ints(512, 300))
     cost = np.array(column(plan, "cost"))
     shares = [int(cost[a:b].sum()) for a, b in pairwise(plan.shares)]
     assert len(shares) == 4
@@ -119,12 +117,14 @@ def test_long_keys_are_divided_and_the_bits_do_not_change() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 100}, {"logits_soft_cap": 3.0}])
 def test_prefill_over_splits_has_the_bits_of_decode(options: dict[str, Any]) -> None:
-    """Small splits, so that rows of one tile see different numbers of them."""
+    """Small splits: rows of a tile see different numbers of them."""
     rng = np.random.default_rng(4)
     paged = Paged(rng, [200], (4, 2, 32), 8)
     q = normal(rng, 200, 4, 32)
     wrapper = BatchPrefillWithPagedKVCacheWrapper()
-    paged.plan(wrapper, ints(0, 200), fixed_split_size=3, **options)  # 24 keys: no chunk's length
+    paged.plan(
+        wrapper, ints(0, 200), fixed_split_size=3, **options
+    )  # 24 keys, not a multiple of a chunk
     whole, lse = wrapper.run(q, paged.cache, return_lse=True)
     want = paged.run(q, ints(0, 200), reference.BatchPrefillWithPagedKVCacheWrapper, **options)
     np.testing.assert_allclose(whole, want[0], rtol=0, atol=ATOL)
@@ -172,10 +172,8 @@ def test_memory_of_a_plan_grows_with_the_length_not_with_its_square() -> None:
     set_num_threads(8)
     sizes = []
     for n in (8192, 16384, 32768):
-        plan = build_plan(
-            ints(0, n), ints(0, 1), ints(0), ints(n), (8, 2, 64), n, kv_layout="HND", causal=True,
-            window_left=-1, logits_soft_cap=0.0, sm_scale=1.0,
-        )  # fmt: skip
+        plan = AttentionPlan((8, 2, 64, 64), n, kv_layout="HND", sm_scale=1.0)
+        plan_into(plan, ints(0, n), ints(0, 1), ints(0), ints(n))
         sizes.append(plan._items.nbytes + plan._partials.nbytes)
     assert sizes[2] - sizes[1] <= 2.2 * (sizes[1] - sizes[0])
 

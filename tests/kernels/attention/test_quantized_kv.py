@@ -1,4 +1,4 @@
-"""Attention over quantized caches: exact for what the cache holds, and what the format costs."""
+"""Attention over quantized caches: exact for the stored numbers, and the error of each format."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_table_has_a_row_for_every_format() -> None:
 
 
 PAIRS = ("q8_0/q4_0", "q3h/q5_1", "q8_0/f16", "f16/q8_0")
-"""Formats of keys and of values: blocks beside blocks, and beside what is read where it lies."""
+"""Formats of keys and of values: mixed block formats, and block formats with floats."""
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -105,7 +105,7 @@ def cache_of(
     page_size: int,
     layout: str,
 ) -> tuple[Any, tuple[np.ndarray, np.ndarray, np.ndarray], Any]:
-    """Return a cache filled by `append_paged_kv_cache`, its page table, and what it holds."""
+    """Return a cache filled by `append_paged_kv_cache`, its page table, and its decoded numbers."""
     indptr, indices, last = page_table(rng, lens, page_size)
     inner = (page_size, G) if layout == "NHD" else (G, page_size)
     cache = tuple(

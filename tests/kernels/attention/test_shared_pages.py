@@ -1,4 +1,4 @@
-"""Pages that requests have in common are read once for all of them; the bits stay the same."""
+"""Items of several requests with a common prefix of pages have the bits of single requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nbflow_kernels.attention import (
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 
 PAGE = 16
-LENS = [150, 131, 140, 70, 220, 205, 9]  # 6 sequences that begin alike in parts, and one alone
+LENS = [150, 131, 140, 70, 220, 205, 9]  # 6 sequences with common prefixes, and one without
 SHARED = [0, 128, 128, 64, 0, 192, 0]
-"""First keys that each request has on the pages of the one before it."""
+"""Length of the prefix that each request shares with the one before."""
 
 
 def begin_alike(paged: Paged, shared: list[int]) -> Paged:
-    """Let requests begin with the pages of the one before."""
+    """Replace the first pages of requests by those of the request before."""
     indptr, indices, _ = paged.table
     for b, n_keys in enumerate(shared):
         n = n_keys // paged.page_size
@@ -36,7 +36,7 @@ def column(plan: AttentionPlan, name: str) -> list[int]:
 
 
 def both_ways(paged: Paged, q: np.ndarray, rows: np.ndarray, **options: Any) -> AttentionPlan:
-    """Compare shared pages with pages read for every request, bit for bit; return the plan."""
+    """Compare shared items with one item per request, bit for bit; return the plan."""
     results = []
     for off in (True, False):
         wrapper = BatchPrefillWithPagedKVCacheWrapper(kv_layout=paged.layout)
@@ -73,7 +73,7 @@ def test_rows_of_a_verification_and_splits_go_together_too() -> None:
     rows = ints(0, 3, 4, 7, 8, 10, 13, 13)
     set_num_threads(2)
     q = normal(rng, 13, 4, 16)
-    for pages in (2, 3, 4, 8, 100):  # sums that start anew after 32, 48, 64, 128 keys, or never
+    for pages in (2, 3, 4, 8, 100):  # splits of 32, 48, 64, 128 keys, or none
         for causal in (True, False):
             plan = both_ways(
                 paged, q, rows, causal=causal, fixed_split_size=pages, logits_soft_cap=20.0
@@ -82,7 +82,7 @@ def test_rows_of_a_verification_and_splits_go_together_too() -> None:
 
 
 def test_only_whole_chunks_that_all_rows_see_are_shared() -> None:
-    """64 keys are a chunk; the last key is always a request's own."""
+    """Prefixes are whole chunks of 64 keys; the last key is never shared."""
     paged = begin_alike(
         Paged(np.random.default_rng(2), [80, 80, 64, 64], (1, 1, 16), PAGE), [0, 80, 64, 64]
     )
@@ -139,4 +139,4 @@ def test_what_depends_on_the_request_is_not_shared() -> None:
 
 
 class _Plain:
-    """A variant that changes nothing."""
+    """A variant without effect."""

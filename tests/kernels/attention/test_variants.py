@@ -1,4 +1,4 @@
-"""Variants: a user's functions inside the kernel."""
+"""User-defined attention variants against the reference and built-in options."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def opens_a_file(params: Any, logit: Any, batch: Any, qo: Any, kv: Any, head: An
             {},
             r"variant.params\[0\] must be a number or a NumPy array, got str",
         ),
-        (CAPPED, {"logits_soft_cap": 1.0}, "variant takes the place of logits_soft_cap"),
-        (CAPPED, {"pos_encoding_mode": "ALIBI"}, "variant takes the place of"),
-        (CAPPED, {"pos_encoding_mode": "ROPE_LLAMA"}, "does not go with pos_encoding_mode"),
-        (CAPPED, {"sinks": np.zeros(4, np.float32)}, "variant does not go with sinks"),
+        (CAPPED, {"logits_soft_cap": 1.0}, "variant replaces logits_soft_cap"),
+        (CAPPED, {"pos_encoding_mode": "ALIBI"}, "variant replaces"),
+        (CAPPED, {"pos_encoding_mode": "ROPE_LLAMA"}, "does not support pos_encoding_mode"),
+        (CAPPED, {"sinks": np.zeros(4, np.float32)}, "variant does not support sinks"),
         (SIGMOID, {"return_lse": True}, "return_lse needs a softmax"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The other wrappers, FlashInfer's calling conventions, and what each refuses."""
+"""Ragged and mixed wrappers, FlashInfer's signatures, and refused arguments."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def n_threads(n: int) -> Iterator[None]:
     parallel_for.set_num_threads(before)
 
 
-# Parameters in FlashInfer's order, as its 2026-08 sources have them; what only one of its GPU
-# kernels takes is left out at the end.
+# Parameters in the order of FlashInfer's sources of 2026-08, without trailing options of single GPU
+# kernels.
 FLASHINFER = {
     single_decode_with_kv_cache: "q k v kv_layout pos_encoding_mode use_tensor_cores q_scale "
     "k_scale v_scale window_left logits_soft_cap sm_scale rope_scale rope_theta return_lse",

@@ -171,7 +171,7 @@ def test_wrong_gather_arguments_are_named(
         (
             {"paged_kv_cache": tuple(np.zeros((5, 4, 2, 20), np.uint8) for _ in "kv")},
             TypeError,
-            "got uint8; name the format of quantized pages.*kv_format=",
+            "got uint8; pass kv_format= for quantized pages",
         ),
         (
             {

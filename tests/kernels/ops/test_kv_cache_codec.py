@@ -1,4 +1,4 @@
-"""Cache rows: the layouts beside the formats' own, the encoder bit for bit, the decoder."""
+"""Codec of cache rows: layouts against the formats, encoder bit for bit, decoder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = (1, 15, 16, 20, 31, 33, 64, 80, 100, 128)
 
 
 def written(x: np.ndarray, name: str) -> np.ndarray:
-    """Return the rows of x encoded by `encode_row`, with a byte after each that must survive."""
+    """Return the rows of x encoded by `encode_row`, each followed by a guard byte."""
     n_rows, n = x.shape
     x = np.ascontiguousarray(x, np.float32)
     data = np.full((n_rows, nk.kv_format(name).row_bytes(n) + 1), 0xA5, np.uint8)
@@ -39,7 +39,7 @@ def written(x: np.ndarray, name: str) -> np.ndarray:
 def decoded(
     data: np.ndarray, name: str, n: int, factor: float = 1.0, padded: int = 0
 ) -> np.ndarray:
-    """Return `decode_row` of every row, with a float after each that must survive."""
+    """Return `decode_row` of every row, each followed by a guard float."""
     padded = padded or n
     out = np.full((len(data), padded + 1), 7, np.float32)
     data = np.ascontiguousarray(data)
@@ -50,7 +50,7 @@ def decoded(
 
 
 def numbers(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Return rows of many magnitudes; -0 is left out: a base's sign is not published."""
+    """Return rows of many magnitudes, without -0 (the sign of a zero base is unspecified)."""
     x = rng.standard_normal((30, n)).astype(np.float32)
     x *= np.float32(10.0) ** rng.integers(-9, 5, (30, 1)).astype(np.float32)
     x[0], x[1], x[2] = 0, 1.5, -3

@@ -1,4 +1,4 @@
-"""Rotary embedding beyond its cases: what a rotation must keep, variants agreeing, errors."""
+"""RoPE beyond its cases: invariants of rotations, agreement of variants, errors."""
 
 from __future__ import annotations
 

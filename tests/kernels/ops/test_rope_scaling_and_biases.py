@@ -1,4 +1,4 @@
-"""Scalings of the rotary embedding and added positions, against published numbers."""
+"""RoPE scalings and additive position embeddings against published numbers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_config_entries_become_records() -> None:
     from_config = nk.RopeScaling.from_config
     assert from_config(None) is None
     assert from_config({"rope_type": "default", "rope_theta": 1e4}) is None
-    # the older names, a list, and what Phi-3 keeps outside the entry
+    # older names, a list, and Phi-3's numbers outside the entry
     long = from_config(
         {"type": "su", "short_factor": [1.0, 1.5], "long_factor": [2.0, 8.0]},
         max_position=131072,
@@ -171,7 +171,7 @@ def test_wrong_scalings_are_named() -> None:
         nk.rope_frequencies(8, theta=1e4, scaling=nk.RopeScaling())
 
 
-# ---- FlashInfer's ways to apply the rotary embedding -----------------------------------------
+# ---- FlashInfer's RoPE functions -------------------------------------------------------------
 
 
 def _rows(seed: int, T: int, H: int, D: int) -> np.ndarray:
@@ -237,7 +237,7 @@ def test_rows_without_heads_need_a_head_size() -> None:
         nk.apply_rope_with_cos_sin_cache(ints(0, 1), heads, heads)
 
 
-# ---- positions that are added -----------------------------------------------------------------
+# ---- additive position embeddings ----------------------------------------------------------------
 
 # First distances (key minus query) of each bucket, and the bucket: T5Attention of
 # transformers 5.23.0.
@@ -298,7 +298,7 @@ def test_slopes_of_12_heads_are_those_of_bloom() -> None:
 
 
 def test_sinusoids_of_m2m_100() -> None:
-    """Padding is row 1, tokens count from 2: the formula of its table, in float64."""
+    """M2M-100: padding is row 1, positions start at 2."""
     got = nk.sinusoidal_position_embedding(ints(-1, 0, 1), 8, offset=2, padding_idx=1)
     np.testing.assert_array_equal(got[0], 0.0)
     angles = np.outer([2, 3], 1e4 ** (-np.arange(4) / 3))
@@ -332,7 +332,7 @@ def test_learned_positions_may_be_added_in_place() -> None:
         (lambda: nk.alibi_bias(nk.alibi_slopes(2), -1, 3), "must not be negative, got -1 and 3"),
         (
             lambda: nk.relative_position_bucket(ints(1), num_buckets=33),
-            "even for two, got 33",
+            "even if bidirectional, got 33",
         ),
         (
             lambda: nk.relative_position_bucket(ints(1), max_distance=8),

@@ -1,8 +1,8 @@
-"""Attention on the CPU: launchers of the kernels in `items`, one for prefill, decode and mixtures.
+"""Attention on the CPU: launches of `flash_attention.py`, one kernel for prefill and decode.
 
-A kernel is compiled for each way the tiles read keys, times each way they read values: float16,
-bfloat16, float32 (with a copy to float32 rows of other floats, where head sizes are no multiples of
-16 or keys are rotated on the way), and float32 rows decoded from block formats.
+The kernel is compiled for each pair of key and value readers: float16, bfloat16 or float32 in
+place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE); and
+float32 rows decoded from block formats.
 """
 
 from __future__ import annotations
@@ -12,33 +12,23 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cpu.flash_attention import flash_attention, merge_items
+from nbflow_kernels.attention.cpu.flash_attention import flash_attention
+from nbflow_kernels.attention.cpu.merge import merge_splits
+from nbflow_kernels.attention.cpu.variants import run_variant
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.variants import AttentionVariant, run_variant
+from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
 
-# Scalars whose types choose the compiled kernel; int16 stands for float16, uint16 for bfloat16.
+__all__ = ["attend", "attend_variant", "latent_attention", "merge_splits"]
+
+# Scalars whose types select the compiled kernel; int16 is float16, uint16 is bfloat16.
 _FLOAT32: Any = np.float32(0)
 _BLOCKS: Any = np.uint8(0)
 _TILES: dict[int, Any] = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
-# Above this many query vectors float32 rows that cross cache lines are copied to aligned memory.
+# From this many query vectors on, float32 rows that cross cache lines are copied to aligned rows.
 PACK_FROM = 8
-
-
-def batch_attention(
-    plan: AttentionPlan,
-    q: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray | None,
-) -> None:
-    """Attend as `plan` says to a float cache: `attend`, and `merge_splits` where it is needed."""
-    attend(plan, q, k_cache, v_cache, out, lse)
-    if plan.n_merges:
-        merge_splits(plan, out, lse)
 
 
 def attend(
@@ -50,16 +40,16 @@ def attend(
     lse: np.ndarray | None,
     kinds: tuple[int, int] | None = None,
 ) -> None:
-    """Work on all items of a plan: final results to `out` and `lse`, partial ones to the plan.
+    """Process all work items: final results go to `out` and `lse`, partial ones to the plan.
 
-    Nothing is checked.  `q` (nnz, H, D) float32 may have rows far apart; `k_cache` and `v_cache`
-    lie as `plan.kv_layout` says, their last axis contiguous; `kinds` are how each is stored
-    (`nbflow_kernels.kv_cache.cpu_codec.KINDS`), by default what their dtypes say; `out` (nnz, H, D)
-    and `lse` (nnz, H) are contiguous.
+    Arguments are not checked.  `q` (nnz, H, D) is float32 with any row stride; `k_cache` and
+    `v_cache` have the plan's `kv_layout` and a contiguous last axis; `kinds` are their formats
+    (`nbflow_kernels.kv_cache.cpu_codec.KINDS`), from their dtypes by default; `out` (nnz, H, D) and
+    `lse` (nnz, H) are contiguous.
     """
     if kinds is None:
         kinds = _float_kind(k_cache), _float_kind(v_cache)
-    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    k, v, strides = _cache_addresses(plan, k_cache, v_cache)
     split_rows(
         flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
         *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
@@ -74,10 +64,10 @@ def _float_kind(cache: np.ndarray) -> int:
 def _readers(
     plan: AttentionPlan, kinds: tuple[int, int], k: int, v: int, strides: tuple[int, ...]
 ) -> list[tuple[Any, ...]]:
-    """Return how keys and how values are read, (source, like, kind, pack) each."""
+    """Return the readers of keys and of values, (source, like, kind, pack) each."""
     _, _, D_qk, D_vo = plan.heads
     packed = bool(D_qk % 16 or D_vo % 16) or plan.table(at.ROPE) is not None
-    # what decodes blocks copies floats too: no kernel of its own for blocks beside copied floats
+    # the block decoder also converts floats, which saves a kernel for mixed formats
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     readers = []
     for kind, start, steps in zip(kinds, (k, v), (strides[:4], strides[4:]), strict=True):
@@ -85,7 +75,7 @@ def _readers(
             readers.append((copied, _FLOAT32, kind, True))
             continue
         crosses_lines = any(at_byte % 64 for at_byte in (start, *steps))
-        pack = kind == F32 and plan.header[at.MOST] >= PACK_FROM and crosses_lines
+        pack = kind == F32 and plan.header[at.MAX_VECTORS] >= PACK_FROM and crosses_lines
         readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
     return readers
 
@@ -100,8 +90,8 @@ def attend_variant(
     lse: np.ndarray | None,
     kinds: tuple[int, int],
 ) -> None:
-    """Do as `attend` with a user's functions; the plan must not be split."""
-    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    """Attend with an `AttentionVariant`; the plan must not be split."""
+    k, v, strides = _cache_addresses(plan, k_cache, v_cache)
     source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     args = (
         plan.header, variant.params, source, kinds, address_of(q), q.strides[0], k, v, strides,
@@ -110,7 +100,7 @@ def attend_variant(
     split_rows(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
 
 
-def _cache_places(
+def _cache_addresses(
     plan: AttentionPlan, k_cache: np.ndarray, v_cache: np.ndarray
 ) -> tuple[int, int, tuple[int, ...]]:
     """Return the addresses of keys and values, and bytes per page, token, head and row of each."""
@@ -131,10 +121,10 @@ def latent_attention(
     lse: np.ndarray | None,
     kind: int,
 ) -> None:
-    """Attend with one key/value head whose key is (ckv, kpe) and whose value is ckv.
+    """Latent attention (MLA): one KV head with key (ckv, kpe) and value ckv.
 
-    Nothing is checked.  The caches are (pages, page_size, row), with any strides of pages and
-    tokens; `q` (nnz, H, D_ckv + D_kpe); the rest as in `attend`.
+    Arguments are not checked.  The caches are (pages, page_size, row) with any page and token
+    strides; `q` is (nnz, H, D_ckv + D_kpe); the rest as in `attend`.
     """
     plan.header[at.LATENT] = 1
     strides = (
@@ -150,12 +140,3 @@ def latent_attention(
     )  # fmt: skip
     if plan.n_merges:
         merge_splits(plan, out, lse)
-
-
-def merge_splits(plan: AttentionPlan, out: np.ndarray, lse: np.ndarray | None) -> None:
-    """Add the partial results of `attend` in order; to be called where ``plan.n_merges > 0``."""
-    H, G, _, D = plan.heads
-    split_rows(
-        merge_items, plan.n_merges, float(plan.n_merges * (H // G) * D * 16), plan.header,
-        address_of(out), 0 if lse is None else address_of(lse),
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Columns of every head copied from one matrix of heads to another."""
+"""Copy of the first columns of every head between matrices of heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbflow_kernels.cpu.parallel_for import split_rows
 
 
 def copy_heads(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """Copy (T, H, n) into another view of that shape; a launcher, nothing is checked."""
+    """Copy (T, H, n) into another view of that shape; arguments are not checked."""
     split_rows(_copy_heads, len(x), float(x.size), x, out)
 
 

@@ -1,15 +1,14 @@
-"""The inner loops of attention: dot products of tiles, mixing of values, online softmax.
+"""Register-tile kernels of CPU attention: Q K^T, online softmax, P V.
 
-Everything works on addresses.  `like` is a scalar whose type tells how keys and values are stored
-(float32, int16 for the bits of float16, uint16 for those of bfloat16); a kernel is compiled for
-each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk;
-`ahead` is that of the next chunk, of whose rows `n_ahead` bytes are asked for meanwhile: row by
-row, because more at once would keep the loads of this chunk waiting.
+All functions work on raw addresses.  `like` is a scalar whose type tells how keys and values are
+stored (float32, int16 for float16 bits, uint16 for bfloat16 bits); a kernel is compiled for each.
+`keys` and `values` are tables of row addresses of a chunk, `ahead` is that of the next chunk, of
+whose rows `n_prefetch` bytes are prefetched row by row: more at once would delay loads of this
+chunk.
 
-The order of additions, which is part of the results' bits: a dot product has 16 partial sums (lane
-i adds the products of columns i, i + 16, ... one after the other), which are added as a tree
-(`simd.sum`); an accumulator adds the values of a chunk one key after the other.  No tile shape
-changes this.
+The order of additions determines the bits and is the same for every tile shape: a dot product has
+16 partial sums (lane i adds columns i, i + 16, ... in order), added as a tree (`simd.sum`); an
+accumulator adds the values of a chunk key by key.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from nbflow_kernels.cpu.simd_memory import (
     write_f32,
 )
 
-# The score of a key that a row does not see.  Finite, so that NaN and infinity remain detectable.
-HIDDEN = np.float32(-1e30)
-F32, F16 = 0, 1  # kinds of floats, as in `nbflow_kernels.kv_cache.cpu_codec`; the third is bfloat16
-ROW = 4 * CHUNK
-"""Bytes of the scores of one query vector."""
-RECORD = 64
-"""Bytes of what is known about one query vector; see `items`."""
+# Score of a masked key: finite, so that NaN and infinity remain detectable.
+MASKED = np.float32(-1e30)
+F32, F16 = 0, 1  # KINDS of `kv_cache.cpu_codec`; the third is bfloat16
+SCORE_BYTES = 4 * CHUNK
+"""Bytes of the scores of a query vector."""
+STATE_BYTES = 64
+"""Bytes of the state of a query vector, see `flash_attention`."""
 
 
 @jit.device_function
-def fetch(ahead, j, n_bytes):
-    """Ask for the first bytes of the row whose address is entry j of a table."""
+def prefetch_row(ahead, j, n_bytes):
+    """Prefetch the first bytes of the row at entry j of an address table."""
     row = read_i64(ahead + 8 * j)
     for d in range(0, n_bytes, 64):
         prefetch(row + d)
@@ -53,31 +52,30 @@ def fetch(ahead, j, n_bytes):
 
 
 @jit.device_function
-def score_4x4(like, q, row_bytes, keys, s, ahead, n_ahead):
-    """Write the dot products of four query vectors with four keys, two keys after the other two."""
+def qk_4x4(like, q, row_bytes, keys, s, ahead, n_prefetch):
+    """Write the dot products of four query vectors and four keys."""
     for j in range(4):
-        fetch(ahead, j, n_ahead)
+        prefetch_row(ahead, j, n_prefetch)
     size = simd.size_of(like)
-    a = b = register_tiles.zero(2, 4)  # as wider tiles, they would not stay in 16 registers
+    a = b = register_tiles.zero(2, 4)  # a wider tile would exceed 16 registers
     k, distance = read_i64(keys), read_i64(keys + 8) - read_i64(keys)
     for d in range(0, row_bytes, 64):
         a = register_tiles.step_lanes(a, like, k + (d >> 2) * size, distance, q + d, row_bytes)
     k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
     for d in range(0, row_bytes, 64):
         b = register_tiles.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-    store_quarters(s, ROW, register_tiles.lane_sums(register_tiles.beside(a, b)))
+    store_quarters(s, SCORE_BYTES, register_tiles.lane_sums(register_tiles.beside(a, b)))
 
 
 @jit.device_function
-def score_1x16(like, q, row_bytes, keys, n, room, s, ahead, n_ahead):
-    """Write 16 dot products of one query vector, of which the first `n` are with keys.
+def qk_1x16(like, q, row_bytes, keys, n, scratch, s, ahead, n_prefetch):
+    """Write 16 dot products of one query vector, the first `n` of them with keys.
 
-    One row after the other, from end to end: memory delivers that as fast as a plain read.
-    `room` is for 16 vectors.
+    Keys are read row by row, at the bandwidth of a sequential read; `scratch` holds 16 vectors.
     """
     size = simd.size_of(like)
     for j in range(n):
-        fetch(ahead, j, n_ahead)
+        prefetch_row(ahead, j, n_prefetch)
         key = read_i64(keys + 8 * j)
         a, d = simd.splat(0.0), np.int64(0)
         while d + 256 <= row_bytes:
@@ -89,38 +87,38 @@ def score_1x16(like, q, row_bytes, keys, n, room, s, ahead, n_ahead):
         while d < row_bytes:
             a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
             d, key = d + 64, key + 16 * size
-        simd.store_f32(room + 64 * j, a)
-    simd.store_f32(s, register_tiles.lane_sums(register_tiles.load(1, 16, room)))
+        simd.store_f32(scratch + 64 * j, a)
+    simd.store_f32(s, register_tiles.lane_sums(register_tiles.load(1, 16, scratch)))
 
 
 # ---- values --------------------------------------------------------------------------------------
 
 
-def _make_mix(vectors: int, rows: int) -> Any:
-    """Make `mix` for 16 * `vectors` columns and a number of query vectors."""
+def _make_pv(vectors: int, rows: int) -> Any:
+    """Return a P V kernel for 16 * `vectors` columns and `rows` query vectors."""
 
     @jit.device_function
-    def mix(like, acc, row_bytes, shrink, step, p, values, first, last, d, ahead, n_ahead):
-        """Shrink columns of some accumulators and add the values [first, last) times weights.
+    def pv(like, acc, row_bytes, rescale, step, p, values, first, last, d, ahead, n_prefetch):
+        """Rescale columns of accumulators and add values [first, last) times weights.
 
-        The accumulators lie `row_bytes` apart at `acc`, their factors `step` bytes apart at
-        `shrink`, their weights `ROW` bytes apart at `p`; `d` is the first column's place.
+        Strides: `row_bytes` of accumulators at `acc`, `step` of their factors at `rescale`,
+        `SCORE_BYTES` of their weights at `p`; `d` is the byte offset of the first column.
         """
         size = simd.size_of(like)
         column = (d >> 2) * size
         tile = register_tiles.load_apart(vectors, rows, acc + d, row_bytes)
-        tile = register_tiles.scale(tile, shrink, step)
+        tile = register_tiles.scale(tile, rescale, step)
         for j in range(first, last):
-            fetch(ahead, j, n_ahead)
+            prefetch_row(ahead, j, n_prefetch)
             value = read_i64(values + 8 * j) + column
-            tile = register_tiles.step(tile, like, value, 16 * size, p + 4 * j, ROW)
+            tile = register_tiles.step(tile, like, value, 16 * size, p + 4 * j, SCORE_BYTES)
         register_tiles.store_apart(acc + d, row_bytes, tile)
 
-    return mix
+    return pv
 
 
-mix_4x4, mix_1x4 = _make_mix(4, 4), _make_mix(1, 4)
-mix_8x1, mix_4x1, mix_1x1 = _make_mix(8, 1), _make_mix(4, 1), _make_mix(1, 1)
+pv_4x4, pv_1x4 = _make_pv(4, 4), _make_pv(1, 4)
+pv_8x1, pv_4x1, pv_1x1 = _make_pv(8, 1), _make_pv(4, 1), _make_pv(1, 1)
 
 
 # ---- softmax -------------------------------------------------------------------------------------
@@ -128,12 +126,12 @@ mix_8x1, mix_4x1, mix_1x1 = _make_mix(8, 1), _make_mix(4, 1), _make_mix(1, 1)
 
 @jit.device_function
 def soft_cap(s, cap):
-    """Return cap * tanh(s / cap) lane by lane, relative error below 4e-7; a NaN stays one."""
+    """Return cap * tanh(s / cap) per lane, relative error below 4e-7; NaN stays NaN."""
     # tanh(x) = e / (e + 2) with e = exp(2 x) - 1 = 2**n * (exp(r) - 1) + (2**n - 1)
     x = simd.mul(s, simd.splat(2.0 / cap))
     x = simd.minimum(simd.maximum(x, simd.splat(-40.0)), simd.splat(40.0))
     n = simd.rint(simd.mul(x, simd.splat(1.4426950408889634)))
-    r = simd.fma(n, simd.splat(-0.693145751953125), x)  # ln 2 in two parts, as in `simd.exp`
+    r = simd.fma(n, simd.splat(-0.693145751953125), x)  # ln 2 split, as in `simd.exp`
     r = simd.fma(n, simd.splat(-1.4286068203094172e-06), r)
     p = simd.splat(1.0 / 720.0)
     p = simd.fma(p, r, simd.splat(1.0 / 120.0))
@@ -149,81 +147,81 @@ def soft_cap(s, cap):
 
 
 @jit.device_function
-def sees(mask, bits, index):
-    """Return whether element `index` of a mask of bytes or bits is set."""
+def mask_bit(mask, bits, index):
+    """Return element `index` of a mask of bytes or bits."""
     if bits:
         return (read_u8(mask + (index >> 3)) >> (index & 7)) & 1
     return read_u8(mask + index)
 
 
 @jit.device_function
-def hide(s, first, last, mask, bits, index):
-    """Overwrite the scores of hidden keys in the blocks of 16 that [first, last) touches.
+def apply_mask(s, first, last, mask, bits, index):
+    """Mask scores in the blocks of 16 that [first, last) touches.
 
-    Hidden are the keys outside the range, and those that the mask hides; `index` is the place in
-    the mask of the chunk's first key.
+    Masked are keys outside the range and those that the custom mask excludes; `index` is the index
+    of the chunk's first key in that mask.
     """
     for j in range(first // 16 * 16, first):
-        write_f32(s + 4 * j, HIDDEN)
+        write_f32(s + 4 * j, MASKED)
     for j in range(last, (last + 15) // 16 * 16):
-        write_f32(s + 4 * j, HIDDEN)
+        write_f32(s + 4 * j, MASKED)
     if mask != 0:
         for j in range(first, last):
-            if not sees(mask, bits, index + j):
-                write_f32(s + 4 * j, HIDDEN)
+            if not mask_bit(mask, bits, index + j):
+                write_f32(s + 4 * j, MASKED)
 
 
 @jit.device_function
-def weigh(s, first, last, old_top):
-    """Turn scores into weights exp(score - top); return top and the sum of the weights.
+def exp_weights(s, first, last, old_max):
+    """Replace scores by exp(score - row_max); return row_max and the sum of the weights.
 
-    Works on the blocks of 16 that [first, last) touches.  The others would add exact zeros.
+    Only blocks of 16 that [first, last) touches: the others would add exact zeros.
     """
     begin, end = first // 16 * 64, (last + 15) // 16 * 64
     highest = simd.load_f32(s + begin)
     for i in range(begin + 64, end, 64):
         highest = simd.maximum(highest, simd.load_f32(s + i))
-    top = max(old_top, simd.max(highest))
-    total, shift = simd.splat(0.0), simd.splat(top)
-    zero, one, hidden = simd.splat(0.0), simd.splat(1.0), simd.splat(HIDDEN)
+    row_max = max(old_max, simd.max(highest))
+    row_sum, shift = simd.splat(0.0), simd.splat(row_max)
+    zero, one, masked = simd.splat(0.0), simd.splat(1.0), simd.splat(MASKED)
     for i in range(begin, end, 64):
         x = simd.load_f32(s + i)
-        # 0 for a hidden key, else 1: visible scores are far above HIDDEN
-        seen = simd.minimum(simd.sub(x, hidden), one)
+        # 0 for a masked key, else 1
+        seen = simd.minimum(simd.sub(x, masked), one)
         p = simd.mul(simd.exp(simd.sub(x, shift)), seen)
         simd.store_f32(s + i, p)
-        # simd.max and simd.exp drop a NaN; x * 0 brings it back into the sum
-        total = simd.add(total, simd.fma(x, zero, p))
-    return top, simd.sum(total)
+        # simd.max and simd.exp drop NaN; x * 0 restores it in the sum
+        row_sum = simd.add(row_sum, simd.fma(x, zero, p))
+    return row_max, simd.sum(row_sum)
 
 
 @jit.device_function
 def exp1(x):
-    """Return e**x of one float32, with the bits that `simd.exp` gives."""
+    """Return e**x of a float32 scalar with the bits of `simd.exp`."""
     return simd.max(simd.exp(simd.splat(x)))
 
 
 @jit.device_function
-def fold(acc, top, total, new, new_top, new_total, n):
-    """Add a partial result of `n` columns to another; return its top and sum of weights.
+def merge_partial(acc, row_max, row_sum, new, new_max, new_sum, n):
+    """Merge a partial result of `n` columns into another; return the merged row_max and sum.
 
-    A partial result is an accumulator, the greatest score and the sum of exp(score - greatest);
-    one without keys (top HIDDEN, sum 0) leaves the other as it is.
+    A partial result is an accumulator, the row maximum and the sum of exp(score - maximum); one
+    without keys (row_max MASKED, sum 0) changes nothing.
     """
-    if new_total == 0.0 and new_top == HIDDEN:
-        return top, total
-    if total == 0.0 and top == HIDDEN:
+    if new_sum == 0.0 and new_max == MASKED:
+        return row_max, row_sum
+    if row_sum == 0.0 and row_max == MASKED:
         for d in range(0, 4 * n, 64):
             simd.store_f32(acc + d, simd.load_f32(new + d))
-        return new_top, new_total
-    both = max(top, new_top)
-    a, b = exp1(top - both), exp1(new_top - both)
+        return new_max, new_sum
+    both = max(row_max, new_max)
+    a, b = exp1(row_max - both), exp1(new_max - both)
     w, x = simd.splat(a), simd.splat(b)
     for d in range(0, 4 * n, 64):
         mixed = simd.fma(simd.load_f32(new + d), x, simd.mul(simd.load_f32(acc + d), w))
         simd.store_f32(acc + d, mixed)
-    # products of float32 are exact in float64: the same bits whether or not they are fused
-    joined = np.float64(total) * np.float64(a) + np.float64(new_total) * np.float64(b)
+    # float32 products are exact in float64, with or without fma
+    joined = np.float64(row_sum) * np.float64(a) + np.float64(new_sum) * np.float64(b)
     return both, np.float32(joined)
 
 
@@ -232,7 +230,7 @@ def fold(acc, top, total, new, new_top, new_total, n):
 
 @jit.device_function
 def copy_floats(kind, source, n, factor, target, padded):
-    """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
+    """Convert n floats of a float kind to float32 times `factor`; zeros up to `padded`."""
     times = simd.splat(factor)
     body = n - n % 16
     for d in range(0, body, 16):

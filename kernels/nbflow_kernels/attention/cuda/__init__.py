@@ -1,17 +1,19 @@
-"""Attention on CUDA devices: launchers, and the choice of the kernel.
+"""Attention on CUDA devices: kernel selection and launches.
 
-=======================  =======================================================================
-`simt_fallback.cu`             every option, head size and format of the cache, in float32
-`flash_mma.cu`        caches of 16 bits; with float16 queries also beside block formats
-`flash_wgmma.cu`               the same for many query vectors, heads of whole 64 columns,
-capability 9.0 `quantized_kv.cu`              caches in block formats; launched by `cuda_blocks`
-`merge.cu`               sums of partial results that a caller has
-=======================  =======================================================================
+==========================  ======================================================================
+`flash_decode_mma.cu`       up to 16 query vectors per KV head; 16-bit caches, and block formats
+                            with float16 queries
+`flash_prefill_mma.cu`      more query vectors; value heads of up to 128 columns
+`flash_prefill_wgmma.cu`    the same on Hopper; head sizes in multiples of 64
+`quantized_kv.cu`           caches in block formats, decode and prefill (`quantized_kv.py`)
+`simt_fallback.cu`          everything else, in float32; start reading here
+`merge.cu`                  `merge_state` and `merge_states`
+==========================  ======================================================================
 
-A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for
-every step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.
-Which kernel is taken depends on sizes, types and options, never on the batch, and a row's bits do
-not depend on it either.
+`attend` selects the kernel by sizes, dtypes and options, never by the batch, so the bits of a row
+do not depend on the batch.  `scheduler.py` divides a plan's work among thread blocks; `plan.py`
+uploads its tables once per step.  The online softmax in plain loops is
+`nbflow_kernels.attention.loops`.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cuda import flash_wgmma, quantized_kv
+from nbflow_kernels.attention.cuda import flash_prefill_wgmma, quantized_kv
 from nbflow_kernels.attention.cuda.plan import PARAMETERS, device_plan
-from nbflow_kernels.attention.cuda.scheduler import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
+from nbflow_kernels.attention.cuda.scheduler import (
+    DECODE_VECTORS,
+    PREFILL_VECTORS,
+    Tiling,
+    split_keys,
+)
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.errors import UsageError
@@ -33,38 +40,40 @@ from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
 from nbflow_kernels.kv_cache.cuda import format_types, strides
 
 WARPS = 4
-GENERAL = Tiling(16)
-"""Query vectors of a thread block of the general kernel."""
-FEW = Tiling(FEW_VECTORS, at_most=FEW_VECTORS)
-MANY = Tiling(MANY_VECTORS, more_than=FEW_VECTORS)
-ALL_FEW = Tiling(FEW_VECTORS, at_most=1 << 61)
-MOST_COLUMNS = 128
-"""Of values; by `mma.sync`, many vectors would have more sums than registers."""
-MOST_HEAD_COLUMNS, MOST_LATENT_COLUMNS = 256, 512
-"""Of keys and values that the kernel for few takes, and of values that are columns of the keys."""
-_GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
+SIMT = Tiling(16)
+"""Tiles of `simt_fallback.cu`: up to 16 query vectors per thread block."""
+DECODE = Tiling(DECODE_VECTORS, at_most=DECODE_VECTORS)
+PREFILL = Tiling(PREFILL_VECTORS, more_than=DECODE_VECTORS)
+ALL_DECODE = Tiling(DECODE_VECTORS, at_most=1 << 61)
+MAX_PREFILL_COLUMNS = 128
+"""Largest value head size of `flash_prefill_mma.cu` (register limit)."""
+MAX_HEAD_COLUMNS, MAX_LATENT_COLUMNS = 256, 512
+"""Largest head sizes of `flash_decode_mma.cu`; the second where values are columns of the keys."""
+_SIMT_KEYS, _KEYS, _PAD = 32, 64, 8
 _STATIC_SHARED_BYTES = 2560
-"""At most what a kernel on tensor cores declares itself: offsets of rows, greatest scores."""
+"""Upper bound of the static shared memory of the tensor-core kernels."""
 
 
 @functools.cache
-def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
-    """Return the general kernel for the formats of keys and values."""
-    name = f"attend<{format_types(kinds)}>"
+def simt_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
+    """Return the fallback kernel for the formats of keys and values."""
+    name = f"attention<{format_types(kinds)}>"
     return cuda.cpp_kernel(__file__, "simt_fallback.cu", name, f"{PARAMETERS}, i32 most")
 
 
 @functools.cache
-def tensor_core_kernel(
-    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool, one: bool = False
+def mma_kernel(
+    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, prefill: bool, v_in_k: bool = False
 ) -> cuda.Kernel:
-    """Return a kernel on tensor cores.
+    """Return a tensor-core kernel for formats and head sizes.
 
-    `exact`: queries and weights keep what 16 bits lose; `one`: values are columns of the keys.
+    `exact`: queries and weights carry a second 16-bit number with the remainder; `v_in_k`: values
+    are the first columns of the keys (latent attention).
     """
     name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}"
-    name = f"attend_many<{name}>" if many else f"attend_few<{name}, {str(one).lower()}>"
-    return cuda.cpp_kernel(__file__, "flash_mma.cu", name, PARAMETERS)
+    name = f"flash_prefill<{name}>" if prefill else f"flash_decode<{name}, {str(v_in_k).lower()}>"
+    source = "flash_prefill_mma.cu" if prefill else "flash_decode_mma.cu"
+    return cuda.cpp_kernel(__file__, source, name, PARAMETERS)
 
 
 merge_two_kernel = cuda.cpp_kernel(
@@ -90,34 +99,33 @@ def attend(
     page_bytes: tuple[int, int] | None = None,
     tensor_cores: bool = False,
 ) -> None:
-    """Attend with a plan, merges included; nothing is checked.
+    """Attend with a plan, split-KV merge included; arguments are not checked.
 
-    `q` (nnz, H, D) and `out` are float32 or float16.  `page_bytes` says how far apart the pages of
-    keys and of values are where the caches' strides do not; `tensor_cores`, that the general kernel
-    must not take the call.
+    `q` (nnz, H, D) and `out` are float32 or float16.  `page_bytes` overrides the page strides of
+    keys and values; `tensor_cores` refuses the fallback kernel.
     """
     if not plan.n_query_rows:
         return
-    places = _places(plan, k_cache, v_cache, page_bytes)
+    kv_strides = _kv_strides(plan, k_cache, v_cache, page_bytes)
     arguments = (
-        q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
+        q, q.strides[0], _kind_of(q), k_cache, v_cache, *kv_strides[0], *kv_strides[1],
         plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    if quantized_kv.takes(plan, k_cache, v_cache, places, kinds):
-        quantized_kv.attend(plan, arguments, places, kinds)
+    if quantized_kv.supports(plan, k_cache, v_cache, kv_strides, kinds):
+        quantized_kv.attend(plan, arguments, kv_strides, kinds)
         return
-    # results are written 8 bytes at a time there
-    aligned = cuda.address(out) % 8 == 0
-    if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kinds):
-        _on_tensor_cores(plan, arguments, kinds, _are_one(k_cache, v_cache, places, kinds))
+    aligned_out = cuda.address(out) % 8 == 0
+    # tensor-core kernels write 8 bytes at once
+    if aligned_out and mma_supports(plan, q, k_cache, v_cache, kv_strides, kinds):
+        _run_mma(plan, arguments, kinds, _v_in_k(k_cache, v_cache, kv_strides, kinds))
     elif tensor_cores:
         raise UsageError(
-            "use_tensor_cores=True: float32 caches, fused rotation, head sizes that are not a "
-            "multiple of 16 or above 256, and unaligned arrays have no kernel on tensor cores; "
-            "leave it False"
+            "use_tensor_cores=True: no tensor-core kernel supports float32 caches, fused rotation, "
+            "head sizes that are not a multiple of 16 or above 256, and unaligned arrays; leave it "
+            "False"
         )
     else:
-        _general(plan, arguments, kinds)
+        _run_simt(plan, arguments, kinds)
 
 
 def attend_variant(
@@ -132,27 +140,27 @@ def attend_variant(
     *,
     page_bytes: tuple[int, int] | None = None,
 ) -> None:
-    """Do as `attend` with a user's functions; see `cuda_variants`, which needs numba-cuda."""
+    """Attend with an `AttentionVariant`; needs numba-cuda, see `cuda/variants.py`."""
     from nbflow_kernels.attention.cuda import variants
 
-    places = _places(plan, k_cache, v_cache, page_bytes)
-    variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kinds)
+    kv_strides = _kv_strides(plan, k_cache, v_cache, page_bytes)
+    variants.attend_variant(plan, variant, q, k_cache, v_cache, kv_strides, out, lse, kinds)
 
 
-def _places(
+def _kv_strides(
     plan: AttentionPlan, k_cache: Any, v_cache: Any, page_bytes: tuple[int, int] | None
 ) -> list[tuple[int, int, int]]:
-    """Return bytes from page to page, token to token and head to head, of keys and of values."""
-    places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
+    """Return the page, token and head strides in bytes of keys and of values."""
+    kv_strides = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
     if page_bytes is not None:
-        places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
-    return places
+        kv_strides = [(n, *p[1:]) for n, p in zip(page_bytes, kv_strides, strict=True)]
+    return kv_strides
 
 
 def latent_attention(
     plan: AttentionPlan, q: Any, ckv_cache: Any, kpe_cache: Any, out: Any, lse: Any, kind: int
 ) -> None:
-    """Attend with one key/value head whose key is (ckv, kpe) and whose value is ckv."""
+    """Latent attention (MLA): one KV head with key (ckv, kpe) and value ckv."""
     if not plan.n_query_rows:
         return
     plan.header[at.LATENT] = 1
@@ -160,43 +168,43 @@ def latent_attention(
         q, q.strides[0], _kind_of(q), ckv_cache, kpe_cache, *ckv_cache.strides[:2], 0,
         *kpe_cache.strides[:2], 0, plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    _general(plan, arguments, (kind, kind))
+    _run_simt(plan, arguments, (kind, kind))
 
 
-def takes_tensor_cores(
-    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]
+def mma_supports(
+    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]
 ) -> bool:
-    """Return whether the kernels on tensor cores can take a call that `cuda_blocks` does not.
+    """Return whether the mma and wgmma kernels support a call that `quantized_kv` does not.
 
-    Float32 queries over bfloat16 beside a block format stay with the general kernel: what is
-    decoded would be rounded to float16.
+    Float32 queries over a mix of bfloat16 and a block format use the fallback: decoding rounds to
+    float16.
     """
     _, _, D_qk, D_vo = plan.heads
     if F32 in kinds or (max(kinds) >= FIRST_BLOCK_KIND and q.dtype == np.float32):
         return False
-    one = _are_one(k_cache, v_cache, places, kinds)
+    v_in_k = _v_in_k(k_cache, v_cache, kv_strides, kinds)
     if D_qk % 16 or D_vo % 16 or split_keys(plan) % _KEYS:
         return False
-    if D_vo > MOST_LATENT_COLUMNS if one else max(D_qk, D_vo) > MOST_HEAD_COLUMNS:
+    if D_vo > MAX_LATENT_COLUMNS if v_in_k else max(D_qk, D_vo) > MAX_HEAD_COLUMNS:
         return False
     if plan.table(at.ROPE) is not None:
         return False
-    for kind, cache, steps in zip(kinds, (k_cache, v_cache), places, strict=True):
+    for kind, cache, steps in zip(kinds, (k_cache, v_cache), kv_strides, strict=True):
         together = cuda.address(cache)
         for step in steps:
             together |= step
-        if kind < FIRST_BLOCK_KIND and together % 16:  # copied 16 bytes at a time
+        if kind < FIRST_BLOCK_KIND and together % 16:  # loads are 16 bytes wide
             return False
     exact = _is_exact(q, kinds)
-    needs = _shared_bytes(D_qk, D_vo, exact, False, False, one)
-    if D_vo <= MOST_COLUMNS:
-        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, True, one))
+    needs = _shared_bytes(D_qk, D_vo, exact, False, False, v_in_k)
+    if D_vo <= MAX_PREFILL_COLUMNS:
+        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, True, v_in_k))
     return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
 
 
-def _are_one(k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]) -> bool:
-    """Return whether values are the first columns of the keys, and floats."""
-    same = places[0] == places[1] and kinds[0] == kinds[1] < FIRST_BLOCK_KIND
+def _v_in_k(k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]) -> bool:
+    """Return whether values are the first columns of the keys, in a float format."""
+    same = kv_strides[0] == kv_strides[1] and kinds[0] == kinds[1] < FIRST_BLOCK_KIND
     return bool(same and cuda.address(k_cache) == cuda.address(v_cache))
 
 
@@ -204,60 +212,62 @@ def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
     return bool(q.dtype == np.float32 or BF16 in kinds)
 
 
-def _shared_bytes(D_qk: int, D_vo: int, exact: bool, many: bool, with_far: bool, one: bool) -> int:
-    """Return the dynamic shared memory of a kernel, as its source lays it out."""
+def _shared_bytes(
+    D_qk: int, D_vo: int, exact: bool, prefill: bool, multi_split: bool, v_in_k: bool
+) -> int:
+    """Return the dynamic shared memory of a kernel in bytes, following its source."""
     copies, chunk = 2 if exact else 1, 2 * _KEYS * (D_qk + D_vo + 2 * _PAD)
-    if many:
-        queries, far = 2 * copies * 16 * WARPS * (D_qk + _PAD), 4 * 32 * WARPS * D_vo // 2
-        return chunk + queries + far * with_far
-    if one:
+    if prefill:
+        queries, earlier = 2 * copies * 16 * WARPS * (D_qk + _PAD), 4 * 32 * WARPS * D_vo // 2
+        return chunk + queries + earlier * multi_split
+    if v_in_k:
         chunk = 2 * _KEYS * (D_qk + _PAD)
     queries, weights = 2 * copies * 16 * (D_qk + _PAD), 2 * copies * 16 * (_KEYS + _PAD)
-    far = 4 * 32 * WARPS * D_vo // 8 if D_vo > MOST_HEAD_COLUMNS else 0
-    return 2 * chunk + queries + weights + far
+    earlier = 4 * 32 * WARPS * D_vo // 8 if D_vo > MAX_HEAD_COLUMNS else 0
+    return 2 * chunk + queries + weights + earlier
 
 
-def _on_tensor_cores(
-    plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int], one: bool
+def _run_mma(
+    plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int], v_in_k: bool
 ) -> None:
-    """Launch the kernels for requests with few and with many query vectors, where there are any."""
+    """Launch the decode and the prefill kernel for the requests of each kind."""
     q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
     exact = _is_exact(q, kinds)
     tables = device_plan(plan, q)
-    tilings = (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,)
-    if not one and flash_wgmma.takes(cuda.device_of(q), D_qk, D_vo):
-        flash_wgmma.attend(plan, tables, arguments, kinds, exact)
-        tilings = (FEW,)
+    tilings = (DECODE, PREFILL) if D_vo <= MAX_PREFILL_COLUMNS else (ALL_DECODE,)
+    if not v_in_k and flash_prefill_wgmma.supports(cuda.device_of(q), D_qk, D_vo):
+        flash_prefill_wgmma.attend(plan, tables, arguments, kinds, exact)
+        tilings = (DECODE,)
     for tiling in tilings:
         items = tables.items(tiling)
         if not len(items.items):
             continue
-        many = tiling is MANY
+        prefill = tiling is PREFILL
         header = tables.header(tiling)
-        shared = _shared_bytes(D_qk, D_vo, exact, many, items.any_several, one)
-        tensor_core_kernel(kinds, D_qk, D_vo, exact, many, one and not many)(
+        shared = _shared_bytes(D_qk, D_vo, exact, prefill, items.any_multi_split, v_in_k)
+        mma_kernel(kinds, D_qk, D_vo, exact, prefill, v_in_k and not prefill)(
             (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
             (header, *arguments), shared,
         )  # fmt: skip
 
 
-def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]) -> None:
-    """Launch the general kernel, and the one that adds partial results."""
+def _run_simt(plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]) -> None:
+    """Launch the fallback kernel."""
     q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
     tables = device_plan(plan, q)
-    items = tables.items(GENERAL)
-    header = tables.header(GENERAL)
+    items = tables.items(SIMT)
+    header = tables.header(SIMT)
     row = max(D_qk, D_vo) | 1
-    most = min(GENERAL.tile_vectors, items.most)
-    while True:  # as many vectors as the device has shared memory for
-        sums = D_vo * (2 if items.any_several else 1)
-        shared = 4 * (most * (D_qk + sums) + _GENERAL_KEYS * row)
+    most = min(SIMT.tile_vectors, items.most)
+    while True:  # halve the tile until it fits into shared memory
+        sums = D_vo * (2 if items.any_multi_split else 1)
+        shared = 4 * (most * (D_qk + sums) + _SIMT_KEYS * row)
         if shared <= cuda.device_of(q).max_shared_bytes or most == 1:
             break
         most = -(-most // 2)
-    general_kernel(kinds)(
+    simt_kernel(kinds)(
         (len(items.items), G, cuda.ceil_div(items.most, most)), 32 * WARPS,
         (header, *arguments, most), shared,
     )  # fmt: skip
@@ -270,7 +280,7 @@ def _kind_of(array: Any) -> int:
 def merge_state(
     v_a: Any, s_a: Any, v_b: Any, s_b: Any, v_out: Any, s_out: Any, mask: Any = None
 ) -> None:
-    """See `nbflow_kernels.merge_state`; tokens where `mask` is False are not written."""
+    """See `nbflow_kernels.merge_state`; rows where `mask` is False are skipped."""
     T, H, D = v_a.shape
     if T * H:
         merge_two_kernel(

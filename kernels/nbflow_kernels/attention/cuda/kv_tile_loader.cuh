@@ -1,12 +1,12 @@
-// Keys and values of a chunk of a sequence, from its pages to shared memory.
+// Loads of 64-key K/V tiles from pages to shared memory (cp.async).
 #pragma once
 #include "attention/cuda/mma.cuh"
 #include "attention/cuda/plan.cuh"
 
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;
-constexpr int PAD = 8;  // elements behind a row in shared memory: 16-byte units an odd step apart
+constexpr int PAD = 8;  // 16-bit elements after each row, against bank conflicts
 
-// Division of numbers below 2^31 by one that stays the same: a product and a shift.
+// Division of 31-bit numbers by an invariant: one product and one shift.
 struct Divider {
     u32 factor, shift;
 
@@ -17,25 +17,25 @@ struct Divider {
     DEV_METHOD u32 divide(u32 n) const { return (__umulhi(n, factor) + n) >> shift; }
 };
 
-// With ONE values are the first columns of keys: what is compressed in latent attention.  The rows of
-// CHUNKS chunks, a power of two, are known at a time.
-template <class K, class V, int D_QK, int D_VO, bool ONE = false, int CHUNKS = 2>
-struct Cache {
-    static constexpr int K_STEP = D_QK + PAD, V_STEP = ONE ? K_STEP : D_VO + PAD;
-    static constexpr int VALUES_AT = ONE ? 0 : KEYS * K_STEP;
-    static constexpr int STAGE = KEYS * K_STEP + (ONE ? 0 : KEYS * V_STEP);  // elements of 16 bits
+// Loader of K/V tiles of KEYS keys.  V_IN_K: values are the first columns of keys (latent attention).  Row addresses
+// of CHUNKS tiles (a power of two) are kept.
+template <class K, class V, int D_QK, int D_VO, bool V_IN_K = false, int CHUNKS = 2>
+struct KvTileLoader {
+    static constexpr int K_STEP = D_QK + PAD, V_STEP = V_IN_K ? K_STEP : D_VO + PAD;
+    static constexpr int VALUES_AT = V_IN_K ? 0 : KEYS * K_STEP;
+    static constexpr int STAGE = KEYS * K_STEP + (V_IN_K ? 0 : KEYS * V_STEP);  // elements of 16 bits
 
-    const u8* own;  // of the thread block's head: of keys for the first threads, of values for others
+    const u8* own;  // keys for the first KEYS threads, values for the others
     i64 page, token;
     const int* pages;
     u32 page_size;
     Divider by_page_size;
     int first, end;
-    const u8* (*rows)[2 * KEYS];  // in shared memory, of CHUNKS: where keys lie, then values
+    const u8* (*rows)[2 * KEYS];  // in shared memory, per tile: addresses of keys, then of values
 
-    // Begin with an item and a key/value head.
+    // Bind to a work item and a KV head.
     DEV_METHOD void start(const i64* header, const Item& item, int head, const u8* k, const u8* v,
-                          Strides ks, Strides vs, const u8* (*room)[2 * KEYS]) {
+                          Strides ks, Strides vs, const u8* (*scratch)[2 * KEYS]) {
         const bool is_key = threadIdx.x < KEYS;
         own = is_key ? k + head * ks.head : v + head * vs.head;
         page = is_key ? ks.page : vs.page;
@@ -44,11 +44,11 @@ struct Cache {
         page_size = header[PAGE_SIZE];
         by_page_size.start(page_size);
         first = item.first_key, end = item.end_key;
-        rows = room;
+        rows = scratch;
     }
 
-    // Write where the rows of a chunk are; of keys outside the item that of its first or last one,
-    // which nothing is seen of.  For the first 2 * KEYS threads.
+    // Write the row addresses of a tile; keys outside the item repeat its first or last one and are masked later.
+    // Called by the first 2 * KEYS threads.
     DEV_METHOD void find(int base, u32 number) const {
         const u32 j = min(max(base + (int)threadIdx.x % KEYS, first), end - 1);
         const u32 n = by_page_size.divide(j);
@@ -58,7 +58,7 @@ struct Cache {
     DEV_METHOD const u8* const* keys_of(u32 number) const { return rows[number % CHUNKS]; }
     DEV_METHOD const u8* const* values_of(u32 number) const { return rows[number % CHUNKS] + KEYS; }
 
-    // Copy a chunk's rows, or decode them: threads take pieces of 16 bytes that lie side by side.
+    // Copy or decode a tile's rows; neighbouring threads take neighbouring 16-byte vectors.
     template <class F, int D>
     DEV_METHOD void copy(const u8* const* from, u16* to) const {
         constexpr unsigned PIECES = D / 8, ROUNDS = KEYS * PIECES / THREADS;
@@ -83,7 +83,7 @@ struct Cache {
         }
     }
 
-    // Start the copies of a chunk's keys, values, or both, a group each time.
+    // Start loads of a tile's keys, values, or both; each is one cp.async group.
     DEV_METHOD void load_keys(int number, u16* to) const {
         copy<K, D_QK>(keys_of(number), to);
         end_copies();
@@ -94,7 +94,7 @@ struct Cache {
     }
     DEV_METHOD void load(int number, u16* stage) const {
         copy<K, D_QK>(keys_of(number), stage);
-        if (!ONE) copy<V, D_VO>(values_of(number), stage + VALUES_AT);
+        if (!V_IN_K) copy<V, D_VO>(values_of(number), stage + VALUES_AT);
         end_copies();
     }
 };

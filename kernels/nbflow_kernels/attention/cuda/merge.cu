@@ -1,38 +1,38 @@
-// Sums of partial results that a caller has.
+// Merge of attention states given by the caller (`merge_state`, `merge_states`).
 #include "attention/cuda/plan.cuh"
 
-// Merge n_states outputs (T, n_states, H, D) with base-2 LSE (T, n_states, H); one warp per row of
-// D.  `v_out` and `s_out` may be one of the states if there are two, `other` apart.  A row whose
-// entry of `mask` (T) is 0 is left alone.
+// Merge n_states outputs (T, n_states, H, D) with base-2 LSE (T, n_states, H); one warp per row of D.
+// With two states the second may lie apart, at `other`; `v_out` and `s_out` may alias a state.  Rows whose
+// `mask` (T) is 0 are skipped.
 DEV void merge_row(const float* v, const float* s, const float* other, const float* s_other,
                    i64 v_step, i64 s_step, int n_states, float* v_out, float* s_out, int D) {
     const int lane = threadIdx.x & 31;
-    float top = -infinity();
+    float max_lse = -infinity();
     bool bad = false;
     for (int i = 0; i < n_states; i++) {
         const float x = other != nullptr && i == 1 ? s_other[0] : s[i * s_step];
         bad = bad || x != x;
-        top = fmaxf(top, x);
+        max_lse = fmaxf(max_lse, x);
     }
-    float total = 0;
-    if (top != -infinity())
+    float weight_sum = 0;
+    if (max_lse != -infinity())
         for (int i = 0; i < n_states; i++) {
             const float x = other != nullptr && i == 1 ? s_other[0] : s[i * s_step];
-            total += exp2f(x - top);
+            weight_sum += exp2f(x - max_lse);
         }
     for (int d = lane; d < D; d += 32) {
         float sum = 0;
-        if (top != -infinity())
+        if (max_lse != -infinity())
             for (int i = 0; i < n_states; i++) {
                 const bool second = other != nullptr && i == 1;
-                const float w = exp2f((second ? s_other[0] : s[i * s_step]) - top);
+                const float w = exp2f((second ? s_other[0] : s[i * s_step]) - max_lse);
                 const float x = second ? other[d] : v[i * v_step + d];
                 sum = __fmaf_rn(w, x, sum);
             }
-        v_out[d] = total != 0 ? __fdiv_rn(sum, total) : 0;
+        v_out[d] = weight_sum != 0 ? __fdiv_rn(sum, weight_sum) : 0;
     }
     __syncwarp();
-    if (lane == 0) s_out[0] = bad ? nan32() : total != 0 ? top + log2f(total) : -infinity();
+    if (lane == 0) s_out[0] = bad ? nan32() : weight_sum != 0 ? max_lse + log2f(weight_sum) : -infinity();
 }
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -1,5 +1,4 @@
-// Tensor cores and what feeds them: 16-bit elements in pairs, m16n8k16, matrices from shared memory,
-// copies that nobody waits for.
+// mma.m16n8k16 and ldmatrix wrappers for float16 and bfloat16.
 #pragma once
 #include "cuda/ptx.cuh"
 #include "kv_cache/cuda_codec.cuh"

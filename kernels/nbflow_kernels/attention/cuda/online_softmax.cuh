@@ -1,8 +1,8 @@
-// Query vectors on tensor cores: their scores of a chunk of keys, weights, and sums of values.
+// Tensor-core attention of a 64-key tile: Q K^T, online softmax, P V.
 #pragma once
 #include "attention/cuda/kv_tile_loader.cuh"
 
-// Up to `most` query vectors of the thread block's item and key/value head.
+// Query vectors of a thread block: up to `most` of its work item and KV head.
 struct Tile {
     const i64* header;
     Item item;
@@ -19,10 +19,10 @@ struct Tile {
     DEV_METHOD i64 place(int m) const { return (i64)(item.row + row(m)) * header[QO_HEADS] + head(m); }
 };
 
-// Queries times their factors as 16-bit numbers, with EXACT the rest in a second copy; zeros for
-// vectors that do not exist.  `place(copy, vector, column)` is where two columns go.
-template <class E, int M, int D, bool EXACT, class Place>
-DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, Place place) {
+// Load queries times their factors as 16-bit numbers, with EXACT the remainders as a second copy; zeros for
+// padding vectors.  `place(copy, vector, column)` is the address of two columns.
+template <class E, int M, int D, bool EXACT, class HeaderField>
+DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, HeaderField place) {
     const int size = kind == F32 ? 4 : 2;
     for (int i = threadIdx.x; i < M * (D / 2); i += blockDim.x) {
         const int m = i / (D / 2), d = i % (D / 2) * 2;
@@ -38,22 +38,22 @@ DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind,
         u32 both = E::pack(x, y);
         if (EXACT)
             *place(1, m, d) = E::pack(x - E::low(both), y - E::high(both));
-        else  // what 16 bits do not hold is NaN, as with the rest: an infinity could hide in a weight of 0
+        else  // overflow gives NaN, as with EXACT: an infinity times a weight of 0 could pass unseen
             both = E::pack(E::low(both) + 0 * E::low(both), E::high(both) + 0 * E::high(both));
         *place(0, m, d) = both;
     }
 }
 
-// The same in rows for `dot_products`.
+// The same, to row-major shared memory for `qk_scores`.
 template <class E, int M, int D, bool EXACT>
 DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u16* q) {
     const auto place = [&](int copy, int m, int d) { return (u32*)(q + (copy * M + m) * (D + PAD) + d); };
     load_queries<E, M, D, EXACT>(t, queries, row_bytes, kind, place);
 }
 
-// Scores of 16 query vectors and 16 * GROUPS keys, in mma's order.
+// Scores of 16 query vectors and 16 * GROUPS keys, in MMA accumulator layout.
 template <class E, int GROUPS, int M, int D, bool EXACT>
-DEV void dot_products(float (*s)[4], const u16* q, const u16* k) {
+DEV void qk_scores(float (*s)[4], const u16* q, const u16* k) {
     const int lane = threadIdx.x & 31;
     const u16* q_at = q + lane % 16 * (D + PAD) + lane / 16 * 8;
     const u16* k_at = k + (lane / 16 * 8 + lane % 8) * (D + PAD) + lane / 8 % 2 * 8;
@@ -78,69 +78,68 @@ DEV void dot_products(float (*s)[4], const u16* q, const u16* k) {
     }
 }
 
-// What the two rows of a lane (g and g + 8 of 16) see, and what they have summed up.
-struct Rows {
-    int first_vector;     // of the warp's 16
-    int low[2], high[2];  // the keys of the item that a row sees
-    float top[2], run_top[2], run_total[2];  // tops are exponents of two, see `top_of`
-    bool plain;  // no bias, cap or mask: scores stay as they are, visible keys are a range
+// Online-softmax state and visible key range of a lane's two rows (g and g + 8 of 16).
+struct RowState {
+    int first_vector;     // of this warp's 16
+    int low[2], high[2];  // visible keys of the item
+    float row_max[2], run_max[2], run_sum[2];  // maxima are in units of log2, see `scaled_max`
+    bool plain;  // no bias, cap or mask
 
-    // Begin with vectors [first_vector, first_vector + 16).  Those behind the last one see what it
-    // sees, so that they hide nothing; if all are, they see nothing.
+    // Bind vectors [first_vector, first_vector + 16).  Padding rows copy the last valid row's bounds so that they
+    // never force masking; all-padding warps get an empty range.
     DEV_METHOD void start(const Tile& t, int first_of_16) {
         first_vector = first_of_16;
         plain = !t.header[SLOPES] && !t.header[BIAS] && !t.header[MASK] && t.cap == 0;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const Seen seen = seen_by(t.header, t.item, t.row(vector(t, r)));
+            const VisibleKeys seen = visible_keys(t.header, t.item, t.row(vector(t, r)));
             low[r] = max(seen.low, t.item.first_key);
             high[r] = first_vector < t.n_vectors ? min(seen.high, t.item.end_key) : 0;
-            top[r] = run_top[r] = HIDDEN;
-            run_total[r] = 0;
+            row_max[r] = run_max[r] = MASKED;
+            run_sum[r] = 0;
         }
     }
     DEV_METHOD bool exists(const Tile& t, int r) const {
         return first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r < t.n_vectors;
     }
-    // The vector of row r, or the last one.
+    // Index of the vector of row r, clamped to the last one.
     DEV_METHOD int vector(const Tile& t, int r) const {
         return min(first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r, t.n_vectors - 1);
     }
-    // Finish the scores of 8 * N keys from `base` on: HIDDEN for what a row does not see, which is
-    // nothing but at the borders of what the rows see.
-    // ALWAYS_PLAIN: there are no biases, caps and masks, and no code for them.
+    // Apply biases, caps and masks to the scores of 8 * N keys from `base` on; keys outside a row's range become MASKED.
+    // ALWAYS_PLAIN drops the code for biases, caps and masks.
     template <int N, bool ALWAYS_PLAIN = false>
-    DEV_METHOD void finish_scores(const Tile& t, int base, float (*s)[4]) const {
-        if (!ALWAYS_PLAIN && !plain) change_scores<N>(t, base, s);
+    DEV_METHOD void bias_and_mask(const Tile& t, int base, float (*s)[4]) const {
+        if (!ALWAYS_PLAIN && !plain) apply_bias_cap_mask<N>(t, base, s);
         const bool sees_all = max(low[0], low[1]) <= base && min(high[0], high[1]) >= base + 8 * N;
         if (__all_sync(~0u, sees_all)) return;
         const int column = base + (threadIdx.x & 3) * 2;
 #pragma unroll
         for (int i = 0; i < 4 * N; i++) {
             const int r = i / 2 % 2, j = column + i / 4 * 8 + i % 2;
-            if (j < low[r] || j >= high[r]) s[i / 4][i % 4] = HIDDEN;
+            if (j < low[r] || j >= high[r]) s[i / 4][i % 4] = MASKED;
         }
     }
-    // Apply biases, caps and masks to 8 * N scores; a row's place is found again, as this is rare.
+    // Apply biases, caps and masks to 8 * N scores.
     template <int N>
-    DEV_METHOD void change_scores(const Tile& t, int base, float (*s)[4]) const {
+    DEV_METHOD void apply_bias_cap_mask(const Tile& t, int base, float (*s)[4]) const {
         const int column = base + (threadIdx.x & 3) * 2;
         const int rows[2] = {t.row(vector(t, 0)), t.row(vector(t, 1))};
         if (t.header[SLOPES] || t.header[BIAS] || t.cap > 0) {
             const int heads[2] = {t.head(vector(t, 0)), t.head(vector(t, 1))};
             for_each_score<N>(s, [&](float& x, int i, int r) {
-                x = final_score(t.header, x, column + i - (t.item.position + rows[r]), heads[r], t.cap);
+                x = biased_score(t.header, x, column + i - (t.item.position + rows[r]), heads[r], t.cap);
             });
         }
         if (!t.header[MASK]) return;
-        const i64 masks[2] = {seen_by(t.header, t.item, rows[0]).mask, seen_by(t.header, t.item, rows[1]).mask};
+        const i64 masks[2] = {visible_keys(t.header, t.item, rows[0]).mask, visible_keys(t.header, t.item, rows[1]).mask};
         for_each_score<N>(s, [&](float& x, int i, int r) {
             const int j = column + i;
-            if (j >= low[r] && j < high[r] && !mask_shows(t.header, masks[r] + j)) x = HIDDEN;
+            if (j >= low[r] && j < high[r] && !mask_bit(t.header, masks[r] + j)) x = MASKED;
         });
     }
-    // Call `change(score, column, row)`.  Unrolled, it would fill the registers, so scores pass through
-    // the first four: each round handles those and turns the others on by four.
+    // Call `change(score, column, row)`.  Full unrolling would spill registers, so each iteration handles the first
+    // four scores and rotates the others down.
     template <int N, class Change>
     DEV_METHOD void for_each_score(float (*s)[4], Change change) const {
 #pragma unroll 1
@@ -152,44 +151,44 @@ struct Rows {
             for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = i < 4 * N - 4 ? s[i / 4 + 1][i % 4] : x[i % 4];
         }
     }
-    // Let `most` be among the greatest scores so far; `shrink`: what sums are multiplied with.
-    DEV_METHOD void raise(const float most[2], float shrink[2]) {
+    // Raise the running maxima to at least `most`; `rescale` receives the factors of the accumulators.
+    DEV_METHOD void raise(const float most[2], float rescale[2]) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float before = top[r];
-            top[r] = fmaxf(before, top_of(most[r]));
-            shrink[r] = exp2_fast(before - top[r]);
+            const float before = row_max[r];
+            row_max[r] = fmaxf(before, scaled_max(most[r]));
+            rescale[r] = exp2_fast(before - row_max[r]);
         }
     }
-    // Add a split's sums to those of the splits before it, `before(n, e)`, and let them start anew.
+    // Merge a split's accumulators into those of earlier splits, `before(n, e)`, and reset them.
     template <int TILES, class Before>
-    DEV_METHOD void fold_split(const Tile& t, float (*o)[4], float* total, Before before) {
+    DEV_METHOD void merge_split(const Tile& t, float (*o)[4], float* row_sum, Before before) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (!exists(t, r)) continue;
-            const Folded f = fold(run_top[r], run_total[r], top[r], total[2 * r]);
+            const MergedState f = merge_partial(run_max[r], run_sum[r], row_max[r], row_sum[2 * r]);
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
-                    before(n, e) = fold_column(f, before(n, e), o[n][e]);
+                    before(n, e) = merge_column(f, before(n, e), o[n][e]);
                     o[n][e] = 0;
                 }
-            run_top[r] = f.top;
-            run_total[r] = f.total;
-            top[r] = HIDDEN;
-            total[2 * r] = total[2 * r + 1] = 0;
+            run_max[r] = f.row_max;
+            run_sum[r] = f.row_sum;
+            row_max[r] = MASKED;
+            row_sum[2 * r] = row_sum[2 * r + 1] = 0;
         }
     }
-    // Let `run_top` and `run_total` be those of the whole item, and `o` its sums.
+    // Set `run_max`, `run_sum` and `o` to the results of the whole item.
     template <int TILES, class Before>
-    DEV_METHOD void finish(const Tile& t, bool several, float (*o)[4], const float* total, Before before) {
+    DEV_METHOD void final_scale(const Tile& t, bool multi_split, float (*o)[4], const float* row_sum, Before before) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            run_top[r] = several ? run_top[r] : top[r];
-            run_total[r] = several ? run_total[r] : total[2 * r];
+            run_max[r] = multi_split ? run_max[r] : row_max[r];
+            run_sum[r] = multi_split ? run_sum[r] : row_sum[2 * r];
         }
-        if (!several) return;
+        if (!multi_split) return;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (!exists(t, r)) continue;
@@ -199,8 +198,8 @@ struct Rows {
                 for (int e = 2 * r; e < 2 * r + 2; e++) o[n][e] = before(n, e);
         }
     }
-    // Whether any row of the warp's 16 sees a key of [base, base + KEYS).
-    DEV_METHOD bool any_sees(int base) const {
+    // True if any of the warp's 16 rows sees a key of [base, base + KEYS).
+    DEV_METHOD bool any_visible(int base) const {
         bool sees = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) sees = sees || (low[r] < base + KEYS && high[r] > base);
@@ -213,10 +212,10 @@ DEV float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// The greatest of a row's scores in its four lanes, of the two rows of a lane.
+// Row maxima over the four lanes of a row, for both rows of a lane.
 template <int N>
-DEV void greatest(const float (*s)[4], float most[2]) {
-    most[0] = most[1] = HIDDEN;
+DEV void tile_row_max(const float (*s)[4], float most[2]) {
+    most[0] = most[1] = MASKED;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -224,21 +223,21 @@ DEV void greatest(const float (*s)[4], float most[2]) {
     most[0] = quad_max(most[0]), most[1] = quad_max(most[1]);
 }
 
-// Scores of 8 * N keys become weights.
+// Softmax weights from the scores of 8 * N keys.
 template <int N>
-DEV void weigh(float (*s)[4], const float* top) {
+DEV void softmax_weights(float (*s)[4], const float* row_max) {
 #pragma unroll
-    for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = weight(s[i / 4][i % 4], top[i / 2 % 2]);
+    for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = weight(s[i / 4][i % 4], row_max[i / 2 % 2]);
 }
 
-// Two neighbouring weights as 16-bit numbers, and with EXACT what these leave.
+// Pack two weights to 16 bits, with EXACT also their remainders.
 template <class E, bool EXACT>
 DEV void pack_weights(float x, float y, u32& both, u32& rest) {
     both = E::pack(x, y);
     if (EXACT) rest = E::pack(x - E::low(both), y - E::high(both));
 }
 
-// Those of 16 vectors and 64 keys, in the order of a first operand.
+// Pack weights of 16 vectors and 64 keys as MMA operand A.
 template <class E, bool EXACT>
 DEV void pack_all(const float (*s)[4], u32 (*p)[4], u32 (*rest)[4]) {
 #pragma unroll
@@ -250,31 +249,31 @@ DEV void pack_all(const float (*s)[4], u32 (*p)[4], u32 (*rest)[4]) {
         }
 }
 
-// Add weights times one: the sums of 64 keys' weights.
+// Add 64 weights per row to the softmax sums (an MMA with ones).
 template <class E, bool EXACT>
-DEV void add_weights(float* total, const u32 (*p)[4], const u32 (*rest)[4], const float* shrink) {
+DEV void accumulate_row_sum(float* row_sum, const u32 (*p)[4], const u32 (*rest)[4], const float* rescale) {
 #pragma unroll
-    for (int e = 0; e < 4; e++) total[e] = __fmul_rn(total[e], shrink[e / 2]);
+    for (int e = 0; e < 4; e++) row_sum[e] = __fmul_rn(row_sum[e], rescale[e / 2]);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) {
-        E::mma(total, p[i], E::ONES, E::ONES);
-        if (EXACT) E::mma(total, rest[i], E::ONES, E::ONES);
+        E::mma(row_sum, p[i], E::ONES, E::ONES);
+        if (EXACT) E::mma(row_sum, rest[i], E::ONES, E::ONES);
     }
 }
 
-// Add weights times values, and times one for the sum of weights: 16 vectors, 64 keys, columns
-// 8 * (first + i * step) for i < TILES that exist; V_STEP elements from value to value.
+// Accumulate P V and the softmax sums: 16 vectors, 64 keys, columns 8 * (first + i * step) for i < TILES;
+// V_STEP is the row stride of values in elements.
 template <class E, int TILES, int D, int V_STEP, bool EXACT>
-DEV void add_values(float (*o)[4], float* total, const u32 (*p)[4], const u32 (*rest)[4],
-                    const u16* v, int first, int step, const float* shrink) {
+DEV void accumulate_pv(float (*o)[4], float* row_sum, const u32 (*p)[4], const u32 (*rest)[4],
+                    const u16* v, int first, int step, const float* rescale) {
     const int lane = threadIdx.x & 31;
-    add_weights<E, EXACT>(total, p, rest, shrink);
+    accumulate_row_sum<E, EXACT>(row_sum, p, rest, rescale);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
         const int column = 8 * (first + n * step);
         if (column >= D) break;
 #pragma unroll
-        for (int e = 0; e < 4; e++) o[n][e] = __fmul_rn(o[n][e], shrink[e / 2]);
+        for (int e = 0; e < 4; e++) o[n][e] = __fmul_rn(o[n][e], rescale[e / 2]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 b[4];
@@ -288,15 +287,15 @@ DEV void add_values(float (*o)[4], float* total, const u32 (*p)[4], const u32 (*
     }
 }
 
-// Two neighbouring columns of a result.
+// Store two neighbouring columns of a result.
 DEV void store_pair(u8* out, i64 element, int kind, float x, float y) {
     if (kind == F32) *(float2*)(out + 4 * element) = make_float2(x, y);
     else *(u32*)(out + 2 * element) = Half::pack(x, y);
 }
 
-// Write the sums of a lane's two rows: partial results, or results and LSE.
+// Write partial results, or final results and LSE, of a lane's two rows.
 template <int TILES, int D>
-DEV void write_rows(const Tile& t, int first_row, const Rows& rows, const float (*o)[4], int first,
+DEV void write_rows(const Tile& t, int first_row, const RowState& rows, const float (*o)[4], int first,
                     int step, bool with_sums, u8* out, int out_kind, float* lse) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -304,11 +303,11 @@ DEV void write_rows(const Tile& t, int first_row, const Rows& rows, const float 
         const int m = first_row + lane / 4 + 8 * r;
         if (m >= t.n_vectors) continue;
         float* partial = nullptr;
-        Finish end = {1, 0};
+        FinalScale end = {1, 0};
         if (t.item.partial >= 0)
             partial = partial_at(t.header, t.item.partial + t.first_vector + m, t.kv_head);
         else
-            end = finish(t.header, rows.run_top[r], rows.run_total[r], t.head(m));
+            end = final_scale(t.header, rows.run_max[r], rows.run_sum[r], t.head(m));
         const i64 place = t.place(m);
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
@@ -321,7 +320,7 @@ DEV void write_rows(const Tile& t, int first_row, const Rows& rows, const float 
                            __fmul_rn(y, end.factor));
         }
         if (!with_sums || lane % 4) continue;
-        if (partial) *(float2*)(partial + D) = make_float2(rows.run_top[r], rows.run_total[r]);
+        if (partial) *(float2*)(partial + D) = make_float2(rows.run_max[r], rows.run_sum[r]);
         else if (lse != nullptr) lse[place] = end.lse;
     }
 }

@@ -1,17 +1,17 @@
-// Attention over caches in block formats on tensor cores, for any number of query vectors.
+// FlashAttention over block-quantized KV caches by mma.m16n8k16, decode and prefill.
 //
-// A thread block has M = 4 * NT query vectors of an item.  Each of its four warps takes every fourth group of
-// 32 keys (16 of wide heads), for which it needs nobody else: it copies their bytes into its own two stages
-// of shared memory, scores them, turns scores into weights and adds values.  Where a split ends the four
-// warps' sums are added in order, and then to those of the splits before.
+// A thread block owns M = 4 * NT query vectors of a work item.  Its four warps take groups of 32 keys (16 for wide
+// heads) in turn and run independently: each copies the quantized bytes to its own two shared-memory stages,
+// computes scores and softmax weights, and accumulates P V.  At the end of a split the warps' accumulators are
+// reduced in order and merged into those of earlier splits.
 //
-// Codes are operands as they are (`quantized_operands.cuh`).  Scales of keys multiply sums of 32 products, those of
-// values the weights: all but the sums is exact to 2**-22.  The order of additions for a vector depends on
-// the sequence alone, not on NT.
+// Quantized codes are MMA operands as they are (`quantized_operands.cuh`).  Key scales multiply sums of 32
+// products, value scales the weights; all steps but the sums are exact to 2**-22.  The order of additions per
+// query vector depends on the sequence only, never on NT.
 #include "attention/cuda/quantized_online_softmax.cuh"
 #include "attention/cuda/prologue.cuh"
 
-// The steps of a sequence: KEYS_EACH keys, counted from where a split begins.
+// Iteration over a sequence in steps of KEYS_EACH keys, aligned to the start of the split.
 template <int KEYS_EACH>
 struct Steps {
     int base, split_end, split, end;
@@ -21,8 +21,8 @@ struct Steps {
         base = start + (item.first_key - start) / KEYS_EACH * KEYS_EACH;
         split_end = start + split;
     }
-    DEV_METHOD bool there() const { return base < end; }
-    // Keys to the next step.
+    DEV_METHOD bool valid() const { return base < end; }
+    // Number of keys of this step.
     DEV_METHOD int keys() const { return min(KEYS_EACH, split_end - base); }
     DEV_METHOD bool ends_split() const { return base + KEYS_EACH >= min(split_end, end); }
     DEV_METHOD void next() {
@@ -31,47 +31,47 @@ struct Steps {
     }
 };
 
-// Sums of a thread block's vectors, in shared memory: of this split, and of all before.
+// Accumulators of a thread block in shared memory: this split's, and those of earlier splits.
 template <int M, int COLUMNS>
 struct Sums {
     static constexpr int STEP = COLUMNS + 1;
-    float tops[WARPS][M], totals[WARPS][M], run_top[M], run_total[M];
-    Folded folded[M];
+    float row_maxes[WARPS][M], row_sums[WARPS][M], run_max[M], run_sum[M];
+    MergedState merged[M];
     float split[M * STEP], run[M * STEP];
 
     DEV_METHOD void start() {
-        if (threadIdx.x < M) run_top[threadIdx.x] = HIDDEN, run_total[threadIdx.x] = 0;
+        if (threadIdx.x < M) run_max[threadIdx.x] = MASKED, run_sum[threadIdx.x] = 0;
         for (int m = threadIdx.x / 32; m < M; m += WARPS)
             for (int d = threadIdx.x % 32; d < COLUMNS; d += 32) run[m * STEP + d] = 0;
     }
-    // The greatest score of a vector in a split.
-    DEV_METHOD float top_of(int m) const {
-        float most = tops[0][m];
+    // Largest score of a vector in a split.
+    DEV_METHOD float split_max(int m) const {
+        float most = row_maxes[0][m];
 #pragma unroll
-        for (int w = 1; w < WARPS; w++) most = fmaxf(most, tops[w][m]);
+        for (int w = 1; w < WARPS; w++) most = fmaxf(most, row_maxes[w][m]);
         return most;
     }
-    // Thread m: add the warps' sums of weights of a split.
+    // Reduce the warps' softmax sums of a split; called by thread m.
     DEV_METHOD void add_totals(int m) {
-        const float most = top_of(m);
-        float total = 0;
+        const float most = split_max(m);
+        float row_sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total = __fmaf_rn(totals[w][m], exp2_fast(tops[w][m] - most), total);
-        folded[m] = fold(run_top[m], run_total[m], most, total);
-        run_top[m] = folded[m].top, run_total[m] = folded[m].total;
+        for (int w = 0; w < WARPS; w++) row_sum = __fmaf_rn(row_sums[w][m], exp2_fast(row_maxes[w][m] - most), row_sum);
+        merged[m] = merge_partial(run_max[m], run_sum[m], most, row_sum);
+        run_max[m] = merged[m].row_max, run_sum[m] = merged[m].row_sum;
     }
-    // Add a split's sums to those before.
+    // Merge a split's accumulators into those of earlier splits.
     DEV_METHOD void add_split() {
         for (int m = threadIdx.x / 32; m < M; m += WARPS) {
-            const Folded f = folded[m];
+            const MergedState f = merged[m];
 #pragma unroll
             for (int d = threadIdx.x % 32; d < COLUMNS; d += 32)
-                run[m * STEP + d] = fold_column(f, run[m * STEP + d], split[m * STEP + d]);
+                run[m * STEP + d] = merge_column(f, run[m * STEP + d], split[m * STEP + d]);
         }
     }
 };
 
-// Add the four warps' sums of a split in order, and let them start anew.
+// Reduce the four warps' accumulators of a split in order, and reset them.
 template <class V, int PARTS, int NT>
 DEV void end_split(Sums<4 * NT, 32 * PARTS>& sums, Vectors<NT>& vectors, float (*o)[2 * PARTS][4],
                    float (*bases)[PARTS]) {
@@ -79,11 +79,11 @@ DEV void end_split(Sums<4 * NT, 32 * PARTS>& sums, Vectors<NT>& vectors, float (
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-        const float total = sum_of_keys(vectors.total[n]);
-        if (g == 0) sums.tops[warp][4 * n + t] = vectors.top[n], sums.totals[warp][4 * n + t] = total;
+        const float row_sum = sum_over_keys(vectors.row_sum[n]);
+        if (g == 0) sums.row_maxes[warp][4 * n + t] = vectors.row_max[n], sums.row_sums[warp][4 * n + t] = row_sum;
 #pragma unroll
         for (int b = 0; b < PARTS; b++)
-            bases[n][b] = sum_of_keys(bases[n][b]) * (Of::BASE ? 1.0f : -(float)Of::ZERO);
+            bases[n][b] = sum_over_keys(bases[n][b]) * (Of::BASE ? 1.0f : -(float)Of::ZERO);
     }
     __syncthreads();
     if (threadIdx.x < 4 * NT) sums.add_totals(threadIdx.x);
@@ -92,7 +92,7 @@ DEV void end_split(Sums<4 * NT, 32 * PARTS>& sums, Vectors<NT>& vectors, float (
         if (w == warp)
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const float factor = exp2_fast(vectors.top[n] - sums.top_of(4 * n + t));
+                const float factor = exp2_fast(vectors.row_max[n] - sums.split_max(4 * n + t));
 #pragma unroll
                 for (int i = 0; i < 4 * PARTS; i++) {
                     const int b = i / 4, j = i % 4;
@@ -116,20 +116,20 @@ DEV void end_split(Sums<4 * NT, 32 * PARTS>& sums, Vectors<NT>& vectors, float (
     }
 }
 
-// Write a thread block's sums: partial results, or results and LSE.
+// Write partial results, or final results and LSE.
 template <int M, int COLUMNS>
 DEV void write_sums(const Tile& t, const Sums<M, COLUMNS>& sums, u8* out, int out_kind, float* lse) {
     const int D = t.header[DIM_VO], size = out_kind == F32 ? 4 : 2;
     for (int m = threadIdx.x / 32; m < t.n_vectors && m < M; m += WARPS) {
         const float* const from = sums.run + m * sums.STEP;
-        const float top = sums.run_top[m], total = sums.run_total[m];
+        const float row_max = sums.run_max[m], row_sum = sums.run_sum[m];
         const int lane = threadIdx.x & 31;
         if (t.item.partial >= 0) {
             float* to = partial_at(t.header, t.item.partial + t.first_vector + m, t.kv_head);
             for (int d = lane; d < D; d += 32) to[d] = from[d];
-            if (lane == 0) to[D] = top, to[D + 1] = total;
+            if (lane == 0) to[D] = row_max, to[D + 1] = row_sum;
         } else {
-            const Finish end = finish(t.header, top, total, t.head(m));
+            const FinalScale end = final_scale(t.header, row_max, row_sum, t.head(m));
             u8* to = out + t.place(m) * D * size;
             for (int d = lane; d < D; d += 32)
                 store_float(to + d * size, __fmul_rn(from[d], end.factor), out_kind);
@@ -139,12 +139,12 @@ DEV void write_sums(const Tile& t, const Sums<M, COLUMNS>& sums, u8* out, int ou
 }
 
 template <class K, class V, int K_PARTS, int V_PARTS, int NT, int COPY>
-__global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
+__global__ void __launch_bounds__(THREADS) flash_quantized_kv(PARAMETERS) {
     constexpr int M = 4 * NT, TILES = K_PARTS + V_PARTS > 8 ? 1 : 2, N = 16 * TILES;
     constexpr int STAGES = 2, WEIGHTS = TILES * V_PARTS * NT * WEIGHT_BYTES;
     typedef Stream<K, V, K_PARTS, V_PARTS, N, WARPS * N, STAGES, COPY> Keys;
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ typename Keys::Room rooms[WARPS];
+    __shared__ typename Keys::Scratch scratches[WARPS];
     __shared__ float4 query_sums[M * K_PARTS];
     __shared__ Range ranges[M];
     const int warp = threadIdx.x / 32;
@@ -153,16 +153,16 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
     u8* const stages = q + NT * K_PARTS * 512 + WARPS * WEIGHTS + warp * STAGES * Keys::STAGE;
     Sums<M, 32 * V_PARTS>& sums =
         *(Sums<M, 32 * V_PARTS>*)(q + NT * K_PARTS * 512 + WARPS * (WEIGHTS + STAGES * Keys::STAGE));
-    float* const room = (float*)(&sums + 1);  // where scores are not plain
+    float* const scratch = (float*)(&sums + 1);  // for scores with biases, caps or masks
 
     const Tile t(header, M, cap);
     if (t.n_vectors <= 0) return;
     Steps<WARPS * N> step(header, t.item), ahead = step;
     Keys keys(header, t.item, k + t.kv_head * k_head, v + t.kv_head * v_head, {k_page, k_token, k_head},
-              {v_page, v_token, v_head}, rooms[warp], stages, step.base + N * warp);
+              {v_page, v_token, v_head}, scratches[warp], stages, step.base + N * warp);
     for (int i = 0; i < STAGES; i++) {
-        if (ahead.there()) {
-            keys.look_up(ahead.keys());
+        if (ahead.valid()) {
+            keys.locate(ahead.keys());
             keys.copy(i);
             __syncwarp();
         }
@@ -175,38 +175,38 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
     Vectors<NT> vectors(t, ranges);
     float o[NT][2 * V_PARTS][4] = {}, bases[NT][V_PARTS] = {};
 
-    for (int number = 0; step.there(); number++) {
+    for (int number = 0; step.valid(); number++) {
         const int base = step.base + N * warp, end = min(step.split_end, step.end);
         u8* const stage = stages + number % STAGES * Keys::STAGE;
-        const bool copies = ahead.there();
-        if (copies) keys.look_up(ahead.keys());
+        const bool copies = ahead.valid();
+        if (copies) keys.locate(ahead.keys());
         keys.wait(number);
-        if (vectors.any_sees(base, min(base + N, end))) {
-            float s[NT][2 * TILES], shrink[NT];
+        if (vectors.any_visible(base, min(base + N, end))) {
+            float s[NT][2 * TILES], rescale[NT];
             keys.clear_outside(base, stage);
-            score_keys<K, K_PARTS, NT, TILES>(s, stage, q, query_sums);
-            vectors.finish_scores<TILES>(header, cap, base, end, s, room);
-            vectors.weigh_keys<TILES>(s, shrink);
+            quantized_qk_scores<K, K_PARTS, NT, TILES>(s, stage, q, query_sums);
+            vectors.bias_and_mask<TILES>(header, cap, base, end, s, scratch);
+            vectors.softmax_weights<TILES>(s, rescale);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
                 for (int i = 0; i < 8 * V_PARTS; i++)
-                    o[n][i / 4][i % 4] = __fmul_rn(o[n][i / 4][i % 4], shrink[n]);
+                    o[n][i / 4][i % 4] = __fmul_rn(o[n][i / 4][i % 4], rescale[n]);
 #pragma unroll
-                for (int b = 0; b < V_PARTS; b++) bases[n][b] = __fmul_rn(bases[n][b], shrink[n]);
+                for (int b = 0; b < V_PARTS; b++) bases[n][b] = __fmul_rn(bases[n][b], rescale[n]);
             }
             store_weights<V, V_PARTS, NT, TILES>(s, stage + Keys::VALUES_AT, weights, bases);
             __syncwarp();
-            add_coded_values<V, V_PARTS, NT, TILES>(o, stage + Keys::VALUES_AT, weights);
+            accumulate_quantized_pv<V, V_PARTS, NT, TILES>(o, stage + Keys::VALUES_AT, weights);
         }
-        __syncwarp();  // the stage has been used
+        __syncwarp();  // the stage is consumed
         if (copies) keys.copy(number % STAGES);
         keys.end_step();
         ahead.next();
         if (step.ends_split()) end_split<V, V_PARTS, NT>(sums, vectors, o, bases);
         step.next();
     }
-    const Tile again(header, M, cap);  // rather than keep it in registers
+    const Tile again(header, M, cap);  // rebuilt to save registers
     write_sums(again, sums, out, out_kind, lse);
     merge_if_last<4>(header, again.item, again.first_vector, again.n_vectors, out, out_kind, lse);
 }

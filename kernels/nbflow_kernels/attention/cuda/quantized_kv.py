@@ -1,7 +1,7 @@
-"""Launches of `quantized_kv.cu`: attention over caches in block formats on tensor cores.
+"""Attention over quantized KV caches on tensor cores: launches of `quantized_kv.cu`.
 
-The bytes of a cache go to shared memory as they are, in pieces as wide as their places allow; which
-width it is, and how many query vectors a thread block has, changes no bit of a result.
+Cache bytes are copied to shared memory undecoded, with the widest copies that their alignment
+allows.  Copy width and number of query vectors per thread block do not change the bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cuda.plan import PARAMETERS, device_plan, is_plain
-from nbflow_kernels.attention.cuda.scheduler import FEW_VECTORS, Tiling
+from nbflow_kernels.attention.cuda.scheduler import DECODE_VECTORS, Tiling
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.formats.codec_spec import PAIR_RADIX
 from nbflow_kernels.kv_cache.cpu_codec import (
@@ -26,62 +26,65 @@ from nbflow_kernels.kv_cache.cpu_codec import (
 )
 from nbflow_kernels.kv_cache.cuda import format_types
 
-WARPS, PART, STAGES = 4, 32, 2
-"""Of a thread block; columns that have a scale in common; steps of a warp on their way."""
-MOST_PARTS = 8
-"""Of keys and of values: 256 columns."""
+WARPS, PART, STAGES = 4, 32, 2  # warps per thread block, columns per part, steps in flight
+MAX_PARTS = 8
+"""Largest head size in parts: 256 columns."""
 RUNS, RUN = 0, 16
-"""Neighbouring rows of a page that are copied as one piece; see `quantized_kv_loader.cuh`."""
+"""Copy mode for blocks of 16 neighbouring rows; see `quantized_kv_loader.cuh`."""
 _WEIGHT_BYTES, _STATIC_SHARED_BYTES = 256, 5120
 
 
-def takes(
-    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]
+def supports(
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]
 ) -> bool:
-    """Return whether the kernel can take a call.
+    """Return whether the kernel supports a call.
 
-    One of the formats must be of blocks, and the other one, or float16 in whole parts of 32.
-    Fused rotation, which needs numbers and not codes, and heads above 256 columns are not taken.
+    At least one of keys and values must have a block format; the other may be float16 with a head
+    size in multiples of 32.  Fused rotation and heads above 256 columns are not supported.
     """
     if max(kinds) < FIRST_BLOCK_KIND or plan.table(at.ROPE) is not None:
         return False
     for kind, D in zip(kinds, plan.heads[2:], strict=True):
         if kind < FIRST_BLOCK_KIND and (kind != F16 or D % PART):
             return False
-        if _parts(kind, D) > MOST_PARTS:
+        if _parts(kind, D) > MAX_PARTS:
             return False
-        if LAYOUTS[kind, RADIX] not in (0, PAIR_RADIX):  # pairs of other formats are not split
+        if LAYOUTS[kind, RADIX] not in (
+            0,
+            PAIR_RADIX,
+        ):  # other radixes are not split
             return False
-    if not all(0 <= step < 1 << 32 for steps in places for step in steps[:2]):
+    if not all(0 <= step < 1 << 32 for steps in kv_strides for step in steps[:2]):
         return False
-    if not _copies(plan, (k_cache, v_cache), places, kinds)[1]:
+    if not _copies(plan, (k_cache, v_cache), kv_strides, kinds)[1]:
         return False
     return _shared_bytes(plan, kinds, 1) <= cuda.device_of(k_cache).max_shared_bytes
 
 
 @functools.cache
 def kernel(kinds: tuple[int, int], parts: tuple[int, int], quads: int, copy: int) -> cuda.Kernel:
-    """Return the kernel for `quads` times four query vectors.
+    """Return the kernel for 4 * `quads` query vectors.
 
-    `parts` are the columns of keys and values in 32s; `copy` is `RUNS` or what rows are aligned to.
+    `parts` are the head sizes of keys and values in units of 32; `copy` is `RUNS` or the alignment
+    of rows in bytes.
     """
-    name = f"attend_blocks<{format_types(kinds)}, {parts[0]}, {parts[1]}, {quads}, {copy}>"
+    name = f"flash_quantized_kv<{format_types(kinds)}, {parts[0]}, {parts[1]}, {quads}, {copy}>"
     return cuda.cpp_kernel(__file__, "quantized_kv.cu", name, PARAMETERS)
 
 
 def attend(
-    plan: AttentionPlan, arguments: tuple[Any, ...], places: Any, kinds: tuple[int, int]
+    plan: AttentionPlan, arguments: tuple[Any, ...], kv_strides: Any, kinds: tuple[int, int]
 ) -> None:
-    """Launch the kernel, for requests with one row and for those with more."""
+    """Launch the kernel for single-row requests and for longer ones."""
     q, k_cache, v_cache = arguments[0], *arguments[3:5]
     H, G, D_qk, D_vo = plan.heads
     parts = _parts(kinds[0], D_qk), _parts(kinds[1], D_vo)
-    copy = _copies(plan, (k_cache, v_cache), places, kinds)[0]
-    one_row = min(4 * cuda.ceil_div(H // G, 4), FEW_VECTORS)
+    copy = _copies(plan, (k_cache, v_cache), kv_strides, kinds)[0]
+    one_row = min(4 * cuda.ceil_div(H // G, 4), DECODE_VECTORS)
     tables = device_plan(plan, q)
     for tiling in (
-        Tiling(FEW_VECTORS, at_most=one_row),
-        Tiling(FEW_VECTORS, more_than=one_row),
+        Tiling(DECODE_VECTORS, at_most=one_row),
+        Tiling(DECODE_VECTORS, more_than=one_row),
     ):
         items = tables.items(tiling)
         if not len(items.items):
@@ -96,7 +99,7 @@ def attend(
 
 
 def _parts(kind: int, D: int) -> int:
-    """Return the parts of 32 numbers of a row, whole blocks."""
+    """Return the number of parts of a row in whole blocks."""
     if kind < FIRST_BLOCK_KIND:
         return cuda.ceil_div(D, PART)
     block = int(LAYOUTS[kind, BLOCK])
@@ -110,15 +113,15 @@ def _row_bytes(kind: int, D: int) -> int:
 
 
 def _copies(
-    plan: AttentionPlan, caches: tuple[Any, Any], places: Any, kinds: tuple[int, int]
+    plan: AttentionPlan, caches: tuple[Any, Any], kv_strides: Any, kinds: tuple[int, int]
 ) -> tuple[int, bool]:
-    """Return how rows are copied, `RUNS` or their alignment up to 16, and whether they can be."""
+    """Return the copy mode (`RUNS` or the alignment up to 16), and whether copies are possible."""
     starts, tokens, neighbours = 0, 0, plan.page_size % RUN == 0
     for kind, cache, (page, token, head), D in zip(
-        kinds, caches, places, plan.heads[2:], strict=True
+        kinds, caches, kv_strides, plan.heads[2:], strict=True
     ):
         row = _row_bytes(kind, D)
-        # pages of ragged keys begin at any token, and the last ones end before they are full
+        # ragged keys: pages overlap, and the last ones are not full
         whole = page == 0 or page >= plan.page_size * row
         neighbours = neighbours and whole and token == row
         starts |= cuda.address(cache) | page | head
@@ -134,10 +137,10 @@ def _shared_bytes(plan: AttentionPlan, kinds: tuple[int, int], quads: int) -> in
 
 
 def _dynamic_bytes(plan: AttentionPlan, kinds: tuple[int, int], quads: int) -> int:
-    """Return the dynamic shared memory of the kernel, as its source lays it out."""
+    """Return the dynamic shared memory of the kernel in bytes, following its source."""
     _, _, D_qk, D_vo = plan.heads
     k_parts, v_parts = _parts(kinds[0], D_qk), _parts(kinds[1], D_vo)
-    tiles, vectors = 1 if k_parts + v_parts > MOST_PARTS else 2, 4 * quads
+    tiles, vectors = 1 if k_parts + v_parts > MAX_PARTS else 2, 4 * quads
     rows = 16 * tiles * (_row_bytes(kinds[0], D_qk) + _row_bytes(kinds[1], D_vo))
     weights = tiles * v_parts * quads * _WEIGHT_BYTES
     sums = 4 * vectors * (2 * WARPS + 2 + 4 + 2 * (PART * v_parts + 1))

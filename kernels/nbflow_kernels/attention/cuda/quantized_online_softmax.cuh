@@ -1,19 +1,18 @@
-// Query vectors and keys and values in block formats on tensor cores: codes are operands, rows of 16 keys or
-// 16 columns, and query vectors the columns of the other operand.
+// Tensor-core attention over quantized keys and values: codes are operand A (16 keys or 16 columns), query vectors
+// are the columns of operand B.
 //
-// Four vectors are eight columns: each has one for what float16 holds of its numbers and one for what that
-// leaves, so that products are exact but for 2**-22.  A lane (g, t) = (lane / 4, lane % 4) keeps what belongs
-// to vector 4 n + t, for n < NT.  Rows g and g + 8 of a tile of 16 keys are two neighbours: key 0 4 8 12 2
-// 6 10 14 and the one behind it, so that lanes read from different banks.
+// Four vectors take eight columns: the float16 part and the remainder of each, so that products are exact to 2**-22.
+// Lane (g, t) = (lane / 4, lane % 4) holds the state of vectors 4 n + t, n < NT.  Rows g and g + 8 of a tile of 16
+// keys are neighbours: key 0 4 8 12 2 6 10 14 and the next one, against bank conflicts.
 #pragma once
 #include "attention/cuda/quantized_kv_loader.cuh"
 #include "attention/cuda/online_softmax.cuh"
 
-constexpr float REST = 2048.0f;  // what the rest of a weight is multiplied by: all of float16's range counts
+constexpr float REST = 2048.0f;  // scale of weight remainders: keeps them in float16's normal range
 
 DEV int first_key_of(int g) { return (g & 3) * 4 + (g >> 2) * 2; }
 
-// A number whose bits the compiler does not know, so that what is added to an address stays an offset.
+// Hide a value from the compiler, so that constants added to an address stay immediate offsets.
 DEV u32 opaque(u32 x) {
     u32 same;
     asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(x));
@@ -21,26 +20,25 @@ DEV u32 opaque(u32 x) {
 }
 DEV void store_shared(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 
-// Over the lanes that have the same vector.
+// Reduce over the lanes of the same vector.
 template <class Combine>
-DEV float over_keys(float x, Combine combine) {
+DEV float reduce_over_keys(float x, Combine combine) {
 #pragma unroll
     for (int step = 4; step < 32; step <<= 1) x = combine(x, __shfl_xor_sync(~0u, x, step));
     return x;
 }
-DEV float greatest_of_keys(float x) { return over_keys(x, [](float a, float b) { return fmaxf(a, b); }); }
-DEV float sum_of_keys(float x) { return over_keys(x, [](float a, float b) { return __fadd_rn(a, b); }); }
+DEV float max_over_keys(float x) { return reduce_over_keys(x, [](float a, float b) { return fmaxf(a, b); }); }
+DEV float sum_over_keys(float x) { return reduce_over_keys(x, [](float a, float b) { return __fadd_rn(a, b); }); }
 
 // ---- queries -------------------------------------------------------------------------------------
 
 struct Range {
-    int low, high;  // the keys of the item that a vector sees
+    int low, high;  // visible keys of the item
     float factor;   // of its scores
 };
 
-// Query vectors times their factors in the order of the operands, 16 bytes of a lane for each part; their
-// sums over parts, for zeros and bases, as sums of products begin; what each sees.  Vectors that do not
-// exist are zeros.
+// Stage queries times their factors in operand order (16 bytes per lane and part), their sums over parts (for zero
+// points and bases), and their visible ranges.  Padding vectors are zeros.
 template <class K, int PARTS, int NT>
 DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* q, float4* sums,
                        Range* ranges) {
@@ -60,13 +58,13 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
             x[b] = exists && d < D ? __fmul_rn(load_float(from + d * size, kind), factor) : 0;
             largest = fmaxf(largest, fabsf(x[b]));
         }
-        // a power of two brings the largest to 2**14..2**15; tiny and huge ones have the power of others
+        // a power of two scales the largest to 2**14..2**15; the exponent is clamped for tiny and huge ones
         const u32 exponent = min(max(__float_as_uint(warp_max(largest)) >> 23, 15u), 229u);
         const float up = __uint_as_float((268 - exponent) << 23);
         if (lane == 0) {
             ranges[m] = {0, 0, __uint_as_float((exponent - 14) << 23) / Of::UNIT};
             if (exists) {
-                const Seen seen = seen_by(t.header, t.item, t.row(m));
+                const VisibleKeys seen = visible_keys(t.header, t.item, t.row(m));
                 ranges[m].low = max(seen.low, t.item.first_key);
                 ranges[m].high = min(seen.high, t.item.end_key);
             }
@@ -76,7 +74,7 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
             const float y = __fmul_rn(__fmul_rn(x[b], up), down);
             const u16 high = float_to_half(y), low = float_to_half(__fsub_rn(y, half_to_float(high)));
             u16* to = (u16*)(q + ((m / 4 * PARTS + b) * 32 + m % 4 * 8 + at.t) * 16) + 2 * at.pair + at.half;
-            to[0] = high, to[4 * 8] = low;  // column 2 (m % 4), and the next one
+            to[0] = high, to[4 * 8] = low;  // columns 2 (m % 4) and 2 (m % 4) + 1
             float sum = __fadd_rn(half_to_float(high), half_to_float(low)) / down;
             for (int step = 16; step; step >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
             sum *= Of::BASE ? Of::UNIT : -Of::ZERO * Of::UNIT;
@@ -87,10 +85,10 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
 
 // ---- scores --------------------------------------------------------------------------------------
 
-// Dot products of 16 * TILES keys and 4 * NT vectors: s[n][2 * tile + j] is that of the lane's vector n and
-// key first_key_of(g) + j of the tile, but for the vector's factor.
+// Dot products of 16 * TILES keys and 4 * NT vectors without the vectors' factors: s[n][2 * tile + j] belongs to the
+// lane's vector n and key first_key_of(g) + j of the tile.
 template <class K, int PARTS, int NT, int TILES>
-DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const float4* sums) {
+DEV void quantized_qk_scores(float (*s)[2 * TILES], const u8* rows, const u8* q, const float4* sums) {
     typedef Codes<K> Of;
     constexpr int ROW = Of::row_bytes(PARTS);
     const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
@@ -131,12 +129,12 @@ DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const fl
     }
 }
 
-// A lane's vectors, and what they have summed up in this split.
+// Online-softmax state of a lane's vectors in this split.
 template <int NT>
 struct Vectors {
-    const Range* ranges;  // in shared memory, of this lane's first vector
-    bool plain;  // no bias, cap or mask: visible keys are a range, scores stay as they are
-    float top[NT], total[NT];  // tops are exponents of two, see `top_of`
+    const Range* ranges;  // in shared memory, from this lane's first vector on
+    bool plain;  // no bias, cap or mask
+    float row_max[NT], row_sum[NT];  // maxima are in units of log2, see `scaled_max`
 
     DEV_METHOD Vectors(const Tile& t, const Range* all)
         : ranges(all + threadIdx.x % 4),
@@ -145,20 +143,20 @@ struct Vectors {
     }
     DEV_METHOD void restart() {
 #pragma unroll
-        for (int n = 0; n < NT; n++) top[n] = HIDDEN, total[n] = 0;
+        for (int n = 0; n < NT; n++) row_max[n] = MASKED, row_sum[n] = 0;
     }
-    // Whether any vector sees a key of [base, end).
-    DEV_METHOD bool any_sees(int base, int end) const {
+    // True if any vector sees a key of [base, end).
+    DEV_METHOD bool any_visible(int base, int end) const {
         bool sees = false;
 #pragma unroll
         for (int n = 0; n < NT; n++) sees = sees || (ranges[4 * n].low < end && ranges[4 * n].high > base);
         return __any_sync(~0u, sees);
     }
-    // Finish scores of keys from `base` on: HIDDEN for what a vector does not see, and from `end` on.  Other
-    // options than ranges are rare, and go through `room`.
+    // Apply factors, biases, caps and masks to scores from key `base` on; keys outside a vector's range or from `end` on
+    // become MASKED.  Biases, caps and masks are rare and go through `scratch`.
     template <int TILES>
-    DEV_METHOD void finish_scores(const i64* header, float cap, int base, int end, float (*s)[2 * TILES],
-                                  float* room) const {
+    DEV_METHOD void bias_and_mask(const i64* header, float cap, int base, int end, float (*s)[2 * TILES],
+                                  float* scratch) const {
         const int first = base + first_key_of((threadIdx.x & 31) / 4);
 #pragma unroll
         for (int n = 0; n < NT; n++)
@@ -166,17 +164,17 @@ struct Vectors {
             for (int i = 0; i < 2 * TILES; i++) s[n][i] = __fmul_rn(s[n][i], ranges[4 * n].factor);
         if (!plain) {
             const Tile t(header, 4 * NT, cap);
-            room += threadIdx.x;
+            scratch += threadIdx.x;
 #pragma unroll
-            for (int i = 0; i < 2 * TILES * NT; i++) room[i * THREADS] = s[i / (2 * TILES)][i % (2 * TILES)];
+            for (int i = 0; i < 2 * TILES * NT; i++) scratch[i * THREADS] = s[i / (2 * TILES)][i % (2 * TILES)];
 #pragma unroll 1
             for (int i = 0; i < 2 * TILES * NT; i++) {
                 const int m = i / (2 * TILES) * 4 + threadIdx.x % 4, j = i % (2 * TILES);
                 const int key = first + j / 2 * 16 + j % 2;
-                if (m < t.n_vectors) room[i * THREADS] = finished(t, m, key, room[i * THREADS]);
+                if (m < t.n_vectors) scratch[i * THREADS] = finished(t, m, key, scratch[i * THREADS]);
             }
 #pragma unroll
-            for (int i = 0; i < 2 * TILES * NT; i++) s[i / (2 * TILES)][i % (2 * TILES)] = room[i * THREADS];
+            for (int i = 0; i < 2 * TILES * NT; i++) s[i / (2 * TILES)][i % (2 * TILES)] = scratch[i * THREADS];
         }
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -184,45 +182,44 @@ struct Vectors {
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 const int key = first + i / 2 * 16 + i % 2;
-                if (key < low || key >= high) s[n][i] = HIDDEN;
+                if (key < low || key >= high) s[n][i] = MASKED;
             }
         }
     }
     static DEV_METHOD float finished(const Tile& t, int m, int key, float score) {
-        const Seen seen = seen_by(t.header, t.item, t.row(m));
-        if (key < seen.low || key >= seen.high) return HIDDEN;
-        if (t.header[MASK] && !mask_shows(t.header, seen.mask + key)) return HIDDEN;
-        return final_score(t.header, score, key - (t.item.position + t.row(m)), t.head(m), t.cap);
+        const VisibleKeys seen = visible_keys(t.header, t.item, t.row(m));
+        if (key < seen.low || key >= seen.high) return MASKED;
+        if (t.header[MASK] && !mask_bit(t.header, seen.mask + key)) return MASKED;
+        return biased_score(t.header, score, key - (t.item.position + t.row(m)), t.head(m), t.cap);
     }
-    // Turn scores into weights; `shrink` is what sums so far are multiplied with.
+    // Softmax weights from scores; `rescale` receives the factors of the accumulators.
     template <int TILES>
-    DEV_METHOD void weigh_keys(float (*s)[2 * TILES], float* shrink) {
+    DEV_METHOD void softmax_weights(float (*s)[2 * TILES], float* rescale) {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            float most = HIDDEN, sum = 0;
+            float most = MASKED, sum = 0;
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) most = fmaxf(most, s[n][i]);
-            const float before = top[n];
-            top[n] = fmaxf(before, top_of(greatest_of_keys(most)));
-            shrink[n] = exp2_fast(before - top[n]);
+            const float before = row_max[n];
+            row_max[n] = fmaxf(before, scaled_max(max_over_keys(most)));
+            rescale[n] = exp2_fast(before - row_max[n]);
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
-                s[n][i] = weight(s[n][i], top[n]);
+                s[n][i] = weight(s[n][i], row_max[n]);
                 sum = __fadd_rn(sum, s[n][i]);
             }
-            total[n] = __fmaf_rn(total[n], shrink[n], sum);
+            row_sum[n] = __fmaf_rn(row_sum[n], rescale[n], sum);
         }
     }
 };
 
 // ---- values --------------------------------------------------------------------------------------
 
-// Weights of 16 keys for a part's columns and four vectors: 8 rows of 32 bytes, of four vectors and then of
-// what float16 leaves of them; the halves of the last four are exchanged, for the banks.
+// Weights of 16 keys for one part's columns and four vectors: 8 rows of 32 bytes, float16 parts and then remainders;
+// the halves of the last four rows are swapped against bank conflicts.
 constexpr int WEIGHT_BYTES = 256;
 
-// Multiply weights by the scales of their values, and write them as operands; `bases` adds up what the
-// columns of a part get for the codes' zero or the blocks' bases.
+// Write weights times value scales as MMA operands; `bases` accumulates the zero-point or base term of each part.
 template <class V, int PARTS, int NT, int TILES>
 DEV void store_weights(const float (*p)[2 * TILES], const u8* rows, u8* weights, float (*bases)[PARTS]) {
     typedef Codes<V> Of;
@@ -257,14 +254,14 @@ DEV void store_weights(const float (*p)[2 * TILES], const u8* rows, u8* weights,
         }
 }
 
-// Add weights times values: o[n][2 * part + i] is a tile of the columns 2 i and 2 i + 1 of a lane's four.
+// Accumulate P V: o[n][2 * part + i] is a tile of columns 2 i and 2 i + 1 of a lane's four.
 template <class V, int PARTS, int NT, int TILES>
-DEV void add_coded_values(float (*o)[2 * PARTS][4], const u8* rows, const u8* weights) {
+DEV void accumulate_quantized_pv(float (*o)[2 * PARTS][4], const u8* rows, const u8* weights) {
     typedef Codes<V> Of;
     constexpr int ROW = Of::row_bytes(PARTS);
     const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     rows += 4 * t * ROW;
-    // this lane's row of matrix lane / 8: of a tile (the last one again), of the first or last 8 keys
+    // ldmatrix row of this lane: matrix lane / 8 of a tile (the last one repeated), first or last 8 keys
     const int row = (lane & 1) * 4 + (lane >> 1 & 3), half = (lane >> 3 & 1) ^ (lane & 1);
     weights += (TILES > 1 ? lane >> 4 : 0) * PARTS * NT * WEIGHT_BYTES + 32 * row + 16 * half;
 #pragma unroll

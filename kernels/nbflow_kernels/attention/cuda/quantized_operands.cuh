@@ -1,23 +1,22 @@
-// Codes of block formats as operands of mma.m16n8k16, read from rows in shared memory.
+// Codes of quantized rows in shared memory as operands of mma.m16n8k16.
 //
-// In the low bits of a half a code *is* a float16 number, the subnormal code * 2**-24, so that pairs of them
-// are made by an AND or a byte permutation, without a conversion.  Scales go elsewhere: to the scores of
-// keys, and to the weights of values.  Numbers are taken 32 at a time, a *part*; a block of 64 is two parts
-// with the same scale.  Float16 rows have parts, too, and no scales.
+// A code in the low bits of a half *is* a float16 number, the subnormal code * 2**-24, so an AND or a byte permutation
+// makes operands without a conversion.  Key scales are applied to scores, value scales to weights.  Numbers are taken
+// 32 at a time, a *part*; a block of 64 is two parts with one scale.  Float16 rows are parts without scales.
 #pragma once
 #include "attention/cuda/mma.cuh"
 
-// How a format's rows of PARTS * 32 numbers become operands.
+// Conversion of a format's rows of PARTS * 32 numbers to operands.
 template <class F>
 struct Codes {
     static constexpr int PER_BLOCK = F::FLOAT ? 1 : F::BLOCK / 32;  // parts
     static constexpr int BLOCK_BYTES = F::FLOAT ? 64 : F::BLOCK_BYTES;
-    // Fields of a byte are masked where they are, which multiplies codes; others are made bytes first.
+    // Bit fields masked in place, which scales the codes by a power of two; other formats are widened to bytes first.
     static constexpr bool IN_PLACE =
         !F::FLOAT && (F::MODE == NIBBLES || F::MODE == CRUMBS || F::MODE == PAIRS ||
                       F::MODE == HALVES && F::HIGH_BITS == 0);
     static constexpr bool BASE = !F::FLOAT && F::BASE_AT >= 0;
-    // What a number's code is more than the operand for a scale of 1 and no base.
+    // Zero point to subtract from codes.
     static constexpr int ZERO = F::FLOAT ? 0 : F::MODE == SIGNED ? 128 : F::ZERO;
     static constexpr float UNIT = F::FLOAT ? 1.0f : 5.9604644775390625e-8f;
 
@@ -33,17 +32,17 @@ struct Codes {
 
     // ---- keys: eight columns of a part in a lane, t = lane % 4, as four pairs
 
-    // Where column c of a part is: in which of the four lanes, which pair, which half.
-    struct Place {
+    // Position of column c of a part: lane, pair and half.
+    struct HeaderField {
         int t, pair, half;
     };
-    static DEV_METHOD Place place(int c) {
+    static DEV_METHOD HeaderField place(int c) {
         if (F::FLOAT) return {c >> 3, c >> 1 & 3, c & 1};
         if (!IN_PLACE) return {c >> 2 & 3, c >> 3 & 2 | c >> 1 & 1, c & 1};
         if (F::MODE == HALVES) return {c >> 2 & 3, c << 1 & 2 | c >> 4, c >> 1 & 1};
         return {c >> 3, c & 3, c >> 2 & 1};
     }
-    // By how many bits pair (or column) i of a lane is shifted up.
+    // Left shift of pair (or column) i of a lane.
     static constexpr int shift(int i) {
         if (!IN_PLACE) return 0;
         return F::MODE == CRUMBS ? 2 * i : i % 2 * (F::MODE == PAIRS ? 14 : 4);
@@ -57,7 +56,7 @@ struct Codes {
             const int at = low_at(part);
             if constexpr (F::MODE == PAIRS) {
                 const u8* block = row + block_at(part);
-                const int n = part % PER_BLOCK * 4 + t;  // of four pairs
+                const int n = part % PER_BLOCK * 4 + t;  // index of four pairs
                 const u32 m = block[F::HIGH_AT + n], b = block[F::TOP_AT + n / 2] >> n % 2 * 4;
                 const u32 low = widen(*(const u16*)(block + F::LOW_AT + 2 * n));
                 split_pairs(low, m | m << 12, b | b << 14, pairs);
@@ -78,7 +77,7 @@ struct Codes {
 
     // ---- values: four columns of a part in a lane, g = lane / 4, as pairs of two neighbouring keys
 
-    // The column that is a lane's number j.
+    // Column of a lane's j-th number.
     static DEV_METHOD int column(int g, int j) {
         if (IN_PLACE && F::MODE == HALVES) return (j & 1) * 16 + 2 * g + (j >> 1);
         return 4 * g + j;
@@ -119,13 +118,13 @@ struct Codes {
     }
 
   private:
-    // Four bytes at an even address.
+    // Load four bytes from an even address.
     static DEV_METHOD u32 word(const u8* at, bool aligned) {
         if (aligned) return *(const u32*)at;
         return ((const u16*)at)[0] | (u32)((const u16*)at)[1] << 16;
     }
 
-    // A part's fields in the plane of low bits, and of high ones.
+    // Offsets of a part's fields in the planes of low and of high bits.
     static constexpr int low_at(int part) {
         return block_at(part) + F::LOW_AT + part % PER_BLOCK * (F::MODE == CRUMBS ? 8 : 16);
     }
@@ -135,8 +134,7 @@ struct Codes {
 
     static DEV_METHOD u32 widen(u32 two_bytes) { return prmt(two_bytes, 0, 0x4140u); }
 
-    // Fields of two bits: the four of each half.  Of four: low and high ones of each half's first byte, then
-    // of its second one.
+    // Unpack 2-bit fields, four per half, or 4-bit fields: low and high nibbles of the first bytes, then of the second.
     static DEV_METHOD void fields(u32 w, u32* pairs) {
         if constexpr (F::MODE == CRUMBS) {
 #pragma unroll
@@ -147,7 +145,7 @@ struct Codes {
             pairs[2] = w & 0x000f000fu, pairs[3] = w & 0x00f000f0u;
         }
     }
-    // Put high bits, field i of each half for pair i, above the low ones.
+    // Insert high bits (field i of each half for pair i) above the low ones.
     static DEV_METHOD void add_high(u32 w, u32* pairs) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -156,9 +154,8 @@ struct Codes {
         }
     }
 
-    // Numbers x and y of pairs x + 11 y, of which a half has two: 4 bits of each in w, 2 in m, 1 in b.  In 1024
-    // + p the product with 1/11 and the sum with 930.9 round to 1025 + p / 11, rounded down, for all of 0..120;
-    // the rest is exact: y * 2**-10, and x * 2**-24.
+    // Split pair codes p = x + 11 y, two per half: 4 bits of each in w, 2 in m, 1 in b.  (1024 + p) / 11 + 930.9 rounds
+    // to 1025 + floor(p / 11) for all p in 0..120; the rest is exact and gives y * 2**-10 and x * 2**-24.
     static DEV_METHOD void split_pairs(u32 w, u32 m, u32 b, u32* pairs) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -178,7 +175,7 @@ struct Codes {
         const u8 *low = block + F::LOW_AT, *high = block + F::HIGH_AT;
         if constexpr (F::MODE == SIGNED) return word(low + i, aligned) ^ 0x80808080u;
         if constexpr (F::MODE == BYTES) return word(low + i, aligned);
-        // halves with a plane of high bits
+        // nibbles split in halves, with a plane of high bits
         u32 codes = word(low + (i & 15), aligned) >> (i >> 4) * 4 & 0x0f0f0f0fu;
         codes |= spread_bits(high[i >> 3] >> (i & 4) & 15) << F::LOW_BITS;
         return codes;

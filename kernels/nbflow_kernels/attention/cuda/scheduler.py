@@ -1,4 +1,4 @@
-"""The division of a step's attention into the work of thread blocks."""
+"""Schedule of a plan's work for CUDA thread blocks: tiles of query vectors, split-KV ranges."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ COLUMNS = (
     "request", "row", "n_rows", "position", "first_key", "end_key", "partial", "merge",
 )  # fmt: skip
 MERGE_COLUMNS = ("row", "n_rows", "partial", "n_splits")
-FEW_VECTORS, MANY_VECTORS = 16, 64
-"""Query vectors of a thread block of the two kernels on tensor cores."""
-MOST_SPLIT_KEYS = 512
-"""Keys per partial result on a device, unless the plan has fewer: part of the results' bits."""
-PIECES_PER_SM = 4
-"""A tile that is more than a piece of the step's work is divided along its keys."""
+DECODE_VECTORS, PREFILL_VECTORS = 16, 64
+"""Query vectors per thread block of the decode and the prefill kernel."""
+MAX_SPLIT_KEYS = 512
+"""Largest split size on a device; split boundaries determine the order of additions."""
+SPLITS_PER_SM = 4
+"""Work quanta per multiprocessor; a tile above one quantum is split along its keys."""
 
 
 class Tiling(NamedTuple):
-    """Which requests a kernel takes, and in what tiles."""
+    """Requests that a kernel processes, and its tile size."""
 
     tile_vectors: int
-    """Query vectors of a tile (rows x heads of a group); one row where a group is more."""
+    """Query vectors per tile (rows x heads of a group); at least one row."""
     more_than: int = 0
-    """Requests with that many query vectors or fewer are left to another kernel."""
+    """Process requests with more query vectors than this."""
     at_most: int = 1 << 62
-    """Those with more are, too."""
+    """Process requests with at most this many query vectors."""
 
 
 @dataclass(frozen=True)
 class CudaWorkItems:
-    """Tiles of query vectors with a range of keys; every one stands for all key/value heads."""
+    """Work items: tiles of query vectors with a key range, each for all KV heads."""
 
     items: np.ndarray
-    """int32 (n, 8), see `COLUMNS`, those with most keys first; `partial` is -1 for a final result,
-    `merge` the row of `merges` that partial ones belong to."""
+    """int32 (n, 8), see `COLUMNS`, most keys first; `partial` is -1 for a final result, `merge` the
+    row of `merges` of a partial one."""
     merges: np.ndarray
-    """int32 (n, 4), see `MERGE_COLUMNS`: whose partial results are added, in order."""
+    """int32 (n, 4), see `MERGE_COLUMNS`: split tiles, merged in order."""
     n_partials: int
-    """Partial results of each key/value head."""
+    """Partial results per KV head."""
     most: int
-    """Most query vectors of an item."""
-    any_several: bool
-    """Whether an item with a final result has more keys than a partial result may."""
+    """Largest number of query vectors of an item."""
+    any_multi_split: bool
+    """True if an unsplit item covers more than one split."""
 
 
 def split_keys(plan: AttentionPlan) -> int:
-    """Return the keys of a partial result."""
-    return min(int(plan.header[at.SPLIT_KEYS]), MOST_SPLIT_KEYS)
+    """Return the split size in keys."""
+    return min(int(plan.header[at.SPLIT_KEYS]), MAX_SPLIT_KEYS)
 
 
-def divide_for_device(
+def schedule(
     plan: AttentionPlan,
     tiling: Tiling,
     n_sms: int,
     *,
-    most_items: int | None = None,
-    most_partials: int | None = None,
+    max_items: int | None = None,
+    max_partials: int | None = None,
 ) -> CudaWorkItems:
-    """Divide the plan's step, or the part of it that a kernel takes.
+    """Return the work items of the plan's step for a kernel.
 
-    Which tiles are divided along their keys depends on the batch and on the device, the results'
-    bits do not: sums start again after every `split_keys` keys in any case.  With a limit on the
-    items or on the partial results, only the most expensive tiles are divided.
+    The choice of tiles to split depends on batch and device; the bits do not, as accumulators are
+    merged at every multiple of `split_keys` in any case.  Limits on items or partial results leave
+    only the most expensive tiles split.
     """
     H, G, _, _ = plan.heads
     group = H // G
     split = split_keys(plan)
     tile_rows = max(1, tiling.tile_vectors // group)
     n_rows = np.diff(plan.qo_indptr).astype(np.int64)
-    taken = (n_rows * group > tiling.more_than) & (n_rows * group <= tiling.at_most)
+    selected = (n_rows * group > tiling.more_than) & (n_rows * group <= tiling.at_most)
     kv_lens = plan.kv_lens.astype(np.int64)
-    tiles = np.where(taken, -(-n_rows // tile_rows), 0)
+    tiles = np.where(selected, -(-n_rows // tile_rows), 0)
     request = np.repeat(np.arange(len(tiles)), tiles)
     first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(tile_rows, n_rows[request] - first_row)
@@ -90,43 +90,43 @@ def divide_for_device(
     if plan.causal:
         end = np.minimum(end, position + rows)
     end = np.maximum(begin, end)
-    pieces = np.maximum(-(-end // split) - begin // split, 1)
-    several = pieces > 1
+    n_splits = np.maximum(-(-end // split) - begin // split, 1)
+    multi_split = n_splits > 1
     cost = (end - begin) * (rows * group + KEY_COST) + ITEM_COST
     if plan.header[at.MAY_SPLIT]:
-        pieces[cost * PIECES_PER_SM * n_sms <= cost.sum()] = 1
+        n_splits[cost * SPLITS_PER_SM * n_sms <= cost.sum()] = 1
     else:
-        pieces[:] = 1
+        n_splits[:] = 1
 
     vectors = rows * group
     for limit, needs in (
-        (None if most_items is None else most_items - len(pieces), pieces - 1),
-        (most_partials, np.where(pieces > 1, pieces * vectors, 0)),
+        (None if max_items is None else max_items - len(n_splits), n_splits - 1),
+        (max_partials, np.where(n_splits > 1, n_splits * vectors, 0)),
     ):
         if limit is not None and needs.sum() > limit:
             order = np.argsort(-cost, kind="stable")
-            pieces[order[np.cumsum(needs[order]) > limit]] = 1
-    divided = pieces > 1
-    n_partials = np.where(divided, pieces * vectors, 0)
+            n_splits[order[np.cumsum(needs[order]) > limit]] = 1
+    divided = n_splits > 1
+    n_partials = np.where(divided, n_splits * vectors, 0)
     first_partial = np.cumsum(n_partials) - n_partials
-    tile = np.repeat(np.arange(len(request)), pieces)
-    piece = np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    edge = (begin // split)[tile] + piece
-    first_key = np.where(piece == 0, begin[tile], edge * split)
+    tile = np.repeat(np.arange(len(request)), n_splits)
+    split_index = np.arange(len(tile)) - np.repeat(np.cumsum(n_splits) - n_splits, n_splits)
+    edge = (begin // split)[tile] + split_index
+    first_key = np.where(split_index == 0, begin[tile], edge * split)
     end_key = np.where(divided[tile], np.minimum(end[tile], (edge + 1) * split), end[tile])
-    partial = np.where(divided[tile], first_partial[tile] + piece * vectors[tile], -1)
+    partial = np.where(divided[tile], first_partial[tile] + split_index * vectors[tile], -1)
     columns = (
         request[tile], row[tile], rows[tile], position[tile], first_key, end_key, partial,
         np.where(divided, np.cumsum(divided) - 1, 0)[tile],
     )  # fmt: skip
-    merges = (row[divided], rows[divided], first_partial[divided], pieces[divided])
+    merges = (row[divided], rows[divided], first_partial[divided], n_splits[divided])
     items = np.stack(columns, axis=1).astype(np.int32)
-    # those with most keys first: thread blocks begin in this order, and the last ones end together
+    # Longest first: blocks start in this order, which balances the tail.
     order = np.argsort(first_key - end_key, kind="stable")
     return CudaWorkItems(
         items[order],
         np.stack(merges, axis=1).astype(np.int32),
         int(n_partials.sum()),
         int(vectors.max(initial=1)),
-        bool((several & ~divided).any()),
+        bool((multi_split & ~divided).any()),
     )

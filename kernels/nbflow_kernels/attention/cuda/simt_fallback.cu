@@ -1,24 +1,23 @@
-// Attention with every option, any head size and any formats of keys and values: the kernel to read.
+// Fallback without tensor cores: every option, any head size, any formats of keys and values.  Read this kernel first.
 //
-// A thread block takes `most` query vectors of an item and one key/value head, and walks
-// over the item's keys 32 at a time: keys are decoded to shared memory, a warp gives each lane one of
-// them to score, values are decoded to the same place, and a warp adds them to its vectors' sums.
-// After every SPLIT_KEYS keys the sums start anew and are added to those before, in order: whether
-// that happens here or in `merge_if_last`, the additions are the same.
+// A thread block owns `most` query vectors of a work item and one KV head, and walks over the item's keys 32 at a
+// time: decode keys to shared memory, score one key per lane, decode values to the same memory, accumulate P V.
+// After every SPLIT_KEYS keys the accumulators are merged into those of earlier splits, in the order that
+// `merge_if_last` uses, so the bits do not depend on the split.
 #include "attention/cuda/split_kv_merge.cuh"
 
 constexpr int KEYS = 32, WARPS = 4, PER_WARP = 4;  // at most WARPS * PER_WARP vectors
 
-// A query vector's state; its sums lie in `acc`, those of the splits before in `running`.
+// State of a query vector; its accumulator is in `acc`, that of earlier splits in `running`.
 struct State {
-    float top, total, run_top, run_total;
+    float row_max, row_sum, run_max, run_sum;
 };
 
 struct Tile {
     const i64* header;
     Item item;
     int kv_head, group, D_qk, D_vo, first_vector, n_vectors;
-    int q_stride, row_stride;  // floats from vector to vector, key to key: odd, so lanes differ
+    int q_stride, row_stride;  // in floats; odd against bank conflicts
     float *q, *rows, *acc, *running;  // in shared memory
 
     DEV_METHOD int vector_row(int m) const { return (first_vector + m) / group; }
@@ -27,7 +26,7 @@ struct Tile {
         return (i64)(item.row + vector_row(m)) * header[QO_HEADS] + vector_head(m);
     }
 
-    // Rotate the vector at x by the halves' angles of a position; one warp.
+    // Apply RoPE (half-split pairs) to the vector at x; one warp.
     DEV_METHOD void rotate(float* x, int position) const {
         const float* table = pointer<float>(header, ROPE) + (i64)max(position, 0) * D_qk;
         const int half = D_qk / 2;
@@ -53,7 +52,7 @@ struct Tile {
         }
     }
 
-    // Decode rows of keys (or values) [first, last), n numbers each, to `rows` from column `to` on.
+    // Decode rows [first, last) of n numbers to `rows`, starting at column `to`.
     template <class F>
     DEV_METHOD void load_rows(const u8* cache, Strides strides, int first, int last, int n,
                               int to) const {
@@ -70,7 +69,7 @@ struct Tile {
 
     DEV_METHOD float dot(int m, int lane) const {
         const float *a = q + m * q_stride, *b = rows + lane * row_stride;
-        float sums[4] = {0, 0, 0, 0};  // four chains: quicker, and closer to the true sum
+        float sums[4] = {0, 0, 0, 0};  // four chains: instruction parallelism and a smaller error
         int d = 0;
         for (; d + 4 <= D_qk; d += 4)
             for (int i = 0; i < 4; i++) sums[i] = __fmaf_rn(a[d + i], b[d + i], sums[i]);
@@ -84,10 +83,10 @@ DEV float warp_sum(float x) {
     return x;
 }
 
-// Five thread blocks on a multiprocessor: for a sixth, the compiler would keep numbers in memory.
+// At most 5 thread blocks per multiprocessor: for a sixth the compiler would spill registers.
 template <class K, class V>
 __global__ void __launch_bounds__(32 * WARPS, 5)
-attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const u8* k,
+attention(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const u8* k,
        const u8* v, i64 k_page, i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head,
        float cap, u8* out, int out_kind, float* lse, int most) {
     extern __shared__ float memory[];
@@ -112,53 +111,53 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
     const bool latent = header[LATENT];
     const int split = header[SPLIT_KEYS];
     const Item& item = t.item;
-    const bool several = item.end_key > (item.first_key / split + 1) * split;
+    const bool multi_split = item.end_key > (item.first_key / split + 1) * split;
     t.load_queries(queries, q_row_bytes, q_kind);
     State state[PER_WARP];
-    Seen seen[PER_WARP];
+    VisibleKeys seen[PER_WARP];
     for (int i = 0; i < PER_WARP; i++) {
         const int m = warp + i * WARPS;
-        state[i] = {HIDDEN, 0, HIDDEN, 0};
+        state[i] = {MASKED, 0, MASKED, 0};
         if (m >= t.n_vectors) continue;
-        seen[i] = seen_by(header, item, t.vector_row(m));
+        seen[i] = visible_keys(header, item, t.vector_row(m));
         for (int d = lane; d < t.D_vo; d += 32) t.acc[m * t.D_vo + d] = 0;
     }
 
     int key = item.first_key;
     while (key < item.end_key) {
         const int stop = min(min(key / KEYS * KEYS + KEYS, item.end_key), (key / split + 1) * split);
-        __syncthreads();  // the values of the chunk before have been used
-        if (latent) {  // a key is a row of k and one of v, its value the first part
+        __syncthreads();  // values of the previous tile are consumed
+        if (latent) {  // MLA: a key is (ckv, kpe), its value is ckv
             t.load_rows<K>(k, {k_page, k_token, k_head}, key, stop, t.D_vo, 0);
             t.load_rows<V>(v, {v_page, v_token, v_head}, key, stop, t.D_qk - t.D_vo, t.D_vo);
         } else {
             t.load_rows<K>(k, {k_page, k_token, k_head}, key, stop, t.D_qk, 0);
         }
-        if (header[ROPE])  // a warp rotates the rows it has loaded
+        if (header[ROPE])  // each warp rotates the rows it loaded
             for (int j = key + warp; j < stop; j += WARPS)
                 t.rotate(t.rows + (j - key) * t.row_stride, j);
         __syncthreads();
 
-        float weights[PER_WARP], shrink[PER_WARP];
+        float weights[PER_WARP], rescale[PER_WARP];
         for (int i = 0; i < PER_WARP; i++) {
             const int m = warp + i * WARPS, j = key + lane;
             if (m >= t.n_vectors) break;
             const int head = t.vector_head(m);
             bool visible = j < stop && j >= seen[i].low && j < seen[i].high;
-            if (visible && header[MASK]) visible = mask_shows(header, seen[i].mask + j);
+            if (visible && header[MASK]) visible = mask_bit(header, seen[i].mask + j);
             float score = 0;
             if (visible) {
                 const int distance = j - (item.position + t.vector_row(m));
-                score = final_score(header, t.dot(m, lane), distance, head, cap);
+                score = biased_score(header, t.dot(m, lane), distance, head, cap);
             }
-            const float top = fmaxf(state[i].top, top_of(warp_max(visible ? score : HIDDEN)));
-            weights[i] = visible ? weight(score, top) : 0;
-            shrink[i] = exp2_fast(state[i].top - top);
-            state[i].total = __fmaf_rn(state[i].total, shrink[i], warp_sum(weights[i]));
-            state[i].top = top;
+            const float row_max = fmaxf(state[i].row_max, scaled_max(warp_max(visible ? score : MASKED)));
+            weights[i] = visible ? weight(score, row_max) : 0;
+            rescale[i] = exp2_fast(state[i].row_max - row_max);
+            state[i].row_sum = __fmaf_rn(state[i].row_sum, rescale[i], warp_sum(weights[i]));
+            state[i].row_max = row_max;
         }
         if (!latent) {
-            __syncthreads();  // the keys have been used
+            __syncthreads();  // keys are consumed
             t.load_rows<V>(v, {v_page, v_token, v_head}, key, stop, t.D_vo, 0);
             __syncthreads();
         }
@@ -168,7 +167,7 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
             const int first = max(seen[i].low, key), last = min(seen[i].high, stop);
             for (int base = 0; base < t.D_vo; base += 32) {
                 const int d = base + lane;
-                float sum = d < t.D_vo ? __fmul_rn(t.acc[m * t.D_vo + d], shrink[i]) : 0;
+                float sum = d < t.D_vo ? __fmul_rn(t.acc[m * t.D_vo + d], rescale[i]) : 0;
                 for (int j = first; j < last; j++) {
                     const float w = __shfl_sync(~0u, weights[i], j - key);
                     if (d < t.D_vo)
@@ -176,16 +175,16 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
                 }
                 if (d < t.D_vo) t.acc[m * t.D_vo + d] = sum;
             }
-            if (several && (stop == item.end_key || stop % split == 0)) {
+            if (multi_split && (stop == item.end_key || stop % split == 0)) {
                 State& s = state[i];
-                const bool is_first = s.run_top == HIDDEN && s.run_total == 0;
-                const Folded f = fold(s.run_top, s.run_total, s.top, s.total);
+                const bool is_first = s.run_max == MASKED && s.run_sum == 0;
+                const MergedState f = merge_partial(s.run_max, s.run_sum, s.row_max, s.row_sum);
                 for (int d = lane; d < t.D_vo; d += 32) {
                     const int at = m * t.D_vo + d;
-                    t.running[at] = fold_column(f, is_first ? 0 : t.running[at], t.acc[at]);
+                    t.running[at] = merge_column(f, is_first ? 0 : t.running[at], t.acc[at]);
                     t.acc[at] = 0;
                 }
-                s = {HIDDEN, 0, f.top, f.total};
+                s = {MASKED, 0, f.row_max, f.row_sum};
             }
         }
         key = stop;
@@ -194,19 +193,19 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
     for (int i = 0; i < PER_WARP; i++) {
         const int m = warp + i * WARPS;
         if (m >= t.n_vectors) break;
-        const float* sums = (several ? t.running : t.acc) + m * t.D_vo;
-        const float top = several ? state[i].run_top : state[i].top;
-        const float total = several ? state[i].run_total : state[i].total;
+        const float* sums = (multi_split ? t.running : t.acc) + m * t.D_vo;
+        const float row_max = multi_split ? state[i].run_max : state[i].row_max;
+        const float row_sum = multi_split ? state[i].run_sum : state[i].row_sum;
         if (item.partial >= 0) {
             float* to = partial_at(header, item.partial + t.first_vector + m, t.kv_head);
             for (int d = lane; d < t.D_vo; d += 32) to[d] = sums[d];
             if (lane == 0) {
-                to[t.D_vo] = top;
-                to[t.D_vo + 1] = total;
+                to[t.D_vo] = row_max;
+                to[t.D_vo + 1] = row_sum;
             }
             continue;
         }
-        const Finish end = finish(header, top, total, t.vector_head(m));
+        const FinalScale end = final_scale(header, row_max, row_sum, t.vector_head(m));
         const i64 place = t.vector_place(m);
         const int size = out_kind == F32 ? 4 : 2;
         for (int d = lane; d < t.D_vo; d += 32)

@@ -1,10 +1,8 @@
-// Sums of the partial results of divided tiles: by the thread block that finishes the last of a tile's
-// splits, so that no further kernel is needed.
+// Split-KV merge of partial results by the last thread block of a tile to finish (atomic arrival counter).
 #pragma once
 #include "attention/cuda/plan.cuh"
 
-// Add the partial results of a query vector's splits in order; one warp.  AT_ONCE of them are on their
-// way together, as many as there are registers for.
+// Merge the partial results of a query vector in order; one warp.  AT_ONCE loads are in flight (register limit).
 template <int AT_ONCE>
 DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m, u8* out, int out_kind,
                       float* lse) {
@@ -15,27 +13,27 @@ DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m,
     const int head = kv_head * group + m % group;
     const i64 place = (i64)(merge.row + m / group) * header[QO_HEADS] + head;
     for (int base = lane; base < D + lane; base += 128) {
-        float sums[4] = {0, 0, 0, 0}, top = HIDDEN, total = 0;
+        float sums[4] = {0, 0, 0, 0}, row_max = MASKED, row_sum = 0;
         for (int i = 0; i < merge.n_splits; i += AT_ONCE) {
-            float tops[AT_ONCE], totals[AT_ONCE], parts[AT_ONCE][4];
+            float row_maxes[AT_ONCE], row_sums[AT_ONCE], parts[AT_ONCE][4];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {  // behind the last one: the last once more
+            for (int j = 0; j < AT_ONCE; j++) {  // clamped to the last one
                 const float* part = first + min(i + j, merge.n_splits - 1) * step;
-                tops[j] = part[D], totals[j] = part[D + 1];
+                row_maxes[j] = part[D], row_sums[j] = part[D + 1];
 #pragma unroll
                 for (int k = 0; k < 4; k++) parts[j][k] = part[min(base + 32 * k, D - 1)];
             }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 if (i + j >= merge.n_splits) break;
-                const Folded f = fold(top, total, tops[j], totals[j]);
+                const MergedState f = merge_partial(row_max, row_sum, row_maxes[j], row_sums[j]);
 #pragma unroll
-                for (int k = 0; k < 4; k++) sums[k] = fold_column(f, sums[k], parts[j][k]);
-                top = f.top;
-                total = f.total;
+                for (int k = 0; k < 4; k++) sums[k] = merge_column(f, sums[k], parts[j][k]);
+                row_max = f.row_max;
+                row_sum = f.row_sum;
             }
         }
-        const Finish end = finish(header, top, total, head);
+        const FinalScale end = final_scale(header, row_max, row_sum, head);
         for (int k = 0; k < 4; k++) {
             const int d = base + 32 * k;
             if (d < D) store_float(out + (place * D + d) * size, __fmul_rn(sums[k], end.factor), out_kind);
@@ -44,7 +42,7 @@ DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m,
     }
 }
 
-// What a thread block does once it has written its item's results.
+// Epilogue of a thread block with a partial result: the last one to arrive merges all splits of the tile.
 template <int AT_ONCE>
 DEV void merge_if_last(const i64* header, const Item& item, int first_vector, int n_vectors, u8* out,
                        int out_kind, float* lse) {

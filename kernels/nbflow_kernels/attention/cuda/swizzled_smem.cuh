@@ -1,28 +1,28 @@
-// Query vectors, keys and values in lines of shared memory, as `wgmma` reads them, and its products.
+// K/V tiles and queries in 128-byte-swizzled shared memory, and the wgmma products that read them.
 #pragma once
 #include "attention/cuda/prologue.cuh"
 #include "cuda/sm90.cuh"
 
-constexpr int LINE = 128, BLOCK = KEYS * LINE;  // bytes of 64 columns, and of 64 rows of such
+constexpr int LINE = 128, BLOCK = KEYS * LINE;  // bytes of a swizzled row (64 columns), and of 64 such rows
 
-// Where 16 bytes are, the piece `piece` of row `row` of lines; those of 64 columns lie together.
+// Byte offset of 16-byte vector `piece` of row `row`; blocks of 64 columns are contiguous.
 template <int ROWS>
-DEV u32 line_piece(int row, int piece) {
+DEV u32 swizzled_offset(int row, int piece) {
     return (piece / 8 * ROWS + row) * LINE + 16 * ((piece ^ row) & 7);
 }
 
-// A thread's part of copying a chunk's rows to lines: eight neighbouring ones have a line at once.
+// A thread's share of copying a tile to swizzled shared memory; eight threads copy a row's 128 bytes.
 template <int COPIERS>
-struct LineCopies {
-    static constexpr u32 LINES = COPIERS / 8;  // at once
-    u32 line, piece, own;  // `own`: bytes to the thread's piece of its first line
+struct SwizzledCopy {
+    static constexpr u32 LINES = COPIERS / 8;  // rows copied at once
+    u32 line, piece, own;  // `own`: offset of the thread's vector in its first row
 
-    DEV_METHOD LineCopies() {
+    DEV_METHOD SwizzledCopy() {
         const u32 thread = thread_again();
         line = thread / 8, piece = thread % 8;
         own = line * LINE + 16 * ((piece ^ line) & 7);
     }
-    // Start copying D columns of a chunk, or decode them.
+    // Start copying D columns of a tile, or decode them.
     template <class F, int D>
     DEV_METHOD void copy(const u8* const* from, u8* lines) const {
         if constexpr (F::FLOAT) {
@@ -49,21 +49,21 @@ struct LineCopies {
     }
 };
 
-// A number that a warp's threads share, so that the compiler knows they do.
+// Tell the compiler that a number is warp-uniform.
 DEV int shared_by_warp(int x) { return __reduce_max_sync(~0u, x); }
 
-// The 64 query vectors of a warpgroup out of ROWS: lines in shared memory, or, with KEPT, registers.
+// Queries of a warpgroup (64 of ROWS): in swizzled shared memory or, with KEPT, in registers.
 template <class E, int KIND, int ROWS, int D, bool EXACT, bool KEPT>
 struct Queries {
     static constexpr int COPIES = EXACT ? 2 : 1, BYTES = COPIES * ROWS * D * 2, STEPS = D / 16;
     typedef Product<KIND == BF16 ? BF16_KIND : F16_KIND, KEYS> Scores;
-    u64 at;                                   // the warpgroup's lines
-    u32 kept[KEPT ? COPIES * STEPS : 1][4];  // what they hold
+    u64 at;                                   // descriptor of the warpgroup's rows
+    u32 kept[KEPT ? COPIES * STEPS : 1][4];  // the same rows in registers
 
-    // Fill the lines of all ROWS vectors; a barrier follows.
+    // Fill all ROWS vectors; the caller synchronizes.
     static DEV_METHOD void fill(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* lines) {
         const auto place = [&](int copy, int m, int d) {
-            return (u32*)(lines + copy * (ROWS * D * 2) + line_piece<ROWS>(m, d / 8) + d % 8 * 2);
+            return (u32*)(lines + copy * (ROWS * D * 2) + swizzled_offset<ROWS>(m, d / 8) + d % 8 * 2);
         };
         load_queries<E, ROWS, D, EXACT>(t, queries, row_bytes, kind, place);
     }
@@ -74,10 +74,10 @@ struct Queries {
 #pragma unroll
             for (int i = 0; i < COPIES * STEPS; i++)
                 load_matrices(kept[i], (const u16*)(lines + i / STEPS * (ROWS * D * 2) + 64 * warpgroup * LINE +
-                                                    line_piece<ROWS>(row, i % STEPS * 2 + lane / 16)));
+                                                    swizzled_offset<ROWS>(row, i % STEPS * 2 + lane / 16)));
         }
     }
-    // Start the products with a chunk's keys: s is theirs until they are waited for.
+    // Start Q K^T of a tile; `s` is in use until the products are waited for.
     DEV_METHOD void score(float (&s)[KEYS / 2], const u8* keys) const {
         const u64 first = describe_lines(shared_by_warp(shared_address(keys)));
         hold(s);
@@ -99,9 +99,9 @@ struct Queries {
     }
 };
 
-// Start adding a chunk's values times their weights: o and the weights are theirs until they are waited for.
+// Start P V of a tile; `o` and the weights are in use until the products are waited for.
 template <int KIND, int D, bool EXACT>
-DEV void add_lines(float (&o)[D / 2], const u32 (*p)[4], const u32 (*rest)[4], const u8* values) {
+DEV void accumulate_pv_wgmma(float (&o)[D / 2], const u32 (*p)[4], const u32 (*rest)[4], const u8* values) {
     typedef Product<KIND == BF16 ? BF16_KIND : F16_KIND, D, true> Sums;
     const u64 first = describe_lines(shared_by_warp(shared_address(values)), BLOCK);
     hold(o);

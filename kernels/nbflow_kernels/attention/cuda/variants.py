@@ -1,9 +1,8 @@
-"""Attention variants written by the user, on CUDA devices: their functions inside a Numba kernel.
+"""CUDA kernel of attention variants, with the user's functions compiled into it by Numba CUDA.
 
-The functions are those that the CPU compiles; here Numba CUDA compiles them, with a kernel in which
-a warp takes one query vector and one key at a time, in float64 where the CPU does.  Keys and values
-are decoded to float32 rows first (`gather` of `kv_cache/cuda_append_gather.cu`), whatever the
-cache's format is. A few seconds to compile per variant and process.
+One warp per query vector, one key at a time, in float64 where the CPU kernel uses it.  Keys and
+values are first gathered to float32 rows (`gather` of `kv_cache/cuda_append_gather.cu`).  Compiling
+takes a few seconds per variant and process.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.arrays import empty, on_device
 from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.flash_attention import LOG2_E
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.variants import AttentionVariant, _same, _sees_all
+from nbflow_kernels.attention.variants import AttentionVariant, no_mask, no_transform
 from nbflow_kernels.cuda import numba_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F32
 from nbflow_kernels.kv_cache.cuda import WARPS, gather_kernel
 
-LOG2_E = 1.4426950408889634
 _KERNELS: dict[Any, cuda.Kernel] = {}
 _lock = threading.Lock()
 
@@ -38,18 +37,18 @@ def attend_variant(
     q: Any,
     k_cache: Any,
     v_cache: Any,
-    places: Any,
+    kv_strides: Any,
     out: Any,
     lse: Any,
     kinds: tuple[int, int],
 ) -> None:
-    """Attend with a user's functions; `places` are the caches' bytes per page, token and head."""
+    """Attend with a variant; `kv_strides` are page, token and head strides in bytes."""
     H, _, _, D_vo = plan.heads
     if not plan.n_rows:
         return
     starts = np.zeros(len(plan.kv_lens) + 1, np.int32)
     np.cumsum(plan.kv_lens, out=starts[1:])
-    k, v = _rows(plan, k_cache, v_cache, places, kinds, starts)
+    k, v = _rows(plan, k_cache, v_cache, kv_strides, kinds, starts)
     wide = q.copy() if q.dtype == np.float32 else q.astype(np.float32)
     result = out if out.dtype == np.float32 else empty(q, out.shape)
     request = np.repeat(np.arange(len(plan.kv_lens), dtype=np.int32), np.diff(plan.qo_indptr))
@@ -75,9 +74,9 @@ def attend_variant(
 
 
 def _rows(
-    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kinds: Any, starts: np.ndarray
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: Any, starts: np.ndarray
 ) -> tuple[Any, Any]:
-    """Return keys (N, G, D) and values of all requests, float32, one behind the other."""
+    """Return the keys (N, G, D) and values of all requests as float32 rows."""
     _, G, D_qk, D_vo = plan.heads
     n = int(starts[-1])
     k, v = empty(k_cache, (n, G, D_qk)), empty(k_cache, (n, G, D_vo))
@@ -88,7 +87,7 @@ def _rows(
         gather_kernel(kinds)(
             cuda.ceil_div(2 * n * G, WARPS), 32 * WARPS,
             (
-                k, v, *tables[:2], k_cache, v_cache, *places[0], *places[1], *tables[2:],
+                k, v, *tables[:2], k_cache, v_cache, *kv_strides[0], *kv_strides[1], *tables[2:],
                 len(plan.kv_lens), 2**31 - 1, plan.page_size, n, G, D_qk, D_vo, F32,
             ),
         )  # fmt: skip
@@ -96,7 +95,7 @@ def _rows(
 
 
 def _mask(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Return the custom mask as bytes, and each request's first one; both empty without a mask."""
+    """Return the custom mask as bytes, and the offset of each request; empty without a mask."""
     mask, starts = plan.table(at.MASK), plan.table(at.MASK_STARTS)
     if mask is None:
         return np.zeros(0, np.uint8), np.zeros(0, np.int64)
@@ -108,7 +107,7 @@ def _mask(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
 def _kernel(
     variant: AttentionVariant, params: tuple[Any, ...], arrays: list[Any], scalars: Any
 ) -> cuda.Kernel:
-    """Return the kernel with the variant's functions inside, for these types."""
+    """Return the kernel compiled with the variant's functions for these argument types."""
     types = importlib.import_module("numba.core.types")
     values = (*params, *arrays, *scalars)
     kinds = [_numba_type(types, value) for value in values]
@@ -143,14 +142,14 @@ def _compiler(function: Callable[..., Any], signature: Any) -> Any:
 
 
 def _numba_type(types, value):
-    """Return the type a value has in a kernel."""
+    """Return the Numba type of an argument."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
         return types.Array(numba.from_dtype(value.dtype), value.ndim, "C")
     return numba.typeof(value)
 
 
 def _declaration(name: str, value: Any) -> str:
-    """Return the parameters that Numba makes of an argument; see `_words`."""
+    """Return the PTX parameters of an argument; see `_words`."""
     if hasattr(value, "dtype") and value.shape != ():
         extents = [f"i64 {name}_{part}{d}" for part in "nb" for d in range(value.ndim)]
         words = [f"u64 {name}_meminfo", f"u64 {name}_parent", f"i64 {name}_size"]
@@ -161,18 +160,18 @@ def _declaration(name: str, value: Any) -> str:
 
 
 def _words(value: Any) -> tuple[Any, ...]:
-    """Return what is passed for an argument: of an array, the fields of Numba's structure."""
+    """Return the kernel arguments of a value: for an array, the fields of Numba's array struct."""
     if not hasattr(value, "dtype") or value.shape == ():
         return (value,)
     return (0, 0, value.size, value.itemsize, value, *value.shape, *value.strides)
 
 
 def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -> Any:
-    """Return the kernel; a thread block is one warp and takes one query vector."""
+    """Return the kernel: one warp, and so one thread block, per query vector."""
     device: Any = importlib.import_module("numba.cuda")
-    logits_transform = device.jit(device=True)(transform or _same)
-    logits_mask = device.jit(device=True)(mask_of or _sees_all)
-    output_transform = device.jit(device=True)(output or _same)
+    logits_transform = device.jit(device=True)(transform or no_transform)
+    logits_mask = device.jit(device=True)(mask_of or no_mask)
+    output_transform = device.jit(device=True)(output or no_transform)
 
     def attend(
         params, q, k, v, request_of, qo_indptr, starts, mask, mask_starts, factors, out_factors,
