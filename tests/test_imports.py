@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"nbflow": ".", "nbflow_kernels": "kernels", "nbflow_experiments": "experiments"}
 
 KNOWN = (
-    r"nbflow_kernels|nbflow_kernels\.testing\.(checks|format_checks)",
     r"nbflow_kernels\.formats(\.\w+)?|nbflow_kernels\.embedding\.cuda",
     r"nbflow_kernels\.matmul\.(cuda_mma|cuda_wgmma|tensor_cores|wgmma)",
 )

@@ -2,7 +2,7 @@
 
 While every sequence of a step generates, the next step's numbers follow from the drawn tokens
 alone: the token is the next id, positions and lengths grow by one.  Then the draws and this
-bookkeeping are compiled calls behind the program's own, and the team goes through all of them
+bookkeeping are compiled calls behind the program's own, and the thread pool runs all of them
 again and again (`nbflow.executor.CpuExecutor.run_repeated`).  The tokens are the same as step by
 step.  A burst ends when a sequence draws an end token, after a number of steps that the caller
 chooses by their duration: a new request waits no longer than that.

@@ -2,7 +2,7 @@
 
 For each shape of step the program is bound once: every op becomes compiled calls with their
 buffers cut to length (`nbflow.executor.bind`), and all calls between two communications one list
-that the team of threads runs without Python in between.  Running a step is copying its numbers
+that the thread pool runs without Python in between.  Running a step is copying its numbers
 into arrays, planning the attention, and running the lists.
 """
 
@@ -23,7 +23,7 @@ from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.block_table import PageView
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
-from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_list
+from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_graph
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 MAX_BOUND = 128
@@ -151,7 +151,7 @@ class CpuExecutor(Executor):
         if self.seconds is not None:
             self._run_timed(segment, self.seconds, **options)
         elif isinstance(segment, Segment):
-            run_list(segment.calls, **options)
+            run_graph(segment.calls, **options)
         else:
             segment.call()
 
@@ -165,7 +165,7 @@ class CpuExecutor(Executor):
             seconds[segment.kind] += time.perf_counter() - started
             return
         cycles = np.zeros(len(segment.kinds), np.int64)
-        run_list(segment.calls, cycles=cycles, **options)
+        run_graph(segment.calls, cycles=cycles, **options)
         spent = time.perf_counter() - started
         count_kernel_seconds(spent)
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):

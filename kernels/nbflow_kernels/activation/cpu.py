@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
-from nbflow_kernels.cpu.parallel_for import hold, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
 
@@ -80,7 +80,7 @@ def _run(
     T, width = out.shape
     hold(out)
     place = address_of(out)
-    split_rows(
+    parallel_for(
         _activate,
         T,
         T * width * _COST,

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.benchmarks import ops
-from nbflow_kernels.benchmarks.read_probe import ReadProbe, read_bandwidth
+from nbflow_kernels.benchmarks.roofline import ReadProbe, read_bandwidth
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize

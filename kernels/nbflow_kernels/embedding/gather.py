@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import (
     address_of,
     load_first,
@@ -26,7 +26,7 @@ def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.flo
 
     `out` may have rows far apart; nothing is checked.
     """
-    split_rows(
+    parallel_for(
         _gather,
         len(ids),
         float(out.size),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import hold, not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, not_capturable, parallel_for
 from nbflow_kernels.cpu.simd_math import select, tanh
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_u8, write_f32
 
@@ -24,7 +24,7 @@ def log_softmax(logits: np.ndarray, temperature: np.ndarray, cap: float, out: np
     B, V = logits.shape
     hold(logits, temperature, out)
     rows = address_of(logits), V, address_of(temperature), cap
-    split_rows(_log_softmax, B, _COST * B * V, *rows, address_of(out))
+    parallel_for(_log_softmax, B, _COST * B * V, *rows, address_of(out))
 
 
 def token_log_probs(
@@ -34,7 +34,7 @@ def token_log_probs(
     B, V = logits.shape
     hold(logits, temperature, out)
     rows = address_of(logits), V, address_of(temperature), cap
-    split_rows(_token_log_probs, B, _COST * B * V, *rows, ids, out)
+    parallel_for(_token_log_probs, B, _COST * B * V, *rows, ids, out)
 
 
 def kl_divergence(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
@@ -42,7 +42,7 @@ def kl_divergence(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -
     B, V = logits_p.shape
     hold(logits_p, logits_q)
     work = 2.0 * _COST * B * V
-    split_rows(_kl_divergence, B, work, address_of(logits_p), address_of(logits_q), V, out)
+    parallel_for(_kl_divergence, B, work, address_of(logits_p), address_of(logits_q), V, out)
 
 
 def top1_agreement(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
@@ -58,7 +58,7 @@ def soft_cap(logits: np.ndarray, cap: float, out: np.ndarray) -> None:
     """See `nbflow_kernels.soft_cap`."""
     n = logits.size
     hold(logits, out)
-    split_rows(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
+    parallel_for(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
 
 
 def masked_softmax(
@@ -77,7 +77,7 @@ def masked_softmax(
     """
     B, H, Tq, Tk = scores.shape
     hold(scores, mask, bias, out)
-    split_rows(
+    parallel_for(
         _masked_softmax,
         B * H * Tq,
         1.5 * _COST * scores.size,

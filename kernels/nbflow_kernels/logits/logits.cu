@@ -1,6 +1,6 @@
 // Rows of logits: a thread block for each.  Exponentials are float32, a thread adds its own in float32;
 // the sums of the threads are added in float64, and so is what becomes one number for a row.
-#include "cuda/numbers.cuh"
+#include "cuda/types.cuh"
 #include "cuda/block_reduce.cuh"
 
 constexpr int THREADS = 512;

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, register_tiles, simd, simd_memory
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import read_f32, write_f32
 from nbflow_kernels.matmul import cpu_gemm
 from nbflow_kernels.matmul.cpu_gemm import PANEL
@@ -45,11 +45,11 @@ def matmul(
     work = float(x.shape[0] * w.size)
     if x.shape[0] >= MIN_TRANSPOSED_TOKENS:
         n_groups = -(-w.shape[0] // 16)
-        split_rows(cpu_gemm.multiply, n_groups, work, x, w, bias, accumulate, out)
+        parallel_for(cpu_gemm.multiply, n_groups, work, x, w, bias, accumulate, out)
         return
     stream = x.shape[0] == 1 and w.nbytes >= ONE_STREAM_BYTES
     kernel = _matmul_stream if stream else _matmul_tiles
-    split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
+    parallel_for(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
 @jit.device_function

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, register_tiles, simd, simd_memory
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.matmul import cpu_packed_tiles
 
 
@@ -26,7 +26,7 @@ def matmul(
 ) -> None:
     """Write ``x @ w.T``, plus `bias` if that is not empty, to `out`, or add it."""
     kernel = _one if x.shape[0] == 1 else _many
-    split_rows(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
+    parallel_for(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
 
 
 def matmul_bf16(
@@ -37,7 +37,7 @@ def matmul_bf16(
     out: NDArray[np.float32],
 ) -> None:
     """Do as `matmul`, with activations and weights rounded to bfloat16."""
-    split_rows(_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
+    parallel_for(_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
 
 
 def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:

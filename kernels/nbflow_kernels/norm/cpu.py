@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import hold, not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, not_capturable, parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, store_first
 
 _COST = 2  # multiply-adds per element, for the decision to use more than one thread
@@ -86,7 +86,7 @@ def _run_rms(
 ) -> None:
     """Share the rows of `x` among the threads; the sum of squares is divided by `divisor`."""
     hold(x, residual, weight, out)
-    split_rows(
+    parallel_for(
         _rmsnorm,
         x.shape[0],
         x.size * _COST,
@@ -111,7 +111,7 @@ def _run_layer(
 ) -> None:
     """Share the rows of `x` among the threads."""
     hold(x, residual, weight, bias, out)
-    split_rows(
+    parallel_for(
         _layernorm,
         x.shape[0],
         x.size * _COST,

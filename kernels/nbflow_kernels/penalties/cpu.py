@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
 
@@ -23,7 +23,7 @@ def penalties(
     length of the prompt.
     """
     work = 20.0 * len(token_ids) + logits.shape[1]
-    split_rows(_penalties, len(logits), work, logits, token_ids, indptr, parameters, spans)
+    parallel_for(_penalties, len(logits), work, logits, token_ids, indptr, parameters, spans)
 
 
 def no_repeat_ngram(
@@ -31,7 +31,7 @@ def no_repeat_ngram(
 ) -> None:
     """See `nbflow_kernels.apply_no_repeat_ngram`; `sizes` is int64 (B,)."""
     work = 4.0 * len(token_ids)
-    split_rows(_no_repeat_ngram, len(logits), work, logits, token_ids, indptr, sizes)
+    parallel_for(_no_repeat_ngram, len(logits), work, logits, token_ids, indptr, sizes)
 
 
 def dry(
@@ -50,7 +50,9 @@ def dry(
     last one to the first.
     """
     work = 20.0 * len(token_ids) * (1 + len(edges)).bit_length() + logits.shape[1]
-    split_rows(_dry, len(logits), work, logits, token_ids, indptr, parameters, spans, words, edges)
+    parallel_for(
+        _dry, len(logits), work, logits, token_ids, indptr, parameters, spans, words, edges
+    )
 
 
 def logit_bias(
@@ -58,18 +60,18 @@ def logit_bias(
 ) -> None:
     """See `nbflow_kernels.apply_logit_bias`."""
     work = 4.0 * len(token_ids)
-    split_rows(_logit_bias, len(logits), work, logits, token_ids, biases, indptr)
+    parallel_for(_logit_bias, len(logits), work, logits, token_ids, biases, indptr)
 
 
 def mask(logits: np.ndarray, token_ids: np.ndarray, indptr: np.ndarray, keep: bool) -> None:
     """See `nbflow_kernels.mask_token_ids`."""
     work = 4.0 * len(token_ids) + (logits.size if keep else 0)
-    split_rows(_mask, len(logits), work, logits, token_ids, indptr, keep)
+    parallel_for(_mask, len(logits), work, logits, token_ids, indptr, keep)
 
 
 def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
     """See `nbflow_kernels.apply_token_bitmask`."""
-    split_rows(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
+    parallel_for(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
 
 
 @jit.kernel

@@ -1,7 +1,7 @@
 // Changes of logits: a thread block for each row.  The tokens of row b are token_ids[indptr[b]:
 // indptr[b + 1]]; a token that is no column is passed over.  Rows need `room`, ints of shape (B, V)
 // whose contents do not matter: only the places of listed tokens are used, and set first.
-#include "cuda/numbers.cuh"
+#include "cuda/types.cuh"
 
 // A store that several threads may make of the same value.
 __device__ inline void put(int* to, int value) { *(volatile int*)to = value; }

@@ -1,6 +1,6 @@
 // Positions: the rotary embedding, and what is added to embeddings or scores.
 #include "cuda/float16.cuh"
-#include "cuda/numbers.cuh"
+#include "cuda/types.cuh"
 #include "cuda/vector_load.cuh"
 #include "position/rope_rotate.cuh"
 

@@ -83,7 +83,7 @@ def arm_instructions() -> int:
     Only for a processor without features: other code names instructions of x86.
     """
     n = 0
-    for kernel in (kernels.use_simd, kernels.use_simd_bytes, kernels.use_simd_tiles):
+    for kernel in (kernels.use_simd, kernels.use_int8, kernels.use_tiles_int8):
         again = numba.njit(error_model="numpy")(kernel.py_func)  # cached kernels have no text
         again.compile((numba.int64,) * 4)
         (text,) = again.inspect_llvm().values()

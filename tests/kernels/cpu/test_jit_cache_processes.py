@@ -147,8 +147,8 @@ FACTORY = """
 import sys
 import numpy as np
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.graph import Call, CallList
-from nbflow_kernels.cpu.thread_pool import Team
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
+from nbflow_kernels.cpu.thread_pool import ThreadPool
 
 def make(number):
     @jit.kernel
@@ -162,7 +162,7 @@ kernels = [make(int(word)) for word in sys.argv[1:]]
 for kernel in kernels:
     kernel(out, 0, 1)
 for kernel in kernels:
-    Team(1).run_list(CallList([Call(kernel, (out,), 1, 1.0)], 1))
+    ThreadPool(1).run_graph(CpuGraph([GraphNode(kernel, (out,), 1, 1.0)], 1))
     print(out[0])
 """
 

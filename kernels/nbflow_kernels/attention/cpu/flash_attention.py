@@ -4,7 +4,7 @@ An item is a tile: some consecutive query rows of one request and all query head
 key/value head, with a range of keys.  The tile walks over its keys in chunks of 64 counted from the
 start of the sequence, with the online softmax of FlashAttention; after every `SPLIT_KEYS` keys the
 sums start anew, and the partial results are added in order.  Whatever the tile, the batch, the page
-size, the team of threads and the division into items, the additions that lead to one output element
+size, the thread pool and the division into items, the additions that lead to one output element
 are the same and in the same order, so a row's result is the same bit for bit.
 
 The rows of an item may also be those of several requests that begin with the same pages: the item

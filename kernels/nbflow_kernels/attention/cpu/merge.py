@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 
 _ALL = np.zeros(0, np.bool_)
 
@@ -29,12 +29,14 @@ def merge_state(
     T, H, D = v_a.shape
     rows = [a.reshape(T * H, D) for a in (v_a, v_b, v_out)]
     sums = [a.reshape(T * H) for a in (s_a, s_b, s_out)]
-    split_rows(_merge_two, T * H, 4.0 * T * H * D, *rows, *sums, _ALL if mask is None else mask, H)
+    parallel_for(
+        _merge_two, T * H, 4.0 * T * H * D, *rows, *sums, _ALL if mask is None else mask, H
+    )
 
 
 def merge_states(v: np.ndarray, s: np.ndarray, v_out: np.ndarray, s_out: np.ndarray) -> None:
     """See `nbflow_kernels.merge_states`."""
-    split_rows(_merge_many, v.shape[0], 2.0 * v.size, v, s, v_out, s_out)
+    parallel_for(_merge_many, v.shape[0], 2.0 * v.size, v, s, v_out, s_out)
 
 
 @jit.kernel

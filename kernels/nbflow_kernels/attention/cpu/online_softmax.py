@@ -65,7 +65,7 @@ def score_4x4(like, q, row_bytes, keys, s, ahead, n_ahead):
     k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
     for d in range(0, row_bytes, 64):
         b = register_tiles.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-    store_quarters(s, ROW, register_tiles.lane_sums(register_tiles.beside(a, b)))
+    store_quarters(s, ROW, register_tiles.lane_sums(register_tiles.concat_groups(a, b)))
 
 
 @jit.device_function
@@ -108,13 +108,13 @@ def _make_mix(vectors: int, rows: int) -> Any:
         """
         size = simd.size_of(like)
         column = (d >> 2) * size
-        tile = register_tiles.load_apart(vectors, rows, acc + d, row_bytes)
+        tile = register_tiles.load_strided(vectors, rows, acc + d, row_bytes)
         tile = register_tiles.scale(tile, shrink, step)
         for j in range(first, last):
             fetch(ahead, j, n_ahead)
             value = read_i64(values + 8 * j) + column
             tile = register_tiles.step(tile, like, value, 16 * size, p + 4 * j, ROW)
-        register_tiles.store_apart(acc + d, row_bytes, tile)
+        register_tiles.store_strided(acc + d, row_bytes, tile)
 
     return mix
 

@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd_int8`: 64 bytes are an array of uint8."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd_int8`: 64 bytes are an array of uint8."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.cpu import simd, simd_memory
+from nbflow_kernels.cpu import simd, simd_compare, simd_memory
 from nbflow_kernels.quantizers import simd_panel as lockstep
 from nbflow_kernels.quantizers.reference import ggml_scale_fit as ggml_fits
 
-MODULES = (simd, simd_memory, lockstep, ggml_fits)
+MODULES = (simd, simd_compare, simd_memory, lockstep, ggml_fits)
 """Modules whose functions the encoders call by the module's name."""
 
 
@@ -91,13 +91,13 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
         "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
         "load_f16", "to_f32", "as_i32",
     )  # fmt: skip
-    of_lockstep = (
+    of_compare = (
         "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
     )  # fmt: skip
     return {
         simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
         simd_memory: {"store_f16": own.store_f16},
-        lockstep: {name: getattr(own, name) for name in of_lockstep},
+        simd_compare: {name: getattr(own, name) for name in of_compare},
     }
 
 

@@ -1,4 +1,4 @@
-"""Operations of `simd` and `quantizers.simd_panel` on one lane of a vector, in a CUDA kernel.
+"""Operations of `simd` and `simd_compare` on one lane of a vector, in a CUDA kernel.
 
 A mask is -1 or 0.  Importing it needs numba-cuda.
 """

@@ -15,8 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.quantizers.simd_panel import (
-    VECTOR,
+from nbflow_kernels.cpu.simd_compare import (
     absolute,
     any_lane,
     choose,
@@ -26,6 +25,7 @@ from nbflow_kernels.quantizers.simd_panel import (
     nearest,
     sqrt,
 )
+from nbflow_kernels.quantizers.simd_panel import VECTOR
 
 TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
 PASSES = 5  # rounds of changing single codes
