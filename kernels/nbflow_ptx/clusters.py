@@ -2,7 +2,7 @@
 
 A block may reach the shared memory of another one only while that runs: from a ``barrier.cluster``
 on, which tells that all have begun, until something that the other one waits for, mostly a second
-``barrier.cluster``, tells it that nobody comes any more.
+``barrier.cluster``, ends that access.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ClusterBarrier:
 
 
 class Clusters:
-    """What the clusters of one machine have met for, and who reached into whose memory."""
+    """Cluster barriers of a machine, and accesses to other blocks' shared memory."""
 
     def __init__(self, m: Machine) -> None:
         self.m = m
@@ -51,11 +51,11 @@ class Clusters:
         self.arrived: NDArray[np.int32] = np.zeros(m.lanes, np.int32)
         """The stamp of each thread's arrival in the phase under way; 0: it has not arrived."""
         self.open: NDArray[np.bool_] = np.zeros(m.lanes, np.bool_)
-        """Whether the phase a thread arrived in is complete, and it has not waited yet."""
+        """True for threads whose phase is complete but that have not waited yet."""
         self.given: NDArray[np.int32] = np.zeros((n, warps), np.int32)
-        """What the threads knew that arrived without ``.relaxed``, as `Clocks.row`."""
+        """Clocks of the threads that arrived without ``.relaxed``, as `Clocks.row`."""
         self.told, self.arrivals = self.given.copy(), self.given.copy()
-        """Of the latest complete phase: that, and when each warp arrived."""
+        """Clocks and arrival of each warp in the latest complete phase."""
         self.met: NDArray[np.int32] = np.zeros((n, warps, warps), np.int32)
         """The latest arrival of each warp that each warp has waited for."""
         self.waiting: list[tuple[int, NDArray[np.int64]]] = []

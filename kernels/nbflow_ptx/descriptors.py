@@ -1,6 +1,6 @@
-"""Where the elements of a matrix lie that ``wgmma`` reads by a 64-bit descriptor.
+"""Shared memory addresses of the matrix elements that a ``wgmma`` descriptor selects.
 
-A descriptor, as the PTX ISA's chapter on asynchronous warpgroup instructions lays it out:
+A descriptor, as in the PTX ISA's chapter on asynchronous warpgroup instructions:
 
 =======  ==========================================================================
 bits     field

@@ -19,7 +19,7 @@ GLOBAL_BASE = 0x7E << 40
 WINDOW_BYTES = 1 << 24
 #: Bits of a shadow byte.
 LIVE, WRITTEN, FREED, PENDING, READING = 1, 2, 4, 8, 16
-#: Bytes between allocations that belong to nobody.
+#: Unallocated bytes between allocations.
 RED_ZONE = 512
 _ALIGN = 256
 
@@ -41,7 +41,7 @@ class Allocation:
     freed: bool = False
     capacity: int = 0
     mapped: bool = False
-    """Whether it stands for pinned memory of the host, which kernels reach over the bus."""
+    """True for pinned host memory, which kernels access over the bus."""
 
     @property
     def address(self) -> int:
@@ -102,7 +102,7 @@ class Device:
         return found
 
     def _reuse(self, nbytes: int) -> Allocation:
-        """Take freed memory again, only once there is no other; what is left of it stays free."""
+        """Reuse freed memory, only when no other is left; the remainder stays free."""
         for k, a in enumerate(self.allocations):
             if a.freed and a.capacity >= nbytes:
                 self.shadow[a.start : a.start + a.capacity] = 0

@@ -47,7 +47,7 @@ def out(array: np.ndarray) -> Out:
 
 @dataclass
 class Result:
-    """What a launch did besides writing its arrays.
+    """Statistics and reports of a launch.
 
     Attributes
     ----------

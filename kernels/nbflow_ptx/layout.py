@@ -1,4 +1,4 @@
-"""Where everything of one launch lies: parameters, shared arrays, symbols, threads."""
+"""Memory layout of a launch: parameters, shared arrays, symbols, threads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Layout:
         for size, step, axis in zip(self.grid, self.cluster, "xyz", strict=True):
             if size % step:
                 raise LaunchError(
-                    f"grid.{axis} = {size} is no multiple of the {step} thread blocks of a "
+                    f"grid.{axis} = {size} is not a multiple of the {step} thread blocks of a "
                     f"cluster of {kernel.name}"
                 )
         n = self.blocks_per_cluster

@@ -1,7 +1,7 @@
 """The mbarriers of one machine: phases, arrivals, bytes still to come, and who knows what by them.
 
-A phase is complete when nobody is to arrive and no bytes are to come any more.  Copies land as
-late as they may: when threads wait for the phase that counts them, and nobody can do anything else.
+A phase is complete when no arrivals and no bytes are pending.  Copies land as late as allowed: when
+threads wait for the phase that counts them and no other thread can run.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Mbarriers:
             m.clocks.learn(warp, self.found[k].known)
 
     def check_end(self) -> None:
-        """Report copies that nobody waited for when the kernel ends."""
+        """Report copies that no thread waited for when the kernel ends."""
         for b in self.found.values():
             if b.landings and self.m.checks.uninitialised:
                 raise self.m.error(

@@ -1,8 +1,8 @@
 """Threads that wait at ``mbarrier.try_wait``.
 
 The first try of a phase that is not complete fails, as it may on hardware: a kernel must try
-again.  At the second the thread is parked, until nobody else can go on: then what is under way to
-its mbarrier lands, as late as it may.
+again.  At the second the thread is parked until no other can run: then the copies in flight to its
+mbarrier land, as late as allowed.
 """
 
 from __future__ import annotations

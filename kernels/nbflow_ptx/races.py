@@ -1,4 +1,4 @@
-"""Who touched which byte last, and whether that is ordered before the access at hand.
+"""Race detection: the last accesses of each byte, and whether they happen before a new one.
 
 Every memory or synchronisation instruction executed gets a *stamp*, a growing number.  For each
 cell of memory the last write (thread, stamp) and the reads since are kept.  An earlier access is
@@ -16,7 +16,7 @@ ordered before mine when
   with an atomic or another strong access since (or the whole grid met at a barrier).
 
 Atomics and strong accesses (volatile, relaxed, acquire, release) do not race with each other.
-Writing the value that is already there is no race.
+Writing the value that is already there is not a race.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_NOTES = 64 << 20
 
 
 class Clocks:
-    """What each warp of a group of blocks knows of the others of its cluster.
+    """Vector clocks of the warps of a group of blocks.
 
     `warps` are those of a cluster, which is mostly one block.
     """
@@ -159,7 +159,7 @@ class Cells:
     several clusters see this memory; `starts` are then the beginnings of the arrays in it.  A
     cluster may have `warps`, of which each has a bit.
 
-    Reads are only noted down, and entered into the cells when somebody writes to the same array:
+    Reads are only recorded, and entered into the cells when a thread writes to the same array:
     most arrays are never written, and most shared memory is written behind a barrier, which makes
     earlier reads and writes irrelevant.
     """

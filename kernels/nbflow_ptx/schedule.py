@@ -1,4 +1,4 @@
-"""Who runs next, who waits for whom, and what a deadlock looks like."""
+"""Warp scheduler: ready and waiting threads, barriers, deadlock reports."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Scheduler:
         return min(self.ready)
 
     def new_turn(self) -> None:
-        """Start counting anew how long the others have been waiting."""
+        """Restart the count of how long the others have been waiting."""
         self.turn, self.spins_before = 0, self.m.strong_accesses
 
     def waiting(self) -> bool:
@@ -297,7 +297,7 @@ class _Scheduler:
             self.at_warp[c.pc] = lanes[~go]
 
     def wake(self) -> bool:
-        """Let those go on that wait for an mbarrier, once nobody else can."""
+        """Resume the threads that wait for an mbarrier, once no others can run."""
         for pc, lanes in self.parked.wake():
             self.send(pc + 1, lanes)
         return bool(self.ready)

@@ -1,4 +1,4 @@
-"""What the compiled kernels of attention, the cache and sampling are made of."""
+"""Compiled code of attention, KV cache and sampling kernels: registers, instructions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
 def test_prompts_by_wgmma_keep_sums_in_registers(
     D: int, exact: bool, warpgroups: int, plain: bool
 ) -> None:
-    """Of 255, with one thread block on a multiprocessor."""
+    """Register limits (of 255), with one thread block on a multiprocessor."""
     found = facts(flash_wgmma.kernel((F16, F16), D, D, exact, warpgroups, plain), "sm_90a")
     assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
     products = (D // 16 + 64 // 16) * (2 if exact else 1)  # of keys, of values

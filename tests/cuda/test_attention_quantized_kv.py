@@ -166,7 +166,7 @@ def test_splits_that_are_no_whole_steps(xp: Any, dtype: Any) -> None:
 
 
 def test_what_is_left_to_other_kernels(xp: Any) -> None:
-    """Float32 and bfloat16 beside block formats, wide heads, fused rotation."""
+    """Float32, bfloat16 and block formats, wide heads, fused rotation."""
 
     def taken(name: str, D: int, **options: Any) -> bool:
         formats = kv_formats(name)

@@ -1,4 +1,4 @@
-"""What the compiled kernels are made of: registers, widths of accesses, no float64."""
+"""Compiled code of the kernels: registers, widths of accesses, no float64."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit(arch: str)
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("name", ["rows of bfloat16", "q8_0"])
 def test_products_by_wgmma_keep_both_sums_in_registers(name: str, together: int) -> None:
-    """Of 255: sums twice, 96 or 64 each, and the weights of two steps."""
+    """Registers (of 255): sums twice, 96 or 64 each, and the weights of two steps."""
     if name.startswith("rows"):
         kernel = cuda_wgmma._kernel(2, "bf16", 1, 192, together)
     else:

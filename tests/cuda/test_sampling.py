@@ -1,4 +1,4 @@
-"""Sampling on a device: tokens of many draws, rows that are no distribution, long rows."""
+"""Sampling on a device: tokens of many draws, rows that are not distributions, long rows."""
 
 from __future__ import annotations
 

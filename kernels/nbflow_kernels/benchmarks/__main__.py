@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _restart_with_blas_threads() -> None:
-    """Start this command again with the peer's library told how many threads to use.
+    """Restart this command with the peer library's thread count set.
 
     BLAS libraries read these variables once, when NumPy is imported.
     """

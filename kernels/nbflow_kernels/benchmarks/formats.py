@@ -1,4 +1,4 @@
-"""Errors and speeds of weight formats, measured beside the machine's read bandwidth.
+"""Errors and speeds of weight formats, compared with the machine's read bandwidth.
 
     python -m nbflow_kernels.benchmarks.formats [FORMAT ...] [--formats FILE] [--shape N K]
     [--threads N]
@@ -56,7 +56,7 @@ def measure_errors(name: str, n_rows: int = 1024) -> dict[str, float]:
 def measure_speed(
     name: str, shape: tuple[int, int] = SHAPE, repeats: int = 15
 ) -> dict[str, float | None]:
-    """Return what encoders, decoder and one-row products of a format do per second.
+    """Return the speeds of quantizers, decoder and one-row products of a format.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def _rounds(
 def run(
     names: Sequence[str], shape: tuple[int, int] = SHAPE, repeats: int = 15
 ) -> dict[str, dict[str, Any]]:
-    """Return errors and speeds by explicit name, and say on stderr what is being measured."""
+    """Return errors and speeds by explicit name; report progress on stderr."""
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(FORMATS[name].name for name in names):
         print(f"{name} ...", file=sys.stderr, flush=True)

@@ -71,7 +71,7 @@ class Worker:
         self._lines.put(_END)
 
     def next(self, seconds: float) -> dict[str, Any] | str:
-        """Return what it says next, or in words why it says no more."""
+        """Return the worker's next message, or the reason why there is none."""
         try:
             text = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -152,7 +152,7 @@ def _watch(
     left: Callable[[], float],
     silence_s: float,
 ) -> str:
-    """Take what a worker finds until it ends; return why there is no sense in another one."""
+    """Collect a worker's results until it ends; return the reason not to start another, or None."""
     begun, n_before = "", len(waiting)
     try:
         while waiting and (begun or left() > 0):
@@ -206,7 +206,7 @@ def main(
     found = cuda.detect()
     wrong = found.reason
     if out is not None and not out.parent.is_dir():
-        wrong = f"--out: there is no folder {out.parent}"
+        wrong = f"--out: folder {out.parent} does not exist"
     if wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
@@ -226,7 +226,7 @@ def main(
 
 
 def _main() -> None:
-    """Read a job from standard input; what others print goes to the standard error."""
+    """Read a job from standard input; redirect other output to standard error."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
 

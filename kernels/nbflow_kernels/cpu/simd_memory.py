@@ -296,7 +296,7 @@ def address_of(array: NDArray[Any]) -> int:
     """Return the address of an array's first element, from Python."""
     if not isinstance(array, np.ndarray):
         raise TypeError(
-            "the first array lies in host memory, another one on a CUDA device; copy it to the "
+            "the first array is in host memory, another one on a CUDA device; copy it to the "
             f"host (cupy.asnumpy), got {type(array).__module__}.{type(array).__name__}"
         )
     return _word_at(id(array) + _HEADER).value if _FOLLOWS_HEADER else array.ctypes.data

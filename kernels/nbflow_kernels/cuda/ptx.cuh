@@ -4,7 +4,7 @@
 
 enum { F16_KIND = 1, BF16_KIND = 2 };  // numbers of 16 bits
 
-// threadIdx.x, but read anew.
+// threadIdx.x, read again.
 DEV int thread_again() {
   int i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));

@@ -24,7 +24,7 @@ _KINDS = {"float32": F32, "float16": F16, "uint16": BF16}
 def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.float32]) -> None:
     """Write ``table[ids]`` to `out`; a table of uint16 holds the bits of bfloat16.
 
-    `out` may have rows far apart; nothing is checked.
+    Rows of `out` may be strided; nothing is checked.
     """
     parallel_for(
         _gather,

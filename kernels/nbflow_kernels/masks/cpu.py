@@ -1,4 +1,4 @@
-"""Masks as bits on the CPU."""
+"""Bit-packed masks on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbflow_kernels.cpu.parallel_for import not_capturable, parallel_for
 
 
 def packbits(x: np.ndarray, bitorder: str) -> np.ndarray:
-    """See `nbflow_kernels.packbits`: NumPy's own loop is as fast as memory."""
+    """See `nbflow_kernels.packbits`: NumPy's loop is memory-bound."""
     not_capturable()
     return np.packbits(x, bitorder=cast(Literal["big", "little"], bitorder))
 

@@ -1,4 +1,4 @@
-"""Changes of logits on the CPU: a thread takes whole rows; the time goes with the lists' length."""
+"""Logits processors on the CPU: parallel over rows; time grows with the token lists."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
 
 @jit.kernel
 def _penalties(logits, token_ids, indptr, parameters, spans, start, stop):
-    # bit 0: the token occurred; above: how often after the prompt
+    # bit 0: the token occurred; higher bits: its count after the prompt
     counts = np.zeros(logits.shape[1], np.int32)
     for b in range(start, stop):
         first, end = np.int64(indptr[b]), np.int64(indptr[b + 1])
@@ -129,14 +129,14 @@ def _first_from(token, j, low, high, words, edges):
 
 @jit.device_function
 def _ends_breaker(tokens, i, words, edges):
-    """Return whether token i is the last of a breaker that lies in `tokens`."""
+    """Return whether token i is the last of a breaker contained in `tokens`."""
     low, high, j = 0, len(edges) - 1, 0
     while low < high and j <= i:
         token = np.int64(tokens[i - j])
         low = _first_from(token, j, low, high, words, edges)
         high = _first_from(token + 1, j, low, high, words, edges)
         j += 1
-        # of breakers that end alike the shortest comes first
+        # breakers with equal ends are sorted by length
         if low < high and edges[low + 1] - edges[low] == j:
             return True
     return False
@@ -144,7 +144,7 @@ def _ends_breaker(tokens, i, words, edges):
 
 @jit.device_function
 def _free_tokens(tokens, words, edges):
-    """Return how many tokens follow the last breaker."""
+    """Return the number of tokens after the last breaker."""
     n = len(tokens)
     for after in range(n):
         if _ends_breaker(tokens, n - 1 - after, words, edges):
@@ -154,7 +154,7 @@ def _free_tokens(tokens, words, edges):
 
 @jit.device_function
 def _common_suffixes(tokens, lengths):
-    """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
+    """Write to ``lengths[k]`` the length of the match that ends k tokens before the end; k >= 1.
 
     The Z algorithm on the reversed sequence: linear time.
     """

@@ -1,4 +1,4 @@
-"""Sparse products on the CPU: weight row after weight row, its values in order."""
+"""Sparse matrix product on the CPU, row by row of the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.sparse.csr import CsrMatrix
 
-_COST = 4  # multiply-adds that a value costs, for the decision to use more than one thread
+_COST = 4  # multiply-adds per value, for the choice of thread count
 
 
 def sparse_matmul(x: np.ndarray, w: CsrMatrix, accumulate: bool, out: np.ndarray) -> None:

@@ -214,7 +214,7 @@ class Copies:
         """Land the copies of these threads, all but the latest `left` groups.
 
         `before` is the stamp before which they must have been started instead: of an mbarrier,
-        by which whoever waits knows of the threads that started them.
+        that orders the threads that started them before the waiting one.
         """
         waiting = np.zeros(m.lanes, np.bool_)
         waiting[lanes] = True

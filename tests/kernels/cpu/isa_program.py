@@ -43,7 +43,7 @@ def conversions() -> None:
     assert np.array_equal(wide.view(np.uint32)[~nan], right.view(np.uint32)[~nan])
     assert np.isnan(wide[nan]).all()
     with np.errstate(all="ignore"):
-        between = right[:-1] / 2 + right[1:] / 2  # halfway, and what lies beside it
+        between = right[:-1] / 2 + right[1:] / 2  # halfway between neighbours, and next to that
     around = [between, np.nextafter(between, np.float32(9e9)), np.nextafter(between, -between)]
     floats = np.concatenate([right, *around, np.float32([7e4, -1e38, 1e-45, 65519.996])])
     floats = np.resize(floats, floats.size // 16 * 16 + 16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Lists of compiled calls, and the pool that runs them."""
+"""CPU graphs and the thread pool that runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of threads: the end of a list, who may use a pool, and what a fork takes along."""
+"""Thread pools: end of a graph, sharing of pools between threads, forks."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def test_error_of_a_kernel_is_its_own_and_ends_the_list(n_threads: int) -> None:
     made, used = CpuGraph(calls, n_threads), ThreadPool(n_threads)
     with pytest.raises(ValueError, match="three is too many") as caught:
         used.run_graph(made, repeat=10)
-    assert caught.value.__notes__ == ["raised by kernel _fails_at in a list of calls"]
+    assert caught.value.__notes__ == ["raised by kernel _fails_at in a CPU graph"]
     assert counts.tolist() == [3] * 8
-    used.run_graph(made, repeat=10)  # the pool goes on
+    used.run_graph(made, repeat=10)  # the pool still works
     assert counts.tolist() == [13] * 8
 
 
@@ -131,15 +131,15 @@ def test_error_with_values_that_are_not_in_the_machine_code_names_the_kernel() -
     failing = CpuGraph([GraphNode(_fails_with, (np.ones(1),), 1, 1.0)], 1)
     with pytest.raises(ValueError, match="by kernel _fails_with") as caught:
         ThreadPool(1).run_graph(failing)
-    assert caught.value.__notes__ == ["raised by kernel _fails_with in a list of calls"]
+    assert caught.value.__notes__ == ["raised by kernel _fails_with in a CPU graph"]
 
 
 def test_error_that_is_not_known_names_the_kernel() -> None:
     unknown = calls_module.error_of(calls_module._UNKNOWN, _add_one)
-    assert str(unknown) == "kernel _add_one failed in a list of calls, with an unknown error"
+    assert str(unknown) == "kernel _add_one failed in a CPU graph, with an unknown error"
 
 
-# ---- who may use a pool ---------------------------------------------------------------------
+# ---- sharing of pools ---------------------------------------------------------------------
 
 
 def _team_threads() -> set[threading.Thread]:
@@ -170,7 +170,7 @@ class _Meeting:
 
 @pytest.mark.usefixtures("number_not_set")
 def test_threads_of_a_pool_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that find it in use compute alone: 8 callers on 5 processors are not 8 pools of 5."""
+    """Callers that find the pool in use compute alone: 8 callers on 5 processors share one pool."""
     monkeypatch.setattr(parallel_for, "available_cores", lambda: 5)
     before, meeting = len(_team_threads()), _Meeting(8)
     with ThreadPoolExecutor(8) as pool:

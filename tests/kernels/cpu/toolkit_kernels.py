@@ -316,7 +316,7 @@ def use_form(form: CpuLayout) -> Any:
 
 
 def operands(seed: int, brains: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `f`, with numbers that are no ordinary ones in its first 192 bytes, `i` and `b`."""
+    """Return `f`, with special values in its first 192 bytes, `i` and `b`."""
     rng = np.random.default_rng(seed)
     f = rng.standard_normal(1024).astype(np.float32)
     odd = np.array([np.nan, np.inf, -np.inf, 1e-40, -1e-45, 2.5, -3.5, 1e38], np.float32)

@@ -1,4 +1,4 @@
-"""Cache rows: the layouts beside the formats' own, the encoder bit for bit, the decoder."""
+"""Cache rows: the layouts against the formats' own, the encoder bit for bit, the decoder."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_what_is_not_finite_makes_the_row_nan_and_no_other(broken):
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q3h"])
 def test_error_of_int8_activations(name):
-    """What a user gives up: 0.5 % of the result's root mean square, whatever the weights' format.
+    """Error of int8 activations: 0.5 % of the result's root mean square for all formats.
 
     The largest of 32 normal numbers is 2.07 on average (mean square 4.5), a step is 1/127 of it,
     and the error is uniform: sqrt(4.5 / 12) / 127 = 4.8e-3.  The bounds are 15 % either way.
