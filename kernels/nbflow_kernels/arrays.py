@@ -76,7 +76,7 @@ def check_together(**arrays: Any) -> None:
             places[is_cuda(array) or getattr(array, "on_device", False)] = name
     if len(places) == 2:
         raise UsageError(
-            f"{places[True]} is on a CUDA device and {places[False]} in host memory; copy both to "
+            f"{places[True]} is on a CUDA device and {places[False]} in host memory; bring both to "
             "one device: cupy.asarray, or to_device() of a QuantTensor"
         )
 

@@ -346,7 +346,7 @@ def array(obj: Any, dtype: Any = None, copy: bool = True) -> ndarray:
 
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
-    """Return `a` as an array on the device whose rows lie one behind the other."""
+    """Return `a` as an array on the device with contiguous rows."""
     found = asarray(a, dtype)
     return found if found.flags.c_contiguous else found.copy()
 

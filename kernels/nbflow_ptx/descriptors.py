@@ -106,7 +106,7 @@ def core_rows(d: Descriptor, lines: int, mn_major: bool) -> Any:
     lines : int
         Its extent along M or N; along K it has 32 bytes (16 elements of 16 bits).
     mn_major : bool
-        Whether elements that are neighbours along M or N lie together.
+        True if elements that are neighbours along M or N are contiguous.
 
     Returns
     -------

@@ -35,7 +35,7 @@ class KernelFacts:
     """Static facts about one kernel.
 
     Counts are static: instructions in the text, device functions included where they are called.
-    None means that the input does not tell (a cubin has no PTX instructions; registers need
+    None means that the input does not contain it (a cubin has no PTX instructions; registers need
     ``ptxas``); `registers_from` says where the number comes from, or why there is none.
     """
 

@@ -83,7 +83,7 @@ class Clocks:
         self.proxy_known[cluster, warp, warp] = m.stamp
 
     def row(self, m: Machine, warp: int) -> NDArray[np.int32]:
-        """Return what a warp of the machine knows at present, itself included."""
+        """Return the current clock of a warp, itself included."""
         row: NDArray[np.int32] = self.known[warp // self.warps, warp % self.warps].copy()
         row[warp % self.warps] = m.stamp
         return row
@@ -96,7 +96,7 @@ class Clocks:
         known[warp % self.warps] = own
 
     def oldest_of(self, m: Machine, lanes: Any) -> Any:
-        """Return the stamp up to which each of these threads knows everything of its cluster."""
+        """Return the stamp up to which each thread is ordered after its whole cluster."""
         if self.same is not None:
             return self.same
         return self.oldest[m.of(m.warp_id, lanes)]
@@ -130,7 +130,7 @@ class Grid:
 
 
 class _Read(NamedTuple):
-    """A read noted down: its range, threads, places, stamp, and what its threads knew."""
+    """Recorded read: range, threads, addresses, stamp, and clocks of its threads."""
 
     low: int
     high: int
@@ -196,7 +196,7 @@ class Cells:
             self.noted_bytes = 0
 
     def _array(self, low: int, high: int) -> int:
-        """Return the number of the array a range of bytes lies in; -1 for several."""
+        """Return the index of the array that contains a range of bytes; -1 for several."""
         k = bisect_right(self.starts, low) - 1
         return k if k + 1 >= len(self.starts) or high < self.starts[k + 1] else -1
 
@@ -227,7 +227,7 @@ class Cells:
     ) -> list[tuple[int, int, int]]:
         """Record a write; return ``(j, other thread, other stamp)`` of possible races.
 
-        They are races only if the written value differs from the old one, which the caller knows.
+        They are races only if the written value differs from the old one, which the caller checks.
         """
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
         array = self._array(low, high)
@@ -365,7 +365,7 @@ class Cells:
         return True
 
     def _met(self, m: Machine, lane: int) -> int:
-        """Return up to when a thread knows all lanes of its warp: by a sync, or an mbarrier."""
+        """Return the stamp up to which a thread is ordered after all lanes of its warp."""
         clocks = m.clocks
         warp = m.warp_id == m.warp_id[lane]
         passed = min(int(clocks.taken[lane]), int(clocks.given[warp].min()))

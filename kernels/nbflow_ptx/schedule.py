@@ -64,7 +64,7 @@ class _Scheduler:
             )
 
     def choose(self) -> int:
-        """Return the group to run: the one furthest behind, unless it spins."""
+        """Return the group to run: the one least advanced, unless it spins."""
         if len(self.ready) == 1 and not self.waiting():
             self.new_turn()
             return min(self.ready)
@@ -89,7 +89,7 @@ class _Scheduler:
         self.ready.setdefault(pc, []).append(lanes)
 
     def follow(self, pc: int, lanes: Any) -> None:
-        """Run one group until it splits, waits, ends, or another is further behind."""
+        """Run one group until it splits, waits, ends, or another is less advanced."""
         m = self.m
         while True:
             i = None if len(lanes) == m.lanes else lanes
@@ -345,7 +345,7 @@ class _Scheduler:
                 )
 
     def force_warps(self) -> None:
-        """With the check of masks off: go on with the lanes that came."""
+        """Continue with the lanes that arrived; used with the check of masks off."""
         pc = min(self.at_warp)
         c = self.warp_control(pc)
         if c.kind == "group":

@@ -1,4 +1,4 @@
-"""The emulated GPU that the arrays of `cupy_stand_in` live on."""
+"""State of the emulated GPU that `cupy_stand_in` uses."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Warpgroups:
             known[cluster, first + w, first] = np.maximum(known[cluster, first + w, first], stamp)
 
     def check_end(self, m: Machine) -> None:
-        """Report a product that is still under way when the kernel ends."""
+        """Report a product still in flight when the kernel ends."""
         if self.busy and m.checks.wgmma:
             group = int(np.flatnonzero(self.latest > self.waited)[0])
             lane = int(np.flatnonzero(m.group_of == group)[0])

@@ -1,4 +1,4 @@
-"""``python -m nbflow_kernels.benchmarks.kv_cache_error``: attention error of KV cache formats, in Markdown.
+"""``python -m nbflow_kernels.benchmarks.kv_cache_error``: attention error of KV cache formats.
 
 For every format of the key/value cache: its size, and the error of attention over a cache in it,
 relative to attention over exact keys and values: root mean square error of the results over their

@@ -381,8 +381,8 @@ def l2norm(
     The form with eps under the root is that of the linear-attention models (queries and keys of
     Qwen3-Next).  PyTorch's ``normalize`` divides by ``max(length, 1e-12)`` instead: the same for
     every vector longer than 1e-6 with ``eps=1e-24``, and for a vector of zeros.  Baichuan2 divides
-    the rows of its output matrix that way.  Llama 4 normalizes queries and keys with its
-    an L2 norm; that is `rmsnorm` without a weight.
+    the rows of its output matrix that way.  The "L2 norm" of queries and keys in
+    Llama 4 is `rmsnorm` without a weight.
 
     Examples
     --------

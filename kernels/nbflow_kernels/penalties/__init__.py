@@ -313,8 +313,8 @@ def apply_logit_bias(logits: Any, token_ids: Any, biases: Any, indptr: Any) -> A
 def mask_token_ids(logits: Any, token_ids: Any, indptr: Any, *, keep: bool = False) -> Any:
     """Set the logits of listed tokens to -inf, or those of all others.
 
-    Bad words, allowed tokens and a minimum length (which masks the end tokens until it is reached)
-    come down to.
+    Implements bad words, allowed tokens and a minimum length (the end tokens are masked until it is
+    reached).
 
     Parameters
     ----------

@@ -186,7 +186,7 @@ def _start_copy(b: Binder, ins: Instruction) -> Run:
 
 
 class Copies:
-    """The asynchronous copies under way, and the group each thread is filling."""
+    """Asynchronous copies in flight, and the open group of each thread."""
 
     def __init__(self, lanes: int) -> None:
         self.group = np.zeros(lanes, np.int64)

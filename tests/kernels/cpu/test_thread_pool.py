@@ -136,7 +136,7 @@ def test_error_with_values_that_are_not_in_the_machine_code_names_the_kernel() -
 
 def test_error_that_is_not_known_names_the_kernel() -> None:
     unknown = calls_module.error_of(calls_module._UNKNOWN, _add_one)
-    assert str(unknown) == "kernel _add_one failed in a CPU graph, with an unknown error"
+    assert str(unknown) == "kernel _add_one failed in a CPU graph with an unknown error"
 
 
 # ---- sharing of pools ---------------------------------------------------------------------
