@@ -73,7 +73,7 @@ def measure_speed(
         ``quantize_plain_mweights_per_s``, ``quantize_best_...``, ``dequantize_...``; for ``f32``
         and ``int8`` activations ``gemv_<kind>_gb_per_s`` (stored bytes), ``..._gweights_per_s`` and
         ``..._share_of_read`` (of the bandwidth measured between the samples); for these and
-        ``bf16`` the ``product_<kind>_error``, see `product_errors`; None where there is no such
+        ``bf16`` the ``product_<kind>_error``, see `product_errors`; None for formats without such
         product.  ``packed_bits_per_weight``.
     """
     return measure_encoders(name) | measure_products([name], shape, repeats)[name]

@@ -1,10 +1,10 @@
 """Benchmark of the ops on a CUDA device: ``benchmarks --suite gpu --out FILE``.
 
-First the device's own limits: copying memory and, where cuBLAS is, a float16 product.  Then each
-timed case is checked against its float64 reference, and timed: calls over enough copies of the
-inputs that none is still in the L2 cache, captured into a CUDA graph (so that Python does not
-count), between two events.  An op that cannot be captured is timed call by call, which the row
-says.  A case that fails, or for which no time is left, is a row with the reason.
+First the device's limits: memory copies and, with cuBLAS, a float16 product.  Then each timed case
+is checked against its float64 reference and timed between two events: calls over enough copies of
+the inputs that none is still in the L2 cache, captured into a CUDA graph (without Python's
+overhead).  An op that cannot be captured is timed call by call, as its row states.  A case that
+fails, or for which no time is left, is a row with the reason.
 
 Measuring runs in a separate process (`nbflow_kernels.benchmarks.gpu_worker`): a case that breaks or
 hangs it costs one row.  The file is rewritten after every row.

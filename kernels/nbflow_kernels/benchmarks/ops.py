@@ -7,9 +7,9 @@
 OP is an op (``matmul``) or one case (``matmul-llama2_7b_decode_f16``); without any, all timed
 cases run.  A case whose result differs from the reference is not timed, and the exit code is 1.
 
-What is timed: the public function, with its checks, into a given output; not the first call, which
+Timed is the public function with its checks and a given output, without the first call, which
 compiles.  Enough copies of the inputs are used in turn that none is still in the last-level cache.
-A sample is as many calls as fill 200 microseconds, and a peer's samples alternate with ours.
+A sample fills 200 microseconds with calls; samples of a peer alternate with ours.
 GB/s counts each byte that must be read or written once, so data in a cache can exceed the limit.
 With ``--suite gpu`` the cases run on a CUDA device, see `nbflow_kernels.benchmarks.gpu`.
 "% of peak" compares GFLOP/s with multiply-adds in registers (`nbflow_kernels.benchmarks.roofline`).

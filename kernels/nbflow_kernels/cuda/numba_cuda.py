@@ -118,7 +118,7 @@ def compile_typed(
     fastmath: bool = False,
     fuse: bool = True,
 ) -> bytes:
-    """Do as `compile_function` for arguments of Numba's types, arrays and tuples among them."""
+    """Compile a function for arguments of Numba types, including arrays and tuples."""
     cuda = _numba_cuda()
     capability = (int(arch[3:]) // 10, int(arch[3:]) % 10)
     with _lock, _without_driver(capability), _options(fma=fuse):

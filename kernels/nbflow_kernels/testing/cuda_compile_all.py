@@ -69,7 +69,7 @@ def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
         try:
             answers = list(pool.map(_compile, names))
         except BrokenProcessPool as error:
-            return [f"a process has died: {error}"]
+            return [f"a compiling process died: {error}"]
     return [answer for answer in answers if answer]
 
 
