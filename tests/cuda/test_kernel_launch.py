@@ -395,9 +395,7 @@ def test_arrays_in_two_places_are_refused(cupy: Any) -> None:
         lambda: nk.silu(there, out=host),
         lambda: nk.soft_cap(there, 1.0, out=host),
     ):
-        with pytest.raises(
-            TypeError, match=r"is on a CUDA device|must be an array on the device"
-        ):
+        with pytest.raises(TypeError, match=r"is on a CUDA device|must be an array on the device"):
             call()
 
 

@@ -115,10 +115,10 @@ template <class T>
 DEV Vec16<T> sum_vec(const Group& group, int number, i64 u) {
     float sums[Vec16<T>::N];
     for (int rank = 0; rank < group.n_ranks; rank++) {
-        Vec16<T> part;
-        part.word = load_shared(group.data(rank, number) + 16 * u);
+        Vec16<T> term;
+        term.word = load_shared(group.data(rank, number) + 16 * u);
         for (int i = 0; i < Vec16<T>::N; i++) {
-            const float x = widen(part.elements[i]);
+            const float x = widen(term.elements[i]);
             sums[i] = rank == 0 ? x : __fadd_rn(sums[i], x);
         }
     }
@@ -155,17 +155,17 @@ two_shot(const u64* bases, const T* x, T* out, i64 n, i64 most_bytes, int n_rank
     const int number = step / 2 & 1;
     const i64 n_vecs = (n + Vec16<T>::N - 1) / Vec16<T>::N, share = (n_vecs + n_ranks - 1) / n_ranks;
     const i64 stride = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int part = 0; part < n_ranks; part++)  // the share that block b of rank `part` adds
-        for (i64 i = first, u = part * share + i; i < share && u < n_vecs; i += stride, u += stride)
+    for (int peer = 0; peer < n_ranks; peer++)  // the share that block b of rank `peer` adds
+        for (i64 i = first, u = peer * share + i; i < share && u < n_vecs; i += stride, u += stride)
             ((uint4*)group.data(group.rank, number))[u] = load_vec(x, u, n).word;
     group.barrier(step - 1);
     for (i64 i = first, u = group.rank * share + i; i < share && u < n_vecs; i += stride, u += stride)
         ((uint4*)group.data(group.rank, 2))[i] = sum_vec<T>(group, number, u).word;
     group.barrier(step);
-    for (int part = 0; part < n_ranks; part++)
-        for (i64 i = first, u = part * share + i; i < share && u < n_vecs; i += stride, u += stride) {
+    for (int peer = 0; peer < n_ranks; peer++)
+        for (i64 i = first, u = peer * share + i; i < share && u < n_vecs; i += stride, u += stride) {
             Vec16<T> sum;
-            sum.word = load_shared(group.data(part, 2) + 16 * i);
+            sum.word = load_shared(group.data(peer, 2) + 16 * i);
             store_vec(out, u, n, sum);
         }
     if (threadIdx.x == 0) *group.counter() = step;

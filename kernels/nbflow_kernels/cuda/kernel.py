@@ -1,4 +1,4 @@
-"""`Kernel`: one CUDA kernel, compiled when it is first launched, and its launch."""
+"""`Kernel`: a CUDA kernel with declared parameters, compiled at its first launch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Kernel:
     Parameters
     ----------
     name : str
-        What errors call it.
+        Its name in error messages.
     parameters : str
         The declaration, e.g. ``"f32* x, f32*? weight, i32 n, f32 eps"``.
     compile : callable
-        Makes its code for a target.
+        Returns its code for a target.
     """
 
     def __init__(self, name: str, parameters: str, compile: Compile) -> None:

@@ -1,4 +1,4 @@
-"""Numba CUDA functions to PTX or cubin, without a device and without a driver."""
+"""Compilation of Numba CUDA functions to PTX or cubin, without a device or driver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBA_TYPES = {
     "f32": "float32", "f64": "float64",
 }  # fmt: skip
 LEAST_VERSION = (0, 30)
-"""Version of numba-cuda."""
+"""Least version of numba-cuda."""
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 _lock = threading.Lock()
 

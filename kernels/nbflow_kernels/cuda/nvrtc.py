@@ -1,4 +1,4 @@
-"""CUDA C++ to PTX or cubin with NVRTC, which needs no device and no driver."""
+"""Compilation of CUDA C++ to PTX or cubin with NVRTC, without a device or driver."""
 
 from __future__ import annotations
 
