@@ -39,9 +39,9 @@ def test_blocks_run(tmp_path: Path, compiled: bool) -> None:
 
 def test_files_and_names_on_the_page_exist() -> None:
     text = PAGE.read_text()
-    assert _program().count("\n@njit") >= 5
+    assert _program().count("\n@jit.kernel") >= 5
     for path in re.findall(r"`((?:tools|tests|notebooks)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
     package = ROOT / "kernels" / "nbflow_kernels"
-    for path in re.findall(r"`((?:formats|matmul|qmatmul|norm|attention)/\w+\.py)`", text):
+    for path in re.findall(r"`((?:formats|matmul|quantized_matmul|norm|attention)/\w+\.py)`", text):
         assert (package / path).exists(), path
