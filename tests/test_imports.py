@@ -11,10 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"nbflow": ".", "nbflow_kernels": "kernels", "nbflow_experiments": "experiments"}
 
-KNOWN = (
-    r"nbflow_kernels|nbflow_kernels\.testing\.(checks|format_checks)",
-    r"nbflow_kernels\.formats(\.\w+)?|nbflow_kernels\.embedding\.cuda",
-)
+KNOWN = (r"nbflow_kernels\.formats(\.\w+)?|nbflow_kernels\.embedding\.cuda",)
 """Cycles that are left: all modules of one match one of these patterns."""
 
 

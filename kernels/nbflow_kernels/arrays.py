@@ -1,4 +1,4 @@
-"""Choice of the variant by array type, and the checks every public function shares."""
+"""Array checks and transfers shared by the public functions, on NumPy and CUDA arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nbflow_kernels.errors import UsageError
 
 
 def is_cuda(array: object) -> bool:
-    """Return whether `array` lives on a CUDA device (CuPy, or anything with the interface)."""
+    """Return whether `array` has the CUDA array interface (CuPy)."""
     return hasattr(array, "__cuda_array_interface__")
 
 
 def empty(like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-    """Return a new array where `like` lives."""
+    """Return a new uninitialized array on the device of `like`."""
     if not is_cuda(like):
         return np.empty(shape, dtype)
     from nbflow_kernels.cuda import device_of
@@ -34,27 +34,27 @@ def on_device(array: Any, like: Any) -> Any:
 
 
 def all_on_device(arrays: Sequence[Any], like: Any) -> list[Any]:
-    """Return arrays on the device of `like`; those in host memory travel in one copy."""
-    places, at = [], 0
+    """Return arrays on the device of `like`; all those in host memory are copied at once."""
+    offsets, n_bytes = [], 0
     for array in arrays:
-        places.append(at)
-        at += 0 if is_cuda(array) else -(-array.nbytes // 16) * 16
-    packed = np.zeros(at, np.uint8)
-    for place, array in zip(places, arrays, strict=True):
+        offsets.append(n_bytes)
+        n_bytes += 0 if is_cuda(array) else -(-array.nbytes // 16) * 16
+    packed = np.zeros(n_bytes, np.uint8)
+    for offset, array in zip(offsets, arrays, strict=True):
         if not is_cuda(array):
-            packed[place : place + array.nbytes] = (
+            packed[offset : offset + array.nbytes] = (
                 np.ascontiguousarray(array).view(np.uint8).ravel()
             )
-    there = on_device(packed, like) if at else None
+    copied = on_device(packed, like) if n_bytes else None
     return [
-        a if there is None or is_cuda(a)
-        else there[place : place + a.nbytes].view(a.dtype).reshape(a.shape)
-        for place, a in zip(places, arrays, strict=True)
+        a if copied is None or is_cuda(a)
+        else copied[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)
+        for offset, a in zip(offsets, arrays, strict=True)
     ]  # fmt: skip
 
 
 def on_host(array: Any) -> Any:
-    """Return `array` as it is, or the NumPy copy of an array on a CUDA device, after waiting."""
+    """Return `array`, or a NumPy copy of an array on a CUDA device (synchronizes)."""
     if not is_cuda(array):
         return array
     from nbflow_kernels.cuda import to_host
@@ -63,12 +63,12 @@ def on_host(array: Any) -> Any:
 
 
 def check_together(**arrays: Any) -> None:
-    """Raise unless all arrays and quantized tensors lie in host memory, or all on CUDA devices.
+    """Raise unless all arrays and quantized tensors are in host memory, or all on CUDA devices.
 
     Raises
     ------
     UsageError
-        Naming one of each.
+        With the name of one array on each side.
     """
     places: dict[bool, str] = {}
     for name, array in arrays.items():
@@ -77,12 +77,12 @@ def check_together(**arrays: Any) -> None:
     if len(places) == 2:
         raise UsageError(
             f"{places[True]} is on a CUDA device and {places[False]} in host memory; bring both to "
-            "one place: cupy.asarray, or to_device() of a QuantTensor"
+            "one device: cupy.asarray, or to_device() of a QuantTensor"
         )
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Return whether two arrays may share memory: whether their bounds in memory overlap."""
+    """Return whether two arrays may share memory, i.e. their memory bounds overlap."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
         return both and np.may_share_memory(a, b)
@@ -104,20 +104,20 @@ def check_array(
     *,
     rows: bool = False,
 ) -> None:
-    """Raise unless `array` is a C-contiguous array of the wanted shape and dtype.
+    """Raise unless `array` is a C-contiguous array of the expected shape and dtype.
 
     Parameters
     ----------
     name : str
-        The parameter's name, for the message.
+        Name of the parameter, for the message.
     array : array
-        What the caller gave.
+        The argument.
     shape : tuple of int or None
-        Wanted shape; None matches any length.
+        Expected shape; None matches any length.
     dtype : dtype or tuple of dtypes
-        Wanted dtype, or the allowed ones.
+        Expected dtype, or the allowed ones.
     rows : bool
-        Allow any distance between the rows (axis 0), e.g. a band of columns of a wider matrix.
+        Allow any stride of axis 0, e.g. a slice of columns of a wider matrix.
 
     Raises
     ------

@@ -1,17 +1,17 @@
-"""Errors a user can cause, and the words they come in."""
+"""Errors that a user can cause, and helpers for their messages."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-_SHOWN = 120  # characters of a name from outside; it may have millions
+_SHOWN = 120  # characters shown of an untrusted name, which may have millions
 
 
 class UsageError(ValueError):
     """A wrong argument, file or configuration.
 
-    The message names what was wrong, what was wanted, what was found and what to do.  The command
+    The message names the parameter, the expected and the found value and the remedy.  The command
     line prints it without a traceback and exits with code 2.
     """
 
@@ -26,7 +26,7 @@ def install_command(extra: str) -> str:
 
 
 def unknown_name(kind: str, name: object, available: Iterable[str]) -> UsageError:
-    """Return the error for a name that does not exist, with close names and then all names."""
+    """Return the error for an unknown name, with close matches and all available names."""
     names = list(available)
     close = difflib.get_close_matches(str(name)[:_SHOWN], names, n=3)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"

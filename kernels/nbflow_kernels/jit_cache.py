@@ -1,20 +1,18 @@
-"""Compiled kernels on disk: a folder for each state of the sources, a file for each kernel.
+"""Disk cache of compiled kernels, keyed by a digest of the sources and by the signature.
 
-Numba's disk cache looks only at the file of the cached function: it would go on serving old
-machine code after an edit in a function that was inlined from another file.  The cache folder of a
-module is therefore named after a digest of its source and of all sources of this package that it
-imports, directly or through others.  `NUMBA_CACHE_DIR` moves the folders, as usual.
+Numba's disk cache checks only the file of the cached function, so it would keep serving old machine
+code after an edit in a function inlined from another file.  Here the cache folder of a module is
+named after a digest of its source and of all sources of this package that it imports, directly or
+indirectly.  `NUMBA_CACHE_DIR` moves the folders, as usual.
 
-A source that was edited after the process began may differ from the code that the process runs,
-and many kernels are made long after their module was imported.  Machine code of the old source must
-not be kept under the new one's digest, nor the new one's be called by old Python code: as soon as
-one of its sources has changed, a kernel is compiled for this process alone.
+A source edited after the process started may differ from the running code.  Old machine code must
+not be stored under the new digest, nor new machine code be called by old Python code: once a source
+has changed, its kernels are compiled for this process only.
 
-Numba keeps an index of the numbered files of a function.  Two processes that compile the same
-function for different types at the same time both take the next number; afterwards the index may
-name a file that holds the other's machine code, which then runs on the wrong types.  MPI ranks and
-parallel tests do just that.  Here a file is named by what it was compiled for, says so inside, and
-is put in its place by a rename; there is no index.
+Numba numbers the cache files of a function in an index.  Two processes that compile a function for
+different types at the same time, as MPI ranks and parallel tests do, take the same number, and the
+index may then name the other's machine code.  Here files are named by their key, contain it, and
+are written atomically by a rename, without an index.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _ROOT = Path(__file__).parent
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return when a file was last written and its size; None if it is gone."""
+    """Return modification time and size of a file; None if it does not exist."""
     try:
         found = os.stat(path)
     except OSError:
@@ -43,7 +41,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-# Of the files as this process began to import them; of others, when they were first looked at.
+# Stamps of sources when this module was imported; of other files, when they were first read.
 _stamps = {
     path: _stamp(path)
     for folder, _, names in os.walk(_ROOT)
@@ -57,7 +55,7 @@ _IMPORT = re.compile(
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the source file of a module of this package, if there is such a module."""
+    """Return the source file of a module of this package; None for other names."""
     path = _ROOT.joinpath(*module.split(".")[1:])
     if path.with_suffix(".py").is_file():
         return path.with_suffix(".py")
@@ -83,20 +81,20 @@ def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
 
 @functools.cache
 def _sources(path: Path) -> tuple[Path, ...]:
-    """Return a module's file and the files of this package that it imports, also through others."""
+    """Return a module's file and the files of this package that it imports, transitively."""
     seen: set[Path] = set()
-    waiting = [path]
-    while waiting:
-        file = waiting.pop()
+    pending = [path]
+    while pending:
+        file = pending.pop()
         if file not in seen:
             seen.add(file)
-            waiting.extend(_source(file)[1])
+            pending.extend(_source(file)[1])
     return tuple(sorted(seen, key=lambda f: (f != path, f)))
 
 
 @functools.cache
 def source_digest(path: Path) -> str:
-    """Return the digest of a module's source and of what it imports from this package."""
+    """Return the digest of a module's source and of its imports from this package."""
     digest = hashlib.sha256()
     for file in _sources(path):
         digest.update(_source(file)[0])
@@ -104,7 +102,7 @@ def source_digest(path: Path) -> str:
 
 
 def is_as_imported(path: Path) -> bool:
-    """Return whether no source that a kernel of this module is made of was edited meanwhile."""
+    """Return whether the sources of a module's kernels are unchanged since their import."""
     return all(_stamp(file) == _stamps[file] for file in _sources(path))
 
 
@@ -114,7 +112,7 @@ def is_ours(path: Path) -> bool:
 
 
 def cache_root() -> Path:
-    """Return the folder that holds the cache folders of all modules."""
+    """Return the parent of all cache folders."""
     base = os.environ.get("NUMBA_CACHE_DIR")
     if base:
         return Path(base)
@@ -122,19 +120,19 @@ def cache_root() -> Path:
 
 
 def cache_folder(path: Path) -> Path:
-    """Return the folder of compiled kernels of the module at `path`, for its present sources."""
+    """Return the cache folder of the module at `path` for its current sources."""
     return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
 class KeyedFiles(caching.IndexDataCacheFile):
-    """The files of one function, in place of Numba's index and numbered files.
+    """Cache files of one function, replacing Numba's index and numbered files.
 
     Parameters
     ----------
     like : numba.core.caching.IndexDataCacheFile
-        Numba's.
+        Numba's files, whose paths and stamp are used.
     may_save : callable
-        Says whether the sources are still those that the folder is named after.
+        Returns whether the sources still match the folder's digest.
     """
 
     def __init__(
@@ -147,12 +145,12 @@ class KeyedFiles(caching.IndexDataCacheFile):
         self._stamp = like._version, like._source_stamp
 
     def flush(self) -> None:
-        """Forget everything."""
+        """Delete all entries of the function."""
         for path in Path(self._cache_path).glob(f"{self._base}.*.nbc"):
             path.unlink(missing_ok=True)
 
     def save(self, key: Any, data: Any) -> None:
-        """Write what was compiled for a key."""
+        """Write the entry of a key."""
         if not self._may_save():
             return
         content = self._dump((self._stamp, key, self._dump(data)))
@@ -160,11 +158,11 @@ class KeyedFiles(caching.IndexDataCacheFile):
             file.write(content)
 
     def load(self, key: Any) -> Any:
-        """Return what was compiled for a key, or None; a file that is broken counts as absent."""
+        """Return the entry of a key; None if it is absent or broken."""
         try:
             stamp, found, data = pickle.loads(self._path(key).read_bytes())
             return pickle.loads(data) if (stamp, found) == (self._stamp, key) else None
-        except Exception:  # pickles of other programs, or cut off, can raise anything
+        except Exception:  # truncated or foreign pickles can raise anything
             return None
 
     def _path(self, key: Any) -> Path:
@@ -173,17 +171,17 @@ class KeyedFiles(caching.IndexDataCacheFile):
 
 
 class _Locator(caching._CacheLocator):
-    """Tells Numba's cache where the files of one function are.
+    """Location of one function's cache files, for Numba's cache.
 
     Parameters
     ----------
     function : callable
         The function.
     folder : Path
-        Named after all sources that it is made of.
+        Cache folder, named after a digest of the sources.
     by_time : bool
-        Whether the folder is for one source file, and what was compiled from it at another time
-        does not count.  Otherwise all copies of the sources share what one of them has compiled.
+        Entries count only for a source file with the same path and modification time.  Otherwise
+        all copies of the sources share entries.
     """
 
     def __init__(self, function: Any, folder: Path, by_time: bool) -> None:
@@ -201,16 +199,16 @@ class _Locator(caching._CacheLocator):
         return str(self._folder)
 
     def get_source_stamp(self) -> Any:
-        """Return what must be the same for a file to count."""
+        """Return the stamp that an entry must have to count."""
         return self._stamp
 
     def get_disambiguator(self) -> str:
-        """Return what tells functions of one name apart."""
+        """Return the line, which distinguishes functions of one name."""
         return str(self._line)
 
 
 class _Kernels(caching.CompileResultCacheImpl):
-    """Numba's way to write a compiled function down, with a locator that is given."""
+    """Numba's serialization of compiled functions, with a given locator."""
 
     def __init__(self, function: Any, locator: _Locator) -> None:
         self._lineno = function.__code__.co_firstlineno
@@ -220,20 +218,20 @@ class _Kernels(caching.CompileResultCacheImpl):
 
 
 class KernelCache(caching.FunctionCache):
-    """Numba's cache of a function, with `KeyedFiles` in a folder that is given.
+    """Numba's function cache with `KeyedFiles` in a given folder.
 
-    None of Numba's settings is touched, which other threads may use to make functions of theirs.
+    It changes none of Numba's global settings, which other threads may be using.
 
     Parameters
     ----------
     function : callable
-        The function to be compiled.
+        The function to compile.
     folder : Path
-        A folder named after all sources that it is made of.
+        Cache folder, named after a digest of the sources.
     may_save : callable
-        Says whether the sources are still those that the folder is named after.
+        Returns whether the sources still match the folder's digest.
     by_time : bool
-        Whether a file counts only for a source written at the same time.
+        Entries count only for a source with the same modification time.
     """
 
     def __init__(
@@ -253,8 +251,8 @@ class KernelCache(caching.FunctionCache):
         self.enable()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was compiled for a signature; None if there is nothing that can be used."""
+        """Return the entry of a signature; None if it is absent or unusable."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # bytes that another program has left can do anything
+        except Exception:  # foreign bytes can raise anything
             return None

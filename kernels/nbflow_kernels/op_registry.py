@@ -1,8 +1,8 @@
-"""The op families: which public function lives where.  The one place that lists them.
+"""Op families and all public names with their modules.
 
 A family is the folder ``nbflow_kernels/<family>/`` with `__init__.py` (the public functions),
-`reference.py`, `cpu.py`, `cuda.py` and `cases.py`.  The public surface of `nbflow_kernels`, the
-tests, the benchmark and the table of tolerances all read this table.
+`reference.py`, `cpu.py`, `cuda.py` and `cases.py`.  The package's attributes, the tests, the
+benchmark and the table of tolerances read this table.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Family to its public names."""
 
-_TABLE = "makes a table once, in host memory; copy it to the device"
-_RECORD = "a record of numbers"
+_TABLE = "makes a table in host memory once; copy it to the device"
+_RECORD = "a dataclass of parameters"
 
 NO_CUDA: dict[str, str] = {
     "rope_cos_sin_cache": _TABLE,
@@ -166,7 +166,7 @@ NO_CUDA: dict[str, str] = {
     "LongRopeScaling": _RECORD,
     "SharedExpert": _RECORD,
 }
-"""Public names without a CUDA variant, and why; all others run on CUDA devices too."""
+"""Public names without a CUDA variant and the reason; all others run on CUDA devices too."""
 
 NUMPY_ON_CPU = (
     "linear_norm",
@@ -183,7 +183,7 @@ NUMPY_ON_CPU = (
 )
 """Public ops whose CPU variant is NumPy: they copy, compare or make a table.
 
-Rows of a quantized table (`embedding`) are decoded by the format's compiled kernel.
+`embedding` decodes rows of a quantized table with the format's compiled kernel.
 """
 
 SUPPORT: dict[str, tuple[str, ...]] = {
@@ -195,7 +195,7 @@ SUPPORT: dict[str, tuple[str, ...]] = {
     "cpu.parallel_for": ("get_num_threads", "set_num_threads"),
     "errors": ("MissingExtraError", "UsageError"),
 }
-"""Modules that are not families to their public names."""
+"""Other modules to their public names."""
 
 
 def module_of() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """nbflow_ptx: run and check CUDA kernels on a computer without a GPU.
 
 It executes PTX, the assembly both Numba CUDA and NVRTC (CUDA C++) produce, with NumPy, and
-reports out-of-bounds accesses, races, deadlocks and reads of memory nobody wrote, with the source
+reports out-of-bounds accesses, races, deadlocks and reads of uninitialised memory, with the source
 line.  NumPy is all it needs; `launch` of a Numba kernel also needs ``numba-cuda``.
 """
 

@@ -18,10 +18,10 @@ class Checks:
     freed : bool
         Accesses to memory that was freed.  Off: the old contents.
     uninitialised : bool
-        Reads of bytes nobody wrote.  Off: zeros in global memory, 0xff and 0xcd bytes in shared
+        Reads of uninitialised bytes.  Off: zeros in global memory, 0xff and 0xcd bytes in shared
         and local memory.
     races : bool
-        Two threads at one place, one of them writing, with nothing that orders them.
+        Two unordered accesses of threads to one byte, one of them a write.
     barrier : bool
         A barrier that threads of the block left the kernel without reaching, or that one warp
         reached at two places.  Off: threads that left count as arrived.  (A deadlock is always
@@ -51,7 +51,7 @@ class Checks:
     budget: int = 5_000_000
 
 
-#: No check but the ones there is no going on without.
+#: Only the checks that cannot be turned off.
 NO_CHECKS = Checks(
     bounds=False,
     aligned=False,

@@ -2,7 +2,7 @@
 
 A block may reach the shared memory of another one only while that runs: from a ``barrier.cluster``
 on, which tells that all have begun, until something that the other one waits for, mostly a second
-``barrier.cluster``, tells it that nobody comes any more.
+``barrier.cluster``, ends that access.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def address_in(rank: Any, address: Any) -> Any:
 
 
 def rank_in(address: Any, own: Any) -> Any:
-    """Return the rank of the block that an address lies in; `own` is that of the thread's."""
+    """Return the rank of the block that an address belongs to; `own` is the thread's."""
     window = address // WINDOW_BYTES
     return np.where(window > 0, window - 1, own)
 
@@ -43,19 +43,19 @@ class ClusterBarrier:
 
 
 class Clusters:
-    """What the clusters of one machine have met for, and who reached into whose memory."""
+    """Cluster barriers of a machine, and accesses to other blocks' shared memory."""
 
     def __init__(self, m: Machine) -> None:
         self.m = m
         n, warps = m.n_clusters, m.clocks.warps
         self.arrived: NDArray[np.int32] = np.zeros(m.lanes, np.int32)
-        """The stamp of each thread's arrival in the phase under way; 0: it has not arrived."""
+        """The stamp of each thread's arrival in the current phase; 0: not arrived."""
         self.open: NDArray[np.bool_] = np.zeros(m.lanes, np.bool_)
-        """Whether the phase a thread arrived in is complete, and it has not waited yet."""
+        """True for threads whose phase is complete but that have not waited yet."""
         self.given: NDArray[np.int32] = np.zeros((n, warps), np.int32)
-        """What the threads knew that arrived without ``.relaxed``, as `Clocks.row`."""
+        """Clocks of the threads that arrived without ``.relaxed``, as `Clocks.row`."""
         self.told, self.arrivals = self.given.copy(), self.given.copy()
-        """Of the latest complete phase: that, and when each warp arrived."""
+        """Clocks and arrival of each warp in the latest complete phase."""
         self.met: NDArray[np.int32] = np.zeros((n, warps, warps), np.int32)
         """The latest arrival of each warp that each warp has waited for."""
         self.waiting: list[tuple[int, NDArray[np.int64]]] = []
@@ -68,7 +68,7 @@ class Clusters:
     # barrier.cluster ---------------------------------------------------------------------------
 
     def come(self, barrier: ClusterBarrier, pc: int, lanes: Any) -> Any:
-        """Let threads arrive, or wait; return those that go on."""
+        """Process arrivals or waits of threads; return the threads that continue."""
         self.m.touch()
         if barrier.arrive:
             self._arrive(lanes, barrier.relaxed)
@@ -84,7 +84,7 @@ class Clusters:
         return lanes[go]
 
     def release(self) -> list[tuple[int, Any]]:
-        """Complete phases that all threads that are left have arrived in; return who goes on."""
+        """Complete phases where all remaining threads have arrived; return those released."""
         m = self.m
         here = self.arrived > 0
         if not here.any():
@@ -134,7 +134,7 @@ class Clusters:
         self.open[lanes], self.arrived[lanes] = True, 0
 
     def _pass(self, lanes: Any) -> None:
-        """Tell threads what those knew that arrived."""
+        """Join the clocks of threads with those of the threads that arrived."""
         m = self.m
         self.open[lanes] = False
         m.clocks.taken[lanes] = m.stamp
@@ -224,7 +224,7 @@ class ClusterRegion(Region):
         return np.where(mapped, at % WINDOW_BYTES, at), block * self.limit
 
     def part_of(self, lane: int, at: int) -> tuple[int, str]:
-        """Return where the block's part begins that an offset lies in, and whose it is."""
+        """Return the start of the block's memory that contains an offset, and the block."""
         block, m = at // self.limit, self.m
         whose = "" if block == m.block_of[lane] else f" of block {m.clusters.name(block)}"
         return block * self.limit, whose

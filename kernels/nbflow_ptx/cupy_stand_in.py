@@ -2,8 +2,8 @@
 
 Launch code written for CuPy runs unchanged, ``import nbflow_ptx.cupy_stand_in as cupy`` or inside
 ``with installed():``, so that what the host does (grid, block, argument order and types, shared
-memory) is tested with the kernel.  Arrays live in emulated device memory: a freed one, or an
-element of ``empty`` nobody wrote, is noticed.  Not here: CuPy's mathematics.
+memory) is tested with the kernel.  Arrays live in emulated device memory: use of a freed
+one, or of an unwritten element of ``empty``, is reported.  CuPy's mathematics is left out.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def array(obj: Any, dtype: Any = None, copy: bool = True) -> ndarray:
 
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
-    """Return `a` as an array on the device whose rows lie one behind the other."""
+    """Return `a` as an array on the device with contiguous rows."""
     found = asarray(a, dtype)
     return found if found.flags.c_contiguous else found.copy()
 

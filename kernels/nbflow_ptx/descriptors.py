@@ -1,6 +1,6 @@
-"""Where the elements of a matrix lie that ``wgmma`` reads by a 64-bit descriptor.
+"""Shared memory addresses of the matrix elements that a ``wgmma`` descriptor selects.
 
-A descriptor, as the PTX ISA's chapter on asynchronous warpgroup instructions lays it out:
+A descriptor, as in the PTX ISA's chapter on asynchronous warpgroup instructions:
 
 =======  ==========================================================================
 bits     field
@@ -106,7 +106,7 @@ def core_rows(d: Descriptor, lines: int, mn_major: bool) -> Any:
     lines : int
         Its extent along M or N; along K it has 32 bytes (16 elements of 16 bits).
     mn_major : bool
-        Whether elements that are neighbours along M or N lie together.
+        True if elements that are neighbours along M or N are contiguous.
 
     Returns
     -------

@@ -19,7 +19,7 @@ GLOBAL_BASE = 0x7E << 40
 WINDOW_BYTES = 1 << 24
 #: Bits of a shadow byte.
 LIVE, WRITTEN, FREED, PENDING, READING = 1, 2, 4, 8, 16
-#: Bytes between allocations that belong to nobody.
+#: Unallocated bytes between allocations.
 RED_ZONE = 512
 _ALIGN = 256
 
@@ -41,7 +41,7 @@ class Allocation:
     freed: bool = False
     capacity: int = 0
     mapped: bool = False
-    """Whether it stands for pinned memory of the host, which kernels reach over the bus."""
+    """True for pinned host memory, which kernels access over the bus."""
 
     @property
     def address(self) -> int:
@@ -57,12 +57,12 @@ class Device:
     memory_bytes : int
         Most that can be allocated.  Only what is used costs real memory.
     host_bytes : int
-        Most of the host's memory that can be mapped, besides.
+        Maximum of mapped host memory, in addition.
     """
 
     def __init__(self, memory_bytes: int = 1 << 30, host_bytes: int = 1 << 28) -> None:
         self.memory_bytes, self.host_bytes = memory_bytes, host_bytes
-        between = (memory_bytes + host_bytes) // 8 + (1 << 20)  # for what lies between arrays
+        between = (memory_bytes + host_bytes) // 8 + (1 << 20)  # for the gaps between arrays
         size = -(-(memory_bytes + host_bytes + between) // 4096) * 4096
         self.heap: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self.shadow: NDArray[np.uint8] = np.zeros(size, np.uint8)
@@ -102,7 +102,7 @@ class Device:
         return found
 
     def _reuse(self, nbytes: int) -> Allocation:
-        """Take freed memory again, only once there is no other; what is left of it stays free."""
+        """Reuse freed memory, only when no other is left; the remainder stays free."""
         for k, a in enumerate(self.allocations):
             if a.freed and a.capacity >= nbytes:
                 self.shadow[a.start : a.start + a.capacity] = 0
@@ -119,7 +119,7 @@ class Device:
         raise OutOfMemory(f"no piece of the emulated memory that is free has {nbytes} bytes")
 
     def _check_room(self, nbytes: int, mapped: bool) -> None:
-        """Raise if there is not as much left, wherever it lies."""
+        """Raise if the free memory, contiguous or not, is less."""
         used, most = (
             (self.mapped_bytes, self.host_bytes)
             if mapped
@@ -171,7 +171,7 @@ class Device:
         return self._parameters
 
     def nearest(self, offset: int) -> Allocation | None:
-        """Return the allocation that holds a heap offset, else the one it lies closest to."""
+        """Return the allocation that contains a heap offset, else the closest one."""
         k = bisect_right([a.start for a in self.allocations], offset) - 1
         near = [a for a in self.allocations[max(k, 0) : k + 2]]
         if not near:
@@ -179,7 +179,7 @@ class Device:
         return min(near, key=lambda a: max(a.start - offset, offset - (a.start + a.nbytes - 1), 0))
 
     def describe(self, offset: int) -> str:
-        """Say where a heap offset lies: in, before or behind which array."""
+        """Describe a heap offset: in, before or after which array."""
         a = self.nearest(offset)
         if a is None:
             return "no array exists"

@@ -1,4 +1,4 @@
-"""What can go wrong, from a text that is not PTX to a kernel that races."""
+"""Errors of the emulator, from PTX that does not parse to data races."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Finding:
     address : int, optional
         Address of the access, in the space of the instruction.
     array : str, optional
-        Name of the array or variable the address belongs to or lies beside.
+        Name of the array or variable at or next to the address.
     notes : list of str
         Further lines, such as the other access of a race or who waits where.
     """

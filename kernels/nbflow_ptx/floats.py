@@ -128,7 +128,7 @@ def sqrt32(a: Any, mode: str) -> Any:
 
 
 def _directed(r: Any, over: Any, under: Any, mode: str) -> Any:
-    """Step a nearest result to its neighbour where it lies on the wrong side."""
+    """Step a nearest result to its neighbour where it is on the wrong side."""
     dtype = r.dtype.type
     down, up = np.nextafter(r, dtype(-np.inf)), np.nextafter(r, dtype(np.inf))
     over, under = over & ~np.isnan(r), under & ~np.isnan(r)

@@ -1,7 +1,7 @@
 """The emulated device as launchers of kernels see it: what to compile for, how to load and launch.
 
-An array type that has an attribute ``__kernel_device__`` brings its device along; whoever launches
-kernels by it needs to know nothing of the emulator.
+An array type that has an attribute ``__kernel_device__`` brings its device along; code that
+launches kernels through it does not depend on the emulator.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class EmulatedDevice:
 
     @property
     def arch(self) -> str:
-        """What to compile for."""
+        """Return the compilation target."""
         return State.arch
 
     @property
     def key(self) -> tuple[str, str]:
-        """What loaded kernels depend on."""
+        """Return the key of loaded kernels."""
         return "nbflow_ptx", self.arch
 
     @property

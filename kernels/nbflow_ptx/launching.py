@@ -47,7 +47,7 @@ def out(array: np.ndarray) -> Out:
 
 @dataclass
 class Result:
-    """What a launch did besides writing its arrays.
+    """Statistics and reports of a launch.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Emulator:
     ptx : str, bytes or Module
         The text, or what `parse` made of it.
     device : Device, optional
-        The memory its variables live in, and pointers point into.  Default: a fresh one for every
+        The memory of its variables and of pointers.  Default: a fresh one for every
         launch, so that nothing outlives it (also not the module's own variables).
     checks : Checks
         Which checks run.

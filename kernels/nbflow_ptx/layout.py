@@ -1,4 +1,4 @@
-"""Where everything of one launch lies: parameters, shared arrays, symbols, threads."""
+"""Memory layout of a launch: parameters, shared arrays, symbols, threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbflow_ptx.types import STORAGE
 if TYPE_CHECKING:
     from nbflow_ptx.machine import Machine
 
-#: Bytes left free behind a static shared array, so that running over its end is seen.
+#: Unused bytes after a static shared array, so that an overrun is detected.
 _SHARED_GAP = 32
 #: The most shared memory a thread block may have (compute capability 9.0).
 MAX_SHARED = 227 * 1024
@@ -26,7 +26,7 @@ _GRID_LIMIT = (2**31 - 1, 65535, 65535)
 _BLOCK_LIMIT = (1024, 1024, 64)
 #: Thread blocks that every device of compute capability 9.0 runs as a cluster.
 _CLUSTER_LIMIT = 8
-#: Warps of a cluster that the check of races tells apart.
+#: Warps of a cluster that race detection distinguishes.
 _CLUSTER_WARPS = 64
 
 
@@ -79,7 +79,7 @@ class Layout:
         for size, step, axis in zip(self.grid, self.cluster, "xyz", strict=True):
             if size % step:
                 raise LaunchError(
-                    f"grid.{axis} = {size} is no multiple of the {step} thread blocks of a "
+                    f"grid.{axis} = {size} is not a multiple of the {step} thread blocks of a "
                     f"cluster of {kernel.name}"
                 )
         n = self.blocks_per_cluster
@@ -94,7 +94,7 @@ class Layout:
             )
 
     def _shared(self, kernel: Linked, dynamic: int) -> None:
-        """Place the static arrays, each with a gap behind it, then the dynamic one."""
+        """Place the static arrays, each followed by a gap, then the dynamic one."""
         self.shared_ranges: list[tuple[int, int]] = []
         at = static = 0
         for v in (v for v in kernel.shared if v.size):
@@ -242,7 +242,7 @@ def short_name(name: str) -> str:
 
 
 def _readable(name: str) -> str:
-    """Return the name a variable has in the source, if its mangled name tells."""
+    """Return a variable's source name from its mangled name, if possible."""
     name = name.rpartition(":")[2]
     if name.startswith("_ZZ"):
         for m in re.finditer(r"E(\d+)", name):

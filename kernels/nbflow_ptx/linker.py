@@ -189,7 +189,7 @@ class _Linker:
                 alias[formal.name] = a.name
             else:  # a register passed directly
                 raise UnsupportedInstruction(
-                    f"PTX line {ins.line}: an argument that is no .param: {ins.text}"
+                    f"PTX line {ins.line}: an argument that is not a .param: {ins.text}"
                 )
         done = prefix + "done"
         if ins.guard is not None:  # a guarded call: branch around the inlined body

@@ -32,10 +32,10 @@ _SIZED = 4  # the format of an attribute whose size is stated; others have four 
 
 @dataclass
 class KernelFacts:
-    """What is known about one kernel.
+    """Static facts about one kernel.
 
     Counts are static: instructions in the text, device functions included where they are called.
-    None means that the input does not tell (a cubin has no PTX instructions; registers need
+    None means that the input does not contain it (a cubin has no PTX instructions; registers need
     ``ptxas``); `registers_from` says where the number comes from, or why there is none.
     """
 

@@ -46,7 +46,7 @@ class Machine:
     ) -> None:
         self.program, self.layout, self.checks, self.profile = program, layout, checks, profile
         self.device, self.params, self.output = device, layout.params, output
-        self.stamps = stamps  # the instruction behind each stamp
+        self.stamps = stamps  # the instruction of each stamp
         self.pc = 0
         self.executed = self.lane_instructions = self.strong_accesses = 0
         self._threads(blocks)
@@ -183,7 +183,7 @@ class Machine:
         return self.layout.addresses[name]
 
     def frame_offset(self, name: str) -> int:
-        """Return where a thread's own variable lies."""
+        """Return the address of a thread's local variable."""
         return self.program.kernel.frame[name]
 
     def print(self, text: str) -> None:

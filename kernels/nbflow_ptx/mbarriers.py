@@ -1,7 +1,7 @@
-"""The mbarriers of one machine: phases, arrivals, bytes still to come, and who knows what by them.
+"""Mbarriers of a machine: phases, arrivals, pending bytes, and the clocks they pass on.
 
-A phase is complete when nobody is to arrive and no bytes are to come any more.  Copies land as
-late as they may: when threads wait for the phase that counts them, and nobody can do anything else.
+A phase is complete when no arrivals and no bytes are pending.  Copies land as late as allowed: when
+threads wait for the phase that counts them and no other thread can run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mbarrier:
     landings: list[Callable[[], None]] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Say what the phase under way waits for."""
+        """Describe the pending arrivals and bytes of the current phase."""
         return (
             f"phase {self.phase} waits for {self.pending} of {self.expected} arrivals "
             f"and {self.bytes_to_come} bytes"
@@ -119,7 +119,7 @@ class Mbarriers:
         return tokens
 
     def arrive_at(self, b: Mbarrier, lane: int, count: int, row: NDArray[np.int32]) -> None:
-        """One thread arrives; `row` is what its warp knows (`Clocks.row`)."""
+        """Record the arrival of a thread; `row` is its warp's clock (`Clocks.row`)."""
         if not 1 <= count <= b.pending:
             raise self.m.error(
                 "barrier", f"{count} arrivals at an mbarrier of which {b.describe()}", lane
@@ -129,7 +129,7 @@ class Mbarriers:
         self.settle(b)
 
     def expect(self, lane: int, b: Mbarrier, n: int) -> None:
-        """Expect `n` more bytes in the phase under way (less, if negative: they came)."""
+        """Add `n` expected bytes to the current phase (negative: arrived bytes)."""
         b.bytes_to_come += n
         if abs(b.bytes_to_come) > MAX_COUNT:
             raise self.m.error(
@@ -147,7 +147,7 @@ class Mbarriers:
     # Waiting -----------------------------------------------------------------------------------
 
     def deliver(self, at: Any) -> None:
-        """Land what is under way to these mbarriers, in the order it was sent, for one phase."""
+        """Land the copies in flight to these mbarriers, in order of issue, for one phase."""
         for k in np.unique(at).tolist():
             b = self.found.get(k)
             phase = b.phase if b is not None else 0
@@ -164,7 +164,7 @@ class Mbarriers:
         return done
 
     def observe(self, lanes: Any, at: Any) -> None:
-        """Tell threads that saw a phase complete what those knew that arrived."""
+        """Join the clocks of threads that saw a phase complete with those of the arrivals."""
         m = self.m
         m.clocks.taken[lanes] = m.stamp
         pairs = np.unique(np.stack([at, m.warp_id[lanes]]), axis=1)
@@ -172,7 +172,7 @@ class Mbarriers:
             m.clocks.learn(warp, self.found[k].known)
 
     def check_end(self) -> None:
-        """Report copies that nobody waited for when the kernel ends."""
+        """Report copies that no thread waited for when the kernel ends."""
         for b in self.found.values():
             if b.landings and self.m.checks.uninitialised:
                 raise self.m.error(

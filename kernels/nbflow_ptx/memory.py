@@ -71,7 +71,7 @@ class Region:
         return at, self.start(lanes)
 
     def part_of(self, lane: int, at: int) -> tuple[int, str]:
-        """Return where the part begins that an offset of a thread's access lies in, and whose."""
+        """Return the start and owner of the region that contains an offset of a thread's access."""
         return (0 if self.starts is None else int(self.starts[lane])), ""
 
 
@@ -87,7 +87,7 @@ class Memory:
     # Addresses -------------------------------------------------------------------------------
 
     def split(self, lanes: Any, address: Any, space: str) -> list[tuple[Any, Region, Any]]:
-        """Return ``(which, region, addresses in it)`` for each space the addresses lie in.
+        """Return ``(which, region, addresses in it)`` for each space of the addresses.
 
         ``which`` selects the lanes (None: all of them).
         """

@@ -28,7 +28,7 @@ class CompileError(PtxError):
 
 @dataclass
 class Compiled:
-    """What NVRTC made: the code, the mangled name of each name expression, and the log."""
+    """Result of NVRTC: the code, the mangled name of each name expression, and the log."""
 
     code: bytes
     names: dict[str, str] = field(default_factory=dict)

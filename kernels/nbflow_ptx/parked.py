@@ -1,8 +1,8 @@
 """Threads that wait at ``mbarrier.try_wait``.
 
 The first try of a phase that is not complete fails, as it may on hardware: a kernel must try
-again.  At the second the thread is parked, until nobody else can go on: then what is under way to
-its mbarrier lands, as late as it may.
+again.  At the second the thread is parked until no other can run: then the copies in flight to its
+mbarrier land, as late as allowed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Parked:
         self.idle, self.events = 0, 0
 
     def try_wait(self, c: Control, lanes: Any) -> Any:
-        """Answer threads or park them; return those that go on."""
+        """Return results to threads or park them; return those that continue."""
         assert c.wait is not None
         at, phase, done = c.wait.poll(self.m, lanes, deliver=False)
         asked = at << 32 | phase & 0xFFFFFFFF
@@ -57,7 +57,7 @@ class Parked:
         return lanes[go]
 
     def wake(self) -> list[tuple[int, Any]]:
-        """Land what parked threads wait for; return (instruction, threads) of those that go on."""
+        """Land the copies that parked threads wait for; return (instruction, threads) released."""
         m = self.m
         for g in self.groups:
             m.pc = g.control.pc

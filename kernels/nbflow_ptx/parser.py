@@ -77,7 +77,7 @@ def parse(text: str | bytes) -> Module:
     Raises
     ------
     ParseError
-        With the line number, if the text is not PTX of the parts this package knows.
+        With the line number, if the text is not PTX or not supported.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Memory of `cupy_stand_in` besides its arrays: pools, and host memory that is pinned."""
+"""Memory pools and pinned host memory of `cupy_stand_in`."""
 
 from __future__ import annotations
 

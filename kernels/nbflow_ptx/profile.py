@@ -16,7 +16,7 @@ _BANKS = 32  # of 4 bytes
 
 @dataclass
 class Site:
-    """What one load or store did.
+    """Memory traffic of one load or store instruction.
 
     Attributes
     ----------

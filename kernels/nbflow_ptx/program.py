@@ -35,7 +35,7 @@ class Step:
 
 @dataclass
 class Control:
-    """What ends a block.
+    """Terminator of a basic block.
 
     ``kind`` is ``next``, ``branch``, ``table``, ``exit``, ``barrier``, ``grid``, ``active``,
     ``warp``, ``group`` (a warpgroup), ``cluster`` or ``mbarrier``.

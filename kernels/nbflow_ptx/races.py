@@ -1,4 +1,4 @@
-"""Who touched which byte last, and whether that is ordered before the access at hand.
+"""Race detection: the last accesses of each byte, and whether they happen before a new one.
 
 Every memory or synchronisation instruction executed gets a *stamp*, a growing number.  For each
 cell of memory the last write (thread, stamp) and the reads since are kept.  An earlier access is
@@ -16,7 +16,7 @@ ordered before mine when
   with an atomic or another strong access since (or the whole grid met at a barrier).
 
 Atomics and strong accesses (volatile, relaxed, acquire, release) do not race with each other.
-Writing the value that is already there is no race.
+Writing the value that is already there is not a race.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_NOTES = 64 << 20
 
 
 class Clocks:
-    """What each warp of a group of blocks knows of the others of its cluster.
+    """Vector clocks of the warps of a group of blocks.
 
     `warps` are those of a cluster, which is mostly one block.
     """
@@ -83,7 +83,7 @@ class Clocks:
         self.proxy_known[cluster, warp, warp] = m.stamp
 
     def row(self, m: Machine, warp: int) -> NDArray[np.int32]:
-        """Return what a warp of the machine knows at present, itself included."""
+        """Return the current clock of a warp, itself included."""
         row: NDArray[np.int32] = self.known[warp // self.warps, warp % self.warps].copy()
         row[warp % self.warps] = m.stamp
         return row
@@ -96,7 +96,7 @@ class Clocks:
         known[warp % self.warps] = own
 
     def oldest_of(self, m: Machine, lanes: Any) -> Any:
-        """Return the stamp up to which each of these threads knows everything of its cluster."""
+        """Return the stamp up to which each thread is ordered after its whole cluster."""
         if self.same is not None:
             return self.same
         return self.oldest[m.of(m.warp_id, lanes)]
@@ -130,7 +130,7 @@ class Grid:
 
 
 class _Read(NamedTuple):
-    """A read noted down: its range, threads, places, stamp, and what its threads knew."""
+    """Recorded read: range, threads, addresses, stamp, and clocks of its threads."""
 
     low: int
     high: int
@@ -159,7 +159,7 @@ class Cells:
     several clusters see this memory; `starts` are then the beginnings of the arrays in it.  A
     cluster may have `warps`, of which each has a bit.
 
-    Reads are only noted down, and entered into the cells when somebody writes to the same array:
+    Reads are only recorded, and entered into the cells when a thread writes to the same array:
     most arrays are never written, and most shared memory is written behind a barrier, which makes
     earlier reads and writes irrelevant.
     """
@@ -196,7 +196,7 @@ class Cells:
             self.noted_bytes = 0
 
     def _array(self, low: int, high: int) -> int:
-        """Return the number of the array a range of bytes lies in; -1 for several."""
+        """Return the index of the array that contains a range of bytes; -1 for several."""
         k = bisect_right(self.starts, low) - 1
         return k if k + 1 >= len(self.starts) or high < self.starts[k + 1] else -1
 
@@ -227,7 +227,7 @@ class Cells:
     ) -> list[tuple[int, int, int]]:
         """Record a write; return ``(j, other thread, other stamp)`` of possible races.
 
-        They are races only if the written value differs from the old one, which the caller knows.
+        They are races only if the written value differs from the old one, which the caller checks.
         """
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
         array = self._array(low, high)
@@ -365,7 +365,7 @@ class Cells:
         return True
 
     def _met(self, m: Machine, lane: int) -> int:
-        """Return up to when a thread knows all lanes of its warp: by a sync, or an mbarrier."""
+        """Return the stamp up to which a thread is ordered after all lanes of its warp."""
         clocks = m.clocks
         warp = m.warp_id == m.warp_id[lane]
         passed = min(int(clocks.taken[lane]), int(clocks.given[warp].min()))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nbflow_ptx.linker import Linked
     from nbflow_ptx.machine import Machine
 
-#: Instructions whose first operand is no destination.
+#: Instructions whose first operand is not a destination.
 _NO_RESULT = ("st", "red", "bar", "barrier", "cp", "prefetch", "stmatrix", "mbarrier", "bra", "brx")
 
 

@@ -1,4 +1,4 @@
-"""Who runs next, who waits for whom, and what a deadlock looks like."""
+"""Warp scheduler: ready and waiting threads, barriers, deadlock reports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Scheduler:
             )
 
     def choose(self) -> int:
-        """Return the group to run: the one furthest behind, unless it spins."""
+        """Return the group to run: the one least advanced, unless it spins."""
         if len(self.ready) == 1 and not self.waiting():
             self.new_turn()
             return min(self.ready)
@@ -78,7 +78,7 @@ class _Scheduler:
         return min(self.ready)
 
     def new_turn(self) -> None:
-        """Start counting anew how long the others have been waiting."""
+        """Restart the count of how long the others have been waiting."""
         self.turn, self.spins_before = 0, self.m.strong_accesses
 
     def waiting(self) -> bool:
@@ -89,7 +89,7 @@ class _Scheduler:
         self.ready.setdefault(pc, []).append(lanes)
 
     def follow(self, pc: int, lanes: Any) -> None:
-        """Run one group until it splits, waits, ends, or another is further behind."""
+        """Run one group until it splits, waits, ends, or another is less advanced."""
         m = self.m
         while True:
             i = None if len(lanes) == m.lanes else lanes
@@ -297,7 +297,7 @@ class _Scheduler:
             self.at_warp[c.pc] = lanes[~go]
 
     def wake(self) -> bool:
-        """Let those go on that wait for an mbarrier, once nobody else can."""
+        """Resume the threads that wait for an mbarrier, once no others can run."""
         for pc, lanes in self.parked.wake():
             self.send(pc + 1, lanes)
         return bool(self.ready)
@@ -345,7 +345,7 @@ class _Scheduler:
                 )
 
     def force_warps(self) -> None:
-        """With the check of masks off: go on with the lanes that came."""
+        """Continue with the lanes that arrived; used with the check of masks off."""
         pc = min(self.at_warp)
         c = self.warp_control(pc)
         if c.kind == "group":

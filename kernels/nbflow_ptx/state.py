@@ -1,4 +1,4 @@
-"""The emulated GPU that the arrays of `cupy_stand_in` live on."""
+"""State of the emulated GPU that `cupy_stand_in` uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbflow_ptx.launching import Result
 
 
 class Here(threading.local):
-    """What each thread has of its own."""
+    """State of each host thread."""
 
     def __init__(self) -> None:
         self.streams: list[Any] = []
@@ -23,7 +23,7 @@ class Here(threading.local):
 
 
 class State:
-    """What there is one of; `cupy_stand_in.reset` starts anew."""
+    """Global state; `cupy_stand_in.reset` clears it."""
 
     device = Device()
     checks = Checks()

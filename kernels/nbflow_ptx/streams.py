@@ -7,8 +7,8 @@ refused here: waiting (which spoils the capture, so that `Stream.end_capture` fa
 between host and device, work for the null stream.  So is an allocation from anything but a pool
 that is the graph's own: on a GPU that memory would be given to others, and the graph write there.
 
-A device reads pinned memory when a copy's turn has come.  So whoever waits for a copy must find the
-memory as it was when the copy was given; that is checked.
+A device reads pinned memory when a copy runs, not when it is enqueued.  So the memory must be
+unchanged when the host waits for the copy; that is checked.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Stream:
         self.check_sent(self.n_sent)
 
     def note_sent(self, address: int, size: int) -> None:
-        """Note a copy from pinned memory, which may be read at any time until somebody waits."""
+        """Note a copy from pinned memory, which may be read at any time until the host waits."""
         self._sent.append((address, ctypes.string_at(address, size)))
         self.n_sent += 1
 
@@ -146,7 +146,7 @@ Stream.null = Stream(null=True)
 
 
 class Graph:
-    """What a stream was given while it was captured; made by `Stream.end_capture`."""
+    """Captured work of a stream; made by `Stream.end_capture`."""
 
     def __init__(self, work: list[Work]) -> None:
         self._work = work

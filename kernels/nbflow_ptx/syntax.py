@@ -69,7 +69,7 @@ class Not:
 
 @dataclass(frozen=True)
 class Skip:
-    """``_``: a destination nobody wants."""
+    """``_``: a discarded destination."""
 
 
 Operand = Reg | Special | Imm | Sym | Addr | Vec | Pair | Not | Skip

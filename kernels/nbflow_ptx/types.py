@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-#: How a register of so many bytes is stored; predicates are Booleans (0 bytes).
+#: NumPy type of a register by its size in bytes; predicates are Booleans (0 bytes).
 STORAGE: dict[int, Any] = {
     0: np.bool_,
     1: np.uint8,

@@ -1,7 +1,7 @@
-"""What is under way in each warpgroup: ``wgmma`` instructions not waited for.
+"""``wgmma`` instructions in flight in each warpgroup.
 
-Results are there at once; what is kept is which registers and which bytes of shared memory an
-instruction still reads or writes until a ``wgmma.wait_group`` has seen its group.
+Results are computed at once.  Kept are the registers and bytes of shared memory that an instruction
+reads or writes until a ``wgmma.wait_group`` of its group.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Warpgroups:
         self.until: NDArray[np.int64] = np.zeros((n_registers, n), np.int64)
         """The latest group of products that each register belongs to."""
         self.result: NDArray[np.bool_] = np.zeros((n_registers, n), np.bool_)
-        """Whether it does so as accumulator, not as part of A."""
+        """True for accumulators, False for parts of A."""
         self.changed: NDArray[np.bool_] = np.zeros((n_registers, m.n_warps), np.bool_)
-        """Whether anything but a product wrote a register since the latest ``wgmma.fence``."""
+        """True if other instructions wrote a register since the latest ``wgmma.fence``."""
         self.fenced: NDArray[np.bool_] = np.zeros(n, np.bool_)
         self.filling: NDArray[np.int64] = np.ones(n, np.int64)
         self.latest: NDArray[np.int64] = np.zeros(n, np.int64)
@@ -177,7 +177,7 @@ class Warpgroups:
             known[cluster, first + w, first] = np.maximum(known[cluster, first + w, first], stamp)
 
     def check_end(self, m: Machine) -> None:
-        """Report a product that is still under way when the kernel ends."""
+        """Report a product still in flight when the kernel ends."""
         if self.busy and m.checks.wgmma:
             group = int(np.flatnonzero(self.latest > self.waited)[0])
             lane = int(np.flatnonzero(m.group_of == group)[0])

@@ -42,7 +42,7 @@ def samples(
     model: nbflow.LLM, test: Test, repeats: int, peer: Timed | None, n_ranks: int
 ) -> Samples:
     """Run a test `repeats` times, in turn with the read probe and the peer."""
-    from nbflow_kernels.benchmarks.read_probe import ReadProbe
+    from nbflow_kernels.benchmarks.roofline import ReadProbe
 
     taken = Samples(peer=None if peer is None else peer.name)
     probe = ReadProbe(threads=n_ranks * model.threads) if speaks(model) else None

@@ -28,7 +28,7 @@ from nbflow.engine.worker import Worker
 from nbflow.option_fields import documents
 from nbflow.options import EngineOptions
 from nbflow.utils.rank_status import WORKING, status
-from nbflow_kernels.cpu.fork import tell_in_child
+from nbflow_kernels.cpu.fork import notify_in_child
 from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class LLMEngine:
         self._drafted_tokens = self._accepted_tokens = 0
         self._step_seconds = 0.0
         self._finished: dict[str, int] = {}
-        tell_in_child(self)
+        notify_in_child(self)
 
     # ---- lifecycle ----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.block_table import PageView
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
-from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_list
+from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_graph
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 MAX_BOUND = 128
@@ -150,7 +150,7 @@ class CpuExecutor(Executor):
         if self.seconds is not None:
             self._run_timed(segment, self.seconds, **options)
         elif isinstance(segment, Segment):
-            run_list(segment.calls, **options)
+            run_graph(segment.calls, **options)
         else:
             segment.call()
 
@@ -164,7 +164,7 @@ class CpuExecutor(Executor):
             seconds[segment.kind] += time.perf_counter() - started
             return
         cycles = np.zeros(len(segment.kinds), np.int64)
-        run_list(segment.calls, cycles=cycles, **options)
+        run_graph(segment.calls, cycles=cycles, **options)
         spent = time.perf_counter() - started
         count_kernel_seconds(spent)
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):

@@ -31,7 +31,7 @@ from nbflow.program.records import COMMUNICATION
 from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
-from nbflow_kernels.cuda.workspace import pieces, release
+from nbflow_kernels.cuda.workspace import buffers, release
 from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 MAX_BOUND = 32
@@ -162,7 +162,7 @@ class CudaExecutor(Executor):
         Index arrays, attention plans, kernel workspaces and graphs.
         """
         with self._stream:
-            shared = pieces(self._kernel_device) if self._buffers else []
+            shared = buffers(self._kernel_device) if self._buffers else []
         bound = sum(b.n_bytes for b in self._bound.values())
         return sum(int(piece.nbytes) for piece in shared) + bound
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from nbflow.executor.bind import PythonOp
 from nbflow_kernels.cuda import KernelDevice
-from nbflow_kernels.cuda.workspace import pieces
+from nbflow_kernels.cuda.workspace import buffers
 
 MIN_PAGES = 32
 """Smallest bucket of pages, all sequences together."""
@@ -74,7 +74,7 @@ def capture(ops: Iterable[PythonOp], xp: Any, stream: Any, device: KernelDevice)
             parts.append(functools.partial(graph.launch, stream))
             n_graphs += 1
     taken = free - xp.cuda.runtime.memGetInfo()[0] - pool.total_bytes()
-    return StepGraphs(parts, n_graphs, max(0, taken), pool, pieces(device))
+    return StepGraphs(parts, n_graphs, max(0, taken), pool, buffers(device))
 
 
 def _captured(ops: Iterable[PythonOp], stream: Any) -> Any:

@@ -4,7 +4,7 @@ All ranks work at the same time, as they do when they run a model, so that what 
 caches, cores) is in the numbers.  What is timed several times (the median of what memory decides,
 as it is shared with others; the fastest of everything else):
 
-- reading memory, all ranks at once and each alone (`nbflow_kernels.benchmarks.read_probe`);
+- reading memory, all ranks at once and each alone (`nbflow_kernels.benchmarks.roofline`);
 - products in formats of each kind: with one row, each rank alone, how fast weights come from the
   memory and are decoded; with 8 rows and with 256, all at once, how fast they are multiplied;
 - steps of the bundled model on each rank, in bursts and one by one: the difference is the host code
@@ -27,7 +27,7 @@ from nbflow.distributed import Comm, SelfComm, world
 from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.planner.machine import FEW_ROWS, Device, Link, Machine, Rates
 from nbflow.utils import system
-from nbflow_kernels.benchmarks.read_probe import ReadProbe
+from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.cpu.thread_pool import available_cores
 from nbflow_kernels.errors import UsageError

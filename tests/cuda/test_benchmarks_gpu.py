@@ -46,7 +46,7 @@ def test_rows_hold_times_bandwidths_and_errors(cupy: Any) -> None:
     assert rows[2]["error"].startswith("CheckError: rmsnorm-wrong: result")
     assert rows[2]["median_s"] is None
     assert limits["device"]["arch"] == "sm_80"
-    assert limits["matmul_error"].startswith("AttributeError")  # there is no cuBLAS
+    assert limits["matmul_error"].startswith("AttributeError")  # the emulator has no cuBLAS
     text = gpu.table({**limits, "rows": rows})
     assert "rmsnorm-wrong: CheckError" in text
     assert "silu_and_mul-ragged: " in text

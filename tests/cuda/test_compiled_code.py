@@ -1,4 +1,4 @@
-"""What the compiled kernels are made of: registers, widths of accesses, no float64."""
+"""Compiled code of the kernels: registers, widths of accesses, no float64."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _check_encoder(name: str, cupy: Any) -> None:
 
 @pytest.mark.parametrize("name", [n for n in ENCODERS if isinstance(nk.FORMATS[n], BlockFormat)])
 def test_bits_of_blocks_come_from_the_numbers(name: str) -> None:
-    """What kernels put together bit by bit is what the function that packs arrays makes."""
+    """Kernels and the NumPy packing function make the same bits."""
     fields = nk.FORMATS[name].fields  # type: ignore[attr-defined]
     sources, blank = bit_sources(fields)
     rng = np.random.default_rng(8)

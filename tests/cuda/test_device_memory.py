@@ -1,4 +1,4 @@
-"""The memory of a device: what is planned is what is taken, and what there is no room for.
+"""Device memory: the plan equals the allocation; refusal of what does not fit.
 
 The emulator counts every byte that is allocated on its device, and apart from them those of the
 host's memory that kernels use over the bus.
@@ -48,7 +48,7 @@ def test_what_lies_in_the_hosts_memory_changes_no_bit(name: str, cupy: Any) -> N
     ],
 )
 def test_plan_within_two_percent(name: str, options: dict[str, Any], cupy: Any) -> None:
-    """Of all that the emulator's device holds after steps of an engine.
+    """Bytes that the emulator's device holds after steps of an engine.
 
     Beyond the plan are the numbers of a step, the division of attention's work and what products
     share, some 100 kB whatever the model's size: there is room for 400 contexts to compare with.

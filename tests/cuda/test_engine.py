@@ -25,7 +25,7 @@ DECODERS = sorted(set(NAMES) - {*ENCODERS, *PAIRS, *STORED_OTHERWISE})
 IN_EMULATOR = sorted(set(DECODERS) - {"gpt_oss"})  # its steps are in test_decode_step
 N_TOKENS = 9  # in steps of at most 5
 TOLERANCE = 4e-6
-"""Of the largest logit: float32 sums in another order than the published float32 computation, for
+"""Relative to the largest logit: float32 sums in another order than the published computation, for
 which the CPU's kernels are allowed 2e-6."""
 
 
@@ -133,7 +133,7 @@ def test_long_and_short_sequences_in_one_step(cupy: Any) -> None:
 
 @pytest.mark.compiler
 def test_batches_and_continuations(cupy: Any) -> None:
-    """Greedy tokens are the CPU's, alone and beside others."""
+    """Greedy tokens equal the CPU's, alone and in a batch."""
     prompts = [[3, 9, 4], [7, 1, 8, 2, 6], [5]]
     with nbflow.load(FOLDER / "llama31", kv="f32") as model:
         expected = [r.ids for r in model.generate_batch(prompts, 4, ignore_eos=True)]

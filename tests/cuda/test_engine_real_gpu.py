@@ -1,6 +1,6 @@
 """Whole models on a real device (``-m gpu``): graphs, ranks, formats, memory.
 
-The stand-in for CuPy does work when it is given; on a device it is done later, beside what the host
+The stand-in for CuPy runs work at once; a device runs it later, concurrently with what the host
 does next.  So what is compared here is what depends on the order of things.
 """
 
@@ -54,7 +54,7 @@ def by_graph(model: nbflow.LLM) -> int:
     ["llama31", "qwen3", "gemma2", "phi", "gpt_neox", "mixtral", "olmoe", "deepseek_v3"],
 )
 def test_tokens_from_graphs_are_the_cpus(name: str) -> None:
-    """Many steps that nobody waits for, each in the graph and the pinned memory of another."""
+    """Many steps without synchronization, reusing graphs and pinned memory."""
     with on_device(name) as model:
         assert tokens(model) == by_cpu(name)
         assert by_graph(model) > 5

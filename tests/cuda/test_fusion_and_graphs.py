@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compiler
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 OPTIONS = {"weights": "q8_0", "kv": "f32"}
 TOLERANCE = 4e-6
-"""Of the largest logit, against the CPU with the same weights: see `test_engine.TOLERANCE`."""
+"""Relative to the largest logit, against the CPU; see `test_engine.TOLERANCE`."""
 
 
 def load(name: str, **options: Any) -> nbflow.LLM:

@@ -225,7 +225,7 @@ def test_arguments_are_checked_and_laid_out_as_in_a_c_struct(cupy: Any) -> None:
 
 @pytest.mark.parametrize("text", ["f32 *x", "f16 x", "i32? n", "float x", "x", "i32 n,"])
 def test_wrong_declarations(text: str) -> None:
-    with pytest.raises(TypeError, match="is no parameter such as"):
+    with pytest.raises(TypeError, match="is not a parameter like"):
         Parameters(text)
 
 
@@ -250,7 +250,7 @@ def test_detection_never_raises() -> None:
     found = detect("libm.so.6")  # a library, but no driver
     assert not found.usable
     assert "libm.so.6" in found.reason
-    assert detect("no such file").reason.startswith("there is no CUDA driver")
+    assert detect("no such file").reason.startswith("no CUDA driver found")
     assert [extra(v) for v in (None, (12, 9), (13, 0))] == ["cuda12", "cuda12", "cuda13"]
 
 
@@ -388,16 +388,14 @@ def test_arrays_in_two_places_are_refused(cupy: Any) -> None:
         lambda: nk.rmsnorm(host, there[0]),
         lambda: nk.silu(host, out=there),
     ):
-        with pytest.raises(TypeError, match="lies in host memory, another one on a CUDA device"):
+        with pytest.raises(TypeError, match="is in host memory, another one on a CUDA device"):
             call()
     for call in (
         lambda: nk.rmsnorm(there, host[0]),
         lambda: nk.silu(there, out=host),
         lambda: nk.soft_cap(there, 1.0, out=host),
     ):
-        with pytest.raises(
-            TypeError, match=r"lies on a CUDA device|must be an array on the device"
-        ):
+        with pytest.raises(TypeError, match=r"is on a CUDA device|must be an array on the device"):
             call()
 
 

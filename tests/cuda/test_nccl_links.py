@@ -25,7 +25,7 @@ TOLERANCE = 4e-6  # as in test_engine.py: float32 sums in another order
 
 
 class Meeting:
-    """What the ranks of a communicator have in common."""
+    """State shared by the ranks of a communicator."""
 
     def __init__(self) -> None:
         self.parts: dict[int, np.ndarray] = {}

@@ -20,7 +20,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def _same_number_of_threads() -> Iterator[None]:
-    """Put the calling thread's team back to what it was."""
+    """Put the calling thread's pool back to what it was."""
     before = parallel_for.get_num_threads()
     yield
     parallel_for.set_num_threads(before)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbflow_kernels import op_registry
-from nbflow_kernels.benchmarks import ops, read_probe
+from nbflow_kernels.benchmarks import ops, roofline
 from nbflow_kernels.benchmarks.__main__ import main
 from nbflow_kernels.norm import cases as norm_cases
 
@@ -17,7 +17,7 @@ from nbflow_kernels.norm import cases as norm_cases
 @pytest.fixture
 def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read 8 MB only: these tests are about the driver, not about the machine."""
-    monkeypatch.setattr(read_probe, "PROBE_BYTES", 8 << 20)
+    monkeypatch.setattr(roofline, "PROBE_BYTES", 8 << 20)
 
 
 @pytest.mark.usefixtures("small_probe")

@@ -127,7 +127,7 @@ REASONS = {
     "head_dim_vo": "must have shape", "q_len_per_req": "q must have shape",
     "kv_format": "q8_0 must have", "use_cuda_graph": "buf",
 }  # fmt: skip
-"""What the refusal says where it does not name the parameter: arrays do not fit the plan."""
+"""Messages of refusals that do not name the parameter: arrays do not fit the plan."""
 MASKS = {
     "BatchPrefillWithPagedKVCacheWrapper": (MASK_SIZE, "custom_mask", "packed_custom_mask"),
     "BatchPrefillWithRaggedKVCacheWrapper": (MASK_SIZE, "custom_mask", "packed_custom_mask"),

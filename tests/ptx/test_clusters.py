@@ -127,7 +127,7 @@ def test_mistakes_with_multicast_copies_are_found(
 
 def test_what_the_driver_refuses(clusters: Emulator) -> None:
     x = np.zeros(256, np.float32)
-    with pytest.raises(LaunchError, match=r"grid\.x = 3 is no multiple of the 2 thread blocks"):
+    with pytest.raises(LaunchError, match=r"grid\.x = 3 is not a multiple of the 2 thread blocks"):
         clusters.launch("swap", 3, 64, x, x.copy(), 0)
     with pytest.raises(LaunchError, match="clusters of up to 64 warps"):
         clusters.launch("sum", (1, 2, 2), 544, x)

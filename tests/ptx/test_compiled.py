@@ -151,7 +151,7 @@ def test_numba_print(cuda: Any) -> None:
 
 
 def test_numba_exceptions(cuda: Any) -> None:
-    """What a debug kernel raises is recorded on the device, and reported here."""
+    """An exception of a debug kernel is recorded on the device and reported."""
 
     @cuda.jit(debug=True, opt=False)
     def kernel(x: Any) -> None:

@@ -14,7 +14,7 @@ OWN = {
     *("reset", "last_launch", "mapped", "memory_bytes", "installed"),
     *("cuda.MemoryPool.take", "cuda.MemoryPool.give", "cuda.alloc_pinned_memory.check"),
 }
-"""What tests, launchers and the parts of the stand-in ask of it besides."""
+"""Further names that tests, launchers and the stand-in use."""
 PLACES = {"": (stand_in, cupy), "cuda.": (stand_in.cuda, cupy.cuda)}
 
 

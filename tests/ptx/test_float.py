@@ -193,7 +193,7 @@ def test_fma(name: str, mode: str) -> None:
     a = np.concatenate([a, near(name, 300, 2)])
     b = np.concatenate([b, near(name, 300, 4)])
     tail = near(name, 300, 6)
-    if name in ("f32", "f64"):  # c close to -a * b, and tiny beside it: the hard cases
+    if name in ("f32", "f64"):  # c close to -a * b, and tiny next to it: the hard cases
         exact = [
             -Fraction(decode(int(x), name)) * Fraction(decode(int(y), name))
             for x, y in zip(a[-300:], b[-300:], strict=True)

@@ -78,7 +78,7 @@ def test_finds_the_bug(hopper: Emulator, name: str) -> None:
 def test_each_check_can_be_switched_off(hopper: Emulator, name: str) -> None:
     field = {"race": "races"}.get(name.split("_")[0], name.split("_")[0])
     checks = replace(Checks(budget=50_000), **{field: False})
-    if field == "races":  # bytes that nobody waits for have not come when they are read
+    if field == "races":  # without a wait, the bytes have not arrived when they are read
         checks = replace(checks, uninitialised=False)
     launch(hopper, name, checks)
 
@@ -146,7 +146,7 @@ def test_warpgroups_with_roles(hopper: Emulator, n: int, checks: Checks) -> None
     ],
 )  # fmt: skip
 def test_mistakes_in_the_pipeline_are_found(old: str, new: str, check: str, why: str) -> None:
-    """What one forgets in such a kernel, one at a time."""
+    """Typical mistakes in such a kernel, one at a time."""
     head, *parts = SOURCE.split("// ---- ")
     assert parts[-1].count(old) == 1
     source = head + "//" + parts[-1].replace(old, new)

@@ -1,4 +1,4 @@
-"""What the parser makes of a text, and what it says about a wrong one."""
+"""Parser: parsed programs and messages about wrong PTX."""
 
 from __future__ import annotations
 

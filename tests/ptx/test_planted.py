@@ -1,7 +1,7 @@
 """Every check finds the bug planted for it, and nothing in the repaired kernel.
 
 The kernels are in kernels/planted.cu; kernels/planted.ptx is what NVRTC 12.9 makes of it for
-sm_80, with line information (`test_compiled.py` compiles it anew where NVRTC is installed).
+sm_80, with line information (`test_compiled.py` recompiles it where NVRTC is installed).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ AREA = 48 * 1024
 
 @dataclass
 class Tile:
-    """How one matrix lies in its area: rows of `row` bytes (16: no swizzle), K- or MN-major.
+    """Layout of a matrix in shared memory: rows of `row` bytes (16: no swizzle), K- or MN-major.
 
     Eight lines together are a group; `leading` and `stride` are the descriptor's offsets.
     """

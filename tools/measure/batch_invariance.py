@@ -44,11 +44,10 @@ from nbflow.utils.system import package_versions, processor_name
 from nbflow_kernels.attention import cpu as attention
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SPLIT
-from nbflow_kernels.benchmarks.read_probe import ReadProbe
-from nbflow_kernels.benchmarks.roofline import compute_peak
+from nbflow_kernels.benchmarks.roofline import ReadProbe, compute_peak
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
-from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_list, set_num_threads
+from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
 from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
 from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8
@@ -153,7 +152,7 @@ def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CpuGrap
 def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
     """Return a row: attention of one layer by the engine's division of keys, and by the best."""
     lists = {s: attention_calls(n, rows, length, s) for s in SPLITS if s < length or s >= SPLIT}
-    runs = {s: functools.partial(run_list, found) for s, (found, _) in lists.items()}
+    runs = {s: functools.partial(run_graph, found) for s, (found, _) in lists.items()}
     layers = lists[SPLIT][1]
     found = compared(rounds(runs, n_rounds), SPLIT)
     each = {key: found[key] / layers for key in ("fixed_us", "best_us")}
@@ -235,7 +234,7 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
             )
             for data in matrices
         ]
-        return functools.partial(run_list, CpuGraph(calls, get_num_threads()))
+        return functools.partial(run_graph, CpuGraph(calls, get_num_threads()))
 
     form, tile = packed.form, 1 if T == 1 else 4 if T <= 4 else 8
     ours = {

@@ -25,7 +25,7 @@ from nbflow.utils import system
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels import FORMATS, get_num_threads, set_num_threads
 from nbflow_kernels.benchmarks import formats
-from nbflow_kernels.benchmarks.read_probe import read_bandwidth
+from nbflow_kernels.benchmarks.roofline import read_bandwidth
 from nbflow_kernels.cpu.thread_pool import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,8 +1,8 @@
-"""Activations: element by element, and the gated forms of feed-forward layers.
+"""Elementwise and gated (GLU) activations.
 
-Two conventions of gates exist.  Feed-forward layers put the gate first: the columns that go through
-the activation are [0, I), those it multiplies are [I, 2 * I); the ops named ``*_and_mul`` do that.
-PyTorch's ``glu`` puts the gate second, and so does `glu` by default.
+In feed-forward layers and the ops named ``*_and_mul`` the gate comes first: the activation is
+applied to columns [0, I) and multiplied by columns [I, 2 * I).  PyTorch's ``glu`` has the gate
+second, which is the default of `glu`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Activation(Protocol):
-    """Signature of the functions that are made from the table."""
+    """Signature of the functions generated from the table."""
 
     def __call__(self, x: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> Any:
         """Apply the function; `out` if given, else a new array on the device of `x`."""
@@ -34,11 +34,11 @@ class _Row(NamedTuple):
     summary: str
     formula: str
     result: str
-    """Of -1, 0 and 2."""
+    """Printed result for -1, 0 and 2."""
     name: str
-    """In the sentence about the gated form."""
+    """Name of the function in the docstring of the gated form."""
     gated_result: str
-    """Of the gate 2, -1 and the factors 3, 5."""
+    """Printed result for the gate 2, -1 and the factors 3, 5."""
     reference: str = ""
     note: str = ""
 
@@ -55,7 +55,7 @@ _TABLE = {
         _TAIL_NOTE,
     ),
     "gelu": _Row(
-        "Multiply each element by the normal distribution function of it.",
+        "Multiply each element by its normal distribution function.",
         r"y = x \, \Phi(x) = \frac{x}{2} \left( 1 + \operatorname{erf}(x / \sqrt 2) \right)",
         "[-0.1587,  0.    ,  1.9545]", "GELU", "[[ 5.8635, -0.7933]]",
         f"{_GELU_PAPER},\n       the exact form.", _TAIL_NOTE,
@@ -86,7 +86,7 @@ _TABLE = {
         "Return the logistic function of each element.",
         r"y = \frac{1}{1 + e^{-x}}", "[0.2689, 0.5   , 0.8808]",
         "the logistic function", "[[2.6424, 1.3447]]",
-        note="        Off by no more than 4e-38 where the result is below 1e-38.\n",
+        note="        The error is at most 4e-38 where the result is below 1e-38.\n",
     ),
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ _GATED_DOC = r"""Multiply FUNCTION of the first half of the columns by the secon
 
 
 def _named(function: Any, name: str, doc: str, **words: str) -> Activation:
-    """Give a function its name, and the docstring with these words in the place of capitals."""
+    """Set a function's name and its docstring, with the capital words replaced."""
     for word, text in {**words, "NAME": name.removesuffix("_and_mul")}.items():
         doc = doc.replace(word, text)
     function.__name__ = function.__qualname__ = name
@@ -211,14 +211,12 @@ def _and_mul(name: str) -> Activation:
 
 
 def _halves(x: Any, out: Any) -> tuple[Any, Any, Any, Any]:
-    """Check; return the variant, `x` and `out` as matrices, and `out` as the caller wants it."""
+    """Check the arguments; return the variant, `x` and `out` as matrices, and the result array."""
     ndim = max(1, getattr(x, "ndim", 1))
     check_array("x", x, (None,) * ndim)
     columns = x.shape[-1]
     if columns % 2:
-        raise UsageError(
-            f"x must have shape (..., 2 * I), the gate's columns beside the others, got {x.shape}"
-        )
+        raise UsageError(f"x must have shape (..., 2 * I), gate and up columns, got {x.shape}")
     shape = (*x.shape[:-1], columns // 2)
     if out is None:
         out = empty(x, shape)
@@ -262,7 +260,7 @@ def glu(
     Parameters
     ----------
     x : array of float32, shape (..., 2 * I)
-        Both halves side by side.
+        The two halves.
     activation : str
         f: ``sigmoid`` (the original gated linear unit), ``silu``, ``gelu``, ``gelu_tanh``,
         ``gelu_quick``, ``relu`` or ``relu2``.
@@ -270,7 +268,7 @@ def glu(
         False: f of the second half, PyTorch's convention.  True: f of the first half, the
         convention of feed-forward layers and of the ops named ``*_and_mul``.
     out : array of float32, shape (..., I), optional
-        Where to write the result; it must not overlap `x`.
+        Output array; it must not overlap `x`.
 
     Returns
     -------
@@ -326,12 +324,12 @@ def swigluoai_and_mul(
     alpha : float
         Factor inside the logistic function.
     limit : float
-        L, where both are cut off; positive, infinity for no limit.
+        Clamping limit L; positive, infinity for no limit.
     interleaved : bool
         True: gate in the even columns, up in the odd ones, as gpt-oss stores its weights.
         False: gate in columns [0, I), up in columns [I, 2 * I).
     out : array of float32, shape (..., I), optional
-        Where to write the result; it must not overlap `x`.
+        Output array; it must not overlap `x`.
 
     Returns
     -------

@@ -49,7 +49,7 @@ def _inputs(
     return make
 
 
-# What a float32 can be besides ordinary numbers.  e**-89 * 89 = 2e-37 and less may be lost.
+# Special values of float32.  e**-89 * 89 = 2e-37 and less may be lost.
 _EXTREMES = (-np.inf, np.inf, np.nan, -3e38, 3e38, -1e13, 1e13, -1e4, 1e4, -100, 100, -89, 89, -0.0)
 _TAIL = 3e-37
 

@@ -1,4 +1,4 @@
-"""Activations on the CPU: one kernel for all, a row at a time, 16 lanes along it.
+"""Activations on the CPU: one kernel for all functions, row by row, 16 columns at a time.
 
 Most are ``x * g(x)``: with a logistic function of x (SiLU, quick GELU) or of a cubic in x (the
 tanh form of GELU), or with the normal distribution function (GELU).
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
-from nbflow_kernels.cpu.parallel_for import hold, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
 
@@ -18,7 +18,7 @@ LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
 _COST = 16  # multiply-adds per element, for the decision to use more than one thread
 
 Activation = tuple[int, float, float]
-"""Which function, and its two numbers: linear and cubic factor, or alpha and limit."""
+"""Function code and its two parameters: linear and cubic factor, or alpha and limit."""
 
 # SiLU: x * logistic(1 * x + 0 * x**3).  0.5 * (1 + tanh(u)) = logistic(2 * u) gives GELU's tanh
 # form with u = sqrt(2 / pi) * (x + 0.044715 * x**3).
@@ -34,13 +34,13 @@ ACTIVATIONS: dict[str, Activation] = {
 OAI = (1.702, 7.0)
 """Alpha and limit of gpt-oss."""
 GATED = {**ACTIVATIONS, "swigluoai": (CLAMPED, *OAI)}
-"""What a gate may go through; the last one is of gate and up together."""
+"""Functions of a gate; the last one takes gate and up projection together."""
 
 
 def glu(
     x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
 ) -> None:
-    """See `nbflow_kernels.glu`, with any of `GATED`; rows of `x` and `out` may lie far apart."""
+    """Compute `nbflow_kernels.glu` with any of `GATED`; rows of `x` and `out` may be strided."""
     hold(x)
     first = address_of(x)
     second = first + out.shape[1] * 4
@@ -76,11 +76,10 @@ def _run(
     interleaved: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Share the rows of `out` (T, I) among the threads; `up` is 0 where nothing is gated."""
+    """Divide the rows of `out` (T, I) among the threads; `up` is 0 without a gate."""
     T, width = out.shape
     hold(out)
-    place = address_of(out)
-    split_rows(
+    parallel_for(
         _activate,
         T,
         T * width * _COST,
@@ -88,7 +87,7 @@ def _run(
         up,
         row_bytes,
         interleaved,
-        place,
+        address_of(out),
         out.strides[0],
         width,
         *activation,
@@ -119,7 +118,7 @@ def _logistic(v, linear, cubic):
 
 @jit.device_function(inline="llvm")
 def _normal(v):
-    """Return v times the normal distribution function of v, exact to float32 in both tails.
+    """Return v times the normal distribution function of v, accurate to float32 in both tails.
 
     max(v, 0) - |v| / 2 * erfc(|v| / sqrt(2)), which does not cancel for negative v, and
     erfc(z) = t * exp(-z * z + p(t)) with t = 1 / (1 + z / 2).  p is a least-squares polynomial
@@ -141,7 +140,7 @@ def _normal(v):
     p = simd.fma(p, t, simd.splat(-1.2654301530512504))
     e = simd.exp(simd.fma(simd.sub(simd.splat(0.0), half), a, p))
     positive = simd.fma(v, simd.splat(0.5), half)
-    # the tail is 0 from |v| = 15 on, where `simd.exp` has ended; no infinity may meet that zero
+    # from |v| = 15 on, where `simd.exp` is clamped, the tail is 0 (and 0 * infinity must not occur)
     seen = simd.minimum(
         simd.maximum(simd.sub(simd.splat(15.0), a), simd.splat(0.0)), simd.splat(1.0)
     )
@@ -151,7 +150,7 @@ def _normal(v):
 
 @jit.device_function(inline="llvm")
 def _clamped(gate, up, alpha, limit):
-    """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
+    """Return (up + 1) * gate * logistic(alpha * gate), both clamped to the limit."""
     high, low = simd.splat(limit), simd.splat(-limit)
     g = keep_nan(simd.minimum(gate, high), gate)
     u = keep_nan(simd.maximum(simd.minimum(up, high), low), up)
@@ -173,7 +172,7 @@ def _function(v, code, linear, cubic):
 
 @jit.device_function(inline="llvm")
 def _load(at, n):
-    """Return 16 elements, of which the first `n` are read; from 16 on that is all of them."""
+    """Load 16 elements, or the first `n` if `n` is below 16."""
     return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
 
 
@@ -181,7 +180,7 @@ def _load(at, n):
 def _activate(
     gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
 ):
-    """Do rows [start, stop)."""
+    """Compute rows [start, stop)."""
     step = 8 if interleaved else 4  # bytes from column to column
     for t in range(start, stop):
         for i in range(0, width, 16):

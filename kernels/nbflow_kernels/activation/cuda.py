@@ -1,4 +1,4 @@
-"""Activations on CUDA devices: four columns to a thread, see `activation.cu`."""
+"""Activations on CUDA devices: each thread computes four columns, see `activation.cu`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FUNCTIONS = {
 
 @functools.cache
 def _kernel(name: str, choice: str, wide: bool, more: str) -> cuda.Kernel:
-    """Return a template's instance; `more` declares what it takes besides the arrays' shapes."""
+    """Return a template's instance; `more` declares further parameters."""
     entry = f"{name}<{choice}, {str(wide).lower()}>"
     declared = f"f32* x, f32* out, i32 T, i32 width{more}"
     return cuda.cpp_kernel(__file__, "activation.cu", entry, declared)

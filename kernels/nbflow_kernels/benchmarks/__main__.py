@@ -12,7 +12,7 @@ from pathlib import Path
 import nbflow_kernels
 from nbflow_kernels.benchmarks import gpu_worker
 from nbflow_kernels.benchmarks.ops import Row, choose, last_level_cache_bytes, measure, table
-from nbflow_kernels.benchmarks.read_probe import read_bandwidth
+from nbflow_kernels.benchmarks.roofline import read_bandwidth
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.testing import checks
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _restart_with_blas_threads() -> None:
-    """Start this command again with the peer's library told how many threads to use.
+    """Restart this command with the peer library's thread count set.
 
     BLAS libraries read these variables once, when NumPy is imported.
     """

@@ -1,4 +1,4 @@
-"""Errors and speeds of weight formats, measured beside the machine's read bandwidth.
+"""Errors and speeds of weight formats, compared with the machine's read bandwidth.
 
     python -m nbflow_kernels.benchmarks.formats [FORMAT ...] [--formats FILE] [--shape N K]
     [--threads N]
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.benchmarks import ops
-from nbflow_kernels.benchmarks.read_probe import ReadProbe, read_bandwidth
+from nbflow_kernels.benchmarks.roofline import ReadProbe, read_bandwidth
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize
@@ -56,7 +56,7 @@ def measure_errors(name: str, n_rows: int = 1024) -> dict[str, float]:
 def measure_speed(
     name: str, shape: tuple[int, int] = SHAPE, repeats: int = 15
 ) -> dict[str, float | None]:
-    """Return what encoders, decoder and one-row products of a format do per second.
+    """Return the speeds of quantizers, decoder and one-row products of a format.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def measure_speed(
         ``quantize_plain_mweights_per_s``, ``quantize_best_...``, ``dequantize_...``; for ``f32``
         and ``int8`` activations ``gemv_<kind>_gb_per_s`` (stored bytes), ``..._gweights_per_s`` and
         ``..._share_of_read`` (of the bandwidth measured between the samples); for these and
-        ``bf16`` the ``product_<kind>_error``, see `product_errors`; None where there is no such
+        ``bf16`` the ``product_<kind>_error``, see `product_errors`; None for formats without such
         product.  ``packed_bits_per_weight``.
     """
     return measure_encoders(name) | measure_products([name], shape, repeats)[name]
@@ -193,7 +193,7 @@ def _rounds(
 def run(
     names: Sequence[str], shape: tuple[int, int] = SHAPE, repeats: int = 15
 ) -> dict[str, dict[str, Any]]:
-    """Return errors and speeds by explicit name, and say on stderr what is being measured."""
+    """Return errors and speeds by explicit name; report progress on stderr."""
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(FORMATS[name].name for name in names):
         print(f"{name} ...", file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
 """Benchmark of the ops on a CUDA device: ``benchmarks --suite gpu --out FILE``.
 
-First the device's own limits: copying memory and, where cuBLAS is, a float16 product.  Then each
-timed case is checked against its float64 reference, and timed: calls over enough copies of the
-inputs that none is still in the L2 cache, captured into a CUDA graph (so that Python does not
-count), between two events.  An op that cannot be captured is timed call by call, which the row
-says.  A case that fails is a row with its error; one for which there is no time left, too.
+First the device's limits: memory copies and, with cuBLAS, a float16 product.  Then each timed case
+is checked against its float64 reference and timed between two events: calls over enough copies of
+the inputs that none is still in the L2 cache, captured into a CUDA graph (without Python's
+overhead).  An op that cannot be captured is timed call by call, as its row states.  A case that
+fails, or for which no time is left, is a row with the reason.
 
-Measuring runs in a process of its own (`nbflow_kernels.benchmarks.gpu_worker`): what breaks or
-hangs it costs one row.  The file is written anew after every row.
+Measuring runs in a separate process (`nbflow_kernels.benchmarks.gpu_worker`): a case that breaks or
+hangs it costs one row.  The file is rewritten after every row.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class GpuRow:
     case: str
     """Name of the case."""
     error: str | None
-    """Why there are no numbers, or None."""
+    """Reason for missing numbers, or None."""
     error_share: float | None = None
     """Greatest error against the float64 reference, as a share of the case's tolerance."""
     launched: str | None = None
-    """How it was timed: "graph", or "calls" with Python's part in the time."""
+    """Timing method: "graph", or "calls", which includes Python's overhead."""
     median_s: float | None = None
     """Median over the samples of the seconds per call."""
     min_s: float | None = None
@@ -75,7 +75,7 @@ def in_order(cases: list[OpCase]) -> list[OpCase]:
 
 
 def limits(cupy: Any, repeats: int, copy_bytes: int = 1 << 30) -> dict[str, Any]:
-    """Return what the device is, and how fast it copies and multiplies at best.
+    """Return the device's name and its peak copy and matmul rates.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def events(
     Raises
     ------
     RuntimeError
-        From CuPy, behind a row whose case has left the device unusable for this process.
+        From CuPy, after a row whose case has left the device unusable for this process.
     """
     if known is None:
         known = limits(cupy, repeats)
@@ -119,7 +119,7 @@ def events(
 
 
 def _attempt(measure: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return what a measurement gives, or why it failed; nothing may stop the others."""
+    """Return a measurement or the reason it failed, so that the others still run."""
     try:
         return measure(), None
     except Exception as error:
@@ -279,7 +279,7 @@ def _sample(cupy: Any, stream: Any, launch: Callable[[], Any], n_calls: int) -> 
     return float(cupy.cuda.get_elapsed_time(first, last)) * 1e-3 / n_calls
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- printing -----------------------------------------------------------------------------
 
 
 def line(row: GpuRow) -> str:

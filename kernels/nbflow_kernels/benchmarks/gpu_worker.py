@@ -1,10 +1,9 @@
-"""The benchmark's measuring process, and who watches over it.
+"""GPU benchmark worker process and its watchdog.
 
-A kernel that goes wrong on a device takes the whole process with it: after an invalid address
-nothing runs any more, and one that waits for ever cannot be stopped from within.  So cases are
-measured in a process (`work`) that says on its standard output what it begins and what it has
-found, one line of JSON each; `supervise` starts another one for the rest when it breaks off or is
-silent for too long.
+A failing kernel takes its process with it: after an invalid address nothing runs any more, and a
+hanging kernel cannot be stopped from within.  So a worker process (`work`) measures the cases and
+reports starts and results on standard output, one line of JSON each; `supervise` starts another
+worker for the remaining cases when it dies or is silent for too long.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from nbflow_kernels.quantized_matmul.cases import user_cases
 
 COMMAND = (sys.executable, "-m", "nbflow_kernels.benchmarks.gpu_worker")
 BUDGET_S = 420.0
-"""For all cases together, the last one aside; then nine minutes suffice for all."""
+"""Budget of all cases but the last; the whole run then takes less than nine minutes."""
 SILENCE_S = 90.0
-"""Longest time for a case, its kernels' compilation and its reference included."""
+"""Time limit of a case, including compilation and reference."""
 _END = ""
 
 
 class Worker:
-    """A process that measures.
+    """Worker process.
 
     Parameters
     ----------
     command : sequence of str
-        What to start.
+        Command line.
     job : dict
-        What it reads: see `work`.
+        Its input; see `work`.
     """
 
     def __init__(self, command: Sequence[str], job: dict[str, Any]) -> None:
@@ -62,7 +61,7 @@ class Worker:
             with self._process.stdin as file:
                 json.dump(job, file)
         except BrokenPipeError:
-            pass  # it has ended, which `next` says
+            pass  # the process has ended, which `next` reports
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -71,7 +70,7 @@ class Worker:
         self._lines.put(_END)
 
     def next(self, seconds: float) -> dict[str, Any] | str:
-        """Return what it says next, or in words why it says no more."""
+        """Return the worker's next message, or the reason why there is none."""
         try:
             text = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -84,9 +83,9 @@ class Worker:
         return f"its process ended with {how}"
 
     def stop(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver
             self._process.wait(10)
 
 
@@ -100,14 +99,14 @@ def supervise(
     silence_s: float = SILENCE_S,
     command: Sequence[str] = COMMAND,
 ) -> dict[str, Any]:
-    """Have the cases measured; return the report.
+    """Measure the cases in worker processes; return the report.
 
     Parameters
     ----------
     cases : list of OpCase
-        Timed cases, in the order in which to take them.
+        Timed cases, in order.
     repeats : int
-        Samples of each.
+        Samples per case.
     each : callable
         Is given the report after every row.
     formats : sequence of str
@@ -152,7 +151,7 @@ def _watch(
     left: Callable[[], float],
     silence_s: float,
 ) -> str:
-    """Take what a worker finds until it ends; return why there is no sense in another one."""
+    """Collect a worker's results until it ends; return the reason not to start another, or None."""
     begun, n_before = "", len(waiting)
     try:
         while waiting and (begun or left() > 0):
@@ -206,7 +205,7 @@ def main(
     found = cuda.detect()
     wrong = found.reason
     if out is not None and not out.parent.is_dir():
-        wrong = f"--out: there is no folder {out.parent}"
+        wrong = f"--out: folder {out.parent} does not exist"
     if wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
@@ -226,7 +225,7 @@ def main(
 
 
 def _main() -> None:
-    """Read a job from standard input; what others print goes to the standard error."""
+    """Read a job from standard input; redirect other output to standard error."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
 

@@ -1,11 +1,9 @@
-"""``python -m nbflow_kernels.benchmarks.kv_cache_error``: what a cache format costs, in Markdown.
+"""``python -m nbflow_kernels.benchmarks.kv_cache_error``: attention error of KV cache formats.
 
-For every format of the key/value cache: its size, and the error of attention over a cache in it,
-relative to attention over exact keys and values: root mean square error of the results over their
-root mean square, in float64, so that nothing but the format counts.  Queries, keys and values are
-N(0, 1) with heads of 128, 512 keys and a fixed seed.  The numbers stand for that distribution: keys
-of trained models have a few channels that are far larger than the others, which formats with large
-blocks take worse.
+Prints a Markdown table of every KV cache format: its size and the relative root mean square error
+of attention, in float64, against exact keys and values.  Queries, keys and values are N(0, 1) with
+heads of 128, 512 keys and a fixed seed.  Keys of trained models differ: a few of their channels are
+far larger than the others, which increases the error of formats with large blocks.
 """
 
 from __future__ import annotations

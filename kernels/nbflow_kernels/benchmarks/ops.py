@@ -1,4 +1,4 @@
-"""Benchmark of the ops: check first, then time, beside the machine's measured read bandwidth.
+"""Benchmark of the ops: check first, then time, next to the machine's measured read bandwidth.
 
     python -m nbflow_kernels.benchmarks [OP ...] [--threads N] [--repeats N] [--formats FILE]
     [--json]
@@ -7,9 +7,9 @@
 OP is an op (``matmul``) or one case (``matmul-llama2_7b_decode_f16``); without any, all timed
 cases run.  A case whose result differs from the reference is not timed, and the exit code is 1.
 
-What is timed: the public function, with its checks, into a given output; not the first call, which
+Timed is the public function with its checks and a given output, without the first call, which
 compiles.  Enough copies of the inputs are used in turn that none is still in the last-level cache.
-A sample is as many calls as fill 200 microseconds, and a peer's samples alternate with ours.
+A sample fills 200 microseconds with calls; samples of a peer alternate with ours.
 GB/s counts each byte that must be read or written once, so data in a cache can exceed the limit.
 With ``--suite gpu`` the cases run on a CUDA device, see `nbflow_kernels.benchmarks.gpu`.
 "% of peak" compares GFLOP/s with multiply-adds in registers (`nbflow_kernels.benchmarks.roofline`).
@@ -69,7 +69,7 @@ class Row:
     peak_percent: float | None
     """`gflop_per_s` in percent of the measured peak of the case's arithmetic, if it states one."""
     peer: str | None
-    """Who else did the same work in the same loop, e.g. ``numpy 2.4.6``."""
+    """Peer measured in the same loop, e.g. ``numpy 2.4.6``."""
     peer_median_s: float | None
     """The peer's median seconds per call."""
     repro: str
@@ -96,7 +96,7 @@ def _numpy_matmul(arguments: dict[str, Any]) -> Callable[[], Any] | None:
 
 
 def _numpy_qmatmul(arguments: dict[str, Any]) -> Callable[[], Any]:
-    """Return NumPy's product with the dequantized weight: what one would do without our kernel."""
+    """Return NumPy's product with the dequantized weight, the baseline without our kernel."""
     x, w = arguments["x"], nbflow_kernels.dequantize(arguments["w"])
     out = np.empty((x.shape[0], w.shape[0]), np.float32)
     return lambda: np.matmul(x, w.T, out=out)
@@ -117,7 +117,7 @@ def _numpy_softmax(arguments: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _numpy_top_k(arguments: dict[str, Any]) -> Callable[[], Any]:
-    """Return NumPy's partial sort, and a sort of what it found."""
+    """Return NumPy's partial sort and the sorted top k."""
     x, k = arguments["input"], arguments["k"]
 
     def top_k() -> Any:
@@ -151,7 +151,7 @@ def _copies(case: OpCase) -> list[dict[str, Any]]:
 def _sampler(calls: list[Callable[[], Any]]) -> Callable[[], float]:
     """Return a function that takes one sample: seconds per call, going on through `calls`."""
     for call in calls[:2]:
-        call()  # compiles, and makes what is made once per weight
+        call()  # compiles, and packs weights once
     started = time.perf_counter()
     calls[-1]()
     n_calls = max(1, math.ceil(SAMPLE_S / max(time.perf_counter() - started, 1e-7)))

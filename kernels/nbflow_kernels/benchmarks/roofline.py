@@ -1,7 +1,7 @@
-"""How fast this processor multiplies and adds: the bounds the benchmark compares kernels with.
+"""Roofline of this processor: peak arithmetic and the bandwidth of reading memory.
 
-The loops work in registers only: 12 independent chains, more than any processor of today needs to
-hide the latency of its multiply-adds.
+The arithmetic loops work in registers only, with 12 independent chains: enough to hide the latency
+of multiply-adds on current processors.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd, simd_int8
-from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads, split_rows
+from nbflow_kernels.cpu.parallel_for import get_num_threads, parallel_for, set_num_threads
 from nbflow_kernels.errors import unknown_name
 
 CHAINS = 12
-_STEPS = 20_000  # of a loop: 120 to 500 microseconds, a pause by the system is seldom in it
+_STEPS = 20_000  # 120 to 500 microseconds per loop, which the system seldom interrupts
+PROBE_BYTES = 384 << 20
+"""Default bytes of a pass."""
+ROW = 1 << 16  # float32 elements, 256 KB: long streams for the hardware's prefetcher
 
 
 @jit.kernel
@@ -74,7 +77,7 @@ _KERNELS: dict[str, tuple[Any, int]] = {"f32": (_f32, 16), "bf16": (_bf16, 32), 
 
 
 def compute_peak(arithmetic: str, threads: int | None = None) -> float:
-    """Measure how many operations a second the processor does in registers.
+    """Measure the peak operations per second in registers.
 
     Parameters
     ----------
@@ -82,7 +85,7 @@ def compute_peak(arithmetic: str, threads: int | None = None) -> float:
         float32 multiply-adds, products of pairs of bfloat16 added in float32, or products of bytes
         added in 32 bits.
     threads : int, optional
-        By default those of the calling thread's team.
+        Number of threads; by default those of the calling thread's pool.
 
     Returns
     -------
@@ -115,9 +118,109 @@ def compute_peak(arithmetic: str, threads: int | None = None) -> float:
     try:
         for _ in range(31):
             started = time.perf_counter()
-            split_rows(kernel, n, 1e12, _STEPS, data, out)
+            parallel_for(kernel, n, 1e12, _STEPS, data, out)
             seconds.append(time.perf_counter() - started)
     finally:
         set_num_threads(before)
-    assert out.any(), "the loops did nothing"
+    assert out.any(), "the loops computed nothing"
     return operations / min(seconds[1:])
+
+
+@jit.kernel
+def _read(data, sums, start, stop):
+    """Write the sum of each row of `data` to `sums`, with 8 x 16 lanes of loads and adds."""
+    for row in range(start, stop):
+        a = simd.address(data) + row * data.strides[0]
+        s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = simd.splat(0.0)
+        for i in range(a, a + data.shape[1] * 4, 512):
+            s0 = simd.add(s0, simd.load_f32(i))
+            s1 = simd.add(s1, simd.load_f32(i + 64))
+            s2 = simd.add(s2, simd.load_f32(i + 128))
+            s3 = simd.add(s3, simd.load_f32(i + 192))
+            s4 = simd.add(s4, simd.load_f32(i + 256))
+            s5 = simd.add(s5, simd.load_f32(i + 320))
+            s6 = simd.add(s6, simd.load_f32(i + 384))
+            s7 = simd.add(s7, simd.load_f32(i + 448))
+        low = simd.add(simd.add(s0, s1), simd.add(s2, s3))
+        high = simd.add(simd.add(s4, s5), simd.add(s6, s7))
+        sums[row] = simd.sum(simd.add(low, high))
+
+
+class ReadProbe:
+    """Repeated reads of a large array, the bandwidth to compare kernels with.
+
+    On a shared machine the bandwidth changes within seconds: compare a kernel with passes right
+    before and after it.
+
+    Parameters
+    ----------
+    n_bytes : int, optional
+        Bytes of a pass, rounded down to a multiple of 256 KB; by default `PROBE_BYTES`, several
+        times the last cache.
+    threads : int, optional
+        Number of threads; by default those of the calling thread's pool.
+
+    Raises
+    ------
+    UsageError
+        If `threads` is not between 1 and 1024.
+
+    Attributes
+    ----------
+    n_bytes : int
+        Bytes of a pass.
+    """
+
+    def __init__(self, n_bytes: int | None = None, threads: int | None = None) -> None:
+        n_bytes = n_bytes or PROBE_BYTES
+        self._threads = threads
+        self._data = np.ones((max(2, n_bytes // (4 * ROW)), ROW), np.float32)
+        self._sums = np.empty(len(self._data), np.float32)
+        self.n_bytes = self._data.nbytes
+        self.seconds()  # compiles
+
+    def seconds(self) -> float:
+        """Return the duration of one pass."""
+        before = get_num_threads()
+        set_num_threads(self._threads or before)
+        try:
+            started = time.perf_counter()
+            parallel_for(_read, len(self._data), float(self._data.size), self._data, self._sums)
+            taken = time.perf_counter() - started
+        finally:
+            set_num_threads(before)
+        assert (self._sums == ROW).all(), "the read probe skipped elements"
+        return taken
+
+    def bandwidth(self, passes: int = 3) -> float:
+        """Return the mean bytes per second of `passes` passes."""
+        return passes * self.n_bytes / sum(self.seconds() for _ in range(passes))
+
+
+def read_bandwidth(threads: int | None = None) -> float:
+    """Measure the bandwidth of reading memory.
+
+    Parameters
+    ----------
+    threads : int, optional
+        Number of threads; by default those of the calling thread's pool.
+
+    Returns
+    -------
+    float
+        Bytes per second: 384 MB of float32 summed by a compiled loop, the fastest of five passes
+        after one that touches the pages and compiles.
+
+    Raises
+    ------
+    UsageError
+        If `threads` is not between 1 and 1024.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.benchmarks.roofline import read_bandwidth
+    >>> read_bandwidth(1) > 1e8
+    True
+    """
+    probe = ReadProbe(threads=threads)
+    return probe.n_bytes / min(probe.seconds() for _ in range(5))

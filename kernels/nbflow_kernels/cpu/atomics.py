@@ -1,15 +1,15 @@
-"""What threads that share memory need inside kernels, and calls through pointers.
+"""Atomic operations, spin-wait hints and calls through function pointers, inside kernels.
 
 ======================================  =======================================================
 `exchange(addr, x)`                     store an int64 and return the old one
 `add(addr, x)`                          add to an int64 and return the old one; both seq. cst.
 `load(addr)` / `store(addr, x)`         acquire / release
-`load_in_order(addr)`                   seq. cst.: not before an `exchange` that precedes
-`pause()`                               tell the core that this thread spins
+`load_in_order(addr)`                   seq. cst. load: ordered after a preceding `exchange`
+`pause()`                               spin-wait hint to the core
 `cycles()`                              the processor's cycle counter, 0 where there is none
-`call_row_range(f, args, start, stop)`  call a trampoline (`nbflow_kernels.cpu.graph`); 0 if it
-returned `call_int(f, x)`                        call a C function ``int f(int)`` through its
-address
+`call_row_range(f, args, start, stop)`  call a trampoline (`nbflow_kernels.cpu.graph`); 0 unless
+                                        the kernel raised
+`call_int(f, x)`                        call the C function ``int f(int)`` at an address
 ======================================  =======================================================
 """
 
@@ -60,13 +60,13 @@ def _make_load(name: str, ordering: str) -> Any:
 
 
 load = _make_load("load", "acquire")
-# Arm may do an acquire load before a sequentially consistent exchange that precedes it.
+# Arm may reorder an acquire load before a preceding sequentially consistent exchange.
 load_in_order = _make_load("load_in_order", "seq_cst")
 
 
 @intrinsic
 def store(typing_context, addr, x):
-    """Write an int64, after everything that precedes has been written."""
+    """Store an int64 with release order."""
 
     def codegen(context, builder, signature, args):
         value = llvm.int64(context, builder, signature, args, 1)
@@ -78,7 +78,7 @@ def store(typing_context, addr, x):
 
 @intrinsic
 def pause(typing_context):
-    """Tell the core that this thread only waits."""
+    """Give the core a spin-wait hint."""
 
     def codegen(context, builder, signature, args):
         machine = binding.get_process_triple().split("-")[0]

@@ -1,9 +1,9 @@
-"""CPU quota of the control groups (cgroups) that this process is in, as containers set it.
+"""CPU quota of this process's control groups (cgroups), as containers set it.
 
-``docker run --cpus=2`` leaves all processors of the machine in the affinity of a process, but lets
-it run for two processors' time only: more threads than that stop each other.  Version 2 has
-``cpu.max`` in each group, version 1 ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``; a group has the
-least of its own and of those above it.
+``docker run --cpus=2`` leaves all processors in the affinity of a process but limits it to two
+processors' time, which more threads only contend for.  A group of version 2 has ``cpu.max``, one of
+version 1 ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``; the least quota among a group and its
+ancestors holds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path, PurePosixPath
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Return the processors that the quota is worth, rounded up; None without a quota.
+    """Return the quota in processors, rounded up; None without a quota.
 
     Parameters
     ----------
     root : Path
-        The folder that ``proc`` and the mounted control groups are in.
+        The root of the file system.
     """
     quotas = [_of_group(folder) for folder in _groups(root)]
     found = [quota for quota in quotas if quota is not None]
@@ -26,7 +26,7 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's groups and of all groups above them, if mounted."""
+    """Yield the folders of this process's mounted groups and their ancestors."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -50,26 +50,26 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _mounted(mount: str, is_v2: bool) -> tuple[str, str] | None:
-    """Return which group is mounted where by a line of mountinfo; None if it is another mount."""
+    """Return a mounted group and its mount point from a mountinfo line; None for other mounts."""
     fields, _, rest = mount.partition(" - ")
     kind, *options = rest.split(" ")
-    place = fields.split(" ")
-    if len(place) < 5 or kind != ("cgroup2" if is_v2 else "cgroup"):
+    columns = fields.split(" ")
+    if len(columns) < 5 or kind != ("cgroup2" if is_v2 else "cgroup"):
         return None
     if not is_v2 and "cpu" not in options[-1].split(","):
         return None
-    return place[3], place[4]
+    return columns[3], columns[4]
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
-    """Return where a group is below the mounted one, which in a container may be itself."""
+    """Return a group's path relative to the mounted one, which in a container may be itself."""
     group = PurePosixPath(path)
     inside = group.is_relative_to(mounted) and ".." not in group.parts
     return group.relative_to(mounted) if inside else PurePosixPath()
 
 
 def _of_group(folder: Path) -> int | None:
-    """Return the processors of one group's quota, rounded up; None if it has none."""
+    """Return one group's quota in processors, rounded up; None if it has none."""
     try:
         if (folder / "cpu.max").is_file():
             words = (folder / "cpu.max").read_text().split()

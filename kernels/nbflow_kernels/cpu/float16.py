@@ -1,7 +1,7 @@
-"""float16 to float32 and back in generated code, also where the processor has no instruction.
+"""Emitters of float16 and bfloat16 conversions, also for processors without instructions for them.
 
-On x86 without F16C LLVM calls functions of its runtime library, which no Numba process contains.
-The same numbers are computed here from the bits; a NaN stays a NaN, maybe with another payload.
+On x86 without F16C LLVM calls its runtime library, which Numba does not load.  There the result is
+computed from the bits, equal but for the payload of NaN.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from nbflow_kernels.cpu.llvm import F16, F32, I16, I32, like, repeated
 
 
 def _converts() -> bool:
-    """Return whether LLVM can convert without its runtime library."""
+    """Return whether LLVM converts float16 without its runtime library."""
     features = isa.features()
     return "x86" not in features or "f16c" in features or "avx512f" in features
 
 
 def emit_widen(builder, bits, kind="f16"):
-    """Emit the float32 of float16 or ``"bf16"`` given as int16, one or a vector; None: as is."""
+    """Emit float32 from the bits of ``"f16"`` or ``"bf16"``, scalar or vector; None: unchanged."""
     if kind is None:
         return bits
     words, floats = like(bits, I32), like(bits, F32)
@@ -27,7 +27,7 @@ def emit_widen(builder, bits, kind="f16"):
     if kind == "bf16":
         return builder.bitcast(builder.shl(wide, repeated(words, 16)), floats)
     size = builder.shl(builder.and_(wide, repeated(words, 0x7FFF)), repeated(words, 13))
-    # moving the exponent by a product keeps numbers below 2 ** -14 exact
+    # a product that moves the exponent is exact below 2 ** -14 too
     power = builder.bitcast(repeated(words, (127 + 112) << 23), floats)
     number = builder.bitcast(builder.fmul(builder.bitcast(size, floats), power), words)
     special = builder.icmp_unsigned(">=", size, repeated(words, 0x7C00 << 13))
@@ -37,7 +37,7 @@ def emit_widen(builder, bits, kind="f16"):
 
 
 def emit_narrow(builder, value):
-    """Emit the bits (int16) of the float16 nearest to float32, halves to even, one or a vector."""
+    """Emit the int16 bits of the nearest float16, ties to even, scalar or vector."""
     if _converts():
         return builder.bitcast(builder.fptrunc(value, like(value, F16)), like(value, I16))
     words, floats = like(value, I32), like(value, F32)
@@ -62,7 +62,7 @@ def emit_narrow(builder, value):
 
 
 def emit_narrow_bf16(builder, value):
-    """Emit the bits (int16) of the bfloat16 nearest to float32, halves to even; NaN stays NaN."""
+    """Emit the int16 bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     words = like(value, I32)
     bits = builder.bitcast(value, words)
     odd = builder.and_(builder.lshr(bits, repeated(words, 16)), repeated(words, 1))

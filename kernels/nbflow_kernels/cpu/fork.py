@@ -1,7 +1,7 @@
-"""Steps that a forked child takes before it computes.
+"""Fork hooks: reset locks, threads and counters in a forked child.
 
-Of the threads of a process only the one that forks is in the child.  Locks that others held stay
-locked there, and nothing answers what is put into their queues.
+A child has only the thread that forked.  Locks that other threads held stay locked, and their
+queues have no reader.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 
 class Forked(Protocol):
-    """An object that must change in a forked child."""
+    """Object with state to reset in a forked child."""
 
     def in_child(self) -> None:
-        """Do so; no thread but the present one exists."""
+        """Reset the state; the child has no other thread."""
 
 
 _objects: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -24,24 +24,24 @@ F = TypeVar("F", bound=Callable[[], None])
 
 
 def in_child(function: F) -> F:
-    """Call the function in each forked child, at once."""
+    """Register a function to run in each forked child, right after the fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
     return function
 
 
-def tell_in_child(made: Forked) -> None:
-    """Call the object's `in_child` in each forked child, as long as the object lives."""
-    _objects.add(made)
+def notify_in_child(target: Forked) -> None:
+    """Call the object's `in_child` in each forked child, while the object is alive."""
+    _objects.add(target)
 
 
 @in_child
-def _tell_objects() -> None:
-    for made in list(_objects):
-        made.in_child()
+def _notify_objects() -> None:
+    for target in list(_objects):
+        target.in_child()
 
 
-def around_fork(take: Callable[[], None], give_back: Callable[[], None]) -> None:
-    """Hold a lock during each fork, so that nothing it protects is half done in the child."""
+def lock_during_fork(acquire: Callable[[], None], release: Callable[[], None]) -> None:
+    """Hold a lock during each fork, so that the child never sees a half-done update."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=take, after_in_parent=give_back, after_in_child=give_back)
+        os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)

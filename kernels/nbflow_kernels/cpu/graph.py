@@ -1,18 +1,18 @@
-"""Lists of compiled calls that a team of threads runs without Python in between.
+"""Captured kernel calls that the thread pool runs without Python in between.
 
 A step of a model is some hundred kernel calls of a few microseconds each.  From Python each costs
-one to fifty microseconds more, so a `CpuGraph` writes the calls into a table once: for each, the
-kernel's machine code, its arguments and its number of rows.  A team
-(`nbflow_kernels.cpu.thread_pool`) runs through the table, each thread its share of the rows of
-every call, with a barrier of a tenth of a microsecond where one call's result is another's input.
+1 to 50 microseconds more, so a `CpuGraph` writes the calls into a table once: for each, the
+kernel's machine code, its arguments and its number of rows.  The threads of a pool
+(`nbflow_kernels.cpu.thread_pool`) run the table, each thread its share of the rows of every call,
+with a barrier of 0.1 microseconds where one call's result is another's input.
 
 The kernels stay as they are, functions of arrays and numbers compiled one by one.  A *trampoline*,
 one per signature and made in a millisecond, reads the arguments from memory and calls the kernel.
-Arguments are fixed when the list is made; what changes from step to step is in the arrays, or in a
-*cell*: an array of one int64 in the place of a number of rows.
+Arguments are fixed when the graph is made; what changes from step to step is in the arrays, or in a
+*cell*: an array of one int64 instead of a number of rows.
 
-With compiling off (`nbflow_kernels.cpu.interpreter`) the table stays empty, and the team makes the
-calls.
+With compiling off (`nbflow_kernels.cpu.interpreter`) the table stays empty, and the pool makes the
+calls one by one.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _I64 = ir.IntType(64)
 FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER, READS, ROW_BYTES = range(8)
 COLUMNS = 8
 
-# An argument this large is what a call reads from memory, row by row; see `team._fetch_ahead`.
+# The smallest array argument that idle threads prefetch; see `thread_pool._prefetch_next`.
 STREAMED_BYTES = 256 << 10
 
 # Below this many multiply-adds for each thread a call is not shared: a core does some 30 in a
 # nanosecond at best, and a barrier costs a hundred.
 MIN_WORK_PER_PART = 20_000
-# Above this many, rows are handed out in pieces: a thread that loses its core delays one piece.
+# Above this many, rows are scheduled dynamically: a thread that loses its core delays one chunk.
 DYNAMIC_WORK = 40_000_000
-PIECES_PER_THREAD = 8
+CHUNKS_PER_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GraphNode:
     work: float
     """Multiply-adds (or operations of like cost) of the whole call."""
     held: Any = None
-    """Arrays whose addresses are among `args`; only held on to."""
+    """Keeps these arrays alive: `args` holds raw addresses."""
 
     def __call__(self) -> None:
         """Make the call in the present thread."""
@@ -72,7 +72,7 @@ class GraphNode:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the number of rows is known only when the call is made."""
+        """Return True if the number of rows is known only when the call is made."""
         return isinstance(self.n_rows, np.ndarray)
 
     def parts(self, n_threads: int) -> int:
@@ -83,7 +83,7 @@ class GraphNode:
 
 
 class CpuGraph:
-    """Calls as a table for `n_threads` threads (`ThreadPool.run_list`)."""
+    """Table of calls for a pool of `n_threads`; see `ThreadPool.run_graph`."""
 
     def __init__(self, calls: Sequence[GraphNode], n_threads: int) -> None:
         self.calls = tuple(calls)
@@ -92,8 +92,8 @@ class CpuGraph:
         self.table_at = self.table.ctypes.data
         self._kept: list[Any] = []  # the table holds addresses only
         self.is_shared = False
-        """Whether any call is shared by the threads."""
-        if not interpreter.is_on():  # else there is no machine code to write down
+        """True if any call is divided among the threads."""
+        if not interpreter.is_on():  # which has no machine code
             self._fill()
 
     def _fill(self) -> None:
@@ -113,7 +113,7 @@ class CpuGraph:
             row[ROWS] = self._keep(cell)
             row[PARTS] = parts[i]
             if parts[i] > 1 and len(calls) > 1 and not call.is_dynamic and call.work > DYNAMIC_WORK:
-                row[GRAIN] = max(1, call.n_rows // (parts[i] * PIECES_PER_THREAD))
+                row[GRAIN] = max(1, call.n_rows // (parts[i] * CHUNKS_PER_THREAD))
             if parts[i] > 1:
                 row[READS], row[ROW_BYTES] = _streamed(call)
             # calls of one thread follow each other in that thread; the last waits for everybody
@@ -140,14 +140,14 @@ class _Code:
     signature: tuple[Any, ...]
     address: int
     trampoline: int = 0
-    """Address of what calls it from a table; 0 if that is not made yet."""
+    """Address of its trampoline; 0 before that is made."""
 
 
 _codes: dict[tuple[Any, ...], _Code] = {}  # by kernel and kinds of arguments
 
 
 def _kind(value):
-    """Return what the type that Numba gives a value depends on; asking Numba takes far longer."""
+    """Return a cheap key of the value's Numba type; `numba.typeof` takes far longer."""
     kind = type(value)
     if kind is np.ndarray:
         return value.dtype, value.ndim, value.flags.num
@@ -203,7 +203,7 @@ def _add_words(words: list[int], value: Any, kind: Any) -> None:
     elif isinstance(kind, types.Boolean | types.Integer):
         words.append(int(value))
     else:
-        raise TypeError(f"a call list cannot hold an argument of type {kind}")
+        raise TypeError(f"a graph cannot hold an argument of type {kind}")
 
 
 # ---- trampolines ----------------------------------------------------------------------------
@@ -216,7 +216,7 @@ _engines: list[Any] = []  # own the code at those addresses
 def _trampolines(signatures: list[tuple[Any, ...]]) -> list[int]:
     """Return the address of ``int64 f(arguments, start, stop)`` for each signature.
 
-    It returns 0, or where the description is of what the kernel has raised.
+    The function returns 0, or the address of Numba's description of the exception.
     """
     with global_compiler_lock:
         missing = [s for s in dict.fromkeys(signatures) if s not in _made]
@@ -258,9 +258,9 @@ def _add_trampoline(module: ir.Module, name: str, signature: tuple[Any, ...]) ->
     builder.ret(builder.select(status.is_error, raised, ir.Constant(_I64, 0)))
 
 
-# ---- what a kernel raised -------------------------------------------------------------------
+# ---- exceptions -----------------------------------------------------------------------------
 
-_UNKNOWN = 1  # in the place of an address
+_UNKNOWN = 1  # instead of an address
 
 
 class _Raised(ctypes.Structure):
@@ -276,17 +276,17 @@ class _Raised(ctypes.Structure):
 
 
 def error_of(address: int, kernel: Any) -> BaseException:
-    """Return the exception that a kernel raised in a list, named after the kernel.
+    """Return the exception that a kernel raised in a graph, with the kernel's name as a note.
 
     Parameters
     ----------
     address : int
-        What the trampoline returned.
+        The trampoline's result.
     kernel : callable
         The kernel.
     """
     name = getattr(kernel, "__qualname__", repr(kernel))
-    unknown = RuntimeError(f"kernel {name} failed in a list of calls, with an unknown error")
+    unknown = RuntimeError(f"kernel {name} failed in a CPU graph with an unknown error")
     if address == _UNKNOWN:
         return unknown
     raised = _Raised.from_address(address)
@@ -296,5 +296,5 @@ def error_of(address: int, kernel: Any) -> BaseException:
         error = made(*(() if raised.n_values > 0 else values))
     except Exception:
         return unknown
-    error.add_note(f"raised by kernel {name} in a list of calls")
+    error.add_note(f"raised by kernel {name} in a CPU graph")
     return error if isinstance(error, BaseException) else unknown

@@ -1,10 +1,9 @@
-"""Memory for weights in huge pages, where the system has them.
+"""Allocator of weights in huge pages, where the system has them.
 
-Weights are read once per step from end to end, some 600 MB of them in a step of 1.1 billion at
-4 bits.  In pages of 4 KB every page costs a walk through the page tables, at which reading ahead
-stops: matrices of 2 to 7 MB were multiplied at 0.7 to 0.9 of the speed of those in pages of 2 MB.
-NumPy asks for huge pages too, but for each array of 4 MB or more by itself, of which the part
-before the first and behind the last multiple of 2 MB has small ones.
+A decoding step reads all weights once, some 600 MB for 1.1 billion at 4 bits.  With 4 KB pages
+every page costs a page-table walk, at which hardware prefetching stops: matrices of 2 to 7 MB ran
+at 0.7 to 0.9 of their speed in 2 MB pages.  NumPy requests huge pages too, but for each array of
+4 MB or more separately, whose start and end outside multiples of 2 MB get small pages.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu.fork import in_child
 
 ALIGNMENT = 64
-"""Of what `zeros` returns: a cache line, a vector."""
+"""Alignment of `zeros` in bytes: a cache line, a vector."""
 PAGE = 2 << 20
 LEAST = 256 << 10
-"""Less is NumPy's: it stays in the caches, or is not much of what is read."""
+"""Smaller arrays are allocated by NumPy: they stay in the caches or are read rarely."""
 CHUNK = 4 * PAGE
-"""Smaller arrays share pieces of memory of this size; those of half of it have one of their own."""
+"""Arrays below half of this share chunks of this size; larger ones have their own mapping."""
 
 _lock = threading.Lock()
 
 
 class _Chunk:
-    """Memory of which arrays take one part after the other; it goes with the last of them."""
+    """Bump allocator of one chunk, which is freed with its last array."""
 
     def __init__(self) -> None:
         self._whole: weakref.ref[NDArray[np.uint8]] = weakref.ref(np.zeros(0, np.uint8))
         self._next = self._end = 0
 
-    def take(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Return the next part, of this memory or of new one."""
+    def allocate(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Return the next bytes of this chunk, or the first of a new one."""
         whole = self._whole()
         if whole is None or self._next + n_bytes > self._end:
             whole, self._next = _mapped(CHUNK)
@@ -54,21 +53,21 @@ _chunk = _Chunk()
 
 @in_child
 def _drop_chunk() -> None:
-    """Use memory of this process's own: another thread may have been about to take a part."""
+    """Start a new chunk and lock: another thread of the parent may have held the lock."""
     global _chunk, _lock
     _chunk, _lock = _Chunk(), threading.Lock()
 
 
 def zeros(n_bytes: int) -> NDArray[np.uint8]:
-    """Return zero bytes that start at a multiple of `ALIGNMENT`, in huge pages if they are many.
+    """Return zeroed bytes aligned to `ALIGNMENT`, in huge pages from `LEAST` bytes on.
 
-    The system gives real memory to a page when it is first written; of a chunk that several arrays
-    share, what lies behind the last of them in its page is given too, less than 2 MB.
+    The system commits a page when it is first written; a shared chunk commits up to 2 MB more than
+    its arrays have.
 
     Raises
     ------
     MemoryError
-        If there is not so much memory.
+        If the system has not enough memory.
 
     Examples
     --------
@@ -77,26 +76,26 @@ def zeros(n_bytes: int) -> NDArray[np.uint8]:
     (3145728, 0, 0)
     """
     if n_bytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):
-        room = np.zeros(n_bytes + ALIGNMENT, np.uint8)
-        start = -room.ctypes.data % ALIGNMENT
-        return room[start : start + n_bytes]
+        padded = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+        start = -padded.ctypes.data % ALIGNMENT
+        return padded[start : start + n_bytes]
     if 2 * n_bytes >= CHUNK:
         whole, start = _mapped(n_bytes)
         return whole[start : start + n_bytes]
     with _lock:
-        return _chunk.take(n_bytes)
+        return _chunk.allocate(n_bytes)
 
 
 def _mapped(n_bytes: int) -> tuple[NDArray[np.uint8], int]:
-    """Return new memory, and where in it `n_bytes` begin with as many huge pages as they fill."""
+    """Map memory; return it and the 2 MB aligned offset at which `n_bytes` begin."""
     try:
         memory = mmap.mmap(-1, n_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"no memory for {n_bytes} bytes of weights") from error
+        raise MemoryError(f"cannot allocate {n_bytes} bytes for weights") from error
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % PAGE
-    with contextlib.suppress(OSError):  # the system has none
+    with contextlib.suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, n_bytes // PAGE * PAGE)
     return whole, start

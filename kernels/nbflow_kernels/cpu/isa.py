@@ -1,10 +1,9 @@
-"""Which instructions the compiled kernels may use.
+"""Instruction set extensions of Numba's compilation target.
 
 Numba compiles for the processor it runs on, or for the one that `NUMBA_CPU_NAME` and
-`NUMBA_CPU_FEATURES` name.  The vector functions that exist as one instruction on some processors
-(`nbflow_kernels.cpu.simd_int8`) ask here, so that they never emit an instruction Numba's target
-lacks. ``NUMBA_CPU_NAME=generic`` stands for a processor that has none; with another name and no
-features Numba keeps the features of the processor it runs on.
+`NUMBA_CPU_FEATURES` name.  Vector functions that are one instruction on some processors
+(`nbflow_kernels.cpu.simd_int8`) choose it by these features.  ``NUMBA_CPU_NAME=generic`` has none;
+with another name and no features Numba keeps those of the processor it runs on.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 from numba.core import codegen, config
 
-numba_config: Any = config  # its settings are made at run time, unseen by type checkers
+numba_config: Any = config  # attributes made at run time, unseen by type checkers
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Return the names of the features Numba compiles for, as LLVM calls them.
+    """Return the LLVM names of the features Numba compiles for.
 
     Examples
     --------

@@ -2,17 +2,16 @@
 
 A `kernel` is compiled once per machine (see `nbflow_kernels.jit_cache`) and called without the GIL.
 
-A compiled function is called by a name that has a number in it, which Numba counts up from 1 in
-each process.  Kernels of one factory (a product for two formats) had the same name then when one
-was compiled here and the other one came from the disk, where another process had put it: asked for
-the address of the first, Numba gave the second's.  A `KernelCompiler` names what it compiles by
-numbers that no other process takes.  Functions of others keep Numba's.
+Numba puts a number into the symbol name of a compiled function, counted from 1 in each process.
+Two kernels of one factory (a product for two formats) then had equal names if one was compiled here
+and the other loaded from another process's cache entry, and Numba returned the wrong address.  A
+`KernelCompiler` uses numbers that are unique among processes.  Functions outside this package keep
+Numba's.
 
-Device functions are compiled as far as kernels need them, and once.  Numba optimizes every function
-and turns it into machine code, also one that ends up in its callers: those link its intermediate
-code, and optimize it again with their own.  For a kernel made of twenty functions in four layers
-that is most of the compiler's time.  A `DeviceLibrary` stops before, so that LLVM works on a
-kernel's code as a whole, once.
+Device functions are compiled to LLVM IR only, and optimized once inside the calling kernel.  Numba
+by default optimizes every function and emits its machine code, although callers link the IR and
+optimize it again: most of the compile time of a kernel made of twenty functions in four layers.  A
+`DeviceLibrary` stops before that.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels import jit_cache
 from nbflow_kernels.cpu import interpreter
-from nbflow_kernels.cpu.fork import around_fork, in_child
+from nbflow_kernels.cpu.fork import in_child, lock_during_fork
 
-# A child that is forked while another thread compiles would wait for that thread for ever: the fork
-# waits instead.  Nothing is compiled without this lock of Numba's.
-around_fork(global_compiler_lock.acquire, global_compiler_lock.release)
+# A fork waits for other threads' compilations: a child would wait for their lock for ever.
+lock_during_fork(global_compiler_lock.acquire, global_compiler_lock.release)
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
@@ -45,20 +43,20 @@ _numbers = itertools.count()
 
 
 @in_child
-def _name_apart() -> None:
-    """Let the numbers in names be no other process's."""
+def _number_apart() -> None:
+    """Start counting at a number that no other process uses."""
     global _numbers
     _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 
-_name_apart()
+_number_apart()
 
 
 class _Collector:
-    """Keeps Python's garbage collector off while kernels are compiled: a tenth less time.
+    """Disable the garbage collector while kernels compile: 10 % less time.
 
-    Compiling makes millions of objects that stay; the collector would go through them again and
-    again.  Numba compiles one kernel at a time, under a lock, and the parts of it in between.
+    Compiling makes millions of long-lived objects, which the collector would scan repeatedly.
+    Numba compiles one kernel at a time under a lock, with its device functions nested.
     """
 
     depth = 0
@@ -80,7 +78,7 @@ _collector_off = _Collector()
 
 
 class KernelCompiler(compiler.Compiler):
-    """Numba's compiler with names of our own, and without garbage collection meanwhile."""
+    """Numba's compiler with symbol names of our own and no garbage collection meanwhile."""
 
     def _compile_bytecode(self) -> Any:
         identity = self.state.func_id
@@ -91,22 +89,22 @@ class KernelCompiler(compiler.Compiler):
 
 
 class _NoEnvironments:
-    """Where a device function's environment, which only Python objects need, is not registered."""
+    """Stub codegen that skips registering environments, which only object mode needs."""
 
     def set_env(self, name: str, environment: Any) -> None:
         pass
 
 
 class DeviceLibrary(codegen.JITCodeLibrary):
-    """Intermediate code of one function, to be linked into kernels."""
+    """LLVM IR of one function, to be linked into kernels."""
 
     @property
     def codegen(self) -> Any:
-        """Return where environments are registered."""
+        """Return the stub in place of Numba's codegen."""
         return _NoEnvironments()
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return 0: there is no machine code."""
+        """Return 0: a library of IR has no machine code."""
         return 0
 
     def _optimize_functions(self, ll_module: Any) -> None:
@@ -121,7 +119,7 @@ class DeviceLibrary(codegen.JITCodeLibrary):
 
 
 class DeviceCompiler(KernelCompiler):
-    """The same with a `DeviceLibrary` for the result."""
+    """`KernelCompiler` whose result is a `DeviceLibrary`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -155,7 +153,7 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
     fastmath: Any = False if strict else FAST_MATH
     compiled = numba.njit(fastmath=fastmath, pipeline_class=KernelCompiler, **_OPTIONS)(function)
     if jit_cache.is_as_imported(path):
-        # what other files import from elsewhere is not in their digest
+        # the digest covers this package only: other files count by their time too
         is_ours = jit_cache.is_ours(path)
         may_save = functools.partial(jit_cache.is_as_imported, path)
         folder = jit_cache.cache_folder(path)
@@ -166,10 +164,10 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
 def device_function(
     function: Callable[..., Any] | None = None, *, strict: bool = False, inline: str | None = None
 ) -> Any:
-    """Compile a function that only kernels call: without wrappers and a cache entry of its own.
+    """Compile a function that only kernels call, without wrappers or a cache entry.
 
-    Its machine code is part of that of the kernel that calls it, which is what the cache holds.
-    This halves the time to compile a kernel that is made of many functions.
+    Its code becomes part of the calling kernel, which is cached.  This halves the time to compile a
+    kernel made of many functions.
 
     Parameters
     ----------
@@ -178,9 +176,9 @@ def device_function(
     strict : bool
         Never fuse a product and a sum, as in `kernel`.
     inline : str, optional
-        ``"llvm"``: LLVM puts it into its callers.  ``"always"``: Numba copies its Python code into
-        them, on CPU and CUDA alike, and types it there; with several layers of such functions
-        compiling takes several times as long.
+        ``"llvm"``: LLVM inlines it.  ``"always"``: Numba copies its Python code into the callers,
+        on CPU and CUDA alike, and types it there; with nested functions compiling takes several
+        times as long.
     """
     if function is None:
         return functools.partial(device_function, strict=strict, inline=inline)

@@ -30,7 +30,7 @@ def repeated(kind, number):
 
 
 def like(value, element):
-    """Return the type of a scalar or vector value with other elements."""
+    """Return the type of a scalar or vector value with another element type."""
     return vector(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
 
 
@@ -45,7 +45,7 @@ def pointer(builder, address, target):
 
 
 def offset(builder, address, n_bytes):
-    """Return an address some constant number of bytes on."""
+    """Return an address plus a constant number of bytes."""
     return builder.add(address, ir.Constant(I64, n_bytes))
 
 
@@ -67,7 +67,7 @@ def store(builder, value, address):
 
 
 def shuffle(builder, a, b, lanes):
-    """Emit the lanes of two vectors with these numbers."""
+    """Emit a vector of the given lanes of two vectors."""
     return builder.shuffle_vector(a, b, constant(I32, lanes))
 
 
@@ -90,7 +90,7 @@ def fma(builder, a, b, c):
 
 
 def tree_reduce(builder, value, join):
-    """Emit the lanes of a vector, joined by halves until one is left."""
+    """Emit the reduction of a vector by halves until one lane is left."""
     width = value.type.count
     while width > 1:
         width //= 2

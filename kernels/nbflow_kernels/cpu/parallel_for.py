@@ -1,19 +1,19 @@
-"""A team of threads that shares the rows of one kernel call.
+"""`parallel_for`: divide the rows of a kernel call among the threads of a pool.
 
-Kernels are serial functions over a range of rows and release the GIL, so the threads of a team
+Kernels are serial functions over a range of rows and release the GIL, so the threads of a pool
 (`nbflow_kernels.cpu.thread_pool`) can share a call.  The number of threads belongs to the calling
 thread: `set_num_threads` in one thread does not change another.
 
-A team is taken for one call, or one list of calls, and given back.  Threads that call kernels in
-turn thus share a team; for those that call at the same time it depends:
+A caller acquires a pool for one call or one graph and releases it.  Threads that call kernels in
+turn thus share a pool.  Threads that call at the same time:
 
-- A thread that has set its number (each rank of a model that is divided among threads does) always
-  gets so many threads: another team is made if those of this size are in use.
-- A thread that has not set it shares a team of all processors with all others like it.  While that
-  team is in use the thread computes alone, so that 32 threads of a pool that call kernels on 64
-  processors are at most 32 + 63 threads, and not 32 teams of 64.
+- A thread that has set its number (as each rank of a model divided among threads does) always gets
+  that many threads: another pool is made if all of this size are in use.
+- Threads that have not set it share one pool of all processors.  While it is in use, a thread
+  computes alone: 32 Python threads that call kernels on 64 processors are at most 32 + 63 threads,
+  not 32 pools of 64.
 
-Results are the same to the bit either way.
+Both give the same bits.
 """
 
 from __future__ import annotations
@@ -31,57 +31,54 @@ from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.thread_pool import ThreadPool, available_cores
 from nbflow_kernels.errors import UsageError
 
-# Handing work to another Python thread and waiting for it costs 35 to 50 microseconds; a kernel
-# does 20 (one row of activations) to 50 (many) multiply-adds per nanosecond, so below this many
-# for each thread the call is faster in one.
+# Waking another Python thread and waiting for it costs 35 to 50 microseconds; a kernel does 20 (one
+# row of activations) to 50 (many) multiply-adds per nanosecond: less work is faster in one thread.
 MIN_WORK_PER_THREAD = 3_000_000
 
+Deferred = tuple[Callable[..., None], int, float, tuple[Any, ...]]
+"""A call collected by `together`: kernel, number of rows, work, arguments."""
 
-Shared = tuple[Callable[..., None], int, float, tuple[Any, ...]]
-"""A call to be shared: kernel, number of rows, work, arguments."""
-
-SHARES = 1 << 20  # ranges of work are whole numbers of this part of it
+SHARES = 1 << 20  # granularity at which `together` divides the total work
 
 
 class _Local(threading.local):
-    """What belongs to the calling thread."""
+    """State of the calling thread."""
 
     n_threads: int | None = None
-    """As set by `set_num_threads`."""
+    """Set by `set_num_threads`."""
     n_default: int | None = None
-    """All processors, once looked up."""
-    team: ThreadPool | None = None
-    """The one used last, which is tried first."""
+    """Cached `available_cores()`."""
+    pool: ThreadPool | None = None
+    """The pool used last, which is tried first."""
     profile: list[float] | None = None
     capture: Capture | None = None
-    together: list[Shared] | None = None
+    together: list[Deferred] | None = None
 
 
 _local = _Local()
-_teams: weakref.WeakSet[ThreadPool] = (
-    weakref.WeakSet()
-)  # a team lives while a thread has it as its last
+# A pool lives while some thread used it last.
+_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 _teams_lock = threading.Lock()
 
 
 @in_child
-def _forget_teams() -> None:
-    """Let teams be made when they are needed: the threads of those there were are not here."""
-    global _teams, _teams_lock
-    _teams, _teams_lock = weakref.WeakSet(), threading.Lock()
-    _local.team = None
+def _forget_pools() -> None:
+    """Drop the parent's pools, whose threads the child does not have."""
+    global _pools, _teams_lock
+    _pools, _teams_lock = weakref.WeakSet(), threading.Lock()
+    _local.pool = None
 
 
 @dataclass
 class Capture:
-    """What a launcher would have run."""
+    """Calls that a launcher would have made."""
 
     calls: list[GraphNode] = field(default_factory=list)
-    """The compiled calls, in order; they hold on to the launcher's arrays."""
+    """The compiled calls, in order; they keep the launcher's arrays alive."""
     complete: bool = True
-    """Whether the calls are all that the launcher does."""
+    """False if a launcher also did work of its own in Python."""
     held: list[Any] = field(default_factory=list)
-    """Arrays of which a launcher passes addresses; the calls hold on to this list."""
+    """Arrays whose addresses a launcher passes; the calls keep this list alive."""
 
 
 @contextlib.contextmanager
@@ -99,13 +96,13 @@ def capture() -> Iterator[Capture]:
 
 
 def not_capturable() -> None:
-    """Say, in a launcher, that it does more than its compiled calls."""
+    """Mark a capture as incomplete: the launcher does more than its compiled calls."""
     if _local.capture is not None:
         _local.capture.complete = False
 
 
 def hold(*arrays: Any) -> None:
-    """Keep arrays alive with the captured call, in a launcher that passes addresses of them."""
+    """Keep arrays alive with the captured call; for launchers that pass their addresses."""
     if _local.capture is not None:
         _local.capture.held.append(arrays)
 
@@ -138,8 +135,8 @@ def set_num_threads(n: int) -> None:
     if not 1 <= n <= 1024:
         raise UsageError(f"number of threads must be 1..1024, got {n}")
     _local.n_threads = n
-    if _local.team is not None and _local.team.n != n:
-        _local.team = None  # it ends with the last thread that has it
+    if _local.pool is not None and _local.pool.n != n:
+        _local.pool = None  # the pool ends with the last thread that refers to it
 
 
 def get_num_threads() -> int:
@@ -153,30 +150,30 @@ def get_num_threads() -> int:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Collect the compiled calls of launchers and share them all in one go at the end.
+    """Collect independent compiled calls of launchers and divide them all at the end of the block.
 
-    Calls that do not depend on each other (the experts of a layer) then cost one hand-over between
-    threads, and a thread makes few of them.  What the calls write is there after the block.  Within
-    `capture` they stay single calls.
+    Independent calls (the experts of a layer) then cost one synchronization of the threads, and a
+    thread makes few of them.  Results are written when the block ends.  Within `capture` they stay
+    single calls.
     """
     if _local.together is not None or _local.capture is not None:
         yield
         return
-    _local.together = calls = list[Shared]()
+    _local.together = calls = list[Deferred]()
     try:
         yield
     finally:
         _local.together = None
     if calls:
         work = sum(max(call[2], 1.0) for call in calls)
-        split_rows(_run_part, SHARES, work, calls, work / SHARES)
+        parallel_for(_run_shares, SHARES, work, calls, work / SHARES)
 
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """Make the compiled calls inside one after the other, within `together` too: at once.
+    """Suspend `together`: make the compiled calls of the block at once, one after the other.
 
-    For a launcher whose calls depend on each other; within `capture` calls are in order anyway.
+    For a launcher whose calls depend on each other; `capture` keeps their order anyway.
     """
     before, _local.together = _local.together, None
     try:
@@ -187,9 +184,9 @@ def in_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-    """Make the compiled calls inside when they come, within `together` and `capture` too.
+    """Suspend `together` and `capture`: make the compiled calls of the block at once.
 
-    For what a launcher needs before its call, like the layout of a weight.
+    For preparations of a launcher, such as packing a weight.
     """
     before = _local.together, _local.capture
     _local.together = _local.capture = None
@@ -199,8 +196,8 @@ def at_once() -> Iterator[None]:
         _local.together, _local.capture = before
 
 
-def _run_part(calls: list[Shared], share: float, start: int, stop: int) -> None:
-    """Make the calls, or the rows of them, that lie in a range of the whole work."""
+def _run_shares(calls: list[Deferred], share: float, start: int, stop: int) -> None:
+    """Make the calls, or the rows of calls, in a range of the total work."""
     before = 0.0
     for kernel, n_rows, work, args in calls:
         work = max(work, 1.0)
@@ -213,46 +210,46 @@ def _run_part(calls: list[Shared], share: float, start: int, stop: int) -> None:
         before += work
 
 
-def _take_team(n: int, needed: bool) -> ThreadPool | None:
-    """Return a team of `n` threads, taken; None if there are some, in use, and it is not needed."""
-    team = _local.team
-    if team is not None and team.n == n and team.take():
-        return team
+def _acquire_pool(n: int, needed: bool) -> ThreadPool | None:
+    """Return an acquired pool of `n` threads; None if all are in use and another is not needed."""
+    pool = _local.pool
+    if pool is not None and pool.n == n and pool.acquire():
+        return pool
     with _teams_lock:
-        same = [team for team in _teams if team.n == n]
-        team = next((team for team in same if team.take()), None)
-        if team is None:
+        same = [pool for pool in _pools if pool.n == n]
+        pool = next((pool for pool in same if pool.acquire()), None)
+        if pool is None:
             if same and not needed:
                 return None
-            team = ThreadPool(n)
-            team.take()
-            _teams.add(team)
-    _local.team = team
-    return team
+            pool = ThreadPool(n)
+            pool.acquire()
+            _pools.add(pool)
+    _local.pool = pool
+    return pool
 
 
-def run_list(calls: CpuGraph, **options: Any) -> None:
-    """Make the calls of a list by a team of as many threads as it was made for.
+def run_graph(graph: CpuGraph, **options: Any) -> None:
+    """Run a graph on a pool of the number of threads that the graph was made for.
 
     Parameters
     ----------
-    calls : CpuGraph
-        The calls.
+    graph : CpuGraph
+        The captured calls.
     **options : object
-        As of `nbflow_kernels.cpu.thread_pool.ThreadPool.run_list`.
+        Of `ThreadPool.run_graph`.
     """
-    team = _local.team
-    if team is None or team.n != calls.n_threads or not team.take():
-        team = _take_team(calls.n_threads, True)
-        assert team is not None
+    pool = _local.pool
+    if pool is None or pool.n != graph.n_threads or not pool.acquire():
+        pool = _acquire_pool(graph.n_threads, True)
+        assert pool is not None
     try:
-        team.run_list(calls, **options)
+        pool.run_graph(graph, **options)
     finally:
-        team.give_back()
+        pool.release()
 
 
-def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any) -> None:
-    """Call ``kernel(*args, start, stop)`` over [0, n_rows), shared by the team if it pays.
+def parallel_for(kernel: Callable[..., None], n_rows: int, work: float, *args: Any) -> None:
+    """Call ``kernel(*args, start, stop)`` over [0, n_rows), on several threads if it pays.
 
     Parameters
     ----------
@@ -274,13 +271,13 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
     n = get_num_threads()
     parts = min(n, n_rows, int(work // MIN_WORK_PER_THREAD))
     started = time.perf_counter() if _local.profile is not None else 0.0
-    team = _take_team(n, _local.n_threads is not None) if parts > 1 else None
-    if team is None:
+    pool = _acquire_pool(n, _local.n_threads is not None) if parts > 1 else None
+    if pool is None:
         kernel(*args, 0, n_rows)
     else:
         try:
-            team.run(kernel, 0, n_rows, parts, *args)
+            pool.run(kernel, 0, n_rows, parts, *args)
         finally:
-            team.give_back()
+            pool.release()
     if _local.profile is not None:
         _local.profile.append(time.perf_counter() - started)

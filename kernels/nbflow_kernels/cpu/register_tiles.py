@@ -1,4 +1,4 @@
-"""Register tiles: the sums of several weight rows times several tokens as one value in a kernel.
+"""Float register tiles: the sums of several weight rows times several tokens as one value.
 
 A tile holds ``groups * tokens`` vectors of 16 float32: a group is 16 weight rows, one in each lane.
 A step multiplies one *unit* of the inner dimension: of each group the 16 weights of a column, of
@@ -8,24 +8,24 @@ and R + T loads, and no shuffle.
 Numba does not unroll loops over tuples, and a tile must stay in registers; so each function is an
 `@intrinsic` that emits its instructions one after the other, and kernels stay plain loops:
 
-    sums = registers.zero(2, 8)
+    sums = register_tiles.zero(2, 8)
     for k in range(n_columns):
-        sums = registers.step(sums, weights, w + 64 * k, group, x + 4 * k, token)
-    registers.store(y, sums)
+        sums = register_tiles.step(sums, weights, w + 64 * k, group, x + 4 * k, token)
+    register_tiles.store(y, sums)
 
 ============================================  ====================================================
 `zero(groups, tokens)`                        a tile of zeros; both numbers are literals
 `load(groups, tokens, at)`                    a tile from memory: token by token, its groups
 `store(at, tile)`                             a tile to memory, in the same order
-`load_apart(groups, tokens, at, token)`       the same with tokens `token` bytes from each other
-`store_apart(at, token, tile)`                the same to memory
+`load_strided(groups, tokens, at, token)`     the same with tokens `token` bytes apart
+`store_strided(at, token, tile)`              the same to memory
 `add(a, b)`                                   the sum of two tiles
-`beside(a, b)`                                one tile of the groups of both
+`concat_groups(a, b)`                         one tile of the groups of both
 `scale(tile, at, token)`                      each token times its float32 at ``at + token * t``
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
 `step_chains(tile, like, w, x, token)`        add a unit to each token's first group, the next unit
-                                              to its second, and so on: the units are one weight
-                                              group's, one behind the other
+                                              to its second, and so on: consecutive units
+                                              of one weight group
 `step_lanes(tile, like, w, row, x, token)`    the same as `step` with 16 columns of one row in the
                                               lanes
 `step_first(tile, ..., token, n)`             the same with the first `n` of 16 columns
@@ -33,12 +33,12 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `add_pairs(total, a, b)`                      the products of a step on pairs, for vectors
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
-`transpose_f32(..., to, distance)`            the same, widened, in four places
+`transpose_f32(..., to, distance)`            the same, widened, to four addresses
 `to_bf16(low, high)`                          32 lanes rounded to bfloat16: first `low`, then `high`
 `to_pairs(even, odd)`                         the same, lane by lane: a pair of bfloat16 per lane
 ============================================  ====================================================
 
-`like`, an array or a scalar, only says by its type how weights lie in memory and what a unit is:
+The type of `like`, an array or a scalar, gives the storage of weights and the unit:
 
 =========  =======================================  ================================================
 type       weights of a group                       unit
@@ -50,8 +50,8 @@ int32      16 pairs of bfloat16; activations too    two columns: the product of 
                                                     added, then that of the even one, both fused
 =========  =======================================  ================================================
 
-The order of the two products is that of the instruction ``vdpbf16ps``, which is used where there is
-one; it takes denormal numbers for zero, the other processors do not.
+The order of the two products is that of ``vdpbf16ps``, which is used where the processor has it; it
+flushes denormal numbers to zero, the generic code does not.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _UNITS = {
 
 
 class _Bfloat(ir.types.Type):
-    """The LLVM type that llvmlite does not know."""
+    """LLVM's bfloat, which llvmlite does not define."""
 
     intrinsic_name = "bf16"
 
@@ -99,7 +99,7 @@ class FloatTile(types.Type):
 
     def __init__(self, groups: int, tokens: int) -> None:
         self.groups, self.tokens = groups, tokens
-        super().__init__(name=f"registers.tile{groups}x{tokens}")
+        super().__init__(name=f"register_tiles.tile{groups}x{tokens}")
 
     @property
     def n(self) -> int:
@@ -127,14 +127,14 @@ def has_wide_registers() -> bool:
 
 def _tile(groups: Any, tokens: Any) -> FloatTile:
     if not isinstance(groups, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
-        raise errors.RequireLiteralValue("registers: groups and tokens must be literals")
+        raise errors.RequireLiteralValue("register_tiles: groups and tokens must be literals")
     return FloatTile(groups.literal_value, tokens.literal_value)
 
 
 def _unit(like: Any) -> tuple[Any, str | None]:
     kind = like.dtype if isinstance(like, types.Array) else like
     if kind not in _UNITS:
-        raise errors.TypingError(f"registers: wanted one or an array of {list(_UNITS)}, got {like}")
+        raise errors.TypingError(f"register_tiles: wanted a type of {list(_UNITS)}, got {like}")
     return _UNITS[kind]
 
 
@@ -153,7 +153,7 @@ def zero(typing_context, groups, tokens):
 
 
 def _emit_load(context: Any, builder: Any, tile: FloatTile, address: Any, distance: Any) -> Any:
-    """Emit the loads of a tile whose tokens lie `distance` bytes from each other."""
+    """Emit the loads of a tile whose tokens are `distance` bytes apart."""
     value = ir.Constant(context.get_value_type(tile), ir.Undefined)
     for i in range(tile.n):
         t, g = divmod(i, tile.groups)
@@ -183,8 +183,8 @@ def load(typing_context, groups, tokens, at):
 
 
 @intrinsic(prefer_literal=True)
-def load_apart(typing_context, groups, tokens, at, token):
-    """Return the tile at an address, its tokens `token` bytes from each other."""
+def load_strided(typing_context, groups, tokens, at, token):
+    """Return the tile at an address, its tokens `token` bytes apart."""
     tile = _tile(groups, tokens)
 
     def codegen(context, builder, signature, args):
@@ -207,8 +207,8 @@ def store(typing_context, at, tile):
 
 
 @intrinsic
-def store_apart(typing_context, at, token, tile):
-    """Write a tile to an address, its tokens `token` bytes from each other."""
+def store_strided(typing_context, at, token, tile):
+    """Write a tile to an address, its tokens `token` bytes apart."""
 
     def codegen(context, builder, signature, args):
         address, distance = (llvm.int64(context, builder, signature, args, i) for i in (0, 1))
@@ -219,8 +219,8 @@ def store_apart(typing_context, at, token, tile):
 
 
 @intrinsic
-def beside(typing_context, a, b):
-    """Return one tile of the groups of two, for the same tokens."""
+def concat_groups(typing_context, a, b):
+    """Return one tile with the groups of two tiles of the same tokens."""
     tile = FloatTile(a.groups + b.groups, a.tokens)
 
     def codegen(context, builder, signature, args):
@@ -245,8 +245,8 @@ def scale(typing_context, tile, at, token):
         address, distance = (llvm.int64(context, builder, signature, args, i) for i in (1, 2))
         value = args[0]
         for t in range(tile.tokens):
-            place = llvm.element(builder, address, distance, t)
-            factor = llvm.splat(builder, llvm.load(builder, place, F32))
+            at = llvm.element(builder, address, distance, t)
+            factor = llvm.splat(builder, llvm.load(builder, at, F32))
             for i in range(t * tile.groups, (t + 1) * tile.groups):
                 product = builder.fmul(builder.extract_value(value, i), factor)
                 value = builder.insert_value(value, product, i)
@@ -338,23 +338,23 @@ def step_lanes(typing_context, tile, like, w, row, x, token):
     stored, how = _unit(like)
 
     def codegen(context, builder, signature, args):
-        places = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
+        operands = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
 
         def read(address, element):
             return llvm.load(builder, address, llvm.vector(element, LANES))
 
-        return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
+        return _emit_step_lanes(builder, tile, args[0], stored, how, operands, read)
 
     return tile(tile, like, w, row, x, token), codegen
 
 
 @intrinsic
 def step_first(typing_context, tile, like, w, row, x, token, n):
-    """Do as `step_lanes` with the first `n` of 16 columns; the others are not read."""
+    """Add the first `n` of 16 columns as `step_lanes` does; the others are not read."""
     stored, how = _unit(like)
 
     def codegen(context, builder, signature, args):
-        places = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
+        operands = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
         mask = first_lanes(context, builder, args[6], signature.args[6])
 
         def read(address, element):
@@ -362,15 +362,21 @@ def step_first(typing_context, tile, like, w, row, x, token, n):
             pointer = builder.inttoptr(address, ir.PointerType(vector))
             return masked_load(builder, pointer, mask, ir.Constant(vector, None))
 
-        return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
+        return _emit_step_lanes(builder, tile, args[0], stored, how, operands, read)
 
     return tile(tile, like, w, row, x, token, n), codegen
 
 
 def _emit_step_lanes(
-    builder: Any, tile: FloatTile, value: Any, stored: Any, how: str | None, places: Any, read: Any
+    builder: Any,
+    tile: FloatTile,
+    value: Any,
+    stored: Any,
+    how: str | None,
+    operands: Any,
+    read: Any,
 ) -> Any:
-    w, row, x, token = places
+    w, row, x, token = operands
     weights = []
     for r in range(tile.groups):
         address = llvm.element(builder, w, row, r)
@@ -388,7 +394,7 @@ def _emit_step_lanes(
 def lane_sums(typing_context, tile):
     """Return the vector whose lane i is `simd.sum` of vector i of a tile of 16 vectors."""
     if tile.n != LANES:
-        raise errors.TypingError(f"registers.lane_sums: wanted a tile of 16 vectors, got {tile}")
+        raise errors.TypingError(f"register_tiles.lane_sums: wanted 16 vectors, got {tile}")
 
     def codegen(context, builder, signature, args):
         return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
@@ -400,7 +406,7 @@ def lane_sums(typing_context, tile):
 def add_pairs(typing_context, total, a, b):
     """Return `total` plus the two products of each lane of pairs of bfloat16, the odd one first."""
     if (total, a, b) != (f32x16, i32x16, i32x16):
-        raise errors.TypingError(f"registers.add_pairs: wanted pairs as int32, got {a} and {b}")
+        raise errors.TypingError(f"register_tiles.add_pairs: wanted int32 pairs, got {a} and {b}")
 
     def codegen(context, builder, signature, args):
         return _pair_products(builder, *args)
@@ -459,7 +465,7 @@ def transpose(typing_context, like, at, row_bytes, to):
 
 @intrinsic
 def transpose_f32(typing_context, like, at, row_bytes, to, distance):
-    """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
+    """Transpose to float32: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes further."""
     stored, how = _unit(like)
 
     def codegen(context, builder, signature, args):

@@ -1,8 +1,8 @@
-"""Register tiles: R row groups of 16 weights times T tokens, as one value in a kernel.
+"""Int8 register tiles: the sums of R row groups of 16 weights times T tokens as one value.
 
-A product of matrices keeps R * T vectors of sums in registers, adds to all of them at each step,
-and reads only R vectors of weights and T activations for it.  Numba does not unroll loops over
-tuples of vectors; a tile is one value whose operations emit the R * T instructions.
+A matrix product keeps R * T vectors of sums in registers and adds to all of them at each step, for
+which it reads R vectors of weights and T activations.  Numba does not unroll loops over tuples of
+vectors; a tile is one value whose operations emit the R * T instructions.
 
 ====================================================  =============================================
 `zeros(R, T)`                                         float32 sums, all 0
@@ -57,7 +57,7 @@ class _TileModel(datamodel.models.PrimitiveModel):
 
 
 class _Emit:
-    """What the operations share while they emit code."""
+    """Arguments and emitters that the tile operations share."""
 
     def __init__(self, context, builder, signature, args):
         self.builder = builder
@@ -69,7 +69,7 @@ class _Emit:
         ]
 
     def load(self, addr: Any, step: Any, index: int, kind: Any) -> Any:
-        """Return what lies `index` steps of bytes behind an address."""
+        """Load the element `index` steps after an address."""
         return llvm.load(self.builder, llvm.element(self.builder, addr, step, index), kind)
 
     def weights(self, tile: Int8Tile, w: Any, step: Any, kind: Any) -> list[Any]:
@@ -99,19 +99,19 @@ class _Emit:
 
 def _tile_of(name: str, tile: Any, vector: Any) -> Int8Tile:
     if not isinstance(tile, Int8Tile) or tile.vector != vector:
-        raise errors.TypingError(f"simd_tiles.{name}: wanted a tile of {vector}, got {tile}")
+        raise errors.TypingError(f"register_tiles_int8.{name}: wanted {vector}, got {tile}")
     return tile
 
 
 def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Int8Tile:
     if not isinstance(rows, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
-        raise errors.TypingError(f"simd_tiles.{name}: R and T must be constants")
+        raise errors.TypingError(f"register_tiles_int8.{name}: R and T must be constants")
     return Int8Tile(vector, rows.literal_value, tokens.literal_value)
 
 
 @intrinsic(prefer_literal=True)
 def zeros(typing_context, rows, tokens):
-    """See the module."""
+    """Return a tile of float32 zeros."""
     tile = _new("zeros", f32x16, rows, tokens)
 
     def codegen(context, builder, signature, args):
@@ -122,7 +122,7 @@ def zeros(typing_context, rows, tokens):
 
 @intrinsic
 def outer(typing_context, sums, w, w_step, x, x_step):
-    """See the module."""
+    """Return sums[r, t] + w[r] * x[t]."""
     tile = _tile_of("outer", sums, f32x16)
 
     def codegen(context, builder, signature, args):
@@ -137,7 +137,7 @@ def outer(typing_context, sums, w, w_step, x, x_step):
 
 @intrinsic(prefer_literal=True)
 def starts(typing_context, rows, tokens, n, n_step, factor):
-    """See the module."""
+    """Return int32 sums factor * n[t] in all lanes."""
     tile = _new("starts", i32x16, rows, tokens)
 
     def codegen(context, builder, signature, args):
@@ -153,7 +153,7 @@ def starts(typing_context, rows, tokens, n, n_step, factor):
 
 @intrinsic(prefer_literal=True)
 def dots(typing_context, ints, w, w_step, x, x_step, bits):
-    """See the module."""
+    """Return ints[r, t] + w[r] . x[t], exact."""
     tile = _tile_of("dots", ints, i32x16)
     seven = isinstance(bits, types.IntegerLiteral) and bits.literal_value < 8
     bytes_ = llvm.vector(I8, 4 * LANES)
@@ -174,7 +174,7 @@ def dots(typing_context, ints, w, w_step, x, x_step, bits):
 
 @intrinsic
 def scaled(typing_context, sums, ints, w, w_step, x, x_step):
-    """See the module."""
+    """Return sums[r, t] + ints[r, t] * (w[r] * x[t])."""
     tile = _tile_of("scaled", sums, f32x16)
     _tile_of("scaled", ints, i32x16)
 
@@ -195,7 +195,7 @@ def scaled(typing_context, sums, ints, w, w_step, x, x_step):
 
 @intrinsic
 def based(typing_context, sums, w, w_step, x, x_step, n, n_step):
-    """See the module."""
+    """Return sums[r, t] + w[r] * (x[t] * n[t])."""
     tile = _tile_of("based", sums, f32x16)
 
     def codegen(context, builder, signature, args):
@@ -213,7 +213,7 @@ def based(typing_context, sums, w, w_step, x, x_step, n, n_step):
 
 @intrinsic
 def add(typing_context, a, b):
-    """See the module."""
+    """Return a + b."""
     tile = _tile_of("add", a, f32x16)
     _tile_of("add", b, f32x16)
 
@@ -232,7 +232,7 @@ def add(typing_context, a, b):
 
 @intrinsic
 def store(typing_context, addr, sums):
-    """See the module."""
+    """Write the vectors of a tile to an address."""
     tile = _tile_of("store", sums, f32x16)
 
     def codegen(context, builder, signature, args):

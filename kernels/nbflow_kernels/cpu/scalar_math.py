@@ -1,8 +1,7 @@
-"""What the readable loops of the families (`loops.py`) share: one number at a time, no vectors.
+"""Scalar helpers of the readable loops (`loops.py`) of the op families.
 
-A `loops.py` stands beside the kernels of a family and shows their algorithm: the order of the
-additions, the tiles, what is decoded when.  It is compiled like a kernel, only without fusing on
-its own account, and gives the kernel's bits.
+A `loops.py` shows the algorithm of a family's kernels in plain loops: order of additions, tiles,
+decoding.  It is compiled like a kernel but without implicit fusing, and gives the kernel's bits.
 """
 
 from __future__ import annotations

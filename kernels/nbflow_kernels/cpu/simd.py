@@ -1,12 +1,12 @@
-"""Vectors of 16 lanes as values in Numba CPU kernels; `simd_bytes` adds vectors of 64 bytes.
+"""Vectors of 16 lanes as values in Numba CPU kernels; `simd_int8` adds vectors of 64 bytes.
 
 Each function is an `@intrinsic` that emits one or two generic LLVM instructions, so the machine
-code does not depend on what the auto-vectorizer recognises, and the order of additions is the one
-written down.  The IR names no instruction set: LLVM splits the 16 lanes into what the processor
-has (one AVX-512 register, two of AVX2, four of NEON).
+code does not depend on the auto-vectorizer, and the order of additions is the written one.  The IR
+names no instruction set: LLVM splits the 16 lanes into the processor's registers (one of AVX-512,
+two of AVX2, four of NEON).
 
-Addresses are plain integers, ``array.ctypes.data`` (inside a kernel too) plus a byte offset: there
-is no bounds check.  The public functions have checked the shapes before a kernel runs.
+Addresses are integers, ``array.ctypes.data`` (inside a kernel too) plus a byte offset, without a
+bounds check: the public functions check shapes before a kernel runs.
 
 ==================================  ===============================================================
 `load_f32(addr)`                    16 float32
@@ -106,7 +106,7 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
 def load_as(typing_context, like, addr):
     """Load 16 elements of the type of the scalar `like`, widened to float32.
 
-    float32 is what it says; int16 stands for the bits of float16, uint16 for those of bfloat16.
+    int16 holds the bits of float16, uint16 those of bfloat16.
     """
     kinds = {types.float32: load_f32, types.int16: load_f16, types.uint16: load_bf16}
     load = kinds.get(like)
@@ -333,8 +333,8 @@ def address(typing_context, array):
 def exp(v):
     """Return e**v lane by lane: range reduction by ln 2 and a polynomial of degree 6.
 
-    The argument is clamped to [-87, 88], so -inf gives 1.6e-38, not 0, and NaN is lost: a caller
-    that masks must multiply by zero itself.
+    The argument is clamped to [-87, 88], so -inf gives 1.6e-38, not 0, and NaN is lost: callers
+    that mask must multiply by zero.
     """
     low = splat(-87.0)
     x = minimum(maximum(v, low), splat(88.0))

@@ -1,6 +1,6 @@
-"""Vectors of 64 bytes as values in kernels, beside `nbflow_kernels.cpu.simd`.
+"""Vectors of 64 bytes as values in kernels: bit moves, table lookups, int8 dot products.
 
-A byte vector has one type, `simd.i8x64`; whether a byte is signed is up to the operation.  It is
+A byte vector has one type, `simd.i8x64`; the operation decides whether bytes are signed.  It is
 also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four products of a lane.
 
 ==============================  ===================================================================
@@ -20,7 +20,7 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `store_narrow(addr, v)`         write the low bytes of 16 int32
 ==============================  ===================================================================
 
-They give the same bits on every processor.
+All give the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PAIR_FACTOR, PAIR_SHIFT = 373, 12  # c * 373 >> 12 == c // 11 for c in 0..120
 
 
 def _takes_bytes() -> bool:
-    """Return whether this LLVM's byte dot product takes bytes, not the int32 lanes of before 22."""
+    """Return whether LLVM's byte dot product takes byte vectors (from LLVM 22), not int32 lanes."""
     words, wide = "<16 x i32>", "<64 x i8>"
     name = "@llvm.x86.avx512.vpdpbusd.512"
     call = f"%r = call {words} {name}({words} %a, {wide} %b, {wide} %b)"
@@ -73,7 +73,7 @@ _BYTE_OPERANDS = _takes_bytes()
 
 
 def _in_parts(builder: Any, n_parts: int, operation: Callable[..., Any], *vectors: Any) -> Any:
-    """Apply an operation to the n-th parts of vectors, and join the results."""
+    """Apply an operation to each of `n_parts` parts of vectors and concatenate the results."""
     parts = []
     for part in range(n_parts):
         sizes = [v.type.count // n_parts for v in vectors]
@@ -94,7 +94,7 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
         for wanted, found in zip(arguments, given, strict=True):
             is_vector = isinstance(wanted, type(i8x64))
             if wanted != found if is_vector else isinstance(found, type(i8x64)):
-                raise errors.TypingError(f"simd_bytes.{name}: wanted {arguments}, got {given}")
+                raise errors.TypingError(f"simd_int8.{name}: wanted {arguments}, got {given}")
 
     def generate(context, builder, signature, args):
         values = [
@@ -180,7 +180,7 @@ def make_move(features: frozenset[str]) -> Any:
     def move(typing_context, v, source, target, width):
         numbers = (source, target, width)
         if v != i8x64 or not all(isinstance(n, types.IntegerLiteral) for n in numbers):
-            raise errors.TypingError("simd_bytes.move: wanted bytes and three constants")
+            raise errors.TypingError("simd_int8.move: wanted bytes and three constants")
         a, b, n = (number.literal_value for number in numbers)
 
         def codegen(context, builder, signature, args):
@@ -260,7 +260,7 @@ lookup16 = make_lookup16(isa.features())
 
 
 def _emit_maddubs(builder, acc, u, s, seven, wide):
-    """Add products of byte pairs in 16 bits, which holds two of them only if u is below 128."""
+    """Add products of byte pairs in 16 bits, which does not overflow if u is below 128."""
     names = ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
     if wide:
         names = ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")

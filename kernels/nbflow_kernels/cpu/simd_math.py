@@ -1,4 +1,4 @@
-"""Functions of 16 float32 at a time that `nbflow_kernels.cpu.simd` does not have.
+"""Elementwise math on 16 float32: `expm1`, `tanh`, selection, NaN propagation.
 
 ====================================  =========================================================
 `keep_nan(y, v)`                      `y`, but NaN where `v` is one
@@ -33,7 +33,7 @@ def select(mask, v, other):
 
 @jit.device_function(inline="llvm")
 def expm1(v):
-    """Return e**v - 1 lane by lane, for arguments cut off at -87 and 88; NaN is lost."""
+    """Return e**v - 1 lane by lane, for arguments clamped to [-87, 88]; NaN is lost."""
     x = simd.minimum(simd.maximum(v, simd.splat(-87.0)), simd.splat(88.0))
     n = simd.rint(simd.mul(x, simd.splat(1.4426950408889634)))  # 1 / ln 2
     # ln 2 in two parts, so that n * high is exact in float32

@@ -1,13 +1,13 @@
-"""Memory and lane helpers for kernels that work on addresses, beside `nbflow_kernels.cpu.simd`.
+"""Scalar, partial and strided loads and stores, scratch memory and prefetch, on addresses.
 
-Kernels that take addresses and byte strides instead of arrays compile once for every layout and
-element type.  They need scalar reads and writes for the tail of a row, and attention needs sixteen
-horizontal sums at the price of about five.
+Kernels that take addresses and byte strides instead of arrays compile once for all layouts and
+element types.  They need scalar reads and writes for the tail of a row; `sum16` computes sixteen
+horizontal sums at the cost of about five.
 
 ====================================  =========================================================
 `read_f32 read_f16 read_bf16(addr)`   one element as float32
 `read_i64 read_i32 read_u16 read_u8`  one element as int64
-`read_word(addr, i)`                  the i-th int64 behind an address
+`read_word(addr, i)`                  the i-th int64 from an address on
 `write_f32(addr, x)`                  one float32
 `write_i64(addr, x)`                  one int64
 `write_f16(addr, x)`                  one float32, rounded to float16
@@ -15,8 +15,8 @@ horizontal sums at the price of about five.
 `load_first(addr, n, rest)`           16 float32 of which the first `n` are read, the others `rest`
 `load_first_f16 load_first_bf16`      the same, widened; the others 0
 `store_first(addr, n, v)`             the first `n` lanes only
-`allocate(n_bytes)`                   the address of new memory, to be given to `release(addr)`
-`prefetch(addr)`                      ask for the cache line of an address; any address is allowed
+`allocate(n_bytes)`                   the address of scratch memory, until `release(addr)`
+`prefetch(addr)`                      prefetch a cache line; any address is allowed
 `store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
 `store_quarters(addr, step, v)`       lanes 0-3 to `addr`, 4-7 to `addr + step`, and so on
 `address_of(array)`                   called from Python: a quarter of the time of ``.ctypes.data``
@@ -24,7 +24,7 @@ horizontal sums at the price of about five.
 ====================================  =========================================================
 
 `sum16` adds the lanes of each argument in the order of `simd.sum`, so that a dot product does not
-depend on which of the sixteen places it was computed in.
+depend on its position among the sixteen.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ read_u16 = _make_read("read_u16", I16, types.int64, "zext")
 
 @intrinsic
 def read_word(typing_context, addr, i):
-    """Return the i-th int64 behind an address."""
+    """Return the i-th int64 from an address on."""
 
     def codegen(context, builder, signature, args):
         first, i = (llvm.int64(context, builder, signature, args, n) for n in range(2))
@@ -188,10 +188,10 @@ def store_first(typing_context, addr, n, v):
 
 @intrinsic
 def allocate(typing_context, n_bytes):
-    """Return the address of new memory, until `release`.
+    """Return the address of scratch memory that lives until `release`.
 
-    It takes the compiler a fraction of the time of an array, which also ends when its name is used
-    last, whoever has its address.
+    It compiles much faster than np.empty, and Numba frees an array after its last use by name even
+    if its address is still in use.
     """
 
     def codegen(context, builder, signature, args):
@@ -199,7 +199,7 @@ def allocate(typing_context, n_bytes):
             builder, context.cast(builder, args[0], signature.args[0], types.intp)
         )
         with builder.if_then(cgutils.is_null(builder, pointer), likely=False):
-            context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's own memory",))
+            context.call_conv.return_user_exc(builder, MemoryError, ("scratch memory of a kernel",))
         return builder.ptrtoint(pointer, I64)
 
     return types.int64(n_bytes), codegen
@@ -207,7 +207,7 @@ def allocate(typing_context, n_bytes):
 
 @intrinsic
 def release(typing_context, addr):
-    """Give back memory from `allocate`."""
+    """Free memory from `allocate`."""
 
     def codegen(context, builder, signature, args):
         address = llvm.int64(context, builder, signature, args)
@@ -219,7 +219,7 @@ def release(typing_context, addr):
 
 @intrinsic
 def prefetch(typing_context, addr):
-    """Ask for the cache line at an address, to be read soon; reads nothing."""
+    """Prefetch the cache line of an address into the second-level cache."""
 
     def codegen(context, builder, signature, args):
         pointer = llvm.pointer(builder, llvm.int64(context, builder, signature, args), I8)
@@ -270,7 +270,7 @@ def sum16(typing_context, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12,
     """Return the vector whose lane i is the sum of the lanes of argument i."""
     vectors = (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15)
     if any(v != f32x16 for v in vectors):
-        raise errors.TypingError("lanes.sum16: wanted 16 vectors of float32")
+        raise errors.TypingError("simd_memory.sum16: wanted 16 vectors of float32")
 
     return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
 
@@ -285,7 +285,7 @@ def emit_sums(builder, vectors):
     return values[0]
 
 
-# NumPy's binary interface: the address of an array's data comes right behind the object's header.
+# NumPy's ABI: the data pointer follows the object header.
 _HEADER = object.__basicsize__
 _word_at = ctypes.c_int64.from_address
 _probe = np.zeros((2, 3), np.int16)[1:, 2:]
@@ -293,10 +293,10 @@ _FOLLOWS_HEADER = _word_at(id(_probe) + _HEADER).value == _probe.ctypes.data
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Return the address of an array's first element; to be called from Python."""
+    """Return the address of an array's first element, from Python."""
     if not isinstance(array, np.ndarray):
         raise TypeError(
-            "the first array lies in host memory, another one on a CUDA device; copy it to the "
+            "the first array is in host memory, another one on a CUDA device; copy it to the "
             f"host (cupy.asnumpy), got {type(array).__module__}.{type(array).__name__}"
         )
     return _word_at(id(array) + _HEADER).value if _FOLLOWS_HEADER else array.ctypes.data

@@ -1,4 +1,4 @@
-"""Small integers in bytes to and from the lanes of a `simd` vector, and parts of vectors.
+"""Loads and stores of small integers packed in bytes and of 16-bit numbers, and lane masks.
 
 A plane of width `w` holds ``8 // w`` values per byte, the first in the lowest bits (see
 `nbflow_kernels.formats.bit_fields`).
@@ -9,11 +9,10 @@ load_fields1(addr)`                   plane's part starts at `addr` (8, 4 or 2 b
 `load_pairs4 load_pairs2              8 values of such a plane (4, 2 or 1 bytes), each in two
 load_pairs1(addr)`                    neighbouring lanes
 `store_fields4 ...(addr, v)`          the reverse; each lane must fit in the width
-`store_pairs4 ...(addr, v)`           the reverse; the odd lanes are not looked at
+`store_pairs4 ...(addr, v)`           the reverse; the odd lanes are ignored
 `store_bf16(addr, v)`                 16 float32 as bfloat16, halves to even, NaN stays NaN
 `write_u16(addr, i)`                  the low 16 bits of an int
 `keep(v, count)`                      lanes from `count` on become 0
-`swap_pairs(v)`                       int32 lanes 1, 0, 3, 2, ...
 `choose_odd(even, odd)`               int32 lanes of `even` and, at the odd places, of `odd`
 ====================================  =========================================================
 """
@@ -80,16 +79,6 @@ load_fields1, store_fields1 = _make_fields(1, 1)
 load_pairs4, store_pairs4 = _make_fields(4, 2)
 load_pairs2, store_pairs2 = _make_fields(2, 2)
 load_pairs1, store_pairs1 = _make_fields(1, 2)
-
-
-@intrinsic
-def swap_pairs(typing_context, v):
-    """Exchange each even lane of int32 with the odd one after it."""
-
-    def codegen(context, builder, signature, args):
-        return llvm.shuffle(builder, args[0], args[0], [lane ^ 1 for lane in range(LANES)])
-
-    return i32x16(v), codegen
 
 
 @intrinsic

@@ -1,9 +1,9 @@
-"""Moving lanes between vectors of 16 float32, beside `nbflow_kernels.cpu.simd`.
+"""Lane shuffles of vectors of 16 lanes.
 
 ====================================  =========================================================
 `evens(a, b)` / `odds(a, b)`          lanes 0, 2, 4... (1, 3, 5...) of `a`, then of `b`
 `twice_low(v)` / `twice_high(v)`      lanes 0, 0, 1, 1 ... 7, 7 (8, 8 ... 15, 15)
-`swap_pairs(v)`                       lanes 1, 0, 3, 2 ... 15, 14
+`swap_pairs(v)`                       lanes 1, 0, 3, 2 ... 15, 14; float32 or int32
 `negate_evens(v)`                     lanes 0, 2, 4... with the other sign
 ====================================  =========================================================
 """
@@ -17,24 +17,25 @@ from numba.core import errors
 
 from nbflow_kernels.cpu import interpreter, llvm
 from nbflow_kernels.cpu.llvm import I32, LANES
-from nbflow_kernels.cpu.simd import f32x16
+from nbflow_kernels.cpu.simd import f32x16, i32x16
 
 intrinsic = functools.partial(interpreter.intrinsic, fallback="simd_shuffle")
 
 
 def _want(name: str, *vectors: Any) -> None:
     if any(vector != f32x16 for vector in vectors):
-        raise errors.TypingError(f"shuffles.{name}: wanted float32 vectors, got {vectors}")
+        raise errors.TypingError(f"simd_shuffle.{name}: wanted float32 vectors, got {vectors}")
 
 
 def _make_shuffle1(name: str, lanes: list[int]) -> Any:
     def shuffle(typing_context, v):
-        _want(name, v)
+        if v not in (f32x16, i32x16):
+            raise errors.TypingError(f"simd_shuffle.{name}: wanted a vector of 16 lanes, got {v}")
 
         def codegen(context, builder, signature, args):
             return llvm.shuffle(builder, args[0], args[0], lanes)
 
-        return f32x16(v), codegen
+        return v(v), codegen
 
     shuffle.__name__ = name
     return intrinsic(shuffle)
@@ -62,7 +63,7 @@ swap_pairs = _make_shuffle1("swap_pairs", [i ^ 1 for i in range(LANES)])
 
 @intrinsic
 def negate_evens(typing_context, v):
-    """Return `v` with the sign of its even lanes turned."""
+    """Return `v` with the sign of its even lanes flipped."""
     _want("negate_evens", v)
 
     def codegen(context, builder, signature, args):

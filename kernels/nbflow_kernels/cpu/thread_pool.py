@@ -1,19 +1,18 @@
-"""A team of threads that runs kernels: one call at a time, or a whole list of calls.
+"""Thread pool that runs single kernel calls or whole graphs of calls.
 
-The threads are plain Python threads in compiled code that holds no GIL.  Numba's own parallel loops
-are not used: their pool is one per process and must not be entered from two threads at once, while
-ranks inside one process each need a team; and without an OpenMP library (a bare Linux) a parallel
-region of theirs costs 75 microseconds.
+The threads are Python threads in compiled code that holds no GIL.  Numba's parallel loops are not
+used: Numba has one pool per process, which two threads must not enter at once, while ranks inside
+one process need a pool each; and without an OpenMP library (a bare Linux) a parallel region costs
+75 microseconds.
 
-Waiting is in three stages, so that a busy team answers in a tenth of a microsecond and an idle one
-costs nothing: a thread spins for some 400 microseconds, then gives its core to whoever wants it
-between two looks, and without work it sleeps in Python after less than a millisecond, until it is
-woken.  On cores that other programs use too, offering the core sooner costs a time slice of
-milliseconds each time: with four busy processes on two cores generation was five times slower when
-it was offered after 20 microseconds.
+Threads wait in three stages, so that a busy pool responds in 0.1 microseconds and an idle one costs
+nothing: a thread spins for some 400 microseconds, then yields its core between polls, and after
+less than a millisecond without work it sleeps in Python until it is woken.  On cores shared with
+other programs each early yield costs a time slice of milliseconds: with four busy processes on two
+cores, generation was five times slower with a yield after 20 microseconds.
 
-With compiling off (`nbflow_kernels.cpu.interpreter`) a team has no threads: the caller does the
-share of each, one after the other, so that a debugger sees one thread.
+With compiling off (`nbflow_kernels.cpu.interpreter`) a pool has no threads: the caller computes
+all shares one after the other, so that a debugger sees one thread.
 """
 
 from __future__ import annotations
@@ -47,20 +46,23 @@ from nbflow_kernels.cpu.graph import (
 )
 from nbflow_kernels.cpu.simd_memory import prefetch, read_i64
 
-# Cells of the memory a team shares, a cache line apart; of int64.
-_JOB = 0  # number of the present job, the last bit its kind
-_ARRIVED = 8  # threads at the present barrier
-_BARRIER = 16  # counts the barriers passed, by twos; the last bit says that the list is over
-_FAILED, _FAILED_CALL = 24, 25  # what the first kernel that raised has left, and its place
+# Indices of int64 cells in a pool's shared memory; groups are a cache line apart.
+_JOB = 0  # number of the current job; the last bit is its kind
+_ARRIVED = 8  # threads that have arrived at the current barrier
+_BARRIER = 16  # barriers passed, times two; the last bit is set when the graph is done
+_FAILED, _FAILED_CALL = (
+    24,
+    25,
+)  # first exception of a kernel, and the index of its call
 _TABLE, _N_CALLS, _REPEAT, _STOP, _TIMES, _YIELD, _SPIN = 32, 33, 34, 35, 36, 37, 38
 _TICKETS = 40  # address of the next row of each call
 _THREADS = 48  # from here on, for each thread: sleeping, last job seen
-_PYTHON, _LIST = 0, 1  # kinds of job: look into your inbox, or run the list
-_SPINS = 20_000  # looks with a pause between them: some 400 microseconds
-_FEW_SPINS = 50  # the same in a team of more threads than cores, which wait for each other's cores
-_AHEAD_BYTES = 512 << 10  # asked for while another thread works alone: half of a core's own cache
+_PYTHON, _LIST = 0, 1  # kinds of job: read the inbox, or run the graph
+_SPINS = 20_000  # polls with a pause between them: some 400 microseconds
+_FEW_SPINS = 50  # the same with more threads than cores
+_AHEAD_BYTES = 512 << 10  # prefetched while another thread works alone: half of a core's own cache
 _LOOK_AHEAD = 6  # calls
-_YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
+_YIELDS = 500  # polls with a yield between them, before a thread sleeps
 
 
 @jit.device_function
@@ -87,16 +89,16 @@ def _wait_for_change(cell, seen, shared, patience):
 
 @jit.device_function
 def _is_over(shared, stop):
-    """Return whether the list is not to be repeated: told so, or a kernel has raised."""
+    """Return whether repetitions end: `stop` is set, or a kernel has raised."""
     return (stop != 0 and atomics.load(stop) != 0) or atomics.load(shared + 8 * _FAILED) != 0
 
 
 @jit.device_function
 def _barrier(shared, n_threads, is_last, stop):
-    """Wait until all threads of the team are here; return whether the list is over.
+    """Wait for all threads of the pool; return whether the graph is done.
 
-    The thread that arrives last decides, and the decision is part of what the others wait for: a
-    thread that reads `stop` behind the barrier could find what the next job has written there.
+    The last thread to arrive decides and publishes that with the barrier: a thread that read
+    `stop` after the barrier could see the value of the next job.
     """
     passed = atomics.load(shared + 8 * _BARRIER)
     if atomics.add(shared + 8 * _ARRIVED, 1) + 1 == n_threads:
@@ -112,7 +114,7 @@ def _barrier(shared, n_threads, is_last, stop):
 
 @jit.device_function
 def _share_of_call(row, i, ticket, thread, shared):
-    """Do this thread's rows of call `i`."""
+    """Run this thread's rows of call `i`."""
     function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)
     n_rows, parts = read_i64(read_i64(row + 8 * ROWS)), read_i64(row + 8 * PARTS)
     grain = read_i64(row + 8 * GRAIN)
@@ -134,11 +136,11 @@ def _share_of_call(row, i, ticket, thread, shared):
 
 
 @jit.device_function
-def _fetch_ahead(table, i, n_calls, thread, shared):
-    """Ask for what this thread reads next, as long as the one that works on call `i` is alone.
+def _prefetch_next(table, i, n_calls, thread, shared):
+    """Prefetch the weights that this thread reads next while another thread runs call `i` alone.
 
-    A step of a model is bound by the memory, which would rest while one thread does what does not
-    pay to share: norms, quantization of one row.
+    A model's step is memory-bound, and memory would idle during calls too small to divide, such as
+    norms and the quantization of one row.
     """
     for j in range(i + 1, min(i + 1 + _LOOK_AHEAD, n_calls)):
         row = table + 8 * COLUMNS * j
@@ -157,10 +159,10 @@ def _fetch_ahead(table, i, n_calls, thread, shared):
 
 @jit.kernel
 def _run_job(shared, thread, n_threads):
-    """Do this thread's share of the job described in the shared memory.
+    """Run this thread's share of the job described in shared memory.
 
-    The last call of a list ends with a barrier, behind which the other threads read nothing of the
-    job: thread 0 may have returned, and given out the next one.
+    The last call of a graph ends with a barrier.  After it the other threads read nothing of the
+    job: thread 0 may have returned and published the next one.
     """
     table, n_calls = read_i64(shared + 8 * _TABLE), read_i64(shared + 8 * _N_CALLS)
     stop, times = read_i64(shared + 8 * _STOP), read_i64(shared + 8 * _TIMES)
@@ -175,11 +177,11 @@ def _run_job(shared, thread, n_threads):
                 _share_of_call(row, i, tickets + 64 * i, thread, shared)
                 fetched = False
             elif not fetched:
-                _fetch_ahead(table, i, n_calls, thread, shared)
+                _prefetch_next(table, i, n_calls, thread, shared)
                 fetched = True
             if n_threads > 1 and read_i64(row + 8 * BARRIER) != 0:
                 over = _barrier(shared, n_threads, i + 1 == n_calls, stop)
-            if thread == 0 and parts > 1:  # nobody draws tickets of this call any more
+            if thread == 0 and parts > 1:  # all threads have passed this call
                 atomics.store(tickets + 64 * i, 0)
             if times != 0 and thread == 0:
                 now = atomics.cycles()
@@ -191,7 +193,7 @@ def _run_job(shared, thread, n_threads):
 
 @jit.kernel
 def _serve(shared, thread, n_threads):
-    """Work on jobs until one is for Python, or none comes for a while."""
+    """Run jobs until one is for Python or none arrives for a while."""
     mine = shared + 8 * (_THREADS + 8 * thread)
     while True:
         seen = read_i64(mine + 8)
@@ -200,8 +202,8 @@ def _serve(shared, thread, n_threads):
         if job != seen and job % 2 == _LIST:
             _run_job(shared, thread, n_threads)
             continue
-        # Say so before going back to Python, and look again: whoever gives the next job out does
-        # the same in the opposite order, so that one of the two notices the other.
+        # Store "sleeping", then read the job; `_announce` does the reverse (Dekker's algorithm), so
+        # one of the two sees the other.
         atomics.exchange(mine, 1)
         if atomics.load_in_order(shared + 8 * _JOB) == job:
             return
@@ -210,8 +212,8 @@ def _serve(shared, thread, n_threads):
 
 @jit.kernel
 def _announce(shared, kind, n_threads):
-    """Give the job out; return whether some thread sleeps."""
-    # the kind is part of the number: who reads the number cannot take one job for another
+    """Publish the job; return whether some thread sleeps."""
+    # number and kind are one word: a reader cannot mix those of two jobs
     atomics.exchange(shared + 8 * _JOB, read_i64(shared + 8 * _JOB) // 2 * 2 + 2 + kind)
     sleeping = 0
     for thread in range(1, n_threads):
@@ -220,7 +222,7 @@ def _announce(shared, kind, n_threads):
 
 
 def _yield_address() -> int:
-    """Return the address of the system's function that offers the core to others, or 0."""
+    """Return the address of `sched_yield`, or 0 where the system has none."""
     try:
         function = ctypes.CDLL(None).sched_yield
     except (AttributeError, OSError, TypeError):
@@ -229,7 +231,7 @@ def _yield_address() -> int:
 
 
 def available_cores() -> int:
-    """Return how many processors this process may use: its affinity, within its CPU quota."""
+    """Return the number of processors this process may use: its affinity, within its CPU quota."""
     quota = cpu_quota()
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -237,7 +239,7 @@ def available_cores() -> int:
     return allowed if quota is None else min(allowed, quota)
 
 
-_forks = 0  # between the first process and this one
+_forks = 0  # forks between the first process and this one
 
 
 @in_child
@@ -247,7 +249,7 @@ def _count_fork() -> None:
 
 
 class ThreadPool:
-    """`n` threads, the caller among them; a forked child makes threads of its own.
+    """`n` threads including the caller; a forked child starts its own.
 
     Parameters
     ----------
@@ -260,7 +262,7 @@ class ThreadPool:
         self._begin()
 
     def _begin(self) -> None:
-        """Make the memory and the threads; in a forked child, where the threads are not, again."""
+        """Make shared memory and threads; again in a forked child, which has no threads."""
         n, self._forks = self.n, _forks
         memory = np.zeros(_THREADS + 8 * n + 8, np.int64)
         self._memory = memory
@@ -273,25 +275,25 @@ class ThreadPool:
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
         self._done: SimpleQueue[None] = SimpleQueue()
         in_use = threading.Lock()
-        self.take: Callable[[], bool] = functools.partial(in_use.acquire, False)
-        """Keep the team for the calling thread until `give_back`; False if another one has it."""
-        self.give_back: Callable[[], None] = in_use.release
-        """Let other threads take the team."""
+        self.acquire: Callable[[], bool] = functools.partial(in_use.acquire, False)
+        """Reserve the pool for the calling thread until `release`; False if it is in use."""
+        self.release: Callable[[], None] = in_use.release
+        """Let other threads acquire the pool."""
         if interpreter.is_on():
             return
         for i, inbox in enumerate(self._inboxes):
             arguments = (memory, self._at, i + 1, n, inbox, self._done)
-            threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-team").start()
+            threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-pool").start()
 
     def _make_tickets(self, n_calls: int) -> None:
-        """Make room for the next row of each of so many calls, a cache line apart."""
+        """Allocate the next-row counters of `n_calls` calls, a cache line apart."""
         self._tickets = np.zeros(8 * n_calls + 8, np.int64)
         self._shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
 
     def run(
         self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
     ) -> None:
-        """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
+        """Call ``kernel(*args, a, b)`` for `parts` ranges [a, b) of [start, stop)."""
         if self._forks != _forks:
             self._begin()
         edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
@@ -311,68 +313,68 @@ class ThreadPool:
         while len(answers) < parts - 1:
             try:
                 self._done.get()
-            except BaseException as error:  # Ctrl-C; the others still write into the arrays
+            except BaseException as error:  # Ctrl-C; other threads still write to the arrays
                 failure = failure or error
         failure = next((error for error in answers if error is not None), failure)
         if failure is not None:
             raise failure
 
-    def run_list(
+    def run_graph(
         self,
-        calls: CpuGraph,
+        graph: CpuGraph,
         *,
         repeat: int = 1,
         stop: np.ndarray | None = None,
         cycles: np.ndarray | None = None,
     ) -> None:
-        """Make the calls of a list, one after the other, each by all threads.
+        """Run the calls of a graph one after the other, each divided among the threads.
 
         Parameters
         ----------
-        calls : CpuGraph
-            Made for as many threads as this team has.
+        graph : CpuGraph
+            Captured calls, made for this pool's number of threads.
         repeat : int
-            How many times to go through the list.
+            Number of repetitions.
         stop : array of int64, shape (1,), optional
-            No further repetition once this is not 0, which a call of the list may see to.
+            Ends the repetitions once it is not 0; a call of the graph may set it.
         cycles : array of int64, shape (number of calls,), optional
-            The processor cycles of each call, barriers included, are added to it.
+            Counters to which each call's processor cycles are added, barriers included.
 
         Raises
         ------
         Exception
-            What the first kernel that failed raised.  The calls behind it are made, too, but the
-            list is not repeated.
+            The exception of the first kernel that failed.  The calls after it still run, but the
+            graph is not repeated.
         """
         if self._forks != _forks:
             self._begin()
-        n_calls = len(calls.calls)
+        n_calls = len(graph.calls)
         if n_calls == 0 or repeat < 1:
             return
         if interpreter.is_on():
-            _run_list_in_python(calls, repeat, stop, cycles)
+            _run_graph_in_python(graph, repeat, stop, cycles)
             return
         if len(self._tickets) < 8 * n_calls + 8:
             self._make_tickets(n_calls)
         shared = self._shared
         shared[_TABLE : _TIMES + 1] = (
-            calls.table_at,
+            graph.table_at,
             n_calls,
             repeat,
             0 if stop is None else stop.ctypes.data,
             0 if cycles is None else cycles.ctypes.data,
         )
-        if calls.is_shared:
+        if graph.is_shared:
             try:
                 if _announce(self._at, _LIST, self.n):
                     self._wake()
-            finally:  # the others wait for this thread
+            finally:  # the other threads wait for this one
                 _run_job(self._at, 0, self.n)
         else:
             _run_job(self._at, 0, 1)
         if shared[_FAILED]:
             raised, shared[_FAILED] = int(shared[_FAILED]), 0
-            raise error_of(raised, calls.calls[shared[_FAILED_CALL]].kernel)
+            raise error_of(raised, graph.calls[shared[_FAILED_CALL]].kernel)
 
     def _wake(self) -> None:
         for i, inbox in enumerate(self._inboxes):
@@ -380,24 +382,24 @@ class ThreadPool:
                 inbox.put(None)
 
     def close(self) -> None:
-        """Let the other threads end."""
+        """End the other threads."""
         if self._forks != _forks:
-            return  # they are another process's
+            return  # the threads are another process's
         for inbox in self._inboxes:
             inbox.put("end")
-        # not through a compiled function: this may run while the interpreter shuts down
+        # not a compiled function: this may run while the interpreter shuts down
         self._shared[_JOB] = self._shared[_JOB] // 2 * 2 + 2 + _PYTHON
 
     def __del__(self) -> None:
         self.close()
 
 
-def _run_list_in_python(
-    calls: CpuGraph, repeat: int, stop: np.ndarray | None, cycles: np.ndarray | None
+def _run_graph_in_python(
+    graph: CpuGraph, repeat: int, stop: np.ndarray | None, cycles: np.ndarray | None
 ) -> None:
-    """Do what `_run_job` does; here a kernel's own error comes out."""
+    """Run a graph as `_run_job` does, with compiling off; a kernel's error propagates."""
     for _ in range(repeat):
-        for i, call in enumerate(calls.calls):
+        for i, call in enumerate(graph.calls):
             before = atomics.cycles()
             call()
             if cycles is not None:
@@ -409,7 +411,7 @@ def _run_list_in_python(
 def _work(
     memory: np.ndarray, at: int, thread: int, n: int, inbox: SimpleQueue[Any], done: Any
 ) -> None:
-    """Live as one thread of a team; `memory` is only held on to."""
+    """Worker thread's main loop; `memory` keeps the shared buffer alive."""
     sleeping = (at - memory.ctypes.data) // 8 + _THREADS + 8 * thread
     while True:
         _serve(at, thread, n)

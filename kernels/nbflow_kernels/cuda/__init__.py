@@ -1,10 +1,10 @@
-"""CUDA devices: finding them, compiling kernels for them, launching kernels on them.
+"""CUDA toolkit: device detection, compilation of kernels, launches.
 
-How a family of ops uses this package, in its `cuda.py`::
+Use in a family's `cuda.py`::
 
     from nbflow_kernels import cuda
 
-    # CUDA C++ from a file beside the module; `extern "C"` name, or a template instance
+    # CUDA C++ from a file in the module's folder; `extern "C"` name, or a template instance
     _scale = cuda.cpp_kernel(__file__, "scale.cu", "scale", "f32* x, f32* out, i32 n, f32 factor")
 
     # or Numba; the same names and types, pointers are indexed like arrays
@@ -32,10 +32,11 @@ without synchronizing or allocating, so that launches can be captured into a CUD
 kernel has run (or was `Kernel.prepare`-d).  An array whose type has an attribute
 ``__kernel_device__`` brings its own device (`devices.KernelDevice`): the arrays of
 `nbflow_ptx.cupy_stand_in` run on its emulator.  `device_of` returns it:
-``device_of(x).empty(shape, dtype)`` allocates beside `x`, ``.n_sms`` counts its processors.
+``device_of(x).empty(shape, dtype)`` allocates on the device of `x`; ``.n_sms`` is its number
+of multiprocessors.
 
-Compiled code is kept on disk (`cubins`), beside Numba's.  ``#include`` finds files beside the
-source and from the root of this package: ``#include "cuda/block_reduce.cuh"``.
+Compiled code is cached on disk (`cuda.cache`), next to Numba's.  ``#include`` searches the source's
+folder and the root of this package: ``#include "cuda/block_reduce.cuh"``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sums over the ranks of a node, for messages of the size that decoding sends.
+"""All-reduce over the ranks of a node, for message sizes of decoding.
 
-Ranks exchange handles of a piece of device memory once (`share_memory`), then one kernel per sum
-reads and writes it: no host, no other library, and a launch can be captured into a graph.  Ranks
-are added in order in float32, so all of them get the same bits in every run.  Up to
-`ONE_SHOT_BYTES` every rank reads everything; above, every rank adds its share and reads the sums of
-the others.
+Ranks exchange IPC handles of device memory once (`share_memory`), then one kernel per sum reads and
+writes it, without the host or another library, and can be captured into a CUDA graph.  Ranks are
+added in order in float32, so all get the same bits in every run.  Messages up to `ONE_SHOT_BYTES`
+take the one-shot algorithm (every rank reads everything), larger ones the two-shot algorithm
+(reduce-scatter, then all-gather).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array
 from nbflow_kernels.cuda.devices import KernelDevice, device_of
 from nbflow_kernels.cuda.kernel import Kernel, cpp_kernel
 from nbflow_kernels.errors import UsageError
@@ -26,7 +25,7 @@ FLAG_BYTES = 4096
 """Flags and counters at the start of a rank's memory."""
 ONE_SHOT_BYTES = 256 * 1024
 N_BLOCKS = 64
-"""Thread blocks of every launch, of any size: blocks of the same number meet."""
+"""Thread blocks of every launch: block b synchronizes with block b of the other ranks."""
 THREADS = 512
 _TYPES = {"float32": "float", "float16": "Half", "uint16": "Bfloat"}
 
@@ -58,14 +57,14 @@ class AllReduce:
     most_bytes : int
         The largest message.
     device : KernelDevice
-        Where the arrays will live.
+        The device of the arrays.
     n_blocks : int
         Thread blocks; the same on all ranks.
 
     Raises
     ------
     UsageError
-        If there are more ranks than 8, or `rank` is none of them.
+        If there are more than 8 ranks, or `rank` is out of range.
     """
 
     def __init__(
@@ -95,19 +94,24 @@ class AllReduce:
         x : array of float32, float16 or bfloat16 (uint16 bits), C-contiguous
             This rank's part; all ranks have the same shape and type.
         out : array like `x`, optional
-            Where to write the sum.
+            Destination of the sum.
 
         Raises
         ------
         UsageError
-            If the array is larger than the memory shared.
+            If the array is larger than the shared memory, not contiguous, or unlike `out`.
         """
         if x.dtype.name not in _TYPES:
             raise TypeError(f"x must be float32, float16 or bfloat16 bits, got {x.dtype.name}")
-        check_array("x", x, tuple(x.shape), x.dtype)
         if out is None:
             out = device_of(x).empty(x.shape, x.dtype)
-        check_array("out", out, tuple(x.shape), x.dtype)
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise UsageError(
+                f"out must have shape {tuple(x.shape)} and dtype {x.dtype.name}, got "
+                f"{tuple(out.shape)} and {out.dtype.name}"
+            )
+        if not (x.flags.c_contiguous and out.flags.c_contiguous):
+            raise UsageError("x and out must be C-contiguous")
         every = 1 if self.rank >= 0 else self.n_ranks
         n = x.size // every
         if n * x.itemsize > self.most_bytes:
@@ -145,7 +149,7 @@ def share_memory(
     bases : list of int
         The addresses for `AllReduce`.
     close : callable
-        Gives the memory back; call it when no rank uses it any more.
+        Frees the memory; call it when no rank uses it any more.
     """
     runtime = importlib.import_module("cupy").cuda.runtime
     n_bytes = memory_bytes(most_bytes)
@@ -161,7 +165,7 @@ def share_memory(
         for r, base in enumerate(bases):
             if r != rank:
                 runtime.ipcCloseMemHandle(base)
-        exchange(b"")  # nobody has it open
+        exchange(b"")  # all ranks have closed it
         runtime.free(own)
 
     return bases, close

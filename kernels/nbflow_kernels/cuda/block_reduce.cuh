@@ -16,14 +16,14 @@ template <int LANES, class T, class Op> __device__ T reduce_lanes(T value, Op op
   return value;
 }
 
-// Every thread gets the result; `room` holds THREADS / 32 values and may be used again at once.
+// All threads get the result; `scratch` holds THREADS / 32 values and may be reused at once.
 // threadIdx.x counts THREADS threads, a power of two from 32 to 1024.
-template <int THREADS, class T, class Op> __device__ T reduce_block(T value, Op op, T* room) {
+template <int THREADS, class T, class Op> __device__ T reduce_block(T value, Op op, T* scratch) {
   value = reduce_lanes<32>(value, op);
   if (THREADS == 32) return value;
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
   __syncthreads();
-  value = room[threadIdx.x % (THREADS / 32)];
+  value = scratch[threadIdx.x % (THREADS / 32)];
   value = reduce_lanes<THREADS / 32>(value, op);
   __syncthreads();
   return value;

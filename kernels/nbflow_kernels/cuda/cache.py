@@ -1,9 +1,9 @@
-"""Compiled kernels on disk, in the folder ``cuda`` beside Numba's own cache.
+"""Disk cache of compiled CUDA kernels, in the folder ``cuda`` next to the CPU kernels' folders.
 
-A file is named after a digest of everything that went into it: the source with what it includes or
-imports, the target, the compilers' versions, the options.  It is written under another name and
-then renamed, so that processes may share the folder; one that does not hold what its first line
-says is compiled again.
+A file is named after a digest of all inputs: the source with its includes and
+imports, the target, the compilers' versions, the options.  It is written atomically by
+a rename, so that processes may share the folder; a file that does not match its first line is
+compiled again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from nbflow_kernels.jit_cache import cache_root
 
 Compiled = tuple[bytes, str]
-"""The code, and the name of the kernel in it."""
+"""Code and entry name of the kernel."""
 
 
 def folder() -> Path:
@@ -39,32 +39,32 @@ def digest(*parts: str | bytes) -> str:
 
 
 def cached(name: str, output: str, key: str, build: Callable[[], Compiled]) -> Compiled:
-    """Return what is in the cache under a key, or build it and put it there.
+    """Return the cache entry of a key; build and store it if absent.
 
     Parameters
     ----------
     name, output : str
         The kernel's name and ``ptx`` or ``cubin``, for the file's name.
     key : str
-        The digest of what the code is made of; see `digest`.
+        Digest of sources and options; see `digest`.
     build : callable
-        Makes the code and its entry's name.
+        Returns the code and its entry name.
     """
     path = folder() / f"{name[:40]}-{key}.{output}"
     found = _read(path)
     if found is None:
         with _alone(path):
-            found = _read(path)  # another process may have made it meanwhile
+            found = _read(path)  # another process may have built it meanwhile
             if found is None:
                 found = build()
-                with contextlib.suppress(OSError):  # a folder not to be written costs time only
+                with contextlib.suppress(OSError):  # a read-only folder costs time only
                     _write(path, found)
     return found
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait while another process makes the same file: the ranks of a node all start at once."""
+    """Lock a file against other processes that build it: all ranks of a node start at once."""
     lock = path.with_name(f".{path.name}.lock")
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):  # else it is compiled more than once

@@ -1,4 +1,4 @@
-"""Detect whether CUDA kernels can run, and if not, why; loads no GPU package, never raises."""
+"""Detection of CUDA devices, driver and packages; imports no GPU package and never raises."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OF_CUINIT = {
     802: "the fabric manager, which devices with NVSwitch need, does not run",
     803: "the driver's library and its kernel module differ in version; restart the machine",
 }
-"""What some errors of ``cuInit`` mean."""
+"""Explanations of some errors of ``cuInit``."""
 
 
 @dataclass(frozen=True)
 class Detected:
-    """What was found.
+    """Result of the detection.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Detected:
     compilers : bool
         Whether numba-cuda, which brings the compilers, is installed.
     reason : str
-        Why kernels cannot run, and what to do; empty if they can.
+        Reason why kernels cannot run, and the remedy; empty if they can.
     """
 
     driver_version: tuple[int, int] | None
@@ -47,7 +47,7 @@ class Detected:
 
     @property
     def usable(self) -> bool:
-        """Whether kernels can run on a device here."""
+        """Return whether kernels can run on a CUDA device of this machine."""
         return not self.reason
 
 
@@ -67,7 +67,7 @@ def detect(library: str = LIBRARY) -> Detected:
     --------
     >>> from nbflow_kernels.cuda import detect
     >>> detect("no-such-library.so").reason
-    'there is no CUDA driver (no-such-library.so does not load)'
+    'no CUDA driver found (no-such-library.so does not load)'
     """
     cupy, compilers = _installed("cupy"), _installed("numba_cuda")
     version, n_devices, reason = None, 0, ""
@@ -75,7 +75,7 @@ def detect(library: str = LIBRARY) -> Detected:
         driver = ctypes.CDLL(library)
         version, n_devices, reason = _ask(driver)
     except (OSError, AttributeError):
-        reason = f"there is no CUDA driver ({library} does not load)"
+        reason = f"no CUDA driver found ({library} does not load)"
     if not reason and not (cupy and compilers):
         missing = " and ".join(n for n, ok in (("CuPy", cupy), ("numba-cuda", compilers)) if not ok)
         reason = f"{missing} missing: {install_command(extra(version))}"
@@ -90,7 +90,7 @@ def extra(driver_version: tuple[int, int] | None) -> str:
 
 
 def _ask(driver: ctypes.CDLL) -> tuple[tuple[int, int] | None, int, str]:
-    """Return the driver's version, its number of devices, and why it cannot be used."""
+    """Return the driver's version, its number of devices and the reason it is unusable, if any."""
     code = driver.cuInit(0)
     number, count = ctypes.c_int(), ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(number))
@@ -108,9 +108,9 @@ def _ask(driver: ctypes.CDLL) -> tuple[tuple[int, int] | None, int, str]:
 
 
 def _too_new(driver: tuple[int, int]) -> str:
-    """Return which packages are for a newer CUDA than the driver's, and what to do; or nothing.
+    """Return a message about packages for a newer CUDA than the driver's; empty if there are none.
 
-    Older ones are well: a driver runs what was made for the CUDA versions before its own.
+    Older packages are fine: drivers are backward compatible.
     """
     packages = {
         name: int(name.removeprefix("cupy-cuda").removesuffix("x"))
@@ -132,7 +132,7 @@ def _too_new(driver: tuple[int, int]) -> str:
 
 def installed_version(distribution: str) -> str:
     """Return a distribution's version; empty if it is not installed."""
-    with contextlib.suppress(Exception):  # whatever is wrong with its files
+    with contextlib.suppress(Exception):  # broken metadata counts as not installed
         return metadata.version(distribution)
     return ""
 

@@ -1,4 +1,4 @@
-"""Devices that kernels run on: CuPy's through the CUDA driver, and those that arrays bring."""
+"""Devices: CuPy's through the CUDA driver, and devices that array types provide."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ LOWEST_ARCH = 80
 
 
 class KernelDevice(Protocol):
-    """What a device must offer; an array's type may bring one as ``__kernel_device__``."""
+    """Device interface; an array type may provide its own as ``__kernel_device__``."""
 
     arch: str
-    """What to compile for, e.g. ``sm_90``."""
+    """Compilation target, e.g. ``sm_90``."""
     output: str
-    """What `load` takes: ``cubin`` or ``ptx``."""
+    """Format that `load` takes: ``cubin`` or ``ptx``."""
     key: tuple[Any, ...]
-    """Equal for devices that share loaded kernels."""
+    """Key of loaded kernels; equal for devices that share them."""
     n_sms: int
     """Number of streaming multiprocessors."""
     max_shared_bytes: int
-    """Most shared memory of a thread block."""
+    """Maximum shared memory of a thread block in bytes."""
     constants: dict[Any, Any]
-    """Tables that families keep on the device: a key that begins with the family's name."""
+    """Tables that families keep on the device; keys begin with the family's name."""
 
     @property
     def stream(self) -> int:
-        """What stands for the stream that launches go to now; see `workspace`."""
+        """Return a key of the current stream; see `workspace`."""
         ...
 
     def load(self, code: bytes, entry: str) -> Launch:
@@ -66,7 +66,7 @@ class KernelDevice(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for what the current stream has been given."""
+        """Synchronize the current stream."""
         ...
 
 
@@ -78,7 +78,7 @@ def device_of(array: Any) -> KernelDevice:
     MissingExtraError
         If the array is not CuPy's and brings no device, and CuPy is missing.
     UsageError
-        If the array lives on another device than CuPy's current one.
+        If the array is on another device than CuPy's current one.
     """
     own: KernelDevice | None = getattr(type(array), "__kernel_device__", None)
     if own is not None:
@@ -87,7 +87,7 @@ def device_of(array: Any) -> KernelDevice:
     current = cupy.cuda.runtime.getDevice()
     if isinstance(array, cupy.ndarray) and array.data.device_id != current:
         raise UsageError(
-            f"the array lives on device {array.data.device_id}, the current device is {current}; "
+            f"the array is on device {array.data.device_id}, the current device is {current}; "
             f"launch inside `with cupy.cuda.Device({array.data.device_id}):`"
         )
     return _cupy_device(current)
@@ -108,7 +108,7 @@ def to_device(array: Any, like: Any = None) -> Any:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return the contents of an array, wherever it lives, as a NumPy array."""
+    """Return the contents of an array on the host or a device as a NumPy array."""
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "get"):  # CuPy's
@@ -124,15 +124,15 @@ def address(array: Any) -> int:
     Raises
     ------
     TypeError
-        If it lies in host memory.
+        If it is in host memory.
     """
     if type(array) is np.ndarray:
         raise TypeError(
-            "the first array lies on a CUDA device, another one in host memory; copy it to the "
+            "the first array is on a CUDA device, another one in host memory; copy it to the "
             f"device (cupy.asarray): NumPy array of shape {array.shape}"
         )
     data = getattr(array, "data", None)
-    found = getattr(data, "ptr", None)  # CuPy's, and quicker than the interface
+    found = getattr(data, "ptr", None)  # CuPy's; faster than the interface
     return int(array.__cuda_array_interface__["data"][0] if found is None else found)
 
 
@@ -155,7 +155,7 @@ def _cupy_device(ordinal: int) -> CupyDevice:
 
 
 class CupyDevice:
-    """A CUDA device, on which CuPy makes the arrays and owns the streams.
+    """CUDA device with CuPy's arrays and streams.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that loading and launching take, through ctypes."""
+"""CUDA driver API through ctypes: loading and launching kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _END, _BUFFER, _BUFFER_BYTES = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _INVALID_CONTEXT = 201
 
-# Without asking, a kernel gets 48 KB less what it declares itself: so every kernel asks.
+# The default limit is 48 KB minus the static size, so every kernel raises it.
 _DEFAULT_SHARED_BYTES = 0
 
 
 class Function:
-    """A kernel in a loaded module, and the dynamic shared memory it may use by now."""
+    """Loaded kernel and its current limit of dynamic shared memory."""
 
     def __init__(self, handle: int) -> None:
         self.handle = ctypes.c_void_p(handle)
@@ -31,7 +31,7 @@ class Function:
 
 
 class Driver:
-    """One device, in its primary context: the one CuPy and the CUDA runtime use.
+    """Device in its primary context, as used by CuPy and the CUDA runtime.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What goes wrong with devices and compilers, not with a user's arguments."""
+"""Errors of devices and compilers, as opposed to wrong arguments."""
 
 from __future__ import annotations
 

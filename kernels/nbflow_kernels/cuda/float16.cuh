@@ -1,4 +1,4 @@
-// Elements of arrays of float32, float16 and bfloat16 as float32.
+// Loads of float32, float16 and bfloat16 elements as float32.
 #pragma once
 #include <cuda_fp16.h>
 

@@ -1,4 +1,4 @@
-"""`Kernel`: one CUDA kernel, compiled when it is first launched, and its launch."""
+"""`Kernel`: a CUDA kernel with declared parameters, compiled at its first launch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Kernel:
     Parameters
     ----------
     name : str
-        What errors call it.
+        Its name in error messages.
     parameters : str
         The declaration, e.g. ``"f32* x, f32*? weight, i32 n, f32 eps"``.
     compile : callable
-        Makes its code for a target.
+        Returns its code for a target.
     """
 
     def __init__(self, name: str, parameters: str, compile: Compile) -> None:
@@ -97,13 +97,13 @@ def _dim3(kernel: str, size: int | Sequence[int]) -> Dim3:
     x, y, z = (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
     if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
         raise UsageError(
-            f"{kernel}: axes of a grid must lie in 1..2147483647, 1..65535, 1..65535, got {size}"
+            f"{kernel}: axes of a grid must be in 1..2147483647, 1..65535, 1..65535, got {size}"
         )
     return int(x), int(y), int(z)
 
 
 def cpp_kernel(
-    beside: str,
+    module_file: str,
     file: str,
     entry: str,
     parameters: str,
@@ -116,8 +116,8 @@ def cpp_kernel(
 
     Parameters
     ----------
-    beside : str
-        ``__file__`` of the module the source lies beside.
+    module_file : str
+        ``__file__`` of the module in the source's folder.
     file : str
         Name of the source.
     entry : str
@@ -134,7 +134,7 @@ def cpp_kernel(
         source finds ``__CUDA_ARCH_FEAT_SM90_ALL`` defined.  Other devices get the code that the
         source has for all; see `specific_arch`.
     """
-    path = Path(beside).parent / file
+    path = Path(module_file).parent / file
     words = [f"-D{name}={value}" for name, value in (defines or {}).items()]
     words += [*options, f"-I{path.parent}", f"-I{_ROOT}"]
 
@@ -204,7 +204,7 @@ def numba_kernel(
     parameters : str
         The declaration, by the function's parameters' names.
     key : str or None
-        What distinguishes kernels made by one factory (what the function closes over); None keeps
+        Key of kernels made by one factory (the values the function closes over); None keeps
         the kernel off the disk.
     fastmath : bool
         Approximate division, roots and functions, and no denormal numbers.

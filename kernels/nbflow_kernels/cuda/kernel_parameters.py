@@ -34,7 +34,7 @@ _PARAMETER = re.compile(r"(\w+)(?:(\*)(\?)?)? (\w+)")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its name, the type (of what it points to), and whether it may be None."""
+    """Kernel parameter: name, (pointed-to) type, and whether it may be None."""
 
     name: str
     type: str
@@ -95,7 +95,7 @@ def _parsed(part: str, text: str) -> Parameter:
     found = _PARAMETER.fullmatch(part.strip())
     kind, pointer, optional, name = found.groups() if found else ("", "", "", "")
     if kind not in TYPES or not (pointer or TYPES[kind][1]):
-        raise TypeError(f"'{part.strip()}' of '{text}' is no parameter such as 'f32* x' or 'i32 n'")
+        raise TypeError(f"'{part.strip()}' of '{text}' is not a parameter like 'f32* x' or 'i32 n'")
     return Parameter(name, kind, bool(pointer), bool(optional))
 
 

@@ -1,4 +1,4 @@
-"""Numba CUDA functions to PTX or cubin, without a device and without a driver."""
+"""Compilation of Numba CUDA functions to PTX or cubin, without a device or driver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBA_TYPES = {
     "f32": "float32", "f64": "float64",
 }  # fmt: skip
 LEAST_VERSION = (0, 30)
-"""Of numba-cuda."""
+"""Least version of numba-cuda."""
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 _lock = threading.Lock()
 
@@ -52,7 +52,7 @@ def _numba_cuda() -> Any:
     if has and tuple(map(int, re.findall(r"\d+", has)[:2])) < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         raise MissingExtraError(f"numba-cuda {has} is older than {least}: {INSTALL}")
-    with contextlib.suppress(ImportError):  # what its .pth file does, which Python may not read
+    with contextlib.suppress(ImportError):  # as its .pth file does, which Python may not read
         importlib.import_module("_numba_cuda_redirector")
     found = importlib.import_module("numba.cuda")
     if "numba_cuda" not in str(found.__file__):
@@ -118,7 +118,7 @@ def compile_typed(
     fastmath: bool = False,
     fuse: bool = True,
 ) -> bytes:
-    """Do as `compile_function` for arguments of Numba's types, arrays and tuples among them."""
+    """Compile a function for arguments of Numba types, including arrays and tuples."""
     cuda = _numba_cuda()
     capability = (int(arch[3:]) // 10, int(arch[3:]) % 10)
     with _lock, _without_driver(capability), _options(fma=fuse):

@@ -1,4 +1,4 @@
-"""CUDA C++ to PTX or cubin with NVRTC, which needs no device and no driver."""
+"""Compilation of CUDA C++ to PTX or cubin with NVRTC, without a device or driver."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compile_source(
     Parameters
     ----------
     source, file_name : str
-        The text, and what messages and profilers call it.
+        The source text and its name in messages and profilers.
     arch : str
         ``sm_80``, ``sm_90``, ...
     output : {"ptx", "cubin"}
@@ -76,7 +76,7 @@ def compile_source(
     entry : str
         An ``extern "C"`` name, or a template instance such as ``scale<float, 4>``.
     options : sequence of str
-        Options of NVRTC besides the language, the target and the headers' folders.
+        Options of NVRTC in addition to the language, the target and the headers' folders.
 
     Raises
     ------

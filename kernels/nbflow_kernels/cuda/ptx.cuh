@@ -1,10 +1,10 @@
-// Instructions that C++ has no name for.
+// Wrappers of PTX instructions: mma, conversions, streaming loads, cp.async.
 #pragma once
 #include "cuda/types.cuh"
 
 enum { F16_KIND = 1, BF16_KIND = 2 };  // numbers of 16 bits
 
-// threadIdx.x, but read anew.
+// threadIdx.x, read again.
 DEV int thread_again() {
   int i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
@@ -62,7 +62,7 @@ DEV void mma_f16(float c[4], const u32 a[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same in bfloat16.
+// The same for bfloat16.
 DEV void mma_bf16(float c[4], const u32 a[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -78,7 +78,7 @@ DEV void mma_f16_k8(float c[4], u32 a0, u32 a1, u32 b) {
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-// Loads of memory that is read once: past the first cache.
+// Streaming loads that bypass L1, for memory that is read once.
 DEV uint4 stream_16(const void* at) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -99,7 +99,7 @@ DEV u32 stream_4(const void* at) {
 }
 
 // Asynchronous copies of 16 bytes to shared memory, in groups.  The compiler must not move loads and
-// stores of shared memory across them: what follows a wait may be loads without a barrier between.
+// stores of shared memory across them: loads may follow a wait without a barrier.
 DEV void copy_16(u32 to_shared, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from)
                : "memory");

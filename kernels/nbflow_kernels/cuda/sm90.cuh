@@ -1,5 +1,4 @@
-// What Hopper has and C++ has no name for (compute capability 9.0, sm_90a): products of warpgroups,
-// barriers in shared memory that count bytes, bulk copies.
+// PTX wrappers for Hopper (compute capability 9.0, sm_90a): wgmma, mbarrier, bulk copies, clusters.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -12,7 +11,7 @@ DEV void start_barrier(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes barriers that this thread has started known to copies; a __syncthreads() follows.
+// Fence that makes barriers initialized by this thread visible to bulk copies; a __syncthreads() follows.
 DEV void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEV void arrive(u32 barrier) {
@@ -24,7 +23,7 @@ DEV void arrive_expecting(u32 barrier, u32 n_bytes) {
                : "memory");
 }
 
-// Wait for the end of a phase: of even ones with 0, of odd ones with 1.
+// Wait for the end of a phase: parity 0 for even phases, 1 for odd ones.
 DEV void wait_for_phase(u32 barrier, u32 parity) {
   u32 done = 0;
   while (!done)
@@ -34,44 +33,44 @@ DEV void wait_for_phase(u32 barrier, u32 parity) {
 
 // ---- clusters: thread blocks that run together ----------------------------------------------------
 
-// Which thread block of its cluster this is.
+// Rank of this thread block in its cluster.
 DEV u32 rank_in_cluster() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// The address, for its cluster, that a place of this thread block's shared memory has in that of a rank.
+// Cluster address (mapa) of a shared memory location in the thread block of a rank.
 DEV u32 place_in_cluster(u32 place, u32 rank) {
   u32 there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
   return there;
 }
 
-// At a barrier of any thread block of the cluster.  With a scope of the cluster it would be a fence for all
-// memory, which takes long; behind `wait_for_products` there is nothing left to order.
+// Arrive at a barrier of any thread block of the cluster.  Cluster scope would be a slow fence for all
+// memory; after `wait_for_products` nothing is left to order.
 DEV void arrive_in_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Whole warps, converged: all thread blocks of the cluster have begun, and published their barriers.
+// Cluster barrier at the start (converged warps): all thread blocks run and have published barriers.
 DEV void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Whole warps, converged: this thread block needs the others no more; and nor do they this one.
+// Cluster barrier before exit (converged warps): no peer may still access this block's shared memory.
 DEV void leave_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 
 DEV void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Copy neighbouring bytes, 16 or a multiple of it, to shared memory; the barrier counts them.
+// Bulk copy of a multiple of 16 bytes to shared memory; the barrier counts the bytes.
 DEV void copy_bulk(u32 to_shared, const void* from, u32 n_bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to_shared), "l"(from), "r"(n_bytes), "r"(barrier) : "memory");
 }
 
-// The same to the first `blocks` thread blocks of the cluster, to this place and barrier in each.
+// Multicast bulk copy to the same address and barrier in the first `blocks` blocks of the cluster.
 DEV void copy_bulk_to_all(u32 to_shared, const void* from, u32 n_bytes, u32 barrier, int blocks) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1], %2, [%3], %4;"
@@ -81,47 +80,46 @@ DEV void copy_bulk_to_all(u32 to_shared, const void* from, u32 n_bytes, u32 barr
 
 // ---- products of warpgroups ----------------------------------------------------------------------
 
-// Lines of 64 numbers of 16 bits, 8 of them 1024 bytes: piece c of 16 bytes of line n lies at c ^ (n & 7).
-// This describes a matrix from `place` on, a multiple of 1024 plus 32 for each 16 numbers along the lines;
-// the product sums along them, or, with a Product that is TRANSPOSED, over 16 lines, and what has more than
-// 64 numbers goes on `block` bytes behind.
+// wgmma descriptor of a matrix with 128-byte swizzle: lines of 64 16-bit numbers, 8 lines per 1024 bytes,
+// 16-byte chunk c of line n at c ^ (n & 7).  `place` is a multiple of 1024 plus 32 for each 16 numbers
+// along the lines.  The product sums along the lines, or over 16 lines if TRANSPOSED; `block` is the
+// distance in bytes between blocks of 64 numbers.
 DEV u64 describe_lines(u32 place, u32 block = 16) {
   constexpr u64 SWIZZLE_128 = 1ull << 62, EIGHT = (1024ull >> 4) << 32;
   return SWIZZLE_128 | EIGHT | (u64)(block >> 4) << 16 | (place & 0x3ffff) >> 4;
 }
 
-// The same so many bytes behind.
+// Descriptor advanced by `n_bytes`.
 DEV u64 lines_behind(u64 lines, u32 n_bytes) {
   return (u64)(u32)(lines >> 32) << 32 | ((u32)lines + (n_bytes >> 4));
 }
 
-// What this thread has written to shared memory, for products that come behind a barrier.
+// Make this thread's writes to shared memory visible to wgmma after a barrier.
 DEV void publish_lines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Before the first product: registers are as this thread has left them.
+// wgmma.fence before the first product: orders this thread's register writes.
 DEV void start_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 DEV void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until all but the latest LEFT groups of them are done: before results are read, or operands in
-// registers written.
+// Wait until at most LEFT groups are in flight: before results are read or register operands are
+// written.
 template <int LEFT = 0>
 DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
-// Instructions in front stay there: without it, waits for products move up as far as their results allow,
-// in front of what is meant to be done meanwhile.
+// Scheduling barrier: keeps waits for products from moving up over work meant to overlap with them.
 DEV void stay_in_front() { asm volatile("pmevent 0;"); }
 
-// Keeps accesses of some sums on the side of a product or a wait that they are written on.
+// Keep accesses of accumulators on their side of a product or wait.
 template <int N>
 DEV void hold(float (&c)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i]));
 }
 
-// c = a b, or c += a b: 64 rows x 16 columns (a warp has 16 of the rows, as `mma_f16` takes them) by 16
-// columns x TOKENS; 8 tokens' sums after the others' lie as `mma_f16` has them.  Rows are in registers,
-// or in lines that `a` describes.
+// wgmma: c = a b, or c += a b, of 64 rows x 16 columns (16 rows per warp, in the layout of `mma_f16`) and
+// 16 columns x TOKENS; the sums of each 8 tokens are in the layout of `mma_f16`.  Rows are in registers
+// or in shared memory that `a` describes.
 template <int NUMBER, int TOKENS, bool TRANSPOSED = false> struct Product;
 
 #define SUMS_8(c, i) \

@@ -1,4 +1,4 @@
-// Four floats at a time: 16-byte accesses where the rows allow them (WIDE), else one by one.
+// Loads and stores of four floats: 16-byte accesses if rows are aligned (WIDE), else one by one.
 #pragma once
 
 // Elements [i, i + 4) of the n at `x`; those from n on are `other`.

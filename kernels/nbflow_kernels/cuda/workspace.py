@@ -1,7 +1,7 @@
-"""Memory that kernels share while they run, one piece for each stream and purpose.
+"""Scratch buffers of kernels, one per stream and purpose.
 
-It stays where it is between calls, as graphs that were captured expect, and only grows: run a shape
-once before capturing it, and keep what `pieces` returns then as long as the graph.
+A buffer keeps its address between calls, as captured graphs require, and only grows: run a shape
+once before capturing it, and keep the result of `buffers` as long as the graph.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from nbflow_kernels.cuda.devices import KernelDevice
 
-_pieces: dict[tuple[Any, ...], Any] = {}
+_buffers: dict[tuple[Any, ...], Any] = {}
 
 
 def workspace(device: KernelDevice, name: str, n_items: int, dtype: Any, zero: bool = False) -> Any:
@@ -21,34 +21,34 @@ def workspace(device: KernelDevice, name: str, n_items: int, dtype: Any, zero: b
     Parameters
     ----------
     device : KernelDevice
-        Where.
+        The device.
     name : str
-        Its purpose: what uses another name has memory of its own.
+        Its purpose; each name has its own buffer.
     n_items : int
-        Least number of items.
+        Minimum number of items.
     dtype : dtype
-        Their type.
+        Type of the items.
     zero : bool
-        Whether it is zeros at first; kernels leave it so.
+        Zeros at first; kernels must leave it so.
     """
     key = (device.key, device.stream, name)
-    found = _pieces.get(key)
+    found = _buffers.get(key)
     if found is None or found.size < n_items:
         size = max(n_items, 1024)
         found = device.asarray(np.zeros(size, dtype)) if zero else device.empty((size,), dtype)
-        _pieces[key] = found
+        _buffers[key] = found
     return found
 
 
-def pieces(device: KernelDevice) -> list[Any]:
-    """Return the present pieces of the current stream."""
+def buffers(device: KernelDevice) -> list[Any]:
+    """Return the buffers of the current stream."""
     return [
-        piece for (key, stream, _), piece in _pieces.items()
+        buffer for (key, stream, _), buffer in _buffers.items()
         if (key, stream) == (device.key, device.stream)
     ]  # fmt: skip
 
 
 def release(device_key: tuple[Any, ...], stream: Any) -> None:
-    """Let go of the pieces of a stream that is used no more."""
-    for key in [key for key in _pieces if key[:2] == (device_key, stream)]:
-        del _pieces[key]
+    """Free the buffers of a stream that is no longer used."""
+    for key in [key for key in _buffers if key[:2] == (device_key, stream)]:
+        del _buffers[key]

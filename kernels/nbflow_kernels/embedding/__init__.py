@@ -1,4 +1,4 @@
-"""Rows of the embedding table."""
+"""Embedding lookup."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def embedding(
     table : array of float32, float16 or uint16, shape (V, E), or QuantTensor
         The embedding table; uint16 holds the bits of bfloat16.
     scale : float
-        s: the square root of E in Gemma and M2M-100 (``math.sqrt(E)``; a checkpoint that was
-        trained in bfloat16 has it rounded to that), 12 in MiniCPM.
+        s: the square root of E in Gemma and M2M-100 (``math.sqrt(E)``; rounded to bfloat16 in
+        checkpoints trained in bfloat16), 12 in MiniCPM.
     out : array of float32, shape (T, E), optional
-        Where to write the rows.
+        Output array.
 
     Returns
     -------

@@ -1,7 +1,7 @@
-"""Embedding rows on the CPU.
+"""Embedding lookup on the CPU.
 
-NumPy's gather does it for arrays: the op moves bytes and has no arithmetic, and a kernel would have
-to be compiled before the first token.  Rows of a quantized table are decoded by its format.
+NumPy gathers rows of arrays: the op only moves bytes, and a kernel would have to be compiled before
+the first token.  Rows of a quantized table are decoded by its format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Rows of a table of floats, chosen by index: a thread block for each row.
 #include "cuda/float16.cuh"
-#include "cuda/numbers.cuh"
+#include "cuda/types.cuh"
 #include "cuda/vector_load.cuh"
 
 // out[t] = table[ids[t]] * scale, without ids: table[t].  An index that is no row gives NaN.

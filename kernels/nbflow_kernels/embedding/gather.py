@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import (
     address_of,
     load_first,
@@ -24,9 +24,9 @@ _KINDS = {"float32": F32, "float16": F16, "uint16": BF16}
 def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.float32]) -> None:
     """Write ``table[ids]`` to `out`; a table of uint16 holds the bits of bfloat16.
 
-    `out` may have rows far apart; nothing is checked.
+    Rows of `out` may be strided; nothing is checked.
     """
-    split_rows(
+    parallel_for(
         _gather,
         len(ids),
         float(out.size),

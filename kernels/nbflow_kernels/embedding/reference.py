@@ -1,4 +1,4 @@
-"""Embedding rows in NumPy float64, one by one."""
+"""Embedding lookup in NumPy float64, row by row."""
 
 from __future__ import annotations
 

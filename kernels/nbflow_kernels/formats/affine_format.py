@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.bit_fields import (
     codes_kernel,
     pack_field,
@@ -133,7 +133,7 @@ class AffineFormat(QuantFormat):
         """Return the codes (rows, blocks * block_size) of rows, through the scalar decoder."""
         n_blocks = data.shape[1] // self.block_bytes
         codes = np.empty((len(data), n_blocks * self.block_size), np.uint8)
-        split_rows(self.codes_kernel, len(data), 8.0 * codes.size, data, codes)
+        parallel_for(self.codes_kernel, len(data), 8.0 * codes.size, data, codes)
         return codes
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
@@ -143,7 +143,7 @@ class AffineFormat(QuantFormat):
             part = data[row : row + step]
             codes = self.codes_of_rows(part)
             base, scale = self.base_and_scale(part.reshape(-1, self.block_bytes))
-            split_rows(
+            parallel_for(
                 _apply, len(part), 2.0 * codes.size, codes, base.reshape(len(part), -1),
                 scale.reshape(len(part), -1), self.zero, out[row : row + step],
             )  # fmt: skip

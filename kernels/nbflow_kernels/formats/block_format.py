@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.bit_fields import BlockFields
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.codec_spec import weights as decoded
@@ -95,7 +95,7 @@ class BlockFormat(QuantFormat):
         codes = np.empty((n_rows, width), np.uint8)
         scales = np.empty((n_rows, width // form.sub_block if form.scales else 0), np.int16)
         rows = np.ascontiguousarray(data)
-        split_rows(self.kernel, n_rows, DECODE_COST * codes.size, rows, self.table, codes, scales)
+        parallel_for(self.kernel, n_rows, DECODE_COST * codes.size, rows, self.table, codes, scales)
         d = self.steps(rows.reshape(-1, self.block_bytes)).reshape(n_rows, width // form.block)
         return DecodedBlocks(codes, d, scales=scales if form.scales else None)
 
@@ -114,7 +114,7 @@ class BlockFormat(QuantFormat):
         for row in range(0, len(data), step):
             rows = self.integers(data[row : row + step])
             scales = rows.scales if rows.scales is not None else np.empty((0, 0), np.int16)
-            split_rows(
+            parallel_for(
                 _apply, len(rows.codes), 2.0 * rows.codes.size, rows.codes, rows.d, scales, values,
                 form.block, form.sub_block, form.factor, out[row : row + step],
             )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import not_capturable, parallel_for
 from nbflow_kernels.formats.decode_cpu import decode_blocks
 from nbflow_kernels.formats.floats import PackedFloats
 from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout
@@ -35,7 +35,7 @@ def _from_packed(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.floa
         not_capturable()
         out[...] = packed.rows(ids)
         return
-    split_rows(
+    parallel_for(
         _gather(packed.form), len(ids), float(ROWS * out.size),
         packed.data, packed.n_blocks, ids, out,
     )  # fmt: skip

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
@@ -118,7 +118,7 @@ def interleave(rows: Any) -> Any:
     padded = -(-n_columns // COLUMNS) * COLUMNS
     shape = (-(-n_rows // ROWS), padded, ROWS)
     out = huge_pages.zeros(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
-    split_rows(_interleave, len(out), 4.0 * out.size, rows, out)
+    parallel_for(_interleave, len(out), 4.0 * out.size, rows, out)
     return out
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import huge_pages, jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 
@@ -284,7 +284,7 @@ def _pack(
         groups = slice(row // ROWS, -(-(row + len(part.codes)) // ROWS))
         codes = _padded(part.codes, packed.n_columns, len(part.codes))
         sizes = (form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)
-        split_rows(
+        parallel_for(
             _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
             codes.view(np.uint32), words[groups], form.bits, fields, packed.n_blocks,
             form.block // form.segment, form.segment // form.unit, form.unit // 4,

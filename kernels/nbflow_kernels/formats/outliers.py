@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.sparse.csr import CsrMatrix
 
@@ -15,13 +15,13 @@ from nbflow_kernels.sparse.csr import CsrMatrix
 def add_outliers(outliers: CsrMatrix, out: Floats) -> None:
     """Add the outliers to decoded rows (rows, columns)."""
     work = 4.0 * (outliers.nnz + len(out))
-    split_rows(_add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out)
+    parallel_for(_add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out)
 
 
 def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None:
     """Add the outliers of rows `ids` to these rows, decoded (len(ids), columns)."""
     work = 4.0 * (outliers.nnz / max(1, outliers.shape[0]) + 1) * len(out)
-    split_rows(
+    parallel_for(
         _add_of, len(out), work, outliers.indptr, outliers.indices, outliers.values,
         ids, out,
     )  # fmt: skip

@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import user_jit as user_code
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
@@ -142,7 +142,7 @@ class UserFormat(QuantFormat):
     def _run(self, function: str, kernel: Any, n_rows: int, work: float, *args: Any) -> None:
         """Run a kernel; what the user's code raises names the user's line."""
         try:
-            split_rows(kernel, n_rows, work, *args)
+            parallel_for(kernel, n_rows, work, *args)
         except Exception as error:
             raise user_error(self.name, function, self.code.functions, error) from error
 

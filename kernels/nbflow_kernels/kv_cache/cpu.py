@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.kv_cache.cpu_codec import (
     F16,
@@ -34,7 +34,7 @@ def append_paged_kv_cache(
     """See `nbflow_kernels.append_paged_kv_cache`; `kinds` are the KINDS of keys and of values."""
     T, G, D = key.shape
     is_float = max(kinds) < FIRST_BLOCK_KIND
-    split_rows(
+    parallel_for(
         _append_floats if is_float else _append_blocks, T,
         (2.0 if is_float else 2.0 * BLOCK_COST) * T * G * D, *kinds,
         address_of(key), address_of(value), key.strides[0], value.strides[0], batch_indices,
@@ -58,7 +58,7 @@ def gather_paged_kv_cache(
 ) -> None:
     """See `nbflow_kernels.gather_paged_kv_cache`; the outputs are float32 or float16."""
     T, G, D = key.shape
-    split_rows(
+    parallel_for(
         _gather, T, 2.0 * T * G * D, *kinds, F32 if key.itemsize == 4 else F16, address_of(key),
         address_of(value), batch_indices, positions, address_of(k_cache), address_of(v_cache),
         _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,

@@ -44,9 +44,9 @@ from nbflow_kernels.cpu.simd_narrow import (
     store_pairs1,
     store_pairs2,
     store_pairs4,
-    swap_pairs,
     write_u16,
 )
+from nbflow_kernels.cpu.simd_shuffle import swap_pairs
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.formats.affine_format import (
     ABSMAX,

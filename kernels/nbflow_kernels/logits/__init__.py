@@ -1,4 +1,4 @@
-"""From logits and scores to what is measured: log-probabilities, divergences, masked softmax.
+"""Log-probabilities, KL divergence, soft capping and masked softmax of logits.
 
 Rows are float32 and their exponentials too; sums over a row are float64, and results that are one
 number for a row are float64.  Sampling, and the plain softmax it starts from, is in
@@ -41,7 +41,7 @@ def soft_cap(
     cap : float
         C, positive: 30 for Gemma 2's logits, 50 for its attention scores.
     out : array of float32, shape of `logits`, optional
-        Where to write the result.  It may be `logits` itself.
+        Output array.  It may be `logits` itself.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def log_softmax(
     logits_soft_cap : float, optional
         C; None or 0 for no cap, which leaves x as it is.
     out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `logits` itself.
+        Output array; it may be `logits` itself.
 
     Returns
     -------
@@ -203,7 +203,7 @@ def kl_divergence(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32]) 
     Returns
     -------
     array of float64, shape (B,)
-        Nats, not negative.  Infinite where q excludes (-inf) what p does not; NaN for a row with
+        Nats, not negative.  Infinite where q is -inf and p is not; NaN for a row with
         a NaN or +inf, or with nothing above -inf.  Equal rows give exactly 0.
 
     Raises
@@ -304,7 +304,7 @@ def masked_softmax(
     causal : bool
         Let query i see the keys up to i + Tk - Tq: the queries are the last of the sequence.
     out : array of float32, shape of `scores`, optional
-        Where to write the result; it may be `scores` itself.
+        Output array; it may be `scores` itself.
 
     Returns
     -------

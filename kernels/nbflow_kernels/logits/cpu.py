@@ -1,4 +1,4 @@
-"""Logits on the CPU: a row at a time, 16 lanes along it.
+"""Logits on the CPU: row by row, 16 columns at a time.
 
 A row is read twice, for its top and for the sum of exponentials; a row of 128 thousand is half a
 megabyte, so that the second time it comes from the cache.  Exponentials are float32, their sum is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import hold, not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, not_capturable, parallel_for
 from nbflow_kernels.cpu.simd_math import select, tanh
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_u8, write_f32
 
@@ -24,7 +24,7 @@ def log_softmax(logits: np.ndarray, temperature: np.ndarray, cap: float, out: np
     B, V = logits.shape
     hold(logits, temperature, out)
     rows = address_of(logits), V, address_of(temperature), cap
-    split_rows(_log_softmax, B, _COST * B * V, *rows, address_of(out))
+    parallel_for(_log_softmax, B, _COST * B * V, *rows, address_of(out))
 
 
 def token_log_probs(
@@ -34,7 +34,7 @@ def token_log_probs(
     B, V = logits.shape
     hold(logits, temperature, out)
     rows = address_of(logits), V, address_of(temperature), cap
-    split_rows(_token_log_probs, B, _COST * B * V, *rows, ids, out)
+    parallel_for(_token_log_probs, B, _COST * B * V, *rows, ids, out)
 
 
 def kl_divergence(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
@@ -42,11 +42,11 @@ def kl_divergence(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -
     B, V = logits_p.shape
     hold(logits_p, logits_q)
     work = 2.0 * _COST * B * V
-    split_rows(_kl_divergence, B, work, address_of(logits_p), address_of(logits_q), V, out)
+    parallel_for(_kl_divergence, B, work, address_of(logits_p), address_of(logits_q), V, out)
 
 
 def top1_agreement(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
-    """See `nbflow_kernels.top1_agreement`; NumPy's argmax gives the place of a NaN, if any."""
+    """See `nbflow_kernels.top1_agreement`; NumPy's argmax gives the index of a NaN, if any."""
     not_capturable()
     tops = [logits.argmax(axis=1) for logits in (logits_p, logits_q)]
     np.equal(tops[0], tops[1], out=out)
@@ -58,7 +58,7 @@ def soft_cap(logits: np.ndarray, cap: float, out: np.ndarray) -> None:
     """See `nbflow_kernels.soft_cap`."""
     n = logits.size
     hold(logits, out)
-    split_rows(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
+    parallel_for(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
 
 
 def masked_softmax(
@@ -77,7 +77,7 @@ def masked_softmax(
     """
     B, H, Tq, Tk = scores.shape
     hold(scores, mask, bias, out)
-    split_rows(
+    parallel_for(
         _masked_softmax,
         B * H * Tq,
         1.5 * _COST * scores.size,
@@ -111,7 +111,7 @@ def _capped(v, cap):
 
 @jit.device_function(inline="llvm")
 def _nan_sign(v):
-    """Return int32 that are negative exactly where `v` is NaN."""
+    """Return int32 lanes that are negative where `v` is NaN."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
     return simd.sub(simd.splat_i32(0x7F800000), magnitude)
 
@@ -142,7 +142,7 @@ def _top(row, n):
 
 @jit.device_function
 def _end(row, n, stage):
-    """Copy the last n % 16 elements at `row` to `stage`, and -inf behind them."""
+    """Copy the last n % 16 elements at `row` to `stage`, padded with -inf."""
     body = n - n % 16
     for d in range(16):
         write_f32(stage + 4 * d, read_f32(row + 4 * (body + d)) if body + d < n else -np.inf)
@@ -150,7 +150,7 @@ def _end(row, n, stage):
 
 @jit.device_function(inline="llvm")
 def _seen(x):
-    """Return 0 where `x`, which is not below the lowest finite number, is that; else 1."""
+    """Return 0 where `x` is the lowest finite number, else 1."""
     return simd.minimum(simd.sub(x, simd.splat(LOWEST)), simd.splat(1.0))
 
 
@@ -180,7 +180,7 @@ def _sum_exp(row, n, top, factor, cap):
 
 @jit.device_function
 def _capped_one(x, cap):
-    """Return one number capped."""
+    """Return one logit after the cap."""
     return simd.max(_capped(simd.splat(x), cap))
 
 
@@ -204,7 +204,7 @@ def _log_softmax(logits, V, temperature, cap, out, start, stop):
         row, target = logits + 4 * V * b, out + 4 * V * b
         factor = np.float32(1.0) / read_f32(temperature + 4 * b)
         top, total = _top_and_sum(row, V, factor, cap)
-        # x - top first: what is near the top keeps its digits
+        # x - top first: elements near the top keep their precision
         shift = simd.splat(-np.log(total))
         for d in range(0, body, 16):
             x = simd.sub(_capped(simd.load_f32(row + 4 * d), cap), simd.splat(top))
@@ -251,9 +251,9 @@ def _add_kl_sums(p, q, n, top_p, top_q, sums):
 
 @jit.kernel
 def _kl_divergence(p, q, V, out, start, stop):
-    room = np.zeros(32, np.float32)
+    scratch = np.zeros(32, np.float32)
     sums = np.zeros(4, np.float64)
-    stage = simd.address(room)
+    stage = simd.address(scratch)
     body = V - V % 16
     for b in range(start, stop):
         row_p, row_q = p + 4 * V * b, q + 4 * V * b
@@ -270,7 +270,7 @@ def _kl_divergence(p, q, V, out, start, stop):
             _end(row_q, V, stage + 64)
             _add_kl_sums(stage, stage + 64, 16, top_p, top_q, sums)
         divergence = sums[2] / sums[0] + np.log(sums[1] / sums[0])
-        # rounding may leave a little less than nothing
+        # rounding may give slightly less than 0
         out[b] = np.inf if sums[3] > 0.0 else max(divergence, 0.0)
 
 
@@ -295,20 +295,20 @@ def _score(x, bias, mask, has_bias, sm_scale, cap):
 
 
 @jit.device_function
-def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, room, marks, out):
-    """Write `n` masked scores and -inf up to the next multiple of 16; return where that ends.
+def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, scratch, marks, out):
+    """Write `n` masked scores and -inf up to the next multiple of 16; return the end.
 
-    It ends with the row at the latest, and then its ragged end goes through `room` (float32) and
+    It ends with the row at the latest, and then its ragged end goes through `scratch` (float32) and
     `marks` (uint8).
     """
-    stage, lanes = simd.address(room), simd.load_u8(simd.address(marks) + 16)
+    stage, lanes = simd.address(scratch), simd.load_u8(simd.address(marks) + 16)
     for d in range(0, n, 16):
         row_at, bias_at, mask_at, out_at = row + 4 * d, bias + 4 * d, mask + d, out + 4 * d
         if d + 16 > Tk:
             for i in range(16):
                 inside = d + i < Tk
-                room[i] = read_f32(row_at + 4 * i) if inside else 0.0
-                room[16 + i] = read_f32(bias_at + 4 * i) if inside and bias != 0 else 0.0
+                scratch[i] = read_f32(row_at + 4 * i) if inside else 0.0
+                scratch[16 + i] = read_f32(bias_at + 4 * i) if inside and bias != 0 else 0.0
                 marks[i] = read_u8(mask_at + i) if inside and mask != 0 else 0
             row_at, bias_at, mask_at, out_at = stage, stage + 64, simd.address(marks), stage
         # 1 in the lanes below n - d
@@ -319,14 +319,14 @@ def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, room, marks, out):
         simd.store_f32(out_at, s)
         if d + 16 > Tk:
             for i in range(Tk - d):
-                write_f32(out + 4 * (d + i), room[i])
+                write_f32(out + 4 * (d + i), scratch[i])
     return min(n + (16 - n % 16) % 16, Tk)
 
 
 @jit.device_function
-def _normalize(row, n, top, room):
+def _normalize(row, n, top, scratch):
     """Replace `n` scores by their softmax, in place."""
-    stage = simd.address(room)
+    stage = simd.address(scratch)
     body = n - n % 16
     total = 0.0
     minus = simd.splat(top)
@@ -346,7 +346,7 @@ def _normalize(row, n, top, room):
     for d in range(0, body, 16):
         simd.store_f32(row + 4 * d, simd.mul(simd.load_f32(row + 4 * d), simd.splat(factor)))
     for d in range(body, n):
-        write_f32(row + 4 * d, room[d - body] * factor)
+        write_f32(row + 4 * d, scratch[d - body] * factor)
 
 
 @jit.device_function
@@ -380,20 +380,20 @@ def _masked_softmax(
     start,
     stop,
 ):
-    room = np.zeros(32, np.float32)
-    marks = np.arange(-16, 16).astype(np.uint8)  # room for a mask, then the numbers of the lanes
+    scratch = np.zeros(32, np.float32)
+    marks = np.arange(-16, 16).astype(np.uint8)  # 16 bytes for a mask, then 0..15
     for r in range(start, stop):
         i, h, b = r % Tq, r // Tq % H, r // (Tq * H)
         row, target = scores + 4 * Tk * r, out + 4 * Tk * r
         n = max(min(Tk, Tk - Tq + i + 1), 0) if causal else Tk
         mask_at = mask + b * mask_b + h * mask_h + i * mask_i
         bias_at = bias + b * bias_b + h * bias_h + i * bias_i
-        n = _write_scores(row, mask_at, bias_at, n, Tk, sm_scale, cap, room, marks, target)
+        n = _write_scores(row, mask_at, bias_at, n, Tk, sm_scale, cap, scratch, marks, target)
         top = _top(target, n)
         if top == top:
-            _normalize(target, n, top, room)
+            _normalize(target, n, top, scratch)
         else:
-            # nothing to see gives zeros, a NaN or an infinite score NaN
+            # a fully masked row gives zeros, a NaN or infinite score NaN
             blind = True
             for d in range(n):
                 blind = blind and read_f32(target + 4 * d) <= LOWEST

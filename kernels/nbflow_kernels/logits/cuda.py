@@ -1,4 +1,4 @@
-"""Logits on CUDA devices: a thread block for each row, see `logits.cu`."""
+"""Logits on CUDA devices: one thread block per row, see `logits.cu`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def log_softmax(logits: Any, temperature: Any, cap: float, out: Any) -> None:
 
 
 def token_log_probs(logits: Any, ids: Any, temperature: Any, cap: float, out: Any) -> None:
-    """See `nbflow_kernels.token_log_probs`; an id that is no column gives NaN."""
+    """See `nbflow_kernels.token_log_probs`; an id out of range gives NaN."""
     B, V = logits.shape
     if out.size:
         scale = cuda.to_device(temperature, logits)
@@ -85,7 +85,7 @@ def masked_softmax(
 def spread(
     name: str, x: Any, shape: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[Any, tuple[int, ...]]:
-    """Return `x` and its distances in elements along the axes of `shape`, to which it broadcasts.
+    """Return `x` and its strides in elements along the axes of `shape`, to which it broadcasts.
 
     Raises
     ------

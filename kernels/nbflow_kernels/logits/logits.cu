@@ -1,37 +1,37 @@
-// Rows of logits: a thread block for each.  Exponentials are float32, a thread adds its own in float32;
-// the sums of the threads are added in float64, and so is what becomes one number for a row.
-#include "cuda/numbers.cuh"
+// Row-wise operations on logits: one thread block per row.  Exponentials and the sums of a thread are
+// float32; sums over threads and results of one number per row are float64.
+#include "cuda/types.cuh"
 #include "cuda/block_reduce.cuh"
 
 constexpr int THREADS = 512;
-constexpr float LOWEST = -3.402823466e38f;  // what is not above it has no probability
+constexpr float LOWEST = -3.402823466e38f;  // logits up to this have probability 0
 
 __device__ inline float capped(float x, float cap) {
   return cap == 0.0f ? x : tanhf(x / cap) * cap;
 }
 
 // The largest of a row; NaN if it holds a NaN or +inf, or nothing above LOWEST.
-__device__ inline float row_top(const float* row, int n, float* room) {
+__device__ inline float row_top(const float* row, int n, float* scratch) {
   float top = -infinity();
   int bad = 0;
   for (int i = threadIdx.x; i < n; i += THREADS) {
     bad |= isnan(row[i]);
     top = fmaxf(top, row[i]);
   }
-  top = reduce_block<THREADS>(top, Max(), room);
+  top = reduce_block<THREADS>(top, Max(), scratch);
   bad = __syncthreads_or(bad);
   return bad || top == infinity() || top <= LOWEST ? nan32() : top;
 }
 
 // Sum of exp((x - top) * factor) over a row, x capped.
 __device__ inline double row_sum(const float* row, int n, float top, float factor, float cap,
-                                 double* room) {
+                                 double* scratch) {
   float total = 0.0f;
   for (int i = threadIdx.x; i < n; i += THREADS) {
     float x = capped(row[i], cap);
     if (x > LOWEST) total += expf((x - top) * factor);
   }
-  return reduce_block<THREADS>((double)total, Sum(), room);
+  return reduce_block<THREADS>((double)total, Sum(), scratch);
 }
 
 struct Row {
@@ -40,12 +40,12 @@ struct Row {
 };
 
 __device__ inline Row measured(const float* row, int V, float temperature, float cap) {
-  __shared__ float room[THREADS / 32];
-  __shared__ double room64[THREADS / 32];
+  __shared__ float scratch[THREADS / 32];
+  __shared__ double scratch64[THREADS / 32];
   Row r;
   r.factor = 1.0f / temperature;
-  r.top = capped(row_top(row, V, room), cap);
-  r.log_sum = log(row_sum(row, V, r.top, r.factor, cap, room64));
+  r.top = capped(row_top(row, V, scratch), cap);
+  r.log_sum = log(row_sum(row, V, r.top, r.factor, cap, scratch64));
   return r;
 }
 
@@ -58,7 +58,7 @@ extern "C" __global__ void log_softmax(const float* logits, const float* tempera
     out[(long long)blockIdx.x * V + i] = (capped(row[i], cap) - r.top) * r.factor + shift;
 }
 
-// out[b, k] = log-probability of ids[b, k]; NaN for an id that is no column.
+// out[b, k] = log-probability of ids[b, k]; NaN for an id out of range.
 extern "C" __global__ void token_log_probs(const float* logits, const int* ids,
                                            const float* temperature, double* out, int V, int K,
                                            float cap) {
@@ -76,10 +76,10 @@ extern "C" __global__ void token_log_probs(const float* logits, const int* ids,
 // u, v the logits below their tops, a = exp(u).
 extern "C" __global__ void kl_divergence(const float* logits_p, const float* logits_q, double* out,
                                          int V) {
-  __shared__ float room[THREADS / 32];
-  __shared__ double room64[THREADS / 32];
+  __shared__ float scratch[THREADS / 32];
+  __shared__ double scratch64[THREADS / 32];
   const float *p = logits_p + (long long)blockIdx.x * V, *q = logits_q + (long long)blockIdx.x * V;
-  float top_p = row_top(p, V, room), top_q = row_top(q, V, room);
+  float top_p = row_top(p, V, scratch), top_q = row_top(q, V, scratch);
   float sum_p = 0.0f, sum_q = 0.0f, product = 0.0f, lost = 0.0f;
   for (int i = threadIdx.x; i < V; i += THREADS) {
     float u = p[i] - top_p, v = q[i] - top_q;
@@ -92,37 +92,37 @@ extern "C" __global__ void kl_divergence(const float* logits_p, const float* log
       lost += a;
     }
   }
-  double total_p = reduce_block<THREADS>((double)sum_p, Sum(), room64);
-  double total_q = reduce_block<THREADS>((double)sum_q, Sum(), room64);
-  double products = reduce_block<THREADS>((double)product, Sum(), room64);
-  double beyond = reduce_block<THREADS>((double)lost, Sum(), room64);
+  double total_p = reduce_block<THREADS>((double)sum_p, Sum(), scratch64);
+  double total_q = reduce_block<THREADS>((double)sum_q, Sum(), scratch64);
+  double products = reduce_block<THREADS>((double)product, Sum(), scratch64);
+  double beyond = reduce_block<THREADS>((double)lost, Sum(), scratch64);
   if (threadIdx.x != 0) return;
   double divergence = products / total_p + log(total_q / total_p);
   if (beyond > 0.0) divergence = infinity64();
-  if (divergence < 0.0) divergence = 0.0;  // a NaN stays
+  if (divergence < 0.0) divergence = 0.0;  // NaN stays NaN
   out[blockIdx.x] = isnan(top_p) || isnan(top_q) ? nan64() : divergence;
 }
 
-// The place of a row's largest element, the first of equals; -1 if there is a NaN.
-__device__ inline int row_argmax(const float* row, int n, float* room, int* room_int) {
+// Index of a row's largest element, the first of equals; -1 if the row has a NaN.
+__device__ inline int row_argmax(const float* row, int n, float* scratch, int* scratch_int) {
   float top = -infinity();
   int place = 0x7fffffff, bad = 0;
   for (int i = threadIdx.x; i < n; i += THREADS) {
     bad |= isnan(row[i]);
     if (row[i] > top || place == 0x7fffffff) top = row[i], place = i;
   }
-  float best = reduce_block<THREADS>(top, Max(), room);
+  float best = reduce_block<THREADS>(top, Max(), scratch);
   bad = __syncthreads_or(bad);
-  place = reduce_block<THREADS>(top == best ? -place : -0x7fffffff, Max(), room_int);
+  place = reduce_block<THREADS>(top == best ? -place : -0x7fffffff, Max(), scratch_int);
   return bad ? -1 : -place;
 }
 
 extern "C" __global__ void top1_agreement(const float* logits_p, const float* logits_q,
                                           unsigned char* out, int V) {
-  __shared__ float room[THREADS / 32];
-  __shared__ int room_int[THREADS / 32];
-  int p = row_argmax(logits_p + (long long)blockIdx.x * V, V, room, room_int);
-  int q = row_argmax(logits_q + (long long)blockIdx.x * V, V, room, room_int);
+  __shared__ float scratch[THREADS / 32];
+  __shared__ int scratch_int[THREADS / 32];
+  int p = row_argmax(logits_p + (long long)blockIdx.x * V, V, scratch, scratch_int);
+  int q = row_argmax(logits_q + (long long)blockIdx.x * V, V, scratch, scratch_int);
   if (threadIdx.x == 0) out[blockIdx.x] = p >= 0 && p == q;
 }
 
@@ -131,16 +131,16 @@ extern "C" __global__ void soft_cap(const float* logits, float* out, long long n
   if (i < n) out[i] = tanhf(logits[i] / cap) * cap;
 }
 
-// Softmax over the keys each row of scores (B, H, Tq, Tk) sees; a row that sees none becomes zeros.
-// Mask and bias are broadcast: their distances along b, h, i and j, in elements, may be 0.
+// Masked softmax of scores (B, H, Tq, Tk); a fully masked row becomes zeros.
+// Mask and bias are broadcast: their strides along b, h, i and j, in elements, may be 0.
 extern "C" __global__ void masked_softmax(const float* scores, const unsigned char* mask,
                                           const float* bias, float* out, long long mask_b,
                                           long long mask_h, long long mask_i, int mask_j,
                                           long long bias_b, long long bias_h, long long bias_i,
                                           int bias_j, int H, int Tq, int Tk, float sm_scale,
                                           float cap, int causal) {
-  __shared__ float room[THREADS / 32];
-  __shared__ double room64[THREADS / 32];
+  __shared__ float scratch[THREADS / 32];
+  __shared__ double scratch64[THREADS / 32];
   int i = blockIdx.x % Tq, h = blockIdx.x / Tq % H, b = blockIdx.x / (Tq * H);
   const float* row = scores + (long long)blockIdx.x * Tk;
   float* to = out + (long long)blockIdx.x * Tk;
@@ -158,14 +158,14 @@ extern "C" __global__ void masked_softmax(const float* scores, const unsigned ch
     to[j] = s;
   }
   blind = __syncthreads_and(blind);
-  float top = row_top(to, Tk, room);
+  float top = row_top(to, Tk, scratch);
   float total = 0.0f;
   for (int j = threadIdx.x; j < Tk; j += THREADS) {
     float e = to[j] > LOWEST ? expf(to[j] - top) : 0.0f;
     to[j] = e;
     total += e;
   }
-  float factor = (float)(1.0 / reduce_block<THREADS>((double)total, Sum(), room64));
+  float factor = (float)(1.0 / reduce_block<THREADS>((double)total, Sum(), scratch64));
   for (int j = threadIdx.x; j < Tk; j += THREADS) {
     float y = isnan(top) && j < seen ? top : to[j] * factor;
     to[j] = blind || j >= seen ? 0.0f : y;

@@ -1,4 +1,4 @@
-"""Logits in NumPy float64, as in the formulas."""
+"""Operations on logits in NumPy float64, as in the formulas."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def packbits(x: Any, bitorder: str = "big") -> Any:
     Parameters
     ----------
     x : array of bool or uint8, shape (n,)
-        The booleans; of bytes, what is not 0 is true.
+        Booleans; bytes other than 0 are true.
     bitorder : {"big", "little"}
         Whether the first of 8 elements is the highest or the lowest bit.  **The attention functions
         read packed masks as "little"**; "big" is the default because it is FlashInfer's and
@@ -42,7 +42,7 @@ def packbits(x: Any, bitorder: str = "big") -> Any:
     Raises
     ------
     UsageError, TypeError
-        If `x` is no such array or the order has another name.
+        If `x` is not such an array or the order is unknown.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def packbits(x: Any, bitorder: str = "big") -> Any:
 
 
 def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, Any]:
-    """Pack segments of booleans into bits, each segment from a byte of its own on.
+    """Pack segments of booleans into bits, each segment starting at a new byte.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, A
     y : array of uint8, shape (new_indptr[-1],)
         The bits.
     new_indptr : array of int32, shape (B + 1,)
-        Segment b lies in ``y[new_indptr[b]:new_indptr[b + 1]]``, ceil(n / 8) bytes for n elements.
+        Segment b is ``y[new_indptr[b]:new_indptr[b + 1]]``, ceil(n / 8) bytes for n elements.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Masks as bits on the CPU."""
+"""Bit-packed masks on the CPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal, cast
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import not_capturable, parallel_for
 
 
 def packbits(x: np.ndarray, bitorder: str) -> np.ndarray:
-    """See `nbflow_kernels.packbits`: NumPy's own loop is as fast as memory."""
+    """See `nbflow_kernels.packbits`: NumPy's loop is memory-bound."""
     not_capturable()
     return np.packbits(x, bitorder=cast(Literal["big", "little"], bitorder))
 
@@ -23,7 +23,7 @@ def segment_packbits(
     starts = np.zeros(len(indptr), np.int32)
     np.cumsum((indptr[1:] - indptr[:-1] + 7) // 8, out=starts[1:])
     y = np.empty(int(starts[-1]), np.uint8)
-    split_rows(
+    parallel_for(
         _pack_segments, len(indptr) - 1, 4.0 * len(x), x.view(np.uint8), indptr, starts,
         bitorder == "little", y,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def segment_packbits(
 def convert_bsr_mask_layout(mask: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     """See `nbflow_kernels.convert_bsr_mask_layout`."""
     flat = np.empty(mask.size, np.bool_)
-    split_rows(
+    parallel_for(
         _convert, len(indptr) - 1, 1.0 * mask.size, mask.view(np.uint8), indptr,
         flat.view(np.uint8),
     )  # fmt: skip

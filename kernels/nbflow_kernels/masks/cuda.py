@@ -1,4 +1,4 @@
-"""Masks on CUDA devices, see `masks.cu`."""
+"""Bit-packed masks on CUDA devices, see `masks.cu`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packbits(x: Any, bitorder: str) -> Any:
 
 
 def segment_packbits(x: Any, indptr: np.ndarray, bitorder: str) -> Any:
-    """See `nbflow_kernels.segment_packbits`; `indptr` lies in host memory."""
+    """See `nbflow_kernels.segment_packbits`; `indptr` is in host memory."""
     starts = np.zeros(len(indptr), np.int32)
     np.cumsum((indptr[1:] - indptr[:-1] + 7) // 8, out=starts[1:])
     device = cuda.device_of(x)
@@ -41,7 +41,7 @@ def segment_packbits(x: Any, indptr: np.ndarray, bitorder: str) -> Any:
 
 
 def convert_bsr_mask_layout(mask: Any, indptr: np.ndarray) -> Any:
-    """See `nbflow_kernels.convert_bsr_mask_layout`; `indptr` lies in host memory."""
+    """See `nbflow_kernels.convert_bsr_mask_layout`; `indptr` is in host memory."""
     device = cuda.device_of(mask)
     flat = device.empty((mask.size,), np.bool_)
     if mask.size:

@@ -1,4 +1,4 @@
-// Masks as bits, and masks of block-sparse matrices row by row.
+// Bit-packed masks, and conversion of block-sparse masks to row order.
 
 // Bits [first, first + 8) of x as a byte, those from `end` on 0.
 __device__ inline unsigned char byte_of(const unsigned char* x, long long first, long long end,
@@ -23,7 +23,7 @@ extern "C" __global__ void pack_segments(const unsigned char* x, const int* indp
     y[byte] = byte_of(x, indptr[b] + 8LL * (byte - starts[b]), indptr[b + 1], little);
 }
 
-// Blocks (n, R, C) of block row i become R rows of its blocks' columns, one behind the other.
+// Blocks (n, R, C) of block row i become R rows of its blocks' columns, concatenated.
 extern "C" __global__ void rows_of_blocks(const unsigned char* mask, const int* indptr,
                                           unsigned char* flat, int R, int C) {
   long long first = indptr[blockIdx.x], n = indptr[blockIdx.x + 1] - first;

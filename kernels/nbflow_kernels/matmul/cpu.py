@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.matmul import cpu_gemm, cpu_gemv
 
 MIN_TRANSPOSED_TOKENS = 64  # below, transposing the weights costs more than it saves
@@ -47,4 +47,4 @@ def matmul(
         kernel, n_items = cpu_gemm.gemm_transposed, -(-n_items // 16)
     elif n_tokens == 1 and w.nbytes >= MIN_GEMV_BYTES:
         kernel = cpu_gemv.gemv
-    split_rows(kernel, n_items, float(n_tokens * w.size), x, w, bias, accumulate, out)
+    parallel_for(kernel, n_items, float(n_tokens * w.size), x, w, bias, accumulate, out)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, register_tiles, simd, simd_memory
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.matmul import cpu_packed_tiles
 
 
@@ -27,7 +27,7 @@ def matmul(
 ) -> None:
     """Write ``x @ w.T`` to `out`, plus `bias` unless that is empty, or add it to `out`."""
     kernel = _gemv if x.shape[0] == 1 else _gemm
-    split_rows(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
+    parallel_for(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
 
 
 def matmul_bf16(
@@ -38,7 +38,7 @@ def matmul_bf16(
     out: NDArray[np.float32],
 ) -> None:
     """Do as `matmul` with activations and weights rounded to bfloat16."""
-    split_rows(_gemm_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
+    parallel_for(_gemm_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
 
 
 def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:

@@ -79,19 +79,19 @@ def add_to_tile(like, n_tokens, w, x, x_stride, n_steps, sums, ahead, stride):
             x += 16
         register_tiles.store(sums, tile)
         for i in range(n_steps % 4):
-            chain = register_tiles.load_apart(1, n_tokens, sums + 64 * i, TOKEN_BYTES)
+            chain = register_tiles.load_strided(1, n_tokens, sums + 64 * i, TOKEN_BYTES)
             chain = register_tiles.step(chain, like, w + size * i, 0, x + 4 * i, x_stride)
-            register_tiles.store_apart(sums + 64 * i, TOKEN_BYTES, chain)
+            register_tiles.store_strided(sums + 64 * i, TOKEN_BYTES, chain)
     else:
         for i in range(4):
-            chain = register_tiles.load_apart(1, n_tokens, sums + 64 * i, TOKEN_BYTES)
+            chain = register_tiles.load_strided(1, n_tokens, sums + 64 * i, TOKEN_BYTES)
             w_at = w + size * i
             x_at = x + 4 * i
             for _ in range((n_steps + 3 - i) // 4):
                 chain = register_tiles.step(chain, like, w_at, 0, x_at, x_stride)
                 w_at += 4 * size
                 x_at += 16
-            register_tiles.store_apart(sums + 64 * i, TOKEN_BYTES, chain)
+            register_tiles.store_strided(sums + 64 * i, TOKEN_BYTES, chain)
 
 
 @jit.device_function

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import not_capturable, split_rows, together
+from nbflow_kernels.cpu.parallel_for import not_capturable, parallel_for, together
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu as float_cpu
 from nbflow_kernels.quantized_matmul import cpu as quant_cpu
@@ -38,7 +38,7 @@ def routing(
 ) -> None:
     """See `nbflow_kernels.moe_routing`; the weights of an invalid row are NaN."""
     T, E = logits.shape
-    split_rows(
+    parallel_for(
         _routing, T, 10.0 * T * E * (1 + weights.shape[1] / 10),
         logits, _NO_BIAS if bias is None else bias, sigmoid, renormalize, n_groups, top_k_groups,
         top2_sum, scale, min_score, weights, ids,
@@ -52,7 +52,7 @@ def permute(
     inverse: NDArray[np.int32],
 ) -> None:
     """See `nbflow_kernels.moe_permute`."""
-    split_rows(_permute, 1, 0.0, ids, rows, indptr, inverse)
+    parallel_for(_permute, 1, 0.0, ids, rows, indptr, inverse)
 
 
 def grouped(
@@ -92,12 +92,12 @@ def combine(
 ) -> None:
     """See `nbflow_kernels.moe_combine`."""
     work = float(weights.size * y.shape[1])
-    split_rows(_combine, len(out), work, y, weights, inverse, accumulate, out)
+    parallel_for(_combine, len(out), work, y, weights, inverse, accumulate, out)
 
 
 def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.float32]) -> None:
     """Multiply row t of `y` by ``sigmoid(x[t] @ gate)``."""
-    split_rows(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
+    parallel_for(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
 
 
 @jit.device_function

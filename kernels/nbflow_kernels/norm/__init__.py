@@ -44,7 +44,7 @@ def rmsnorm(
     Parameters
     ----------
     x : array of float32, shape (T, E) or (T, H, E)
-        Input; the last axis is normalized.  Rows may lie far apart (a band of columns of a wider
+        Input; the last axis is normalized.  Rows may be strided (a slice of columns of a wider
         matrix).  A NumPy array runs on the CPU; an array on a CUDA device runs there.
     weight : array of float32, shape (E,) or, for three axes, (H, E); or None
         Scale for each column, or for each head and column; None is a scale of one, and then
@@ -53,7 +53,7 @@ def rmsnorm(
         Added to the mean square before the root, in the units of ``x ** 2``.
         Llama uses 1e-5 or 1e-6; take it from the model specification.
     out : array of float32, shape of `x`, optional
-        Where to write the result.  It may be `x` itself.
+        Output array.  It may be `x` itself.
     offset : float
         Added to the weight: 1.0 for Gemma, whose checkpoints store the weight minus one.
 
@@ -115,12 +115,12 @@ def gemma_rmsnorm(
     x : array of float32, shape (T, E) or (T, H, E)
         Input, as in `rmsnorm`.
     weight : array of float32, shape (E,) or, for three axes, (H, E)
-        Scale for each column, minus one: what Gemma's checkpoints store.  GGUF files hold the
+        Scale for each column, minus one, as Gemma's checkpoints store it.  GGUF files hold the
         sum; use `rmsnorm` for them.
     eps : float
         As in `rmsnorm`; Gemma uses 1e-6.
     out : array of float32, shape of `x`, optional
-        Where to write the result.  It may be `x` itself.
+        Output array.  It may be `x` itself.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def layernorm(
     Parameters
     ----------
     x : array of float32, shape (T, E) or (T, H, E)
-        Input; the last axis is normalized.  Rows may lie far apart.
+        Input; the last axis is normalized.  Rows may be strided.
     weight : array of float32, shape (E,) or, for three axes, (H, E); or None
         Scale for each column, or for each head and column; None is a scale of one.
     bias : array of float32, shape as for `weight`, optional
@@ -169,7 +169,7 @@ def layernorm(
         Added to the variance (the mean of squares, not divided by E - 1) before the root.
         FlashInfer's default is 1e-6, PyTorch's 1e-5.
     out : array of float32, shape of `x`, optional
-        Where to write the result.  It may be `x` itself.
+        Output array.  It may be `x` itself.
 
     Returns
     -------
@@ -358,11 +358,11 @@ def l2norm(
     Parameters
     ----------
     x : array of float32, shape (T, E) or (T, H, E)
-        Input; the last axis is normalized.  Rows may lie far apart.
+        Input; the last axis is normalized.  Rows may be strided.
     eps : float
         Added to the sum of squares before the root, in the units of ``x ** 2``.
     out : array of float32, shape of `x`, optional
-        Where to write the result.  It may be `x` itself.
+        Output array.  It may be `x` itself.
 
     Returns
     -------
@@ -381,8 +381,8 @@ def l2norm(
     The form with eps under the root is that of the linear-attention models (queries and keys of
     Qwen3-Next).  PyTorch's ``normalize`` divides by ``max(length, 1e-12)`` instead: the same for
     every vector longer than 1e-6 with ``eps=1e-24``, and for a vector of zeros.  Baichuan2 divides
-    the rows of its output matrix that way.  Llama 4 normalizes queries and keys with what it calls
-    an L2 norm; that is `rmsnorm` without a weight.
+    the rows of its output matrix that way.  The "L2 norm" of queries and keys in
+    Llama 4 is `rmsnorm` without a weight.
 
     Examples
     --------
@@ -413,7 +413,7 @@ def linear_norm(
     scale : float, optional
         The factor; the square root of E unless given.
     out : array of float32, shape of `x`, optional
-        Where to write the result.  It may be `x` itself.
+        Output array.  It may be `x` itself.
 
     Returns
     -------
@@ -429,7 +429,7 @@ def linear_norm(
 
     See Also
     --------
-    nbflow_kernels.embedding : Has a `scale` of its own, which is where most models need it.
+    nbflow_kernels.embedding : Has a `scale` argument, which most models use.
 
     Notes
     -----
@@ -461,7 +461,7 @@ def _check_vectors(name: str, x: Any) -> None:
 
 
 def _check_columns(name: str, weight: Any, x: Any) -> None:
-    """Raise unless there is no `weight`, or one for each column, or for each head and column."""
+    """Raise unless `weight` is None or has one number per column, or per head and column."""
     if weight is not None:
         per_head = x.ndim == 3 and getattr(weight, "ndim", 1) == 2
         check_array(name, weight, x.shape[1:] if per_head else x.shape[-1:])

@@ -1,7 +1,7 @@
-"""Normalization on the CPU: a vector at a time, 4 x 16 lanes along it.
+"""Normalization on the CPU: vector by vector, 4 x 16 columns at a time.
 
 A vector is the last axis: a whole row of (T, E), or one head of (T, H, E).  The kernels take
-addresses, so that one compiled form serves rows that lie far apart (a band of columns of a wider
+addresses, so that one compiled form serves strided rows (a slice of columns of a wider
 matrix), heads, and calls without a weight.
 """
 
@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import hold, not_capturable, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, not_capturable, parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, store_first
 
 _COST = 2  # multiply-adds per element, for the decision to use more than one thread
 
-# What is read for all columns where there is no weight or bias.
+# Read for all columns if the weight or bias is None.
 _ONES, _ZEROS = np.ones(16, np.float32), np.zeros(16, np.float32)
 
 
@@ -70,7 +70,7 @@ def fused_add_layernorm(
 
 
 def linear_norm(x: NDArray[np.float32], scale: float, out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.linear_norm`; NumPy's product needs no compiling and is as fast."""
+    """See `nbflow_kernels.linear_norm`; NumPy needs no compilation and is as fast."""
     not_capturable()
     np.multiply(x, np.float32(scale), out=out)
 
@@ -84,9 +84,9 @@ def _run_rms(
     offset: float,
     out: NDArray[np.float32],
 ) -> None:
-    """Share the rows of `x` among the threads; the sum of squares is divided by `divisor`."""
+    """Divide the rows of `x` among the threads; `divisor` turns the sum of squares into a mean."""
     hold(x, residual, weight, out)
-    split_rows(
+    parallel_for(
         _rmsnorm,
         x.shape[0],
         x.size * _COST,
@@ -109,9 +109,9 @@ def _run_layer(
     eps: float,
     out: NDArray[np.float32],
 ) -> None:
-    """Share the rows of `x` among the threads."""
+    """Divide the rows of `x` among the threads."""
     hold(x, residual, weight, bias, out)
-    split_rows(
+    parallel_for(
         _layernorm,
         x.shape[0],
         x.size * _COST,
@@ -126,12 +126,12 @@ def _run_layer(
 
 
 def _rows(x: NDArray[np.float32] | None) -> tuple[int, int]:
-    """Return the address of an array and the bytes from row to row; zeros for none."""
+    """Return the address and row stride in bytes of an array; zeros for None."""
     return (0, 0) if x is None else (address_of(x), x.strides[0])
 
 
 def _columns(x: NDArray[np.float32] | None, default: NDArray[np.float32]) -> tuple[int, int, int]:
-    """Return a weight's address, its bytes from head to head and from column to column."""
+    """Return a weight's address and its strides in bytes between heads and between columns."""
     if x is None:
         return address_of(default), 0, 0
     return address_of(x), x.strides[0] if x.ndim == 2 else 0, 4

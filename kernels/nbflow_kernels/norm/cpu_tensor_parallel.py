@@ -1,4 +1,4 @@
-"""The norm of rows that several ranks hold parts of: squares are summed, then the parts scaled."""
+"""RMSNorm of rows sharded over ranks: local sums of squares, all-reduce, local scaling."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 
 
 def sum_squares(x: NDArray[np.float32], counts: bool, out: NDArray[np.float32]) -> None:
-    """Write each row's sum of squares, or 0 if it does not count, to (T,); a launcher."""
-    split_rows(_sum_squares, len(x), float(x.size), x, np.float64(counts), out)
+    """Write each row's sum of squares (0 unless it counts) to (T,); a launcher."""
+    parallel_for(_sum_squares, len(x), float(x.size), x, np.float64(counts), out)
 
 
 def rmsnorm_with_sums(
@@ -23,8 +23,8 @@ def rmsnorm_with_sums(
     offset: float,
     out: NDArray[np.float32],
 ) -> None:
-    """Normalize parts (T, n) of rows of `width` whose sums of squares are (T,); a launcher."""
-    split_rows(_scale, len(x), float(x.size), x, sums, weight, float(width), eps, offset, out)
+    """Normalize shards (T, n) of rows of `width` columns, given the sums of squares (T,)."""
+    parallel_for(_scale, len(x), float(x.size), x, sums, weight, float(width), eps, offset, out)
 
 
 @jit.kernel

@@ -1,4 +1,4 @@
-"""Normalization on CUDA devices: a warp or a thread block for each vector, see `norm.cu`."""
+"""Normalization on CUDA devices: one warp or thread block per vector, see `norm.cu`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from nbflow_kernels import cuda
 
-_WARP_VECTORS = 8  # vectors of a thread block whose warps take one each
+_WARP_VECTORS = 8  # vectors per thread block where a warp normalizes a vector
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def _vectors(x: Any) -> tuple[int, int, int]:
 
 
 def _shape(E: int) -> tuple[int, int]:
-    """Return the threads of a vector, and how many times four numbers each of them holds."""
+    """Return the threads per vector and the float4 values per thread."""
     threads = next((t for t in (32, 128, 256, 512) if 16 * t >= E), 1024)
     needed = cuda.ceil_div(E, 4 * threads)
     return threads, 1 << (needed - 1).bit_length()  # few instances: a power of two
@@ -113,12 +113,12 @@ def _grid(n_vectors: int, threads: int) -> tuple[int, tuple[int, int]]:
 
 
 def _row(x: Any) -> int:
-    """Return the distance of the rows, in elements."""
+    """Return the row stride in elements."""
     return 0 if x is None else x.strides[0] // x.itemsize
 
 
 def _columns(weight: Any, E: int) -> int:
-    """Return how far the weights of two heads lie apart."""
+    """Return the stride of the weights between heads."""
     return E if weight is not None and weight.ndim == 2 else 0
 
 

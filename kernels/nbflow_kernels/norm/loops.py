@@ -1,7 +1,7 @@
 """The normalizations as plain loops, in the order of additions of `cpu`, for reading.
 
 Sums over a row have 64 lanes: lane i adds elements i, i + 64, ...  Lanes i, i + 16, i + 32 and
-i + 48 are added as (a + b) + (c + d), and the sixteen results as a tree; the elements behind the
+i + 48 are added as (a + b) + (c + d), and the sixteen results as a tree; the elements after the
 last multiple of 64 follow one by one.
 """
 

@@ -3,17 +3,17 @@
 #include "cuda/vector_load.cuh"
 #include "norm/normalize.cuh"
 
-// Vector v of a (T, H, E) array whose rows (T) lie `row` elements apart.
+// Vector v of a (T, H, E) array with a row stride of `row` elements.
 __device__ inline long long place(int v, int H, int E, long long row) {
   return (long long)(v / H) * row + (long long)(v % H) * E;
 }
 
-// Reads a vector, adds the residual to it and writes the sum there, if there is one.
+// Load a vector; with a residual, add it and write the sum to the residual.
 template <int THREADS, int N, bool WIDE>
 __device__ inline void load_vector(const float* x, float* residual, int E, float4* v) {
   for (int n = 0; n < N; n++) v[n] = load4<WIDE>(x, 4 * (n * THREADS + threadIdx.x), E);
   if (residual == nullptr) return;
-  float4 r[N];  // all loads are on their way before the first store
+  float4 r[N];  // all loads are in flight before the first store
   for (int n = 0; n < N; n++) r[n] = load4<WIDE>(residual, 4 * (n * THREADS + threadIdx.x), E);
   for (int n = 0; n < N; n++) {
     v[n] = plus(v[n], r[n]);
@@ -21,22 +21,22 @@ __device__ inline void load_vector(const float* x, float* residual, int E, float
   }
 }
 
-// The sum over a vector whose chunk n * THREADS / 32 + warp has the sum mine[n]; every thread gets it.
+// Sum over a vector whose chunk n * THREADS / 32 + warp has the sum mine[n]; all threads get it.
 template <int THREADS, int N>
-__device__ inline float sum_over(const float* mine, float* room) {
+__device__ inline float sum_over(const float* mine, float* scratch) {
   constexpr int WARPS = THREADS / 32;
   const int lane = threadIdx.x % 32;
-  if (THREADS == 32) {  // one warp, which has them all
+  if (THREADS == 32) {  // one warp holds the whole vector
     float own = 0.0f;
     for (int n = 0; n < N; n++)
       if (lane == n % 32) own = __fadd_rn(own, mine[n]);
     return lane_sum(own);
   }
   for (int n = 0; n < N; n++)
-    if (lane == 0) room[n * WARPS + threadIdx.x / 32] = mine[n];
+    if (lane == 0) scratch[n * WARPS + threadIdx.x / 32] = mine[n];
   __syncthreads();
-  const float sum = sum_of_chunks(room, N * WARPS);
-  __syncthreads();  // `room` may be used again
+  const float sum = sum_of_chunks(scratch, N * WARPS);
+  __syncthreads();  // `scratch` may be used again
   return sum;
 }
 
@@ -46,7 +46,7 @@ template <int THREADS, int N, bool WIDE>
 __global__ void rms(const float* x, float* residual, const float* weight, float* out, int n_vectors,
                     int H, int E, long long x_row, long long residual_row, long long out_row,
                     int weight_row, float divisor, float eps, float offset) {
-  __shared__ float room[N * THREADS / 32];
+  __shared__ float scratch[N * THREADS / 32];
   int vector = blockIdx.x * blockDim.y + threadIdx.y;
   if (vector >= n_vectors) return;  // whole warps: blockDim.y > 1 only for THREADS == 32
   float4 v[N];
@@ -54,7 +54,7 @@ __global__ void rms(const float* x, float* residual, const float* weight, float*
   load_vector<THREADS, N, WIDE>(x + place(vector, H, E, x_row), residual, E, v);
   float sums[N];
   for (int n = 0; n < N; n++) sums[n] = lane_sum(squares_of(v[n]));
-  float factor = norm_factor(sum_over<THREADS, N>(sums, room), divisor, eps);
+  float factor = norm_factor(sum_over<THREADS, N>(sums, scratch), divisor, eps);
   out += place(vector, H, E, out_row);
   if (weight != nullptr) weight += (long long)(vector % H) * weight_row;
   float4 shift = make_float4(offset, offset, offset, offset);
@@ -72,7 +72,7 @@ __global__ void layer(const float* x, float* residual, const float* weight, cons
                       float* out, int n_vectors, int H, int E, long long x_row,
                       long long residual_row, long long out_row, int weight_row, int bias_row,
                       float eps) {
-  __shared__ float room[N * THREADS / 32];
+  __shared__ float scratch[N * THREADS / 32];
   int vector = blockIdx.x * blockDim.y + threadIdx.y;
   if (vector >= n_vectors) return;
   float4 v[N];
@@ -80,12 +80,12 @@ __global__ void layer(const float* x, float* residual, const float* weight, cons
   load_vector<THREADS, N, WIDE>(x + place(vector, H, E, x_row), residual, E, v);
   float sums[N];
   for (int n = 0; n < N; n++) sums[n] = lane_sum(sum_of(v[n]));
-  float mean = __fdiv_rn(sum_over<THREADS, N>(sums, room), E);
+  float mean = __fdiv_rn(sum_over<THREADS, N>(sums, scratch), E);
   for (int n = 0; n < N; n++) {
     v[n] = centered(v[n], mean, 4 * (n * THREADS + threadIdx.x), E);
     sums[n] = lane_sum(squares_of(v[n]));
   }
-  float factor = norm_factor(sum_over<THREADS, N>(sums, room), E, eps);
+  float factor = norm_factor(sum_over<THREADS, N>(sums, scratch), E, eps);
   out += place(vector, H, E, out_row);
   if (weight != nullptr) weight += (long long)(vector % H) * weight_row;
   if (bias != nullptr) bias += (long long)(vector % H) * bias_row;

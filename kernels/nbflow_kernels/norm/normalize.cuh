@@ -1,7 +1,7 @@
-// The arithmetic of norms, spelled out: a row has the same bits in the kernels of norm.cu and in those
-// that normalize on the way (`qmatmul/fused.cuh`).
+// Arithmetic of norms with a fixed order of additions: the kernels of norm.cu and the fused prologue
+// (`quantized_matmul/cuda_prologue_norm.cuh`) give the same bits.
 //
-// A sum over a vector is taken in chunks of 128 numbers, four to a lane of the warp that has the chunk;
+// A sum over a vector is taken in chunks of 128 numbers, four per lane of the chunk's warp;
 // lane c % 32 then adds the sums of chunks c, and the lanes are added.
 #pragma once
 #include "cuda/block_reduce.cuh"
@@ -17,20 +17,20 @@ DEV float squares_of(float4 v) {
   return __fadd_rn(__fmaf_rn(v.x, v.x, __fmul_rn(v.y, v.y)), __fmaf_rn(v.z, v.z, __fmul_rn(v.w, v.w)));
 }
 
-// The sum of the sums of all chunks, for a warp.
+// Sum of the chunk sums, within a warp.
 DEV float sum_of_chunks(const float* chunks, int n_chunks) {
   float mine = 0.0f;
   for (int c = threadIdx.x & 31; c < n_chunks; c += 32) mine = __fadd_rn(mine, chunks[c]);
   return lane_sum(mine);
 }
 
-// Numbers [i, i + 4) of n less the mean; what lies behind the end is no part of the variance.
+// Elements [i, i + 4) of n minus the mean; 0 past the end, so that it adds nothing to the variance.
 DEV float4 centered(float4 v, float mean, int i, int n) {
   return make_float4(i < n ? __fsub_rn(v.x, mean) : 0.0f, i + 1 < n ? __fsub_rn(v.y, mean) : 0.0f,
                      i + 2 < n ? __fsub_rn(v.z, mean) : 0.0f, i + 3 < n ? __fsub_rn(v.w, mean) : 0.0f);
 }
 
-// What a vector is multiplied with: of its squares, or those of what is left without its mean.
+// Scale factor of a vector, from its sum of squares (around the mean for LayerNorm).
 DEV float norm_factor(float squares, float divisor, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, divisor), eps)));
 }

@@ -1,4 +1,4 @@
-"""Changes of logits before sampling: penalties for what was said, biases, forbidden tokens.
+"""Logits processors: repetition, n-gram and DRY penalties, biases, token masks.
 
 All of them work in place, row by row.  Lists of tokens are ragged: the tokens of row b are
 ``token_ids[indptr[b]:indptr[b + 1]]``.
@@ -202,7 +202,7 @@ def apply_dry_penalty(
     window: Any = -1,
     breakers: Sequence[Sequence[int]] = (),
 ) -> Any:
-    r"""Lower the logits of tokens that would go on repeating ("don't repeat yourself").
+    r"""Lower the logits of tokens that would extend a repetition ("don't repeat yourself").
 
     If the last m tokens also occur earlier, the token that followed them there is lowered by
     :math:`\mathrm{multiplier} \cdot \mathrm{base}^{m - \mathrm{allowed}}`, for the greatest such
@@ -313,8 +313,8 @@ def apply_logit_bias(logits: Any, token_ids: Any, biases: Any, indptr: Any) -> A
 def mask_token_ids(logits: Any, token_ids: Any, indptr: Any, *, keep: bool = False) -> Any:
     """Set the logits of listed tokens to -inf, or those of all others.
 
-    This is what bad words, allowed tokens and a least length (the end tokens, until it is reached)
-    come down to.
+    Implements bad words, allowed tokens and a minimum length (the end tokens are masked until it is
+    reached).
 
     Parameters
     ----------
@@ -403,7 +403,7 @@ def _check(name: str, logits: Any, token_ids: Any, indptr: Any) -> int:
         )
     if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= V):
         bad = token_ids[(token_ids < 0) | (token_ids >= V)][0]
-        raise UsageError(f"token_ids must lie in 0..{V - 1}, got {bad}")
+        raise UsageError(f"token_ids must be in 0..{V - 1}, got {bad}")
     return int(B)
 
 

@@ -1,11 +1,11 @@
-"""Changes of logits on the CPU: a thread takes whole rows; the time goes with the lists' length."""
+"""Logits processors on the CPU: parallel over rows; time grows with the token lists."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
 
@@ -23,7 +23,7 @@ def penalties(
     length of the prompt.
     """
     work = 20.0 * len(token_ids) + logits.shape[1]
-    split_rows(_penalties, len(logits), work, logits, token_ids, indptr, parameters, spans)
+    parallel_for(_penalties, len(logits), work, logits, token_ids, indptr, parameters, spans)
 
 
 def no_repeat_ngram(
@@ -31,7 +31,7 @@ def no_repeat_ngram(
 ) -> None:
     """See `nbflow_kernels.apply_no_repeat_ngram`; `sizes` is int64 (B,)."""
     work = 4.0 * len(token_ids)
-    split_rows(_no_repeat_ngram, len(logits), work, logits, token_ids, indptr, sizes)
+    parallel_for(_no_repeat_ngram, len(logits), work, logits, token_ids, indptr, sizes)
 
 
 def dry(
@@ -50,7 +50,9 @@ def dry(
     last one to the first.
     """
     work = 20.0 * len(token_ids) * (1 + len(edges)).bit_length() + logits.shape[1]
-    split_rows(_dry, len(logits), work, logits, token_ids, indptr, parameters, spans, words, edges)
+    parallel_for(
+        _dry, len(logits), work, logits, token_ids, indptr, parameters, spans, words, edges
+    )
 
 
 def logit_bias(
@@ -58,23 +60,23 @@ def logit_bias(
 ) -> None:
     """See `nbflow_kernels.apply_logit_bias`."""
     work = 4.0 * len(token_ids)
-    split_rows(_logit_bias, len(logits), work, logits, token_ids, biases, indptr)
+    parallel_for(_logit_bias, len(logits), work, logits, token_ids, biases, indptr)
 
 
 def mask(logits: np.ndarray, token_ids: np.ndarray, indptr: np.ndarray, keep: bool) -> None:
     """See `nbflow_kernels.mask_token_ids`."""
     work = 4.0 * len(token_ids) + (logits.size if keep else 0)
-    split_rows(_mask, len(logits), work, logits, token_ids, indptr, keep)
+    parallel_for(_mask, len(logits), work, logits, token_ids, indptr, keep)
 
 
 def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
     """See `nbflow_kernels.apply_token_bitmask`."""
-    split_rows(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
+    parallel_for(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
 
 
 @jit.kernel
 def _penalties(logits, token_ids, indptr, parameters, spans, start, stop):
-    # bit 0: the token occurred; above: how often after the prompt
+    # bit 0: the token occurred; higher bits: its count after the prompt
     counts = np.zeros(logits.shape[1], np.int32)
     for b in range(start, stop):
         first, end = np.int64(indptr[b]), np.int64(indptr[b + 1])
@@ -127,14 +129,14 @@ def _first_from(token, j, low, high, words, edges):
 
 @jit.device_function
 def _ends_breaker(tokens, i, words, edges):
-    """Return whether token i is the last of a breaker that lies in `tokens`."""
+    """Return whether token i is the last of a breaker contained in `tokens`."""
     low, high, j = 0, len(edges) - 1, 0
     while low < high and j <= i:
         token = np.int64(tokens[i - j])
         low = _first_from(token, j, low, high, words, edges)
         high = _first_from(token + 1, j, low, high, words, edges)
         j += 1
-        # of breakers that end alike the shortest comes first
+        # breakers with equal ends are sorted by length
         if low < high and edges[low + 1] - edges[low] == j:
             return True
     return False
@@ -142,7 +144,7 @@ def _ends_breaker(tokens, i, words, edges):
 
 @jit.device_function
 def _free_tokens(tokens, words, edges):
-    """Return how many tokens follow the last breaker."""
+    """Return the number of tokens after the last breaker."""
     n = len(tokens)
     for after in range(n):
         if _ends_breaker(tokens, n - 1 - after, words, edges):
@@ -152,7 +154,7 @@ def _free_tokens(tokens, words, edges):
 
 @jit.device_function
 def _common_suffixes(tokens, lengths):
-    """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
+    """Write to ``lengths[k]`` the length of the match that ends k tokens before the end; k >= 1.
 
     The Z algorithm on the reversed sequence: linear time.
     """

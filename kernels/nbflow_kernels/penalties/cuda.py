@@ -1,4 +1,4 @@
-"""Changes of logits on CUDA devices: a thread block for each row, see `penalties.cu`."""
+"""Logits processors on CUDA devices: one thread block per row, see `penalties.cu`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _kernel(entry: str, parameters: str) -> cuda.Kernel:
 
 _penalties = _kernel(
     "penalties",
-    "f32* logits, i32* token_ids, i32* indptr, f64* parameters, i64* spans, i32* room, i32 V",
+    "f32* logits, i32* token_ids, i32* indptr, f64* parameters, i64* spans, i32* scratch, i32 V",
 )
 _no_repeat_ngram = _kernel(
     "no_repeat_ngram", "f32* logits, i32* token_ids, i32* indptr, i64* sizes, i32 V"
@@ -25,10 +25,10 @@ _no_repeat_ngram = _kernel(
 _dry = _kernel(
     "dry",
     "f32* logits, i32* token_ids, i32* indptr, f64* parameters, i64* spans, i32* words, "
-    "i32* edges, i32* room, i32 V, i32 n_words",
+    "i32* edges, i32* scratch, i32 V, i32 n_words",
 )
 _logit_bias = _kernel(
-    "logit_bias", "f32* logits, i32* token_ids, f32* biases, i32* indptr, i32* room, i32 V"
+    "logit_bias", "f32* logits, i32* token_ids, f32* biases, i32* indptr, i32* scratch, i32 V"
 )
 _mask = _kernel("mask_ids", "f32* logits, i32* token_ids, i32* indptr, f32* kept, i32 V, i32 keep")
 _bitmask = _kernel("bitmask", "f32* logits, i32* bits, i32 V, i32 n_words, i32 n_blocks")
@@ -65,8 +65,8 @@ def dry(
     if token_ids.size:
         device = cuda.device_of(logits)
         tables = (device.asarray(array) for array in (parameters, spans, words, edges))
-        room = device.empty((B, V), np.int32)
-        args = (logits, token_ids, indptr, *tables, room, V, len(edges) - 1)
+        scratch = device.empty((B, V), np.int32)
+        args = (logits, token_ids, indptr, *tables, scratch, V, len(edges) - 1)
         _dry(B, _THREADS, args)
 
 
@@ -74,8 +74,8 @@ def logit_bias(logits: Any, token_ids: Any, biases: Any, indptr: Any) -> None:
     """See `nbflow_kernels.apply_logit_bias`."""
     B, V = logits.shape
     if token_ids.size:
-        room = cuda.device_of(logits).empty((B, 2, V), np.int32)
-        _logit_bias(B, _THREADS, (logits, token_ids, biases, indptr, room, V))
+        scratch = cuda.device_of(logits).empty((B, 2, V), np.int32)
+        _logit_bias(B, _THREADS, (logits, token_ids, biases, indptr, scratch, V))
 
 
 def mask(logits: Any, token_ids: Any, indptr: Any, keep: bool) -> None:

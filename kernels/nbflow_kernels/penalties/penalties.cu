@@ -1,9 +1,9 @@
-// Changes of logits: a thread block for each row.  The tokens of row b are token_ids[indptr[b]:
-// indptr[b + 1]]; a token that is no column is passed over.  Rows need `room`, ints of shape (B, V)
-// whose contents do not matter: only the places of listed tokens are used, and set first.
-#include "cuda/numbers.cuh"
+// Logits processors: one thread block per row.  The tokens of row b are token_ids[indptr[b]:
+// indptr[b + 1]]; a token out of range is skipped.  Rows need `scratch`, ints of shape (B, V)
+// that need not be initialized: only the entries of listed tokens are used, and set first.
+#include "cuda/types.cuh"
 
-// A store that several threads may make of the same value.
+// Store of one value by possibly several threads.
 __device__ inline void put(int* to, int value) { *(volatile int*)to = value; }
 __device__ inline void forbid(float* logit) { *(volatile float*)logit = -infinity(); }
 
@@ -12,27 +12,27 @@ __device__ inline void forbid(float* logit) { *(volatile float*)logit = -infinit
 // repetition: logit / r or * r for tokens seen, - (f * count + p) for generated ones.
 // parameters (B, 3): r, f, p.  spans (B, 2): the window (-1: all), the tokens of the prompt.
 extern "C" __global__ void penalties(float* logits, const int* token_ids, const int* indptr,
-                                     const double* parameters, const long long* spans, int* room,
+                                     const double* parameters, const long long* spans, int* scratch,
                                      int V) {
   int b = blockIdx.x;
   long long first = indptr[b], end = indptr[b + 1], answer = first + spans[2 * b + 1];
   long long window = spans[2 * b];
   if (window >= 0) first = max(first, end - window);
   const double* p = parameters + 3 * b;
-  logits += (long long)b * V, room += (long long)b * V;
+  logits += (long long)b * V, scratch += (long long)b * V;
   for (long long i = first + threadIdx.x; i < end; i += blockDim.x)
-    if ((unsigned)token_ids[i] < V) put(room + token_ids[i], 0);
+    if ((unsigned)token_ids[i] < V) put(scratch + token_ids[i], 0);
   __syncthreads();
   for (long long i = first + threadIdx.x; i < end; i += blockDim.x)
-    if ((unsigned)token_ids[i] < V) {  // bit 0: seen; the rest: how often it was generated
-      atomicOr(room + token_ids[i], 1);
-      if (i >= answer) atomicAdd(room + token_ids[i], 2);
+    if ((unsigned)token_ids[i] < V) {  // bit 0: seen; higher bits: its generated count
+      atomicOr(scratch + token_ids[i], 1);
+      if (i >= answer) atomicAdd(scratch + token_ids[i], 2);
     }
   __syncthreads();
   for (long long i = first + threadIdx.x; i < end; i += blockDim.x) {
     int token = token_ids[i];
     if ((unsigned)token >= V) continue;
-    int count = atomicExch(room + token, 0);  // the first thread that comes does it
+    int count = atomicExch(scratch + token, 0);  // the first thread to arrive applies it
     if (count == 0) continue;
     double logit = logits[token];
     logit = logit > 0.0 ? logit / p[0] : logit * p[0];
@@ -41,7 +41,7 @@ extern "C" __global__ void penalties(float* logits, const int* token_ids, const 
   }
 }
 
-// A token that would complete sizes[b] tokens that were there before becomes -inf.
+// A token that would repeat an n-gram of sizes[b] tokens becomes -inf.
 extern "C" __global__ void no_repeat_ngram(float* logits, const int* token_ids, const int* indptr,
                                            const long long* sizes, int V) {
   int b = blockIdx.x;
@@ -54,13 +54,13 @@ extern "C" __global__ void no_repeat_ngram(float* logits, const int* token_ids, 
   }
 }
 
-// DRY: a token that would go on with a repetition of `repeated` tokens loses
+// DRY: a token that would extend a repetition of `repeated` tokens is lowered by
 // multiplier * base ** (repeated - allowed).  parameters (B, 2): multiplier, base.  spans (B, 2): the
-// window, the allowed length.  words[edges[w]:edges[w + 1]] are sequences no repetition goes across.
+// window, the allowed length.  words[edges[w]:edges[w + 1]] are sequence breakers.
 extern "C" __global__ void dry(float* logits, const int* token_ids, const int* indptr,
                                const double* parameters, const long long* spans, const int* words,
-                               const int* edges, int* room, int V, int n_words) {
-  __shared__ int limit;  // tokens at the end behind the last breaker
+                               const int* edges, int* scratch, int V, int n_words) {
+  __shared__ int limit;  // tokens after the last breaker
   int b = blockIdx.x;
   long long first = indptr[b], end = indptr[b + 1], window = spans[2 * b];
   if (window >= 0) first = max(first, end - window);
@@ -68,10 +68,10 @@ extern "C" __global__ void dry(float* logits, const int* token_ids, const int* i
   int n = (int)(end - first), allowed = (int)min(spans[2 * b + 1], 0x3fffffffLL);
   if (multiplier == 0.0 || n <= allowed) return;
   const int* tokens = token_ids + first;
-  logits += (long long)b * V, room += (long long)b * V;
+  logits += (long long)b * V, scratch += (long long)b * V;
   if (threadIdx.x == 0) limit = n;
   for (int k = threadIdx.x; k < n; k += blockDim.x)
-    if ((unsigned)tokens[k] < V) put(room + tokens[k], 0);
+    if ((unsigned)tokens[k] < V) put(scratch + tokens[k], 0);
   __syncthreads();
   for (int w = 0; w < n_words; w++) {
     int size = edges[w + 1] - edges[w];
@@ -83,7 +83,7 @@ extern "C" __global__ void dry(float* logits, const int* token_ids, const int* i
     }
   }
   __syncthreads();
-  // beyond `most` the penalty grows no more (float32 overflows), so longer matches are the same
+  // beyond `most` the penalty overflows float32, so longer matches count the same
   double most = base > 1.000001 ? floor(88.72283905206835 / log(base)) : 1e9;
   int longest = min(limit, base > 1.000001 ? (int)min(allowed + most, 1e9) : n);
   for (int k = 1 + threadIdx.x; k < n; k += blockDim.x) {  // the match that ends k tokens before
@@ -92,13 +92,13 @@ extern "C" __global__ void dry(float* logits, const int* token_ids, const int* i
            tokens[n - 1 - repeated] == tokens[n - 1 - k - repeated])
       repeated++;
     int token = tokens[n - k];
-    if (repeated >= allowed && (unsigned)token < V) atomicMax(room + token, repeated);
+    if (repeated >= allowed && (unsigned)token < V) atomicMax(scratch + token, repeated);
   }
   __syncthreads();
   for (int k = 1 + threadIdx.x; k < n; k += blockDim.x) {
     int token = tokens[n - k];
     if ((unsigned)token >= V) continue;
-    int repeated = atomicExch(room + token, 0);
+    int repeated = atomicExch(scratch + token, 0);
     bool breaker = false;
     for (int w = 0; w < n_words; w++)
       breaker |= edges[w + 1] - edges[w] == 1 && words[edges[w]] == token;
@@ -108,13 +108,13 @@ extern "C" __global__ void dry(float* logits, const int* token_ids, const int* i
   }
 }
 
-// logits[token_ids[i]] += biases[i], in the order of the list where a token is in it twice: a round
-// adds the first entry of each token that is still to be added.  `room` is twice as large.
+// logits[token_ids[i]] += biases[i], in list order for repeated tokens: each round
+// adds the next entry of every token.  `scratch` is twice as large.
 extern "C" __global__ void logit_bias(float* logits, const int* token_ids, const float* biases,
-                                      const int* indptr, int* room, int V) {
+                                      const int* indptr, int* scratch, int V) {
   int b = blockIdx.x, first = indptr[b], end = indptr[b + 1];
   logits += (long long)b * V;
-  int *next = room + 2LL * b * V, *last = next + V;  // entry of this round; last one added
+  int *next = scratch + 2LL * b * V, *last = next + V;  // entry of this round; last one added
   for (int i = first + threadIdx.x; i < end; i += blockDim.x)
     if ((unsigned)token_ids[i] < V) {
       put(next + token_ids[i], 0x7fffffff);

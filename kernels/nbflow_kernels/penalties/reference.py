@@ -1,4 +1,4 @@
-"""Changes of logits in NumPy float64, token by token."""
+"""Logits processors in NumPy float64, token by token."""
 
 from __future__ import annotations
 

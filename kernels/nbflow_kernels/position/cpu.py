@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
-from nbflow_kernels.cpu.parallel_for import hold, split_rows
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32
 
 
@@ -28,7 +28,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     G = key.shape[1]
     D = (query if H > 1 else key).strides[1] // 4
     hold(query, key, cos_sin_cache)
-    split_rows(
+    parallel_for(
         _rope,
         T,
         2.0 * T * (H + G) * cos_sin_cache.shape[1],

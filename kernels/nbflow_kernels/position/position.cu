@@ -1,6 +1,6 @@
 // RoPE, ALiBi, T5 relative bias, sinusoidal and learned position embeddings.
 #include "cuda/float16.cuh"
-#include "cuda/numbers.cuh"
+#include "cuda/types.cuh"
 #include "cuda/vector_load.cuh"
 #include "position/rope_rotate.cuh"
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.floats import PackedFloats
 from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout, CpuPacked
 from nbflow_kernels.formats.tensor import QuantTensor
@@ -97,7 +97,7 @@ def _matmul(
         cpu_packed.matmul(x, packed.data, bias, accumulate, out)
         return
     kernel = cpu_gemv_f32.gemv if x.shape[0] == 1 else cpu_gemm_f32_bf16.gemm_f32
-    split_rows(
+    parallel_for(
         kernel(packed.form), packed.n_groups, _work(packed, x.shape[0]),
         x, packed.data, packed.n_blocks, bias, accumulate, out,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def _matmul_bf16(
     if isinstance(packed, PackedFloats):
         cpu_packed.matmul_bf16(x, packed.data, bias, accumulate, out)
         return
-    split_rows(
+    parallel_for(
         cpu_gemm_f32_bf16.gemm_bf16(packed.form), packed.n_groups,
         _work(packed, x.shape[0]) / 2,
         x, packed.data, packed.n_blocks, bias, accumulate, out,
@@ -166,7 +166,7 @@ def _matmul_int8(
         return
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if cpu_gemv_int8.piece_vectors(packed.form) == 8 else rows.half_sums
-    split_rows(
+    parallel_for(
         int8_kernel(packed.form, rows.n_rows), packed.n_groups,
         _work(packed, rows.n_rows),
         rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit, parallel_for
-from nbflow_kernels.cpu.parallel_for import split_rows
 from nbflow_kernels.quantized_matmul.int8_activations import COLUMNS, Int8Rows
 from nbflow_kernels.sparse.cpu import sparse_matmul
 
@@ -31,7 +30,7 @@ def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
     sparse = w.outliers
     if sparse is not None:
         work = float(COST * rows.n_rows * (sparse.nnz + sparse.shape[0]))
-        split_rows(
+        parallel_for.parallel_for(
             _add_int8, sparse.shape[0], work, rows.codes, rows.scales, sparse.indptr,
             sparse.indices, sparse.values, out,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd
-from nbflow_kernels.cpu.parallel_for import in_order, split_rows
+from nbflow_kernels.cpu.parallel_for import in_order, parallel_for
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.formats.user_jit import DECODED_ROWS, UserCode, decode_panel
 from nbflow_kernels.matmul import cpu_packed_tiles
@@ -31,7 +31,7 @@ def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, bf16: bool 
         return
     n_groups = -(-len(data) // DECODED_ROWS)
     work = (len(x) + DECODE_COST) * n_groups * DECODED_ROWS * w.shape[1]
-    split_rows(
+    parallel_for(
         _gemm_bf16(format.code) if bf16 else _gemm(format.code), n_groups, work,
         x, data, _NO_BIAS if bias is None else bias, accumulate, out,
     )  # fmt: skip
@@ -47,7 +47,7 @@ def matmul_int8(rows: Int8Rows, w: Any, bias: Any, accumulate: bool, out: Any) -
 
 def dequantize_activations(rows: Int8Rows, out: Any) -> None:
     """Dequantize int8 activations to float32."""
-    split_rows(_dequantize, len(out), 2.0 * out.size, rows.codes, rows.scales, out)
+    parallel_for(_dequantize, len(out), 2.0 * out.size, rows.codes, rows.scales, out)
 
 
 @jit.kernel

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd, simd_int8
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 
 COLUMNS = 32  # columns that share a scale
 PADDING = 256  # columns are padded to a multiple: of the block of every format
@@ -83,7 +83,7 @@ class Int8Rows:
 
 def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
     """Quantize rows of activations (T, K) into `out`, which has the same rows and columns."""
-    split_rows(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
+    parallel_for(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
 
 
 @jit.kernel

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.affine_format import (
     F16_SCALE,
     GGML_ABSMAX,
@@ -87,7 +87,7 @@ def _search(
         x = np.where(np.repeat(sign != 0, format.block_size, axis=1), -x, x)
         parameters[:, :, 1] ^= sign
     low, high = -format.zero, format.n_codes - 1 - format.zero
-    split_rows(
+    parallel_for(
         search, len(x), SEARCH_COST * x.size, x, weight, format.block_size,
         low, high, format.parameters, codes, parameters,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _reference(format: AffineFormat, x: Floats) -> QuantizedBlocks:
         return published(format, x.reshape(-1, format.block_size))
     codes = np.empty(x.shape, np.uint8)
     parameters = np.empty((len(x), x.shape[1] // format.block_size, 2), np.uint16)
-    split_rows(
+    parallel_for(
         inferflow.quantize, len(x), inferflow.COST * x.size, x, format.block_size, format.n_codes,
         np.float32(format.divisor), format.parameters, format.rule == MIDRISE, format.zero, codes,
         parameters,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
 RowQuantizer = Callable[[Floats, Floats | None, Floats], Bytes]
@@ -59,7 +59,7 @@ def _better(format: QuantFormat, x: Floats, weight: Floats, data: Bytes, other: 
     with np.errstate(over="ignore", invalid="ignore"):
         format.dequantize_rows(data, decoded)
         format.dequantize_rows(other, other_decoded)
-    split_rows(
+    parallel_for(
         _take_better, len(x), 8.0 * x.size, x, weight, decoded, other_decoded, data, other,
         format.block_size, format.block_bytes,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu.llvm import LANES
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.k_format import SUPER, KQuantFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.reference import ggml_k
@@ -81,12 +81,12 @@ class KQuantizer:
         groups, work = -(-n // LANES), FIT_COST * x.size
         if format.has_mins:
             recipe = self.recipe(format, len(importance) > 0)
-            split_rows(
+            parallel_for(
                 ggml_k.quantize_ranges, groups, work, x, importance, blocks, recipe, found.codes,
                 found.scales, found.mins, found.params,
             )  # fmt: skip
         else:
-            split_rows(
+            parallel_for(
                 ggml_k.quantize_signed, groups, work, x, importance, blocks, format.form.zero,
                 found.codes, found.scales, found.params,
             )  # fmt: skip
@@ -102,7 +102,7 @@ class KQuantizer:
             0 if format.has_mins else -top, top if format.has_mins else top - 1,
             top if format.has_mins else 0,
         )  # fmt: skip
-        split_rows(
+        parallel_for(
             k_quants.search, -(-len(x) // LANES), SEARCH_COST * x.size, x, weight, blocks, form,
             *self.effort, found.codes, found.scales, found.mins, found.params,
         )  # fmt: skip
@@ -117,7 +117,9 @@ def pack_super_blocks(
 ) -> Bytes:
     """Return the bytes (n, block_bytes) of super-blocks of a K-quant."""
     data = np.empty((len(codes), format.block_bytes), np.uint8)
-    split_rows(format.pack_kernel, len(codes), 4.0 * codes.size, codes, scales, mins, params, data)
+    parallel_for(
+        format.pack_kernel, len(codes), 4.0 * codes.size, codes, scales, mins, params, data
+    )
     return data
 
 

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.quantizers.registry import quantize_rows
@@ -106,7 +106,7 @@ def quantize_with_outliers(
     mask = np.zeros(rows.shape, np.bool_)
     inside = rows.copy()
     low, high = (np.float32(v) for v in limits)
-    split_rows(_find, n_rows, 8.0 * rows.size, rows, n_columns, size, low, high, mask, inside)
+    parallel_for(_find, n_rows, 8.0 * rows.size, rows, n_columns, size, low, high, mask, inside)
     touched = np.flatnonzero(mask.any(axis=1))
     if len(touched):
         some = None
@@ -120,7 +120,7 @@ def quantize_with_outliers(
         format.dequantize_rows(other, after)
         weight = np.ones((1, rows.shape[1]), np.float32) if some is None else some
         kept, chosen = mask[touched], np.ascontiguousarray(data[touched])
-        split_rows(
+        parallel_for(
             _choose, len(touched), 8.0 * before.size, rows[touched], weight, n_columns, size,
             before, after, kept, chosen, other,
         )  # fmt: skip

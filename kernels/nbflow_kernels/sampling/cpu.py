@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_compare import where_ge, wide_add, wide_sum, wide_zero
 from nbflow_kernels.sampling.cpu_filters import BY_RANK, TOP_K, draw, filter_row, float_at_least
 from nbflow_kernels.sampling.cpu_philox import uniform
@@ -40,13 +40,13 @@ INVALID = -1  # token of a row that is not a distribution or has a NaN
 def softmax(logits: np.ndarray, temperature: np.ndarray, out: np.ndarray) -> None:
     """See `nbflow_kernels.softmax`; `temperature` is float32 (B,)."""
     B, V = logits.shape
-    split_rows(_softmax, B, 20.0 * B * V, logits, temperature, out)
+    parallel_for(_softmax, B, 20.0 * B * V, logits, temperature, out)
 
 
 def argmax(logits: np.ndarray, out: np.ndarray) -> None:
     """See `nbflow_kernels.argmax`; a row with a NaN gives -1."""
     B, V = logits.shape
-    split_rows(_argmax, B, 2.0 * B * V, logits, out)
+    parallel_for(_argmax, B, 2.0 * B * V, logits, out)
 
 
 def sample(
@@ -68,7 +68,7 @@ def sample(
     tokens to `out` int32 (B,) and their shares of the kept mass to `shares` float64 (B,).
     """
     B, V = len(rows), probs.shape[1]
-    split_rows(
+    parallel_for(
         _sample, B, 6.0 * B * V,
         ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def sample_logits(
 ) -> None:
     """Do as `sample` with the softmax of rows of logits; `temperature` is float32 (B,)."""
     B, V = len(rows), logits.shape[1]
-    split_rows(
+    parallel_for(
         _sample_logits, B, 20.0 * B * V,
         logits, rows, temperature, limits, top_k_first, seeds, offsets, out,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def renorm(
     `ranks` and `limits` are as for `sample`; `valid` int32 (B,) becomes 0 or 1.
     """
     B, V = probs.shape
-    split_rows(_renorm, B, 6.0 * B * V, ranks, probs, limits, out, valid)
+    parallel_for(_renorm, B, 6.0 * B * V, ranks, probs, limits, out, valid)
 
 
 def xtc(
@@ -120,25 +120,25 @@ def xtc(
     `parameters` float64 (B, 2) holds probability and threshold; `valid` int32 (B,) becomes 0 or 1.
     """
     B, V = probs.shape
-    split_rows(_xtc, B, 6.0 * B * V, probs, parameters, seeds, offsets, out, valid)
+    parallel_for(_xtc, B, 6.0 * B * V, probs, parameters, seeds, offsets, out, valid)
 
 
 def top_k(x: np.ndarray, k: int, in_order: bool, values: np.ndarray, indices: np.ndarray) -> None:
     """See `nbflow_kernels.top_k`; a row with a NaN gives -1."""
     B, V = x.shape
-    split_rows(_top_k, B, 3.0 * B * V, x, k, in_order, values, indices)
+    parallel_for(_top_k, B, 3.0 * B * V, x, k, in_order, values, indices)
 
 
 def top_k_mask(logits: np.ndarray, counts: np.ndarray, out: np.ndarray, valid: np.ndarray) -> None:
     """See `nbflow_kernels.top_k_mask_logits`; `counts` is int64 (B,), at most V."""
     B, V = logits.shape
-    split_rows(_top_k_mask, B, 4.0 * B * V, logits, counts, out, valid)
+    parallel_for(_top_k_mask, B, 4.0 * B * V, logits, counts, out, valid)
 
 
 def n_sigma_mask(logits: np.ndarray, n: np.ndarray, out: np.ndarray, valid: np.ndarray) -> None:
     """See `nbflow_kernels.top_n_sigma_mask_logits`; `n` is float64 (B,)."""
     B, V = logits.shape
-    split_rows(_n_sigma_mask, B, 6.0 * B * V, logits, n, out, valid)
+    parallel_for(_n_sigma_mask, B, 6.0 * B * V, logits, n, out, valid)
 
 
 @jit.kernel

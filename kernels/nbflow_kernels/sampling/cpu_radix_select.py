@@ -24,7 +24,6 @@ from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_compare import (
     any_ge,
     bits_of,
-    float_of,
     where_ge,
     wide_add,
     wide_sum,
@@ -64,7 +63,7 @@ def key_of(x):
 def value_of(key):
     """Return the float32 of a key."""
     b = key - 2147483648
-    return float_of(b if b >= 0 else -b - 2147483648)
+    return simd.bits_to_float(b if b >= 0 else -b - 2147483648)
 
 
 @jit.device_function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_compare import wide_add, wide_sum, wide_zero
 from nbflow_kernels.sampling.cpu_philox import uniform
 from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass
@@ -23,7 +23,7 @@ def chain_speculative(
 ) -> None:
     """See `nbflow_kernels.chain_speculative_sampling`; an invalid target row gives emitted -1."""
     B, _, V = draft_probs.shape
-    split_rows(
+    parallel_for(
         _chain, B, 4.0 * B * V,
         draft_probs, draft_token_ids, target_probs, seeds, offsets, out, accepted, emitted,
     )  # fmt: skip

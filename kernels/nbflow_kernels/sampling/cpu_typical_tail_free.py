@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.sampling.cpu_radix_select import key_of, sort_descending
 from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass, typical_pass
 
@@ -13,7 +13,7 @@ from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass, typical
 def typical_ranks(probs: np.ndarray, ranks: np.ndarray) -> None:
     """Write the rank of each token (`cpu_row_passes.typical_pass`); an invalid row becomes -inf."""
     B, V = probs.shape
-    split_rows(_typical_ranks, B, 20.0 * B * V, probs, ranks)
+    parallel_for(_typical_ranks, B, 20.0 * B * V, probs, ranks)
 
 
 def tail_free_counts(
@@ -25,7 +25,7 @@ def tail_free_counts(
     counts; `counts` float64 (B,) is infinity for a row that is not filtered or not a distribution.
     """
     B, V = len(rows), probs.shape[1]
-    split_rows(_tail_free_counts, B, 40.0 * B * V, probs, rows, z, first, counts)
+    parallel_for(_tail_free_counts, B, 40.0 * B * V, probs, rows, z, first, counts)
 
 
 @jit.kernel

@@ -1,4 +1,4 @@
-"""Sparse weights: the product with activations, for outliers kept beside a quantized tensor."""
+"""Product of activations with sparse weights, such as the outliers of a quantized tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sparse_matmul(
     accumulate : bool
         Add to what `out` holds instead of replacing it.
     out : array of float32, shape (T, N), optional
-        Where to write the result; it must not overlap `x`.
+        Output array; it must not overlap `x`.
 
     Returns
     -------

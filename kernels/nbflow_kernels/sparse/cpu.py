@@ -1,20 +1,22 @@
-"""Sparse products on the CPU: weight row after weight row, its values in order."""
+"""Sparse matrix product on the CPU, row by row of the weights."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.sparse.csr import CsrMatrix
 
-_COST = 4  # multiply-adds that a value costs, for the decision to use more than one thread
+_COST = 4  # multiply-adds per value, for the choice of thread count
 
 
 def sparse_matmul(x: np.ndarray, w: CsrMatrix, accumulate: bool, out: np.ndarray) -> None:
     """See `nbflow_kernels.sparse_matmul`."""
     work = float(_COST * len(x) * (w.nnz + w.shape[0]))
-    split_rows(_sparse_matmul, w.shape[0], work, x, w.indptr, w.indices, w.values, accumulate, out)
+    parallel_for(
+        _sparse_matmul, w.shape[0], work, x, w.indptr, w.indices, w.values, accumulate, out
+    )
 
 
 @jit.kernel

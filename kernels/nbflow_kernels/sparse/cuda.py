@@ -1,4 +1,4 @@
-"""Sparse products on CUDA devices, see `sparse.cu`."""
+"""Sparse matrix product on CUDA devices, see `sparse.cu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from nbflow_kernels import cuda
 
-_ROWS = 4  # of the weights in a thread block
+_ROWS = 4  # rows of weights per thread block
 _sparse_matmul = cuda.cpp_kernel(
     __file__, "sparse.cu", "sparse_matmul",
     "f32* x, i32* indptr, i32* indices, f32* values, f32* out, i32 T, i32 N, i64 x_row, "

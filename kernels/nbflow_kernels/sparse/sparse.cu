@@ -1,4 +1,4 @@
-// Products with sparse weights: a warp for each row of them, its lanes along the row's values.
+// Product with sparse weights: one warp per weight row, lanes along its values.
 #include "cuda/block_reduce.cuh"
 
 // out[t, n] = (out[t, n] +) sum over j of x[t, indices[j]] * values[j], j in row n.

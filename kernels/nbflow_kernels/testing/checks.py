@@ -1,19 +1,19 @@
-"""Runs a case of an op against its reference: the one judgement that tests and benchmark share."""
+"""Check of an op's test case against its reference, shared by tests and benchmarks."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-import nbflow_kernels
 from nbflow_kernels import cuda
 from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.op_case import OpCase
-from nbflow_kernels.op_registry import family_of, load
+from nbflow_kernels.op_registry import family_of, load, module_of
 
 
 class CheckError(AssertionError):
@@ -26,7 +26,7 @@ def make_inputs(case: OpCase) -> dict[str, Any]:
 
 
 def make_out(case: OpCase) -> dict[str, Any]:
-    """Return ``{"out": array}`` filled with NaN (integers: the least one), or nothing."""
+    """Return ``{"out": array}`` filled with NaN (integers: the minimum), or an empty dict."""
     if case.out is None:
         return {}
     shape, dtype = case.out
@@ -48,7 +48,7 @@ Place = Callable[[Any, bool], Any]
 
 
 def placer(cupy: Any) -> Place:
-    """Return the `Place` that copies with CuPy; rows that lie far apart do so there too."""
+    """Return the `Place` that copies with CuPy and keeps the stride of rows."""
 
     def place(array: np.ndarray, is_output: bool) -> Any:
         row = array.strides[0] if array.ndim > 1 and array.size else 0
@@ -69,20 +69,20 @@ Inputs = dict[str, Any]
 def run(case: OpCase, place: Place | None = None, inputs: Inputs | None = None) -> dict[str, Any]:
     """Call the public function; return its result and its arguments after the call.
 
-    `inputs` are those of `make_inputs`, new ones by default; a call on a device leaves them alone.
-
-    With `place` the arguments, except those named in `case.host`, are copied to a device first, and
-    what comes back lies in NumPy arrays again.
+    `inputs` are those of `make_inputs`, new ones by default; a call on a device does not change
+    them.  With `place` the arguments, except those named in `case.host`, are copied to a device
+    first, and the results are copied back to NumPy arrays.
     """
     arguments = make_inputs(case) if inputs is None else inputs
     out = make_out(case)
     if place is not None:
         arguments, out = placed(case, arguments, out, place)
-    result = getattr(nbflow_kernels, case.op)(**arguments, **out)
+    function = getattr(importlib.import_module(module_of()[case.op]), case.op)
+    result = function(**arguments, **out)
     if out:
         first = result[0] if isinstance(result, tuple) else result
         if first is not out["out"]:
-            raise CheckError(f"{case.id}: out= was given, but something else was returned")
+            raise CheckError(f"{case.id}: the function returned another array than out=")
     if place is not None:
         _check_placed(case, arguments, result)
         result, arguments = _fetched(result), _fetched(arguments)
@@ -93,11 +93,11 @@ def placed(
     case: OpCase, arguments: dict[str, Any], out: dict[str, Any], place: Place
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of a call and its output, copied to a device."""
-    there = {
+    on_device = {
         name: value if name in case.host else _placed(value, place)
         for name, value in arguments.items()
     }
-    return there, {name: place(value, True) for name, value in out.items()}
+    return on_device, {name: place(value, True) for name, value in out.items()}
 
 
 def _placed(value: Any, place: Place) -> Any:
@@ -117,7 +117,7 @@ def _check_placed(case: OpCase, arguments: dict[str, Any], result: Any) -> None:
         return
     for leaf in leaves(result):
         if isinstance(leaf, np.ndarray):
-            raise CheckError(f"{case.id}: arguments lie on a device, the result in host memory")
+            raise CheckError(f"{case.id}: arguments are on a device, the result is in host memory")
 
 
 def _fetched(value):
@@ -132,7 +132,7 @@ def _fetched(value):
 
 
 def run_reference(case: OpCase, inputs: Inputs | None = None) -> dict[str, Any]:
-    """Call the reference with the float32 inputs widened to float64; it leaves `inputs` alone."""
+    """Call the reference with float32 inputs widened to float64; `inputs` stay unchanged."""
     given = make_inputs(case) if inputs is None else inputs
     arguments = {
         name: _widen(copy.deepcopy(value) if name in case.mutates else value)
@@ -145,12 +145,12 @@ def run_reference(case: OpCase, inputs: Inputs | None = None) -> dict[str, Any]:
 def check(case: OpCase, place: Place | None = None, inputs: Inputs | None = None) -> float:
     """Compare the op with its reference on one case, on a device if there is a `place`.
 
-    `inputs` of `make_inputs` may be given with it, where they take long to make.
+    Pass `inputs` of `make_inputs` where they take long to make.
 
     Returns
     -------
     float
-        The greatest error as a share of what the case allows (0 for an exact case).
+        The largest error relative to the tolerance (0 for an exact case).
 
     Raises
     ------
@@ -168,7 +168,7 @@ def check(case: OpCase, place: Place | None = None, inputs: Inputs | None = None
 
 
 def _widen(value):
-    """Copy float32 arrays to float64; everything else, float16 storage too, stays."""
+    """Copy float32 arrays to float64; keep everything else, float16 storage too."""
     if isinstance(value, tuple | list):
         return type(value)(_widen(item) for item in value)
     if isinstance(value, np.ndarray) and value.dtype == np.float32:
@@ -191,7 +191,7 @@ def _floats(array: Any) -> bool:
 
 
 def _compare(case: OpCase, what: str, got: Any, want: Any) -> float:
-    """Return the greatest error over the arrays of a result, as a share of the allowed one."""
+    """Return the largest error over the arrays of a result, relative to the tolerance."""
     got_leaves, want_leaves = leaves(got), leaves(want)
     if len(got_leaves) != len(want_leaves):
         raise CheckError(
@@ -202,7 +202,7 @@ def _compare(case: OpCase, what: str, got: Any, want: Any) -> float:
 
 
 def _error(case: OpCase, what: str, got: Any, want: Any) -> float:
-    """Return the greatest error of one array as a share of the allowed one; raise above 1."""
+    """Return the largest error of one array relative to the tolerance; raise above 1."""
     if got.shape != want.shape:
         raise CheckError(f"{case.id}: {what} has shape {got.shape}, the reference {want.shape}")
     if got.size == 0:

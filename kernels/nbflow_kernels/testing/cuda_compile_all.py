@@ -36,17 +36,17 @@ from nbflow_kernels.testing import checks
 N_SMS = 132
 """Streaming multiprocessors that launches are divided for: those of an H100 or H200."""
 MEMORY_BYTES = 4 << 30
-"""For the arrays of a case; what nobody writes takes no room."""
+"""Memory for the arrays of a case; untouched pages take none."""
 SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99, "sm_121": 99}
 """Shared memory of a thread block; others have 227 KB (CUDA C++ Programming Guide)."""
 LEFT_OUT = "left out: "
 """Begins what `compile_all` says of cases that end early, as no kernel has made their numbers."""
 _REGISTERS = 16384
-"""Of a quarter of a multiprocessor, which has every fourth warp of a thread block."""
+"""Registers of a quarter of a multiprocessor, which runs every fourth warp of a thread block."""
 
 
 def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
-    """Compile what cases launch, in `n_jobs` processes; return what went wrong, or was left out.
+    """Compile the kernels of cases in `n_jobs` processes; return failures and omissions.
 
     Parameters
     ----------
@@ -69,12 +69,12 @@ def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
         try:
             answers = list(pool.map(_compile, names))
         except BrokenProcessPool as error:
-            return [f"a process has died: {error}"]
+            return [f"a compiling process died: {error}"]
     return [answer for answer in answers if answer]
 
 
 def check_launch(cubin: bytes, entry: str, block: Dim3, shared: int, most_shared: int) -> None:
-    """Check that a multiprocessor has what a thread block needs, as the driver does.
+    """Check a thread block's resources against a multiprocessor's, as the driver does.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def check_launch(cubin: bytes, entry: str, block: Dim3, shared: int, most_shared
 
 
 def _start(arch: str) -> None:
-    """Let the arrays of this process live on a device that only compiles."""
+    """Put the arrays of this process on a device that only compiles."""
     stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
     stand_in.reset(memory_bytes=MEMORY_BYTES, arch=arch)
     made: Any = type(stand_in.ndarray.__kernel_device__)
@@ -130,7 +130,7 @@ def _start(arch: str) -> None:
 
 
 def _compile(name: str) -> str:
-    """Compile what a case launches; return why it could not be, or nothing."""
+    """Compile the kernels of a case; return the reason of a failure, or None."""
     stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
     case = next(case for case in all_cases() if case.id == name)
     arguments, out = checks.make_inputs(case), checks.make_out(case)
@@ -154,7 +154,7 @@ def choose(ops: Sequence[str], timed: bool) -> list[OpCase]:
     Raises
     ------
     UsageError
-        If there is no such op.
+        If the op is unknown.
     """
     cases = [case for case in all_cases() if case.timed or not timed]
     for name in ops:
@@ -170,9 +170,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Compile the CUDA kernels of ops ahead, for a device that need not be here.",
     )
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops (default: all)")
-    parser.add_argument("--arch", default="sm_90", help="what for (default: sm_90)")
+    parser.add_argument("--arch", default="sm_90", help="compilation target (default: sm_90)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--timed", action="store_true", help="only what the benchmark takes")
+    parser.add_argument("--timed", action="store_true", help="only the benchmark's cases")
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""Everything a weight format must do, as one battery: for built-in formats and users' alike.
+"""Conformance checks of a weight format, built-in or user-defined.
 
 >>> from nbflow_kernels import check_format
 >>> report = check_format("q4_0")
@@ -29,7 +29,7 @@ ROWS, TOKENS = 37, 7  # two row groups and five rows; a register tile and one to
 
 @dataclass(frozen=True)
 class FormatReport:
-    """What `check_format` measured on the way."""
+    """Cost and errors measured by `check_format`."""
 
     name: str
     """Explicit name of the format."""
@@ -42,12 +42,12 @@ class FormatReport:
 
 
 def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatReport:
-    """Check all that a weight format must do.
+    """Check a weight format's storage, decoding and products.
 
-    Storage: sizes, one result whatever the rows beside, finite decoding of random, constant, zero,
-    tiny and huge weights, padded rows, `from_bytes`, pickling.  Decoding: whole tensors, rows, the
-    NumPy form.  Products, with float32, bfloat16 and int8 activations: single weights bit by bit,
-    float64 reference, batch invariance, bias, accumulation, no rows.
+    Storage: sizes, bytes of a row independent of other rows, finite decoding of random, constant,
+    zero, tiny and huge weights, padded rows, `from_bytes`, pickling.  Decoding: whole tensors,
+    rows, the NumPy form.  Products with float32, bfloat16 and int8 activations: single weights bit
+    by bit, float64 reference, batch invariance, bias, accumulation, no rows.
 
     Parameters
     ----------
@@ -64,9 +64,9 @@ def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatR
     Raises
     ------
     CheckError
-        If something is not as it must be; the message says what.
+        If a check fails; the message names it.
     UsageError
-        If there is no such format.
+        If the format is unknown.
     """
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""What every format can do, and why not where it cannot: the table of operations and formats."""
+"""Table of the operations that each format supports, with the reason where it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of formats, in Markdown: what they are from the code, what they do as measured.
+"""Markdown table of formats: properties from the code and measured errors and speeds.
 
 The errors are those of N(0, 0.02) weights: root mean square error over root mean square, 2**20
 samples with a fixed seed in rows of 1024.  They stand for the distribution, not for a model.
@@ -28,7 +28,7 @@ COLUMNS = (
     ("model_weight_error_relative", "{:.3g}"),
     ("model_kld_mean_nats", "{:.2g}"),
 )
-"""What is measured, in the order of the table, and how it is written."""
+"""Columns of the table: measured value and its format."""
 
 
 def relative_rmse(x: NDArray[np.float32], format: str, encoder: str) -> float:
@@ -74,7 +74,7 @@ def table(measured: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None
     ----------
     measured : mapping
         For each explicit name what `nbflow_kernels.benchmarks.formats` measured, and the errors on
-        a model where there are any; what is missing is a dash.
+        a model where there are any; missing values are a dash.
     names : sequence of str, optional
         The formats, by explicit name; all built-in ones by default.
 

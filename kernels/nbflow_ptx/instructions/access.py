@@ -186,7 +186,7 @@ def _start_copy(b: Binder, ins: Instruction) -> Run:
 
 
 class Copies:
-    """The asynchronous copies under way, and the group each thread is filling."""
+    """Asynchronous copies in flight, and the open group of each thread."""
 
     def __init__(self, lanes: int) -> None:
         self.group = np.zeros(lanes, np.int64)
@@ -214,7 +214,7 @@ class Copies:
         """Land the copies of these threads, all but the latest `left` groups.
 
         `before` is the stamp before which they must have been started instead: of an mbarrier,
-        by which whoever waits knows of the threads that started them.
+        that orders the threads that started them before the waiting one.
         """
         waiting = np.zeros(m.lanes, np.bool_)
         waiting[lanes] = True

@@ -77,7 +77,7 @@ def read_string(m: Machine, t: Any, address: int) -> str:
 
 
 def _formatted(m: Machine, t: Any, text: str, buffer: int) -> str:
-    """Format as C does; arguments lie in `buffer`, each aligned to its size."""
+    """Format as C's printf; arguments are in `buffer`, each aligned to its size."""
     at = buffer
 
     def take(width: int) -> int:

@@ -36,7 +36,7 @@ def map_to_rank(b: Binder, ins: Instruction) -> Run:
 
 
 def find_rank(b: Binder, ins: Instruction) -> Run:
-    """``getctarank``: the rank of the block that an address of shared memory lies in."""
+    """``getctarank``: the rank of the block of a shared memory address."""
     d, address = b.write(ins.args[0]), b.read(ins.args[1], b.type_of(ins))
 
     def run(m: Machine, i: Any) -> None:

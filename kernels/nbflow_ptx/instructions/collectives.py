@@ -63,7 +63,7 @@ def shuffle(b: Binder, ins: Instruction) -> Collective:
 
 
 def shuffle_source(mode: str, lane: Any, offset: Any, clamp: Any) -> tuple[Any, Any]:
-    """Return the lane each lane reads, and whether that lies within its segment."""
+    """Return the lane each lane reads, and whether that is within its segment."""
     by, c = (offset & np.uint32(31)).astype(np.int64), (clamp & np.uint32(31)).astype(np.int64)
     segment = ((clamp >> np.uint32(8)) & np.uint32(31)).astype(np.int64)
     last = (lane & segment) | (c & ~segment & 31)

@@ -80,7 +80,7 @@ _BASES = {"global": 0, "const": 0, "param": 0, "shared": SHARED_BASE, "local": L
 
 
 def is_space(b: Binder, ins: Instruction) -> Run:
-    """``isspacep``: whether a generic address lies in a space."""
+    """``isspacep``: whether a generic address is in a space."""
     windows = {
         "global": (GLOBAL_BASE, 1 << 63),
         "shared": (SHARED_BASE, SHARED_BASE + WINDOW_BYTES),

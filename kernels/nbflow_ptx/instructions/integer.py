@@ -43,7 +43,7 @@ def add(b: Binder, ins: Instruction) -> Run:
 
 
 def _with_carry(b: Binder, ins: Instruction, kind: Type, subtract: bool) -> Run:
-    """``add.cc``, ``addc``: the carry flag is a register of its own, one bit per thread."""
+    """``add.cc``, ``addc``: the carry flag is a separate register, one bit per thread."""
     d, x, y = b.write(ins.args[0]), b.read(ins.args[1], kind), b.read(ins.args[2], kind)
     takes, gives = ins.opcode in ("addc", "subc"), ins.has("cc")
     store = STORAGE[kind.nbytes]

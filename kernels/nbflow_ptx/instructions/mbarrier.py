@@ -140,7 +140,7 @@ class Wait:
         return at, phase, m.mbarriers.complete(lanes, at, phase, parity=self.parity)
 
     def finish(self, m: Machine, lanes: Any, at: Any, done: Any) -> None:
-        """Give threads the answer; those that were told of a complete phase know of it."""
+        """Return results to threads; those that saw a complete phase synchronize with it."""
         m.touch()
         if done.any():
             m.mbarriers.observe(lanes[done], at[done])

@@ -121,7 +121,7 @@ class _Product:
         self, m: Machine, i: Any, lanes: Any, descriptor: Read, kind: str, lines: int, mn: bool,
         name: str,
     ) -> Any:  # fmt: skip
-        """Return a matrix of each warpgroup that lies in shared memory, (groups, lines, k)."""
+        """Return a matrix of each warpgroup in shared memory, (groups, lines, k)."""
         bits = self._one_each(m, lanes, full(m, i, descriptor(m, i)), f"descriptor of {name}")
         places: dict[int, Any] = {}
         for k, word in enumerate(bits.tolist()):

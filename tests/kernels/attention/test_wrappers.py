@@ -148,7 +148,7 @@ def test_tables_are_kept_in_the_callers_buffers() -> None:
     with n_threads(1):
         assert plan_decode(wrapper, other) is plan
         want = wrapper.run(q, paged.cache)
-    ThreadPool(1).run_list(CpuGraph(seen.calls, 1))
+    ThreadPool(1).run_graph(CpuGraph(seen.calls, 1))
     np.testing.assert_array_equal(out, want)
     with pytest.raises(UsageError, match="sm_scale must stay None with use_cuda_graph"):
         plan_decode(wrapper, other, sm_scale=1.0)

@@ -43,7 +43,7 @@ def conversions() -> None:
     assert np.array_equal(wide.view(np.uint32)[~nan], right.view(np.uint32)[~nan])
     assert np.isnan(wide[nan]).all()
     with np.errstate(all="ignore"):
-        between = right[:-1] / 2 + right[1:] / 2  # halfway, and what lies beside it
+        between = right[:-1] / 2 + right[1:] / 2  # halfway between neighbours, and next to that
     around = [between, np.nextafter(between, np.float32(9e9)), np.nextafter(between, -between)]
     floats = np.concatenate([right, *around, np.float32([7e4, -1e38, 1e-45, 65519.996])])
     floats = np.resize(floats, floats.size // 16 * 16 + 16).astype(np.float32)
@@ -83,7 +83,7 @@ def arm_instructions() -> int:
     Only for a processor without features: other code names instructions of x86.
     """
     n = 0
-    for kernel in (kernels.use_simd, kernels.use_simd_bytes, kernels.use_simd_tiles):
+    for kernel in (kernels.use_simd, kernels.use_int8, kernels.use_tiles_int8):
         again = numba.njit(error_model="numpy")(kernel.py_func)  # cached kernels have no text
         again.compile((numba.int64,) * 4)
         (text,) = again.inspect_llvm().values()

@@ -1,4 +1,4 @@
-"""Lists of compiled calls, and the team that runs them."""
+"""CPU graphs and the thread pool that runs them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_idle_threads_ask_for_what_they_read_next(n_threads: int) -> None:
     assert calls.table[0, calls_module.READS] == 0
     assert calls.table[1, calls_module.READS] == w.ctypes.data
     assert calls.table[1, calls_module.ROW_BYTES] == 3000 * 4
-    ThreadPool(n_threads).run_list(calls)
+    ThreadPool(n_threads).run_graph(calls)
     assert np.array_equal(out, 3000.0 * np.arange(1, 21)[:, None] * np.ones(50))
 
 
@@ -79,8 +79,8 @@ def test_idle_threads_ask_for_what_they_read_next(n_threads: int) -> None:
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 5])
 def test_every_call_sees_the_results_of_the_one_before(n_threads: int) -> None:
     a, _, calls = _ring(64, 20)
-    team = ThreadPool(n_threads)
-    team.run_list(CpuGraph(calls, n_threads), repeat=50)
+    pool = ThreadPool(n_threads)
+    pool.run_graph(CpuGraph(calls, n_threads), repeat=50)
     assert a.tolist() == [(i - 1000) % 64 + 1000 for i in range(64)]
 
 
@@ -90,21 +90,21 @@ def test_tickets_give_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     a, _, calls = _ring(200, 10)
     made = CpuGraph(calls, 3)
     assert (made.table[:, calls_module.GRAIN] > 0).all()
-    ThreadPool(3).run_list(made, repeat=30)
+    ThreadPool(3).run_graph(made, repeat=30)
     assert a.tolist() == [(i - 300) % 200 + 300 for i in range(200)]
 
 
 @pytest.mark.usefixtures("shared_always")
 def test_list_after_sleep_and_between_single_calls() -> None:
     a, b, calls = _ring(30, 2)
-    team = ThreadPool(3)
+    pool = ThreadPool(3)
     made = CpuGraph(calls, 3)
     for i in range(40):
         if i % 10 == 9:
             time.sleep(0.02)  # the other threads go to sleep
-        team.run_list(made)
-        team.run(_shift, 0, 30, 2 + i % 2, a, b, 0)
-        team.run(_shift, 0, 30, 3, b, a, 0)
+        pool.run_graph(made)
+        pool.run(_shift, 0, 30, 2 + i % 2, a, b, 0)
+        pool.run(_shift, 0, 30, 3, b, a, 0)
     assert sorted(a.tolist()) == [i + 80 for i in range(30)]
     assert a.tolist() == [(i - 160) % 30 + 80 for i in range(30)]
 
@@ -112,7 +112,7 @@ def test_list_after_sleep_and_between_single_calls() -> None:
 def test_all_kinds_of_arguments() -> None:
     x, out = np.arange(6, dtype=np.float64)[::2], np.zeros(3)
     call = GraphNode(_mixed, (x, (2, 0.5), True, np.float32(0.25), out), 3, 1.0)
-    ThreadPool(1).run_list(CpuGraph([call], 1))
+    ThreadPool(1).run_graph(CpuGraph([call], 1))
     expected = np.zeros(3)
     _mixed(x, (2, 0.5), True, np.float32(0.25), expected, 0, 3)
     assert out.tolist() == expected.tolist() == [100.75, 104.75, 108.75]
@@ -124,30 +124,30 @@ def test_number_of_rows_in_a_cell_and_stop(n_threads: int) -> None:
     a, b = np.zeros(10, np.int64), np.ones(10, np.int64)
     rows, counted, flag = (np.array([n], np.int64) for n in (4, 0, 0))
     calls = [GraphNode(_shift, (b, a, 1), rows, 1e6), GraphNode(_count, (counted, 7, flag), 1, 1.0)]
-    made, team = CpuGraph(calls, n_threads), ThreadPool(n_threads)
-    team.run_list(made, repeat=100, stop=flag)
+    made, pool = CpuGraph(calls, n_threads), ThreadPool(n_threads)
+    pool.run_graph(made, repeat=100, stop=flag)
     assert a.tolist() == [2] * 4 + [0] * 6
     assert counted[0] == 7
     rows[0] = 10
-    team.run_list(made)
+    pool.run_graph(made)
     assert a.tolist() == [2] * 10
 
 
 def test_cycles_of_each_call_are_counted() -> None:
     _, _, calls = _ring(5000, 3)
     cycles = np.zeros(3, np.int64)
-    ThreadPool(1).run_list(CpuGraph(calls, 1), repeat=10, cycles=cycles)
+    ThreadPool(1).run_graph(CpuGraph(calls, 1), repeat=10, cycles=cycles)
     assert (cycles > 0).all()
 
 
 @pytest.mark.usefixtures("shared_always")
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_kernel_that_fails_is_reported(n_threads: int) -> None:
-    team, x = ThreadPool(n_threads), np.zeros(4)
+    pool, x = ThreadPool(n_threads), np.zeros(4)
     made = CpuGraph([GraphNode(_fails, (x,), 4, 1e6)], n_threads)
     for _ in range(2):
         with pytest.raises(MemoryError, match="too little"):
-            team.run_list(made)
+            pool.run_graph(made)
 
 
 def test_captured_launchers_give_the_same_bits() -> None:
@@ -166,7 +166,7 @@ def test_captured_launchers_give_the_same_bits() -> None:
     assert len(seen.calls) == 2
     for n in (1, 2):
         out[:] = np.nan
-        ThreadPool(n).run_list(CpuGraph(seen.calls, n))
+        ThreadPool(n).run_graph(CpuGraph(seen.calls, n))
         assert np.array_equal(out, expected)
 
 
@@ -177,10 +177,10 @@ def test_unusable_argument_is_refused() -> None:
 
 def test_closed_team_ends_its_threads() -> None:
     before = set(threading.enumerate())
-    team = ThreadPool(3)
+    pool = ThreadPool(3)
     started = set(threading.enumerate()) - before
     assert len(started) == 2
-    team.close()
+    pool.close()
     for thread in started:
         thread.join(timeout=60)
         assert not thread.is_alive()

@@ -94,7 +94,7 @@ def test_memory_goes_with_the_last_array():
 
 
 def test_no_memory_is_said():
-    with pytest.raises(MemoryError, match="bytes of weights"):
+    with pytest.raises(MemoryError, match="bytes for weights"):
         zeros(1 << 60)
 
 

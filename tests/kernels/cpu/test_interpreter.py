@@ -1,4 +1,4 @@
-"""Kernels as plain Python: the twins of the vector functions, ops and the engine with JIT off."""
+"""Kernels as plain Python: fallbacks of the vector functions, ops and the engine with JIT off."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels import op_registry
-from nbflow_kernels.cpu.interpreter import FALLBACKS, memory, simd
-from nbflow_kernels.cpu.interpreter import simd_int8 as simd_bytes_twin
+from nbflow_kernels.cpu.interpreter import FALLBACKS, memory, simd, simd_int8
 from nbflow_kernels.formats.layout_cpu import packed_form
 
 ROOT = Path(nbflow_kernels.__path__[0]).parents[1]
@@ -42,9 +41,9 @@ def _intrinsics() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("module", "name"), _intrinsics())
-def test_intrinsic_has_a_twin_that_a_kernel_here_compares(module: str, name: str) -> None:
-    twin = getattr(importlib.import_module(FALLBACKS[module]), name.lstrip("_"))
-    assert twin.__doc__
+def test_intrinsic_has_a_fallback_that_a_kernel_here_compares(module: str, name: str) -> None:
+    fallback = getattr(importlib.import_module(FALLBACKS[module]), name.lstrip("_"))
+    assert fallback.__doc__
     some = kernels.use_form(packed_form(SYNTHETIC["like_q4_k"].integer_form))
     used: set[str] = set()
     for kernel in (some, *vars(kernels).values()):
@@ -54,7 +53,7 @@ def test_intrinsic_has_a_twin_that_a_kernel_here_compares(module: str, name: str
 
 
 def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Compare bits; which bits make a NaN is nobody's business."""
+    """Compare bits; the payload of NaN does not count."""
     a, b = found.view(np.uint32), wanted.view(np.uint32)
     both_nan = np.isnan(found.view(np.float32)) & np.isnan(wanted.view(np.float32))
     different = np.flatnonzero((a != b) & ~both_nan)
@@ -64,13 +63,24 @@ def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "name",
-    ["simd", "lanes", "atomics", "simd_bytes", "simd_tiles", "registers", "shuffles", "simd_panel"],
+    [
+        "simd",
+        "memory",
+        "atomics",
+        "int8",
+        "tiles_int8",
+        "tiles",
+        "shuffle",
+        "compare",
+        "narrow",
+        "accumulators",
+    ],
 )
-def test_twins_give_the_same_bits(name: str, seed: int) -> None:
+def test_fallbacks_give_the_same_bits(name: str, seed: int) -> None:
     kernel = getattr(kernels, f"use_{name}")
     inputs = kernels.operands(seed, memory.f32_to_bf16)
     likes = [np.empty(0, t) for t in (np.float32, np.int16, np.uint16, np.int32)]
-    likes = likes if name == "registers" else []
+    likes = likes if name == "tiles" else []
     outs = [np.zeros(4096, np.uint8) for _ in range(2)]
     for run, out in zip((kernel, kernels.stepped(kernel)), outs, strict=True):
         run(*(array.ctypes.data for array in inputs), out.ctypes.data, *likes)
@@ -105,7 +115,7 @@ def test_fma_rounds_once() -> None:
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_twins_read_packed_weights_to_the_bit(name: str, rng: np.random.Generator) -> None:
+def test_fallbacks_read_packed_weights_to_the_bit(name: str, rng: np.random.Generator) -> None:
     form = packed_form(SYNTHETIC[name].integer_form)
     stored = rng.integers(0, 256, form.block_bytes).astype(np.uint8)
     if form.d_type in ("f16", "f32"):  # ordinary numbers
@@ -120,7 +130,7 @@ def test_twins_read_packed_weights_to_the_bit(name: str, rng: np.random.Generato
     _assert_same(outs[1], outs[0])
 
 
-def test_twins_load_as_the_type_of_a_scalar() -> None:
+def test_fallbacks_load_as_the_type_of_a_scalar() -> None:
     b = kernels.operands(1, memory.f32_to_bf16)[2]
     outs = np.zeros((2, 192), np.uint8)
     for run, out in zip(
@@ -131,7 +141,7 @@ def test_twins_load_as_the_type_of_a_scalar() -> None:
 
 
 def test_mistakes_are_caught() -> None:
-    twin = simd_bytes_twin
+    fallback = simd_int8
     vector = simd.load_f32(np.zeros(16, np.float32).ctypes.data)
     with pytest.raises(ValueError, match="read-only"):
         vector[0] = 1.0
@@ -140,7 +150,7 @@ def test_mistakes_are_caught() -> None:
     with pytest.raises(TypeError, match="lanes do not match"):
         simd.add(vector, simd.splat_i32(1))
     with pytest.raises(ValueError, match="below 128"):
-        twin.dot_u7_i8(simd.splat_i32(0), twin.splat_bytes(200), twin.splat_bytes(1))
+        fallback.dot_u7_i8(simd.splat_i32(0), fallback.splat_bytes(200), fallback.splat_bytes(1))
 
 
 def _without_compiling(program: str, *arguments: str) -> str:

@@ -162,7 +162,7 @@ kernels = [make(int(word)) for word in sys.argv[1:]]
 for kernel in kernels:
     kernel(out, 0, 1)
 for kernel in kernels:
-    ThreadPool(1).run_list(CpuGraph([GraphNode(kernel, (out,), 1, 1.0)], 1))
+    ThreadPool(1).run_graph(CpuGraph([GraphNode(kernel, (out,), 1, 1.0)], 1))
     print(out[0])
 """
 

@@ -1,4 +1,4 @@
-"""Teams of threads: the end of a list, who may use a team, and what a fork takes along."""
+"""Thread pools: end of a graph, sharing of pools between threads, forks."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_thread_that_is_late_at_the_last_barrier_does_not_read_the_next_jobs_fla
     late = GraphNode(_stop_late, (*cells, flag), 1, 1.0)
     old = CpuGraph([GraphNode(_add_one, (first,), 8, 1e6), late], 2)
     new = CpuGraph([GraphNode(_add_one, (second,), 8, 1e6)], 2)
-    made.run_list(old, repeat=100, stop=flag)
+    made.run_graph(old, repeat=100, stop=flag)
     assert held.is_held[0] == 1
     flag[0] = 0  # as for the next run with this flag
     held.go.set()
-    made.run_list(new)
+    made.run_graph(new)
     assert first.tolist() == [1] * 8
     assert second.tolist() == [1] * 8
 
@@ -120,30 +120,30 @@ def test_error_of_a_kernel_is_its_own_and_ends_the_list(n_threads: int) -> None:
     calls = [GraphNode(_fails_at, (counted, 3), 1, 1.0), GraphNode(_add_one, (counts,), 8, 1e6)]
     made, used = CpuGraph(calls, n_threads), ThreadPool(n_threads)
     with pytest.raises(ValueError, match="three is too many") as caught:
-        used.run_list(made, repeat=10)
-    assert caught.value.__notes__ == ["raised by kernel _fails_at in a list of calls"]
+        used.run_graph(made, repeat=10)
+    assert caught.value.__notes__ == ["raised by kernel _fails_at in a CPU graph"]
     assert counts.tolist() == [3] * 8
-    used.run_list(made, repeat=10)  # the team goes on
+    used.run_graph(made, repeat=10)  # the pool still works
     assert counts.tolist() == [13] * 8
 
 
 def test_error_with_values_that_are_not_in_the_machine_code_names_the_kernel() -> None:
     failing = CpuGraph([GraphNode(_fails_with, (np.ones(1),), 1, 1.0)], 1)
     with pytest.raises(ValueError, match="by kernel _fails_with") as caught:
-        ThreadPool(1).run_list(failing)
-    assert caught.value.__notes__ == ["raised by kernel _fails_with in a list of calls"]
+        ThreadPool(1).run_graph(failing)
+    assert caught.value.__notes__ == ["raised by kernel _fails_with in a CPU graph"]
 
 
 def test_error_that_is_not_known_names_the_kernel() -> None:
     unknown = calls_module.error_of(calls_module._UNKNOWN, _add_one)
-    assert str(unknown) == "kernel _add_one failed in a list of calls, with an unknown error"
+    assert str(unknown) == "kernel _add_one failed in a CPU graph with an unknown error"
 
 
-# ---- who may use a team ---------------------------------------------------------------------
+# ---- sharing of pools ---------------------------------------------------------------------
 
 
 def _team_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "nbflow-team"}
+    return {thread for thread in threading.enumerate() if thread.name == "nbflow-pool"}
 
 
 class _Meeting:
@@ -157,7 +157,7 @@ class _Meeting:
     def call(self, n_rows: int) -> list[tuple[int, int]]:
         """Share rows; return the ranges that were made."""
         self._main.is_here, ranges = True, list[tuple[int, int]]()
-        parallel_for.split_rows(self._kernel, n_rows, 1e12, ranges)
+        parallel_for.parallel_for(self._kernel, n_rows, 1e12, ranges)
         return sorted(ranges)
 
     def _kernel(self, ranges: list[tuple[int, int]], start: int, stop: int) -> None:
@@ -169,8 +169,8 @@ class _Meeting:
 
 
 @pytest.mark.usefixtures("number_not_set")
-def test_threads_of_a_pool_share_one_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that find it in use compute alone: 8 callers on 5 processors are not 8 teams of 5."""
+def test_threads_of_a_pool_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers that find the pool in use compute alone: 8 callers on 5 processors share one pool."""
     monkeypatch.setattr(parallel_for, "available_cores", lambda: 5)
     before, meeting = len(_team_threads()), _Meeting(8)
     with ThreadPoolExecutor(8) as pool:
@@ -194,13 +194,13 @@ def test_threads_that_set_their_number_get_it_at_the_same_time() -> None:
         assert list(pool.map(call, [3, 3])) == [[(0, 4), (4, 8), (8, 12)]] * 2
 
 
-def test_threads_that_take_turns_share_a_team() -> None:
+def test_threads_that_take_turns_share_a_pool() -> None:
     before = _team_threads()
     done: list[Any] = []
 
     def call() -> None:
         parallel_for.set_num_threads(4)
-        parallel_for.split_rows(lambda start, stop: done.append((start, stop)), 8, 1e12)
+        parallel_for.parallel_for(lambda start, stop: done.append((start, stop)), 8, 1e12)
 
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         for pool in (one, other, one, other):
@@ -209,14 +209,14 @@ def test_threads_that_take_turns_share_a_team() -> None:
     assert len(done) == 16
 
 
-def test_a_call_within_a_shared_call_does_not_wait_for_its_own_team() -> None:
+def test_a_call_within_a_shared_call_does_not_wait_for_its_own_pool() -> None:
     inner: list[int] = []
 
     def kernel(start: int, stop: int) -> None:
-        parallel_for.split_rows(lambda a, b: inner.append(b - a), 6, 1e12)
+        parallel_for.parallel_for(lambda a, b: inner.append(b - a), 6, 1e12)
 
     parallel_for.set_num_threads(2)
-    parallel_for.split_rows(kernel, 2, 1e12)
+    parallel_for.parallel_for(kernel, 2, 1e12)
     assert sum(inner) == 12
 
 
@@ -244,9 +244,9 @@ def test_forked_child_has_threads_of_its_own() -> None:
     calls = CpuGraph([GraphNode(_add_one, (counts,), 64, 1e9)] * 2, 2)
 
     def work(held: ThreadPool) -> tuple[int, ...]:
-        held.run_list(calls)
-        parallel_for.run_list(calls)
-        parallel_for.split_rows(_add_one, 64, 1e12, counts)
+        held.run_graph(calls)
+        parallel_for.run_graph(calls)
+        parallel_for.parallel_for(_add_one, 64, 1e12, counts)
         held.run(_add_one, 0, 64, 2, counts)
         return tuple(set(counts.tolist()))
 

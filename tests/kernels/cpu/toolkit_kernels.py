@@ -1,7 +1,7 @@
-"""Kernels that use every vector function once, compiled and as Python with the twins.
+"""Kernels that use every vector function once, compiled and in Python with the fallbacks.
 
 Each writes its results to `out`, 64 bytes each, and reads `f` (float32), `i` (int32), `b` (bytes);
-all have room for 4096 bytes.
+all have 4096 bytes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from nbflow_kernels.cpu import (
     register_tiles,
     register_tiles_int8,
     simd,
+    simd_compare,
     simd_int8,
     simd_memory,
+    simd_narrow,
     simd_shuffle,
 )
-from nbflow_kernels.cpu import simd_compare as sampling_vectors
-from nbflow_kernels.cpu import simd_narrow as cache_vectors
 from nbflow_kernels.cpu.interpreter import FALLBACKS
 from nbflow_kernels.cpu.interpreter import kernel as python_kernel
-from nbflow_kernels.formats import decode_cpu as unpack
+from nbflow_kernels.formats import decode_cpu
 from nbflow_kernels.formats.layout_cpu import CpuLayout
-from nbflow_kernels.quantizers import simd_panel
 
 
 def stepped(kernel: Any) -> Any:
-    """Return a compiled kernel as Python, its vector functions replaced by their twins."""
+    """Return a compiled kernel as Python, its vector functions replaced by their fallbacks."""
     function = kernel.py_func
     names = dict(function.__globals__)
     for name, value in function.__globals__.items():
@@ -91,7 +90,7 @@ def use_address(array, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_memory(f, i, b, out):  # type: ignore[no-untyped-def]
     simd_memory.prefetch(f)
     simd_memory.write_f32(out, simd_memory.read_f32(f + 4))
     simd_memory.write_f32(out + 4, simd_memory.read_f16(b + 2))
@@ -139,7 +138,7 @@ def use_calls(function, trampoline, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_int8(f, i, b, out):  # type: ignore[no-untyped-def]
     u, s = simd_int8.load_bytes(b), simd_int8.load_bytes(b + 64)
     seven = simd.and_(u, simd_int8.splat_bytes(127))
     acc = simd.load_i32(i)
@@ -160,7 +159,7 @@ def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_simd_tiles(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_tiles_int8(f, i, b, out):  # type: ignore[no-untyped-def]
     sums = register_tiles_int8.outer(register_tiles_int8.zeros(2, 3), f + 192, 64, f + 320, 4)
     register_tiles_int8.store(out, register_tiles_int8.outer(sums, f + 256, 64, f + 384, 8))
     ints = register_tiles_int8.starts(2, 3, i, 4, -8)
@@ -179,7 +178,7 @@ def use_simd_tiles(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-untyped-def]
+def use_tiles(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-untyped-def]
     tile = register_tiles.load(2, 3, f + 192)
     tile = register_tiles.add(
         tile, register_tiles.step(register_tiles.zero(2, 3), singles, f + 192, 64, f + 640, 4)
@@ -204,17 +203,19 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     simd.store_f32(out + 3200, register_tiles.lane_sums(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, register_tiles.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
-    left = register_tiles.scale(register_tiles.load_apart(1, 2, f + 640, 128), f + 1000, 4)
+    left = register_tiles.scale(register_tiles.load_strided(1, 2, f + 640, 128), f + 1000, 4)
     left = register_tiles.step_chains(left, halves, b + 192, f + 648, 8)
-    two = register_tiles.beside(left, register_tiles.step_chains(left, brains, b + 192, f + 648, 8))
+    two = register_tiles.concat_groups(
+        left, register_tiles.step_chains(left, brains, b + 192, f + 648, 8)
+    )
     two = register_tiles.step_chains(two, pairs, b + 192, b + 320, 4)
-    register_tiles.store_apart(
+    register_tiles.store_strided(
         out + 3328, 192, register_tiles.step_chains(two, singles, f + 192, f + 700, 8)
     )
 
 
 @jit.kernel
-def use_shuffles(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_shuffle(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y = simd.load_f32(f), simd.load_f32(f + 64)
     simd.store_f32(out, simd_shuffle.evens(x, y))
     simd.store_f32(out + 64, simd_shuffle.odds(x, y))
@@ -225,56 +226,56 @@ def use_shuffles(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_simd_panel(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_compare(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y, n, m = simd.load_f32(f), simd.load_f32(f + 64), simd.load_i32(i), simd.load_i32(i + 64)
-    mask = simd_panel.less(x, y)
+    mask = simd_compare.less(x, y)
     simd.store_i32(out, mask)
-    simd.store_i32(out + 64, simd_panel.differs(x, y))
-    simd.store_f32(out + 128, simd_panel.choose(mask, x, y))
-    simd.store_i32(out + 192, simd_panel.choose(mask, n, m))
-    simd.store_f32(out + 256, simd_panel.absolute(x))
-    simd.store_f32(out + 320, simd_panel.sqrt(simd_panel.absolute(x)))
-    simd.store_i32(out + 384, simd_panel.smaller(n, m))
-    simd.store_i32(out + 448, simd_panel.larger(n, m))
-    yes = simd_panel.any_lane(mask) and not simd_panel.any_lane(simd.splat_i32(0))
+    simd.store_i32(out + 64, simd_compare.differs(x, y))
+    simd.store_f32(out + 128, simd_compare.choose(mask, x, y))
+    simd.store_i32(out + 192, simd_compare.choose(mask, n, m))
+    simd.store_f32(out + 256, simd_compare.absolute(x))
+    simd.store_f32(out + 320, simd_compare.sqrt(simd_compare.absolute(x)))
+    simd.store_i32(out + 384, simd_compare.smaller(n, m))
+    simd.store_i32(out + 448, simd_compare.larger(n, m))
+    yes = simd_compare.any_lane(mask) and not simd_compare.any_lane(simd.splat_i32(0))
     simd.store_i32(out + 512, simd.splat_i32(1 if yes else 0))
 
 
 @jit.kernel
-def use_cache_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
-    simd.store_i32(out, cache_vectors.load_fields4(b + 1))
-    simd.store_i32(out + 64, cache_vectors.load_fields2(b + 1))
-    simd.store_i32(out + 128, cache_vectors.load_fields1(b + 1))
-    simd.store_i32(out + 192, cache_vectors.load_pairs4(b + 1))
-    simd.store_i32(out + 256, cache_vectors.load_pairs2(b + 1))
-    simd.store_i32(out + 320, cache_vectors.load_pairs1(b + 1))
-    cache_vectors.store_fields4(out + 384, cache_vectors.load_fields4(b + 2))
-    cache_vectors.store_fields2(out + 392, cache_vectors.load_fields2(b + 2))
-    cache_vectors.store_fields1(out + 396, cache_vectors.load_fields1(b + 2))
-    cache_vectors.store_pairs4(out + 400, cache_vectors.load_pairs4(b + 2))
-    cache_vectors.store_pairs2(out + 404, cache_vectors.load_pairs2(b + 2))
-    cache_vectors.store_pairs1(out + 406, cache_vectors.load_pairs1(b + 2))
+def use_narrow(f, i, b, out):  # type: ignore[no-untyped-def]
+    simd.store_i32(out, simd_narrow.load_fields4(b + 1))
+    simd.store_i32(out + 64, simd_narrow.load_fields2(b + 1))
+    simd.store_i32(out + 128, simd_narrow.load_fields1(b + 1))
+    simd.store_i32(out + 192, simd_narrow.load_pairs4(b + 1))
+    simd.store_i32(out + 256, simd_narrow.load_pairs2(b + 1))
+    simd.store_i32(out + 320, simd_narrow.load_pairs1(b + 1))
+    simd_narrow.store_fields4(out + 384, simd_narrow.load_fields4(b + 2))
+    simd_narrow.store_fields2(out + 392, simd_narrow.load_fields2(b + 2))
+    simd_narrow.store_fields1(out + 396, simd_narrow.load_fields1(b + 2))
+    simd_narrow.store_pairs4(out + 400, simd_narrow.load_pairs4(b + 2))
+    simd_narrow.store_pairs2(out + 404, simd_narrow.load_pairs2(b + 2))
+    simd_narrow.store_pairs1(out + 406, simd_narrow.load_pairs1(b + 2))
     n, m, x = simd.load_i32(i), simd.load_i32(i + 64), simd.load_f32(f)
-    simd.store_i32(out + 512, cache_vectors.swap_pairs(n))
-    simd.store_i32(out + 576, cache_vectors.choose_odd(n, m))
-    cache_vectors.store_bf16(out + 640, x)
-    cache_vectors.write_u16(out + 700, simd_memory.read_i32(i))
+    simd.store_i32(out + 512, simd_shuffle.swap_pairs(n))
+    simd.store_i32(out + 576, simd_narrow.choose_odd(n, m))
+    simd_narrow.store_bf16(out + 640, x)
+    simd_narrow.write_u16(out + 700, simd_memory.read_i32(i))
     for count in range(3):
-        simd.store_f32(out + 1088 + 64 * count, cache_vectors.keep(x, 5 * count))
+        simd.store_f32(out + 1088 + 64 * count, simd_narrow.keep(x, 5 * count))
 
 
 @jit.kernel
-def use_sampling_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
+def use_accumulators(f, i, b, out):  # type: ignore[no-untyped-def]
     x, y, z = simd.load_f32(f), simd.load_f32(f + 64), simd.load_f32(f + 192)
-    simd.store_f32(out, sampling_vectors.where_ge(x, y, y, z))
-    yes = sampling_vectors.any_ge(x, y) and not sampling_vectors.any_ge(z, simd.splat(1e9))
+    simd.store_f32(out, simd_compare.where_ge(x, y, y, z))
+    yes = simd_compare.any_ge(x, y) and not simd_compare.any_ge(z, simd.splat(1e9))
     simd.store_i32(out + 64, simd.splat_i32(7 if yes else 0))
-    total = sampling_vectors.wide_add(sampling_vectors.wide_zero(), z)
-    total = sampling_vectors.wide_add(total, simd.load_f32(f + 256))
-    simd.store_f32(out + 128, simd.splat(sampling_vectors.wide_sum(total)))
-    bits = sampling_vectors.bits_of(simd_memory.read_f32(f + 192))
+    total = simd_compare.wide_add(simd_compare.wide_zero(), z)
+    total = simd_compare.wide_add(total, simd.load_f32(f + 256))
+    simd.store_f32(out + 128, simd.splat(simd_compare.wide_sum(total)))
+    bits = simd_compare.bits_of(simd_memory.read_f32(f + 192))
     simd.store_i32(out + 192, simd.splat_i32(bits))
-    simd.store_f32(out + 256, simd.splat(sampling_vectors.float_of(bits + 1)))
+    simd.store_f32(out + 256, simd.splat(simd.bits_to_float(bits + 1)))
 
 
 def use_form(form: CpuLayout) -> Any:
@@ -287,20 +288,20 @@ def use_form(form: CpuLayout) -> Any:
         for unit in range(units):
             for v in range(vectors):
                 s = (unit * vectors + v) // per_scale
-                u = unpack.codes(form, unpack.unit_of(form, packed, unit), v)
-                d, m = unpack.d_of(form, packed, s), unpack.m_of(form, packed, s)
+                u = decode_cpu.codes(form, decode_cpu.unit_of(form, packed, unit), v)
+                d, m = decode_cpu.d_of(form, packed, s), decode_cpu.m_of(form, packed, s)
                 simd_int8.store_bytes(out, u)
-                simd.store_f32(out + 64, unpack.scale_of(form, packed, s, d))
-                simd.store_f32(out + 128, unpack.base_of(form, packed, s, m))
-                scale, base = unpack.parameters(form, packed, s)
-                simd.store_f32(out + 192, unpack.weight(form, u, v % 4, scale, base))
+                simd.store_f32(out + 64, decode_cpu.scale_of(form, packed, s, d))
+                simd.store_f32(out + 128, decode_cpu.base_of(form, packed, s, m))
+                scale, base = decode_cpu.parameters(form, packed, s)
+                simd.store_f32(out + 192, decode_cpu.weight(form, u, v % 4, scale, base))
                 out += 256
 
     return kernel
 
 
 def operands(seed: int, brains: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `f`, with numbers that are no ordinary ones in its first 192 bytes, `i` and `b`."""
+    """Return `f`, with special values in its first 192 bytes, `i` and `b`."""
     rng = np.random.default_rng(seed)
     f = rng.standard_normal(1024).astype(np.float32)
     odd = np.array([np.nan, np.inf, -np.inf, 1e-40, -1e-45, 2.5, -3.5, 1e38], np.float32)

@@ -202,7 +202,7 @@ def _ranges(n_threads: int, sizes: list[tuple[int, float]]) -> list[list[tuple[i
     made: list[list[tuple[int, int]]] = [[] for _ in sizes]
     with parallel_for.together():
         for mine, (n_rows, work) in zip(made, sizes, strict=True):
-            parallel_for.split_rows(lambda a, b, to=mine: to.append((a, b)), n_rows, work)
+            parallel_for.parallel_for(lambda a, b, to=mine: to.append((a, b)), n_rows, work)
         assert not any(made), "nothing runs before the end"
     return [sorted(ranges) for ranges in made]
 
@@ -220,8 +220,8 @@ def test_calls_together_cover_every_row_once(n_threads: int) -> None:
 def test_calls_together_stay_single_calls_in_a_capture() -> None:
     with parallel_for.capture() as seen:
         with parallel_for.together():
-            parallel_for.split_rows(lambda a, b: None, 3, 1.0)
-            parallel_for.split_rows(lambda a, b: None, 3, 1.0)
+            parallel_for.parallel_for(lambda a, b: None, 3, 1.0)
+            parallel_for.parallel_for(lambda a, b: None, 3, 1.0)
         nk.grouped_matmul(normal(2, 16), normal(1, 3, 16), np.array([0, 2], np.int32))
     assert [call.n_rows for call in seen.calls[:2]] == [3, 3]
     assert not seen.complete  # the products depend on the values of indptr
@@ -232,11 +232,11 @@ def test_an_error_among_calls_together_ends_them() -> None:
         raise RuntimeError("broken kernel")
 
     with pytest.raises(RuntimeError, match="broken kernel"), parallel_for.together():
-        parallel_for.split_rows(fails, 3, 1.0)
+        parallel_for.parallel_for(fails, 3, 1.0)
     with pytest.raises(KeyError), parallel_for.together():
-        parallel_for.split_rows(fails, 3, {}["an error before the end: nothing is run"])
+        parallel_for.parallel_for(fails, 3, {}["an error before the end: nothing is run"])
     ran = []
-    parallel_for.split_rows(lambda a, b: ran.append((a, b)), 3, 1.0)
+    parallel_for.parallel_for(lambda a, b: ran.append((a, b)), 3, 1.0)
     assert ran == [(0, 3)]
 
 

@@ -255,7 +255,7 @@ extern "C" __global__ void masks_gone_ok(int* y) {
 }
 
 extern "C" __global__ void budget(volatile int* y, int n) {
-    while (y[0] == n) {}  // nobody changes it
+    while (y[0] == n) {}  // never changes
 }
 extern "C" __global__ void budget_ok(volatile int* y, int n) {
     while (y[0] != n) {}

@@ -17,7 +17,7 @@ from nbflow_kernels.attention.cpu.merge import merge_splits
 from nbflow_kernels.attention.cpu.variants import run_variant
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
 
@@ -50,7 +50,7 @@ def attend(
     if kinds is None:
         kinds = _float_kind(k_cache), _float_kind(v_cache)
     k, v, strides = _cache_addresses(plan, k_cache, v_cache)
-    split_rows(
+    parallel_for(
         flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
         *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
         address_of(out), 0 if lse is None else address_of(lse),
@@ -97,7 +97,7 @@ def attend_variant(
         plan.header, variant.params, source, kinds, address_of(q), q.strides[0], k, v, strides,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
-    split_rows(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
+    parallel_for(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
 
 
 def _cache_addresses(
@@ -132,7 +132,7 @@ def latent_attention(
         *kpe_cache.strides[:2], 0, kpe_cache.itemsize * kpe_cache.shape[2],
     )  # fmt: skip
     reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
-    split_rows(
+    parallel_for(
         flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader,
         reader,
         address_of(q), q.strides[0], address_of(ckv_cache), address_of(kpe_cache), strides,

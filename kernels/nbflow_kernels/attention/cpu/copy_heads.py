@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 
 
 def copy_heads(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """Copy (T, H, n) into another view of that shape; arguments are not checked."""
-    split_rows(_copy_heads, len(x), float(x.size), x, out)
+    parallel_for(_copy_heads, len(x), float(x.size), x, out)
 
 
 @jit.kernel

@@ -15,7 +15,7 @@ from nbflow_kernels.attention.cpu.flash_attention import write_result
 from nbflow_kernels.attention.cpu.online_softmax import merge_partial
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_word
 
 _ALL = np.zeros(0, np.bool_)
@@ -34,18 +34,20 @@ def merge_state(
     T, H, D = v_a.shape
     rows = [a.reshape(T * H, D) for a in (v_a, v_b, v_out)]
     sums = [a.reshape(T * H) for a in (s_a, s_b, s_out)]
-    split_rows(_merge_two, T * H, 4.0 * T * H * D, *rows, *sums, _ALL if mask is None else mask, H)
+    parallel_for(
+        _merge_two, T * H, 4.0 * T * H * D, *rows, *sums, _ALL if mask is None else mask, H
+    )
 
 
 def merge_states(v: np.ndarray, s: np.ndarray, v_out: np.ndarray, s_out: np.ndarray) -> None:
     """See `nbflow_kernels.merge_states`."""
-    split_rows(_merge_many, v.shape[0], 2.0 * v.size, v, s, v_out, s_out)
+    parallel_for(_merge_many, v.shape[0], 2.0 * v.size, v, s, v_out, s_out)
 
 
 def merge_splits(plan: AttentionPlan, out: np.ndarray, lse: np.ndarray | None) -> None:
     """Split-KV merge of the partial results of `attend`; needed where ``plan.n_merges > 0``."""
     H, G, _, D = plan.heads
-    split_rows(
+    parallel_for(
         _merge_splits, plan.n_merges, float(plan.n_merges * (H // G) * D * 16), plan.header,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip

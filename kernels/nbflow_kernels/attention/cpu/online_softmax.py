@@ -64,7 +64,7 @@ def qk_4x4(like, q, row_bytes, keys, s, ahead, n_prefetch):
     k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
     for d in range(0, row_bytes, 64):
         b = register_tiles.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-    store_quarters(s, SCORE_BYTES, register_tiles.lane_sums(register_tiles.beside(a, b)))
+    store_quarters(s, SCORE_BYTES, register_tiles.lane_sums(register_tiles.concat_groups(a, b)))
 
 
 @jit.device_function
@@ -106,13 +106,13 @@ def _make_pv(vectors: int, rows: int) -> Any:
         """
         size = simd.size_of(like)
         column = (d >> 2) * size
-        tile = register_tiles.load_apart(vectors, rows, acc + d, row_bytes)
+        tile = register_tiles.load_strided(vectors, rows, acc + d, row_bytes)
         tile = register_tiles.scale(tile, rescale, step)
         for j in range(first, last):
             prefetch_row(ahead, j, n_prefetch)
             value = read_i64(values + 8 * j) + column
             tile = register_tiles.step(tile, like, value, 16 * size, p + 4 * j, SCORE_BYTES)
-        register_tiles.store_apart(acc + d, row_bytes, tile)
+        register_tiles.store_strided(acc + d, row_bytes, tile)
 
     return pv
 

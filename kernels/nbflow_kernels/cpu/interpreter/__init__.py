@@ -1,10 +1,10 @@
-"""Running the CPU kernels as plain Python, one line at a time.
+"""Interpreter mode: CPU kernels as plain Python, one line at a time.
 
-With ``NUMBA_DISABLE_JIT=1`` in the environment, Numba leaves every kernel the Python function it
-is, so that a debugger steps through it and ``print`` shows what a variable holds.  The vector
-functions of the toolkit have no Python form of their own: each is an `@intrinsic` that emits LLVM
-instructions.  The modules of this folder hold their *twins*, NumPy functions of the same name and
-meaning, and `intrinsic` puts the twin in the place of the intrinsic when compiling is off.
+With ``NUMBA_DISABLE_JIT=1`` in the environment, every kernel stays a Python function: a debugger
+steps through it and ``print`` shows variables.  The vector functions of the toolkit have no Python
+form: each is an `@intrinsic` that emits LLVM instructions.  The modules of this folder hold their
+*fallbacks*, NumPy functions of the same name and meaning, which `intrinsic` returns when compiling
+is off.
 
 A vector is a NumPy array, an address an integer, memory is read and written through `ctypes`:
 
@@ -14,20 +14,19 @@ in a compiled kernel       in Python
 `simd.f32x16`              array of float32, shape (16,)
 `simd.i32x16`              array of int32, shape (16,)
 `simd.i8x64`               array of uint8, shape (64,); operations say if it is signed
-`sampling.vectors.f64x16`  array of float64, shape (16,)
-`simd_tiles.Tile`          array of float32 or int32, shape (rows, tokens, 16)
-`registers.Tile`           array of float32, shape (tokens, groups, 16)
+`simd_compare.f64x16`      array of float64, shape (16,)
+`Int8Tile`                 array of float32 or int32, shape (rows, tokens, 16)
+`FloatTile`                array of float32, shape (tokens, groups, 16)
 =========================  ===========================================================
 
-Vectors are values: what a load returns cannot be written to.  A twin gives the same bits as the
-machine code, `simd.fma` with its one rounding included.  Three exceptions: with AVX-512 BF16 what
-rounds to bfloat16 and multiplies it takes denormal numbers for zero, which the twins do not; of +0
-and -0 `maximum` and `minimum` may return either; and a float that does not fit an int32 has no
-defined result of `to_i32`.
+Vectors are values: what a load returns cannot be written to.  A fallback gives the bits of the
+machine code, including the single rounding of `simd.fma`.  Three exceptions: AVX-512 BF16
+instructions flush denormal numbers to zero, the fallbacks do not; of +0 and -0 `maximum` and
+`minimum` may return either; and `to_i32` of a float that does not fit an int32 is undefined.
 
 Scalar arithmetic follows Python and NumPy: a float32 times a Python float stays float32, where
-compiled code goes on in float64.  So a kernel's result may differ in its last bits, as between two
-compilers; the tolerances of the tests hold.  Integers from arrays are Python integers in kernels,
+compiled code continues in float64.  So a kernel's result may differ in its last bits, as between
+two compilers, within the tolerances of the tests.  Integers from arrays become Python integers,
 which do not overflow.
 
 The folder's modules can also be used with compiling on, to look at a single operation:
@@ -49,7 +48,7 @@ from typing import Any
 import numpy as np
 from numba.core import config, extending
 
-numba_config: Any = config  # its settings are made at run time, unseen by type checkers
+numba_config: Any = config  # attributes made at run time, unseen by type checkers
 
 
 def is_on() -> bool:
@@ -58,29 +57,30 @@ def is_on() -> bool:
 
 
 FALLBACKS: dict[str, str] = {}
-"""Module with intrinsics to the module of this folder that holds their twins."""
+"""Module with intrinsics to the module with their fallbacks."""
 
 
 def intrinsic(function: Callable[..., Any] | None = None, *, fallback: str, **options: Any) -> Any:
-    """Make an intrinsic, as `numba.extending.intrinsic` does, or return its twin.
+    """Make a Numba intrinsic, or return its fallback when compiling is off.
 
-    The twin is the function of the same name in the module `fallback` of this folder.
+    The fallback is the function of the same name in the module `fallback`: the name of a module of
+    this folder, or a full module name.
     """
     if function is None:
         return lambda later: intrinsic(later, fallback=fallback, **options)
-    FALLBACKS[function.__module__] = f"{__name__}.{fallback}"
+    FALLBACKS[function.__module__] = fallback if "." in fallback else f"{__name__}.{fallback}"
     if not is_on():
         make: Any = extending.intrinsic
         return make(**options)(function) if options else make(function)
-    twins = importlib.import_module(FALLBACKS[function.__module__])
-    return getattr(twins, function.__name__.lstrip("_"))
+    module = importlib.import_module(FALLBACKS[function.__module__])
+    return getattr(module, function.__name__.lstrip("_"))
 
 
 class _Array(np.ndarray):
-    """An argument of a kernel: its integers come out as Python's, as they do not overflow.
+    """Array argument of a kernel whose integer elements are Python integers.
 
-    Compiled code computes with 64-bit integers whatever the array holds; NumPy would go on in the
-    array's 8 to 32 bits.
+    Compiled code computes with 64-bit integers whatever the array's type; NumPy would compute in
+    its 8 to 32 bits.
     """
 
     def __getitem__(self, key):
@@ -95,9 +95,9 @@ def _argument(value):
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that runs in Python by the rules of compiled code for numbers.
+    """Return a kernel that runs in Python with the arithmetic of compiled code.
 
-    Divisions by zero and overflows give infinities and NaN in silence.
+    Divisions by zero and overflows give infinities and NaN without warnings.
     """
 
     @functools.wraps(function)

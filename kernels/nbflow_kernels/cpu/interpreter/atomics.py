@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.atomics`; a single thread runs kernels when compiling is off."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.atomics`; interpreted kernels run in one thread."""
 
 from __future__ import annotations
 

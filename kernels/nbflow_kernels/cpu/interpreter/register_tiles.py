@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.register_tiles`: a tile is an array (tokens, groups, 16)."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.register_tiles`; tiles are (tokens, groups, 16)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FloatTile = NDArray[Any]
 
 
 def _widened(like: Any, stored: Vector) -> Vector:
-    """Return the bits of weights as float32; `like` says which type they are of."""
+    """Return the bits of weights as float32; of the type of `like`."""
     if like.dtype == np.int16:
         return stored.view(np.float16).astype(np.float32)
     if like.dtype == np.uint16:
@@ -38,18 +38,18 @@ def store(at: Any, tile: FloatTile) -> None:
     write(at, tile)
 
 
-def load_apart(groups: int, tokens: int, at: Any, token: Any) -> FloatTile:
-    """Return the tile at an address, its tokens `token` bytes from each other."""
+def load_strided(groups: int, tokens: int, at: Any, token: Any) -> FloatTile:
+    """Return the tile at an address, its tokens `token` bytes apart."""
     return np.stack([load(groups, 1, at + token * t)[0] for t in range(tokens)])
 
 
-def store_apart(at: Any, token: Any, tile: FloatTile) -> None:
-    """Write a tile to an address, its tokens `token` bytes from each other."""
+def store_strided(at: Any, token: Any, tile: FloatTile) -> None:
+    """Write a tile to an address, its tokens `token` bytes apart."""
     for t, vectors in enumerate(tile):
         write(at + token * t, vectors)
 
 
-def beside(a: FloatTile, b: FloatTile) -> FloatTile:
+def concat_groups(a: FloatTile, b: FloatTile) -> FloatTile:
     """Return one tile of the groups of two."""
     return np.concatenate([a, b], 1)
 
@@ -140,7 +140,7 @@ def transpose(like: Vector, at: Any, row_bytes: Any, to: Any) -> None:
 
 
 def transpose_f32(like: Vector, at: Any, row_bytes: Any, to: Any, distance: Any) -> None:
-    """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
+    """Transpose to float32: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes further."""
     wide = _widened(like, np.ascontiguousarray(_columns(like, at, row_bytes)))
     for i in range(4):
         write(to + distance * i, wide[i::4])

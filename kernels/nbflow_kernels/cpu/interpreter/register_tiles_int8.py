@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.register_tiles_int8`: a tile is an array (R, T, 16)."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.register_tiles_int8`: a tile is an array (R, T, 16)."""
 
 from __future__ import annotations
 

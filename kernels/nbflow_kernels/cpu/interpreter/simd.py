@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd`: vectors of 16 lanes are NumPy arrays."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd`: vectors of 16 lanes are NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd_compare`; `f64x16` is an array of float64."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd_compare`; a mask is int32 lanes of -1 or 0."""
 
 from __future__ import annotations
 
@@ -44,6 +44,43 @@ def bits_of(x):
     return int(np.float32(x).view(np.int32))
 
 
-def float_of(bits):
-    """Return the float32 with these bits."""
-    return np.uint32(int(bits) & 0xFFFFFFFF).view(np.float32)
+def less(a: Vector, b: Vector) -> Vector:
+    """Return the mask of a < b; false for NaN."""
+    mask: Vector = (a < b).astype(np.int32)
+    return -mask
+
+
+def differs(a: Vector, b: Vector) -> Vector:
+    """Return the mask of a != b; true for NaN."""
+    mask: Vector = (a != b).astype(np.int32)
+    return -mask
+
+
+def choose(mask: Vector, yes: Vector, no: Vector) -> Vector:
+    """Return `yes` where the mask is true, else `no`."""
+    return np.where(mask != 0, yes, no)
+
+
+def any_lane(mask: Vector) -> bool:
+    """Return whether the mask is true in any lane."""
+    return bool((mask != 0).any())
+
+
+def absolute(v: Vector) -> Vector:
+    """Return the magnitudes."""
+    return np.abs(v)
+
+
+def sqrt(v: Vector) -> Vector:
+    """Return the square roots."""
+    return np.sqrt(v)
+
+
+def smaller(a: Vector, b: Vector) -> Vector:
+    """Return the smaller int32."""
+    return np.minimum(a, b)
+
+
+def larger(a: Vector, b: Vector) -> Vector:
+    """Return the larger int32."""
+    return np.maximum(a, b)

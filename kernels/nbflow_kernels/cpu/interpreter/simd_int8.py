@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd_int8`: 64 bytes are an array of uint8."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd_int8`: 64 bytes are an array of uint8."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def dot_u8_i8(acc: Vector, u: Vector, s: Vector) -> Vector:
 
 
 def dot_u7_i8(acc: Vector, u: Vector, s: Vector) -> Vector:
-    """Do as `dot_u8_i8` where all of u is below 128."""
+    """Return `dot_u8_i8` of u below 128."""
     if u.max() > 127:
         raise ValueError(f"dot_u7_i8 wants bytes below 128, got {u.max()}")
     return dot_u8_i8(acc, u, s)

@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd_memory`."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd_memory`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_i64(addr):
 
 
 def read_word(addr, i):
-    """Return the i-th int64 behind an address."""
+    """Return the i-th int64 from an address on."""
     return read_i64(addr + 8 * int(i))
 
 
@@ -117,14 +117,14 @@ _allocated: dict[int, NDArray[Any]] = {}
 
 
 def allocate(n_bytes):
-    """Return the address of new memory, until `release`."""
+    """Return the address of scratch memory that lives until `release`."""
     memory = np.full(max(1, int(n_bytes)), 0xFF, np.uint8)  # NaN
     _allocated[memory.ctypes.data] = memory
     return memory.ctypes.data
 
 
 def release(addr):
-    """Give back memory from `allocate`."""
+    """Free memory from `allocate`."""
     del _allocated[int(addr)]
 
 

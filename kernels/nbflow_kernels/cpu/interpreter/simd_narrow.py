@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd_narrow`."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd_narrow`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ load_fields1, store_fields1 = _make_fields(1, 1)
 load_pairs4, store_pairs4 = _make_fields(4, 2)
 load_pairs2, store_pairs2 = _make_fields(2, 2)
 load_pairs1, store_pairs1 = _make_fields(1, 2)
-
-
-def swap_pairs(v: Vector) -> Vector:
-    """Return int32 lanes 1, 0, 3, 2, ..."""
-    return v.reshape(-1, 2)[:, ::-1].reshape(LANES)
 
 
 def choose_odd(even: Vector, odd: Vector) -> Vector:

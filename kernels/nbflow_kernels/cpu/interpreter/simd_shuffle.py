@@ -1,4 +1,4 @@
-"""Twins of `nbflow_kernels.cpu.simd_shuffle`."""
+"""NumPy fallbacks of `nbflow_kernels.cpu.simd_shuffle`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def swap_pairs(v: Vector) -> Vector:
 
 
 def negate_evens(v: Vector) -> Vector:
-    """Return `v` with the sign of its even lanes turned."""
+    """Return `v` with the sign of its even lanes flipped."""
     signs = np.tile(np.array([1 << 31, 0], np.uint32), LANES // 2)
     return (v.view(np.uint32) ^ signs).view(np.float32)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
@@ -81,7 +81,7 @@ class KQuantFormat(QuantFormat):
         codes = np.empty((n_rows, blocks * SUPER), np.uint8)
         scales = np.empty((n_rows, blocks * self.sub_blocks), np.int16)
         mins = np.empty((n_rows, blocks * self.sub_blocks if self.has_mins else 0), np.uint8)
-        split_rows(self.integers_kernel, n_rows, 4.0 * codes.size, data, codes, scales, mins)
+        parallel_for(self.integers_kernel, n_rows, 4.0 * codes.size, data, codes, scales, mins)
         d, dmin = self._params(data.reshape(-1, self.block_bytes))
         return DecodedBlocks(
             codes,
@@ -120,7 +120,7 @@ class KQuantFormat(QuantFormat):
             m, mins = rows.m, rows.mins
             if m is None or mins is None:
                 m, mins = rows.d, np.empty((len(rows.codes), 0), np.uint8)
-            split_rows(
+            parallel_for(
                 _apply, len(rows.codes), 4.0 * rows.codes.size, rows.codes, rows.d, m, rows.scales,
                 mins, self.form.zero, out[row : row + step],
             )  # fmt: skip

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.cpu import simd, simd_memory
+from nbflow_kernels.cpu import simd, simd_compare, simd_memory
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.reference import ggml_scale_fit
 
-MODULES = (simd, simd_memory, simd_panel, ggml_scale_fit)
+MODULES = (simd, simd_compare, simd_memory, simd_panel, ggml_scale_fit)
 """Modules whose functions quantizers call by the module's name."""
 
 
@@ -91,13 +91,13 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
         "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
         "load_f16", "to_f32", "as_i32",
     )  # fmt: skip
-    of_panel = (
+    of_compare = (
         "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
     )  # fmt: skip
     return {
         simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
         simd_memory: {"store_f16": own.store_f16},
-        simd_panel: {name: getattr(own, name) for name in of_panel},
+        simd_compare: {name: getattr(own, name) for name in of_compare},
     }
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves
 
 TRIES = 7  # iq4: scales tried on either side
@@ -55,7 +55,7 @@ def iq4(
     scales = np.zeros((n_rows, width // 32), np.int16)
     d = np.empty((n_rows, width // block), np.uint16)
     weight = no_importance() if importance is None else importance
-    split_rows(_iq4, n_rows, IQ4_COST * x.size, x, weight, values, block, codes, scales, d)
+    parallel_for(_iq4, n_rows, IQ4_COST * x.size, x, weight, values, block, codes, scales, d)
     return codes, scales, d
 
 
@@ -176,7 +176,7 @@ def e4m3(x: Floats, numbers: Floats) -> Bytes:
 def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
     """Return the nearest codes, the lowest of equals, of rows for the steps (rows, K / size)."""
     codes = np.empty(x.shape, np.uint8)
-    split_rows(_fp4, len(x), FP4_COST * x.size, x, values, steps, codes)
+    parallel_for(_fp4, len(x), FP4_COST * x.size, x, values, steps, codes)
     return codes
 
 
@@ -207,7 +207,7 @@ def few_levels(x: Floats, block: int, binary: bool) -> tuple[Bytes, Halves]:
     """Return codes (rows, K) and scales (rows, K / block): signs if `binary`, else -1, 0 and 1."""
     codes = np.empty(x.shape, np.uint8)
     d = np.empty((len(x), x.shape[1] // block), np.uint16)
-    split_rows(_few_levels, len(x), ROUND_COST * x.size, x, binary, codes, d)
+    parallel_for(_few_levels, len(x), ROUND_COST * x.size, x, binary, codes, d)
     return codes, d
 
 

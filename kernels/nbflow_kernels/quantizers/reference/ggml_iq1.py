@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
@@ -40,7 +40,7 @@ def quantize(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
     near = neighbours("iq1")
     out = empty(x, 8, sub_block)
     weight = no_importance() if importance is None else importance
-    split_rows(
+    parallel_for(
         _quantize, len(x), COST * x.size, x, weight, SHIFTED, NOTHING[sub_block], FACTOR[sub_block],
         near.first, near.points, near.grid, *out,
     )  # fmt: skip

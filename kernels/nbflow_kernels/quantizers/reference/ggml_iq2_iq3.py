@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.block_formats import RowQuantizer
@@ -89,7 +89,7 @@ def quantize(name: str, x: Floats, importance: Floats | None) -> OnGrid:
     recipe, near = RECIPES[name], neighbours(name)
     out = empty(x, near.dimensions, recipe.sub_block)
     weight = no_importance() if importance is None else importance
-    split_rows(_quantize, len(x), COST * x.size, x, weight, recipe, near, out)
+    parallel_for(_quantize, len(x), COST * x.size, x, weight, recipe, near, out)
     return out
 
 

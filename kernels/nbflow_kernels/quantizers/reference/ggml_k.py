@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, simd, simd_memory
-from nbflow_kernels.quantizers import simd_panel
-from nbflow_kernels.quantizers.reference import ggml_scale_fit
-from nbflow_kernels.quantizers.simd_panel import (
-    VECTOR,
+from nbflow_kernels.cpu import jit, simd, simd_compare, simd_memory
+from nbflow_kernels.cpu.simd_compare import (
     absolute,
     choose,
     clamp,
@@ -27,6 +24,9 @@ from nbflow_kernels.quantizers.simd_panel import (
     nearest,
     sqrt,
 )
+from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.reference import ggml_scale_fit
+from nbflow_kernels.quantizers.simd_panel import VECTOR
 
 SUPER = 256  # weights of a super-block
 
@@ -74,7 +74,7 @@ def _scale_down(values, count, top, codes):
     inverse = choose(some, simd.div(simd.splat(top), largest), zero)
     for i in range(0, count * VECTOR, VECTOR):
         code = nearest(simd.mul(inverse, simd.load_f32(values + i)))
-        code = simd_panel.smaller(simd.and_(code, simd.splat_i32(255)), simd.splat_i32(top))
+        code = simd_compare.smaller(simd.and_(code, simd.splat_i32(255)), simd.splat_i32(top))
         simd.store_f32(codes + i, simd.to_f32(code))
     return simd.div(largest, simd.splat(top))
 

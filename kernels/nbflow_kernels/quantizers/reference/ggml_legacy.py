@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.llvm import LANES
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers import simd_panel
@@ -74,11 +74,11 @@ def _fit_blocks(x, importance, squares, top, signed, codes, params, start, stop)
 
 def _quantize_weighted(x: Floats, importance: Floats, top: int, signed: bool) -> QuantizedBlocks:
     squares = np.empty(len(x), np.float32)
-    split_rows(_mean_squares, len(x), 8.0 * x.size, x, squares)
+    parallel_for(_mean_squares, len(x), 8.0 * x.size, x, squares)
     blocks = x.reshape(-1, SIZE)
     codes: Bytes = np.empty(blocks.shape, np.uint8)
     params = np.empty((len(blocks), 2), np.float32)
-    split_rows(
+    parallel_for(
         _fit_blocks,
         -(-len(blocks) // LANES),
         FIT_COST * x.size,

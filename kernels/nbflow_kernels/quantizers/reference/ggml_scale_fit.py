@@ -14,8 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.quantizers.simd_panel import (
-    VECTOR,
+from nbflow_kernels.cpu.simd_compare import (
     absolute,
     any_lane,
     choose,
@@ -25,6 +24,7 @@ from nbflow_kernels.quantizers.simd_panel import (
     nearest,
     sqrt,
 )
+from nbflow_kernels.quantizers.simd_panel import VECTOR
 
 TINY = 1e-15  # blocks with a smaller largest magnitude count as zeros
 PASSES = 5  # passes of coordinate descent

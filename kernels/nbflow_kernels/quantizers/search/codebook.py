@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.search.two_level_scales import (
     Rule,
@@ -26,7 +26,7 @@ def search(
     """
     out = empty_result(x, block, sub_block, sub_block)
     tables = levels, (levels[1:] + levels[:-1]) / 2
-    split_rows(_search, len(x), COST * x.size, x, weight, tables, rule, *out)
+    parallel_for(_search, len(x), COST * x.size, x, weight, tables, rule, *out)
     return out
 
 

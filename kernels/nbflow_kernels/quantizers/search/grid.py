@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import split_rows
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers.block_formats import RowQuantizer, weights
@@ -53,7 +53,7 @@ def search_quantizer(
             int(recipe.seven_signs),
         )  # fmt: skip
         weight = weights(importance, counts)
-        split_rows(_search, len(x), COST * x.size, x, weight, tables, search_rule, *out)
+        parallel_for(_search, len(x), COST * x.size, x, weight, tables, search_rule, *out)
         return blocks(_on_grid(out, n_points))
 
     return search
@@ -196,7 +196,7 @@ def search_quantizer_iq1(sub_block: int, blocks: Callable[[OnGrid], Bytes]) -> R
         out = empty_result(x, 256, sub_block, 2 * n_groups)
         tables = levels, near.first, near.points, near.grid, int(sub_block == 32)
         weight = weights(importance, counts)
-        split_rows(_search_iq1, len(x), COST_IQ1 * x.size, x, weight, tables, search_rule, *out)
+        parallel_for(_search_iq1, len(x), COST_IQ1 * x.size, x, weight, tables, search_rule, *out)
         return blocks(_on_grid(out, n_groups))
 
     return search

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, simd, simd_memory
+from nbflow_kernels.cpu import jit, simd, simd_compare, simd_memory
+from nbflow_kernels.cpu.simd_compare import absolute, choose, differs, less
 from nbflow_kernels.quantizers import simd_panel
-from nbflow_kernels.quantizers.simd_panel import VECTOR, absolute, choose, differs, less
+from nbflow_kernels.quantizers.simd_panel import VECTOR
 
 SUPER = 256  # weights of a super-block
 HUGE = 3e38
@@ -333,7 +334,7 @@ def _normalize(at):
         largest = simd.maximum(largest, absolute(simd.load_f32(X + i)))
         heaviest = simd.maximum(heaviest, simd.load_f32(W + i))
     exponent = simd.shr(simd.as_i32(largest), simd.splat_i32(23))
-    exponent = simd_panel.clamp(simd.sub(simd.splat_i32(253), exponent), 27, 227)
+    exponent = simd_compare.clamp(simd.sub(simd.splat_i32(253), exponent), 27, 227)
     factor = simd.as_f32(simd.shl(exponent, simd.splat_i32(23)))
     back = simd.as_f32(simd.shl(simd.sub(simd.splat_i32(254), exponent), simd.splat_i32(23)))
     normal = _reciprocal(heaviest)
