@@ -19,6 +19,8 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR, AffineFormat
 from nbflow_kernels.formats.bit_fields import scalar_decoder
 from nbflow_kernels.formats.block_format import BlockFormat, FieldFormat, value_table
+from nbflow_kernels.formats.cuda_csr import add_rows
+from nbflow_kernels.formats.cuda_gather import gather, scale_in_place
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.formats.user import UserFormat
@@ -44,20 +46,15 @@ def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
     late = scale if qt.outliers is not None else 1.0  # outliers are scaled with the rest
     _decode(qt, ids, scale / late, out)
     if qt.outliers is not None:
-        from nbflow_kernels.norm.cuda import linear_norm
-        from nbflow_kernels.sparse.cuda import add_rows
-
         add_rows(qt.outliers, ids, out)
         if late != 1.0:
-            linear_norm(out, late, out)
+            scale_in_place(out, late)
 
 
 def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
     """Do as `decode`, without the outliers."""
     format, columns = qt.format, qt.shape[-1]
     if isinstance(format, FloatFormat):
-        from nbflow_kernels.embedding.cuda import gather
-
         gather(ids, qt.data.view(format.dtype), scale, out)
         return
     device = cuda.device_of(out)

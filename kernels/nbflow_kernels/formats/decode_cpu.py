@@ -46,7 +46,9 @@ from nbflow_kernels.cpu.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.cpu.simd_int8 import emit_lookup16, emit_move, emit_pair
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
 
-intrinsic = functools.partial(interpreter.intrinsic, fallback="formats_decode_cpu")
+intrinsic = functools.partial(
+    interpreter.intrinsic, fallback="nbflow_kernels.formats.interpreter_decode_cpu"
+)
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

@@ -6,7 +6,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import split_rows
-from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.formats.csr import CsrMatrix
 
 _COST = 4  # multiply-adds that a value costs, for the decision to use more than one thread
 

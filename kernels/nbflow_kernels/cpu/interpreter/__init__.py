@@ -58,17 +58,18 @@ def is_on() -> bool:
 
 
 FALLBACKS: dict[str, str] = {}
-"""Module with intrinsics to the module of this folder that holds their twins."""
+"""Module with intrinsics to the module that holds their twins."""
 
 
 def intrinsic(function: Callable[..., Any] | None = None, *, fallback: str, **options: Any) -> Any:
     """Make an intrinsic, as `numba.extending.intrinsic` does, or return its twin.
 
-    The twin is the function of the same name in the module `fallback` of this folder.
+    The twin is the function of the same name in `fallback`: a module of this folder, or with dots
+    the full name of one that lies next to the intrinsics.
     """
     if function is None:
         return lambda later: intrinsic(later, fallback=fallback, **options)
-    FALLBACKS[function.__module__] = f"{__name__}.{fallback}"
+    FALLBACKS[function.__module__] = fallback if "." in fallback else f"{__name__}.{fallback}"
     if not is_on():
         make: Any = extending.intrinsic
         return make(**options)(function) if options else make(function)

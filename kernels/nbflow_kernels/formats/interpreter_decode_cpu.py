@@ -1,8 +1,7 @@
-"""Twins of `nbflow_kernels.formats.decode_cpu`, which says more; `form` is a `CpuLayout`."""
+"""Python fallbacks of the intrinsics of `nbflow_kernels.formats.decode_cpu`."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,9 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu.interpreter import simd, simd_int8
 from nbflow_kernels.cpu.interpreter.memory import LANES, read
+from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS
 
 Vector = NDArray[Any]
-
-PAIRS, D_BYTES = (
-    7,
-    {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1},
-)  # as in `formats.layout_cpu`
-
-
-@functools.cache
-def _fields(bits: int) -> tuple[tuple[int, int, int, int, int], ...]:
-    from nbflow_kernels.formats.layout_cpu import FIELDS  # which itself needs a kernel
-
-    return FIELDS[bits]
 
 
 # ---- code vectors -------------------------------------------------------------------------------
@@ -35,7 +23,7 @@ def codes(form: Any, at: Any, v: Any) -> Vector:
         pairs = _pair_word(at, v // 2)
         return simd_int8.pair_second(pairs) if v % 2 else simd_int8.pair_first(pairs)
     code = np.zeros(4 * LANES, np.uint8)
-    for vector, bit, width, word, place in _fields(form.bits):
+    for vector, bit, width, word, place in FIELDS[form.bits]:
         if vector == v:
             stored = simd_int8.load_bytes(at + 64 * word)
             code |= simd_int8.move(stored, place, bit, width)
