@@ -9,8 +9,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
-from nbflow_kernels.embedding import cuda as embedding
-from nbflow_kernels.formats import cuda_dequantize
+from nbflow_kernels.formats import cuda_dequantize, cuda_gather
 from nbflow_kernels.formats.layout_mma import unit_form
 from nbflow_kernels.logits import cuda as logits
 from nbflow_kernels.matmul import cuda_wgmma
@@ -32,7 +31,7 @@ HOT: dict[str, tuple[Any, set[int], int]] = {
     "GELU": (lambda: activation._kernel("plain", "Gelu", True, ""), set(), 32),
     "rope of halves": (lambda: position._rope(True, True), {4}, 40),  # 4: the position
     "rope of pairs": (lambda: position._rope(False, True), {4, 8}, 40),  # 8: two cosines
-    "embedding": (lambda: embedding._gather(0, True, False), {4}, 32),  # 4: the token
+    "embedding": (lambda: cuda_gather._gather(0, True, False), {4}, 32),  # 4: the token
 }
 
 

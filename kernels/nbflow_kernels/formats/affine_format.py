@@ -9,27 +9,18 @@ has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.bit_fields import (
-    codes_kernel,
-    pack_field,
-    scalar_decoder,
-    unpack_field,
-)
-from nbflow_kernels.formats.codec_spec import PAIR_RADIX, CodecSpec, DecodedBlocks, FieldTable
-from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
-
-CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB
-
+from nbflow_kernels.formats.bit_fields import pack_blocks, unpack_field
+from nbflow_kernels.formats.block_format import CHUNK, FieldFormat
+from nbflow_kernels.formats.codec_spec import PAIR_RADIX, CodecSpec
+from nbflow_kernels.formats.registry import Bytes, Floats
 
 F16_PAIR = 0
 """Base and scale, float16 each."""
@@ -46,24 +37,18 @@ scale below 1e-5 gives codes 0.  GGML's: `GGML_EXTREME`, the weight of largest m
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AffineFormat(QuantFormat):
-    """One block format of the family; see the fields."""
+class AffineFormat(FieldFormat):
+    """One block format of the family.
 
-    name: str
-    fields: FieldTable
-    """Fields "code", "scale" and, if any, "base": float16, or both a byte."""
+    Its fields are "code", "scale" and, if any, "base": float16, or both a byte.
+    """
+
     rule: int
     """Rule by which the published quantizer finds base and scale, one of those above."""
     divisor: float
     """The published scale is the block's range, or largest magnitude, divided by this."""
     zero: int = 0
     """Without a base: the code of weight 0."""
-    block_size: int = field(init=False)
-    block_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", self.fields.block_size)
-        object.__setattr__(self, "block_bytes", self.fields.block_bytes)
 
     @property
     def n_codes(self) -> int:
@@ -77,28 +62,23 @@ class AffineFormat(QuantFormat):
             return F16_SCALE
         return F16_PAIR if self.fields["scale"].bits == 16 else U8_PAIR
 
-    @cached_property
-    def code(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, i)`` of code i of the block at byte `at`; CUDA shares it."""
-        return scalar_decoder(self.fields["code"])
-
-    @cached_property
-    def codes_kernel(self) -> Callable[..., None]:
-        """Kernel ``(data, codes, start, stop)``: the codes of rows."""
-        return codes_kernel(self.fields)
+    @property
+    def integer_form(self) -> CodecSpec:
+        """See `QuantFormat.integer_form`."""
+        return CodecSpec(
+            block=self.block_size,
+            sub_block=self.block_size,
+            code_bits=(self.n_codes - 1).bit_length(),
+            zero=self.zero,
+            base="none" if self.parameters == F16_SCALE else "d",
+            pairs=self.fields["code"].radix == PAIR_RADIX,
+            d_type="u8" if self.parameters == U8_PAIR else "f16",
+        )
 
     def blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
         """Return blocks (n, block_bytes) of codes and stored parameters (n, 2: base, scale)."""
-        blocks = np.zeros((len(codes), self.block_bytes), np.uint8)
-        pack_field(self.fields["code"], codes, blocks)
-        for i, name in enumerate(("base", "scale")):
-            if name in self.fields:
-                pack_field(self.fields[name], parameters[:, i : i + 1], blocks)
-        return blocks
-
-    def unpack_codes(self, blocks: Bytes) -> Bytes:
-        """Return the codes (n, block_size) of blocks, in NumPy."""
-        return unpack_field(self.fields["code"], blocks).astype(np.uint8)
+        numbers = {"code": codes, "base": parameters[:, :1], "scale": parameters[:, 1:]}
+        return pack_blocks(self.fields, numbers)
 
     def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
         """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
@@ -122,50 +102,21 @@ class AffineFormat(QuantFormat):
             return np.full_like(scale_f32, -0.0), scale_f32
         return np.ascontiguousarray(base).view(np.float16).astype(np.float32), scale_f32
 
-    def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return ``base + scale * (code - zero)`` (n, block_size), rounded once to float32."""
-        base, scale = (v.astype(np.float64)[:, None] for v in self.base_and_scale(blocks))
-        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
-            steps = self.unpack_codes(blocks).astype(np.int16) - np.int16(self.zero)
-            return (base + scale * steps).astype(np.float32)
-
-    def codes_of_rows(self, data: Bytes) -> Bytes:
-        """Return the codes (rows, blocks * block_size) of rows, through the scalar decoder."""
-        n_blocks = data.shape[1] // self.block_bytes
-        codes = np.empty((len(data), n_blocks * self.block_size), np.uint8)
-        parallel_for(self.codes_kernel, len(data), 8.0 * codes.size, data, codes)
-        return codes
+    def floats(self, blocks: Bytes) -> tuple[Floats, Floats | None]:
+        """Return scale and base; see `FieldFormat.floats`."""
+        base, scale = self.base_and_scale(blocks)
+        return scale, None if self.parameters == F16_SCALE else base
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
         step = max(1, CHUNK // max(out.shape[1], 1))
         for row in range(0, len(data), step):
-            part = data[row : row + step]
-            codes = self.codes_of_rows(part)
-            base, scale = self.base_and_scale(part.reshape(-1, self.block_bytes))
+            rows = self.integers(data[row : row + step])
+            base = np.full_like(rows.d, -0.0) if rows.m is None else rows.m
             parallel_for(
-                _apply, len(part), 2.0 * codes.size, codes, base.reshape(len(part), -1),
-                scale.reshape(len(part), -1), self.zero, out[row : row + step],
+                _apply, len(rows.codes), 2.0 * rows.codes.size, rows.codes, base, rows.d, self.zero,
+                out[row : row + step],
             )  # fmt: skip
-
-    @property
-    def integer_form(self) -> CodecSpec:
-        """See `QuantFormat.integer_form`."""
-        return CodecSpec(
-            block=self.block_size,
-            sub_block=self.block_size,
-            code_bits=(self.n_codes - 1).bit_length(),
-            zero=self.zero,
-            base="none" if self.parameters == F16_SCALE else "d",
-            pairs=self.fields["code"].radix == PAIR_RADIX,
-            d_type="u8" if self.parameters == U8_PAIR else "f16",
-        )
-
-    def integers(self, data: Bytes) -> DecodedBlocks:
-        """See `QuantFormat.integers`."""
-        base, scale = self.base_and_scale(data.reshape(-1, self.block_bytes))
-        m = None if self.parameters == F16_SCALE else base.reshape(len(data), -1)
-        return DecodedBlocks(self.codes_of_rows(data), scale.reshape(len(data), -1), m)
 
 
 @jit.kernel

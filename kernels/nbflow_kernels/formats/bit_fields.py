@@ -3,21 +3,22 @@
 `nbflow_kernels.formats.codec_spec.FieldTable` describes the bytes.  Here:
 
 =======================  ==========================================================================
-`pack_field`             numbers to the bytes of blocks, in NumPy
+`pack_blocks`            numbers of all fields to the bytes of blocks, in NumPy
 `unpack_field`           and back
 `scalar_decoder`         function ``(row, at, i)`` of one number, for kernels (CPU and CUDA)
-`codes_kernel`           kernel that decodes the codes of rows
+`write_field`            the numbers of a field to the bytes of a block, for kernels
 `byte_table`             the table of bytes for a docstring
-`bit_sources`            map of bits of a format that brings its own packing (`BlockFields`)
+`bit_sources`            map from bits to numbers, for quantizers on CUDA devices
 =======================  ==========================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
@@ -27,6 +28,22 @@ from nbflow_kernels.formats.registry import Bytes
 # ---- arrays -------------------------------------------------------------------------------------
 
 
+def _plane_bytes(plane: Plane, n: int, blocks: Bytes, k: int) -> Bytes:
+    """Return byte `k` of the words of a plane, a view (blocks, groups, stride) of `blocks`."""
+    row, byte = blocks.strides
+    shape = (len(blocks), plane.n_groups(n), plane.stride)
+    return as_strided(blocks[:, plane.at + k :], shape, (row, plane.step * byte, byte))
+
+
+def pack_blocks(table: FieldTable, numbers: Mapping[str, NDArray[Any]]) -> Bytes:
+    """Return the blocks (n, block bytes) of numbers, (n, field.n) for each field, as stored."""
+    parts = {f.name: numbers[f.name].reshape(-1, f.n) for f in table.fields}
+    blocks = np.zeros((len(parts[table.fields[0].name]), table.block_bytes), np.uint8)
+    for field in table.fields:
+        pack_field(field, parts[field.name], blocks)
+    return blocks
+
+
 def pack_field(field: Field, numbers: NDArray[Any], blocks: Bytes) -> None:
     """Write numbers (n, field.n) to their bits of blocks (n, block bytes), which are zero there."""
     stored = numbers.astype(np.uint16)
@@ -34,70 +51,77 @@ def pack_field(field: Field, numbers: NDArray[Any], blocks: Bytes) -> None:
         stored = stored[:, 0::2] + np.uint16(field.radix) * stored[:, 1::2]
     stored = stored ^ np.uint16(field.flip)
     for plane in field.planes:
-        count = plane.span(stored.shape[1])
-        part = (stored[:, plane.first : plane.first + count] >> np.uint16(plane.shift)) & np.uint16(
-            (1 << plane.bits) - 1
-        )
-        into = blocks[:, plane.at : plane.at + plane.n_bytes(stored.shape[1])]
-        if plane.bits == 16:
-            into[...] = np.ascontiguousarray(part).astype("<u2").view(np.uint8)
-            continue
-        slots = part.reshape(len(part), -1, plane.per_byte, plane.stride) if plane.stride else part
-        for k in range(plane.per_byte):
-            shifted = slots[:, :, k] << np.uint16(plane.place + plane.bits * k)
-            into |= shifted.reshape(len(part), -1).astype(np.uint8)
+        dtype = np.dtype(f"u{plane.word_bytes}").type
+        part = stored[:, plane.first : plane.first + plane.span(field.n_stored)]
+        part = ((part >> np.uint16(plane.shift)) & np.uint16((1 << plane.bits) - 1)).astype(dtype)
+        part = part.reshape(len(part), -1, plane.per_group, plane.stride)
+        words = np.zeros_like(part[:, :, 0])
+        for k in range(plane.per_group):
+            words |= part[:, :, k] << dtype(plane.bit + plane.pitch * k)
+        for k in range(plane.word_bytes):
+            into = _plane_bytes(plane, field.n_stored, blocks, k)
+            into |= (words >> dtype(8 * k)).astype(np.uint8)
 
 
 def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:
     """Return the numbers (n, field.n) of blocks (n, block bytes)."""
     stored = np.zeros((len(blocks), field.n_stored), np.uint16)
     for plane in field.planes:
-        data = blocks[:, plane.at : plane.at + plane.n_bytes(field.n_stored)]
+        dtype = np.dtype(f"u{plane.word_bytes}").type
+        if plane.bits == field.bits == 8 * plane.word_bytes == 8 * plane.step:  # whole words
+            data = blocks[:, plane.at : plane.at + plane.n_bytes(field.n_stored)]
+            stored = np.ascontiguousarray(data).view(dtype).astype(np.uint16, copy=False)
+            break
+        words = _plane_bytes(plane, field.n_stored, blocks, 0).astype(dtype)
+        for k in range(1, plane.word_bytes):
+            words |= _plane_bytes(plane, field.n_stored, blocks, k).astype(dtype) << dtype(8 * k)
+        shifts = (plane.bit + plane.pitch * np.arange(plane.per_group)).astype(dtype)
+        part = (words[:, :, None] >> shifts[:, None]) & dtype((1 << plane.bits) - 1)
         into = stored[:, plane.first : plane.first + plane.span(field.n_stored)]
-        if plane.bits == 16:
-            into[...] = np.ascontiguousarray(data).view("<u2")
-            continue
-        groups = data.reshape(len(data), -1, 1, plane.stride)
-        shifts = plane.place + plane.bits * np.arange(plane.per_byte, dtype=np.uint8)
-        part = (groups >> shifts[:, None]) & np.uint8((1 << plane.bits) - 1)
-        into |= part.reshape(len(data), -1).astype(np.uint16) << np.uint16(plane.shift)
-    stored ^= np.uint16(field.flip)
+        into |= part.reshape(into.shape).astype(np.uint16) << np.uint16(plane.shift)
+    if field.flip:
+        stored = stored ^ np.uint16(field.flip)
     if not field.radix:
         return stored
     pairs = np.stack([stored % field.radix, stored // field.radix], axis=2)
     return pairs.reshape(len(blocks), field.n).astype(np.uint16)
 
 
-# ---- scalars ------------------------------------------------------------------------------------
+# ---- kernels ------------------------------------------------------------------------------------
 
-# A plane as numbers for kernels, where constants fold: address, log2 of numbers of a group of
-# bytes, log2 of the stride, stride - 1, place, bits, slots - 1, mask, shift, first number, and the
-# one after the last (0: all numbers).
+# A plane as numbers for kernels, where constants fold: byte, log2 of numbers of a group, bytes from
+# group to group, log2 of the stride, bit, pitch, numbers of a group - 1, mask, shift, first number,
+# the one after the last (0: all numbers), bytes of a word, groups, numbers of a group.
 PlaneConstants = tuple[int, ...]
-NO_PLANE: PlaneConstants = (0,) * 11
+NO_PLANE: PlaneConstants = (0,) * 14
 MOST_PLANES = 4
-ONE_GROUP = 63  # in the place of log2 of a group's numbers, where there is one group
+ONE_GROUP = 63  # as log2 of a group's numbers, where there is one group
+FieldConstants = tuple[Any, ...]
+"""Planes, inverted bits, radix, its reciprocal, factor, offset, and the planes' constants."""
+NO_FIELD: FieldConstants = (0, 0, 0, 0, 1, 0, *[NO_PLANE] * MOST_PLANES)
 
 
-def _constants(field: Field) -> tuple[Any, ...]:
-    """Return what `read_number` reads of a field."""
+def field_constants(field: Field) -> FieldConstants:
+    """Return what `read_number` and `write_field` read of a field."""
     planes: list[PlaneConstants] = []
     for plane in field.planes:
-        assert plane.bits <= 8, f"floats are read as such: {field}"
         stride = plane.stride.bit_length() - 1
-        group, slots = stride + plane.per_byte.bit_length() - 1, plane.per_byte - 1
+        group, slots = stride + plane.per_group.bit_length() - 1, plane.per_group - 1
+        n_groups = plane.n_groups(field.n_stored)
         end = plane.first + plane.span(field.n_stored) if plane.first or plane.count else 0
         if plane.span(field.n_stored) == 1 << group:  # the terms that LLVM would not fold
             group, slots = ONE_GROUP, -1
         planes.append(
             (
-                plane.at, group, stride, plane.stride - 1, plane.place, plane.bits, slots,
-                (1 << plane.bits) - 1, plane.shift, plane.first, end,
+                plane.at, group, plane.step, stride, plane.bit, plane.pitch, slots,
+                (1 << plane.bits) - 1, plane.shift, plane.first, end, plane.word_bytes, n_groups,
+                plane.per_group,
             )
         )  # fmt: skip
     n_planes = len(planes)
     planes += [NO_PLANE] * (MOST_PLANES - n_planes)
-    return (n_planes, field.flip, field.radix, reciprocal(field.radix), *planes)
+    radix = (field.radix, reciprocal(field.radix))
+    return (n_planes, field.flip, *radix, field.factor, field.offset, *planes)
 
 
 def reciprocal(radix: int) -> int:
@@ -112,38 +136,44 @@ def reciprocal(radix: int) -> int:
 
 @jit.device_function(inline="always")
 def read_bits(row, at, i, plane):
-    """Return the bits of number `i` in a plane of the block at byte `at`, where they belong."""
+    """Return the bits of number `i` in a plane of the block at byte `at`, at their position."""
     if plane[10]:
         if i < plane[9] or i >= plane[10]:
             return 0
         i = i - plane[9]
-    first, place = at + plane[0], plane[4] + ((i >> plane[2]) & plane[6]) * plane[5]
+    first, bit = at + plane[0], plane[4] + ((i >> plane[3]) & plane[6]) * plane[5]
     if plane[1] < ONE_GROUP:
-        first += (i >> plane[1]) << plane[2]
-    return ((row[first + (i & plane[3])] >> place) & plane[7]) << plane[8]
+        first += (i >> plane[1]) * plane[2]
+    first += i & ((1 << plane[3]) - 1)
+    word = np.int64(row[first])
+    if plane[11] > 1:
+        word |= np.int64(row[first + 1]) << 8
+    if plane[11] > 2:
+        word |= (np.int64(row[first + 2]) << 16) | (np.int64(row[first + 3]) << 24)
+    return ((word >> bit) & plane[7]) << plane[8]
 
 
 @jit.device_function(inline="always")
 def read_number(row, at, i, field):
     """Return number `i` of a field of the block at byte `at`."""
     j = i >> 1 if field[2] else i
-    value = read_bits(row, at, j, field[4])
+    value = read_bits(row, at, j, field[6])
     if field[0] > 1:
-        value |= read_bits(row, at, j, field[5])
-    if field[0] > 2:
-        value |= read_bits(row, at, j, field[6])
-    if field[0] > 3:
         value |= read_bits(row, at, j, field[7])
+    if field[0] > 2:
+        value |= read_bits(row, at, j, field[8])
+    if field[0] > 3:
+        value |= read_bits(row, at, j, field[9])
     value ^= field[1]
     if field[2]:
         y = (value * field[3]) >> 16  # value // radix
         value = y if i & 1 else value - field[2] * y
-    return value
+    return field[4] * value + field[5]
 
 
 def scalar_decoder(field: Field) -> Callable[..., Any]:
     """Return the function ``(row, at, i)`` of number `i` of a field in the block at byte `at`."""
-    constants = _constants(field)
+    constants = field_constants(field)
 
     @jit.device_function(inline="always")
     def decode(row, at, i):
@@ -153,21 +183,30 @@ def scalar_decoder(field: Field) -> Callable[..., Any]:
     return decoder
 
 
-def codes_kernel(table: FieldTable) -> Callable[..., None]:
-    """Return the kernel ``(data, codes, start, stop)`` that decodes the codes of rows."""
-    constants, size, n_bytes = _constants(table["code"]), table.block_size, table.block_bytes
+@jit.device_function(inline="llvm")
+def _write_plane(numbers, block, flip, offset, plane):
+    """Write the bits of numbers that lie in a plane of a block, which are zero there."""
+    stride = 1 << plane[3]
+    for g in range(plane[12]):
+        for r in range(stride):
+            word = 0
+            for k in range(plane[13]):
+                number = numbers[plane[9] + (g * plane[13] + k) * stride + r] - offset
+                word |= (((number ^ flip) >> plane[8]) & plane[7]) << (plane[4] + plane[5] * k)
+            to = plane[0] + g * plane[2] + r
+            for k in range(plane[11]):
+                block[to + k] |= (word >> (8 * k)) & 255
 
-    # only numbers are closed over: the cache of compiled kernels tells formats apart by them
-    @jit.kernel
-    def kernel(data, codes, start, stop):
-        for r in range(start, stop):
-            row, out = data[r], codes[r]
-            for b in range(data.shape[1] // n_bytes):
-                for i in range(size):
-                    out[b * size + i] = read_number(row, b * n_bytes, i, constants)
 
-    made: Callable[..., None] = kernel
-    return made
+@jit.device_function(inline="always")
+def write_field(numbers, block, field):
+    """Write the numbers of a field (without a factor) to a block, whose bits are zero there."""
+    if field[0] > 0:
+        _write_plane(numbers, block, field[1], field[5], field[6])
+    if field[0] > 1:
+        _write_plane(numbers, block, field[1], field[5], field[7])
+    if field[0] > 2:
+        _write_plane(numbers, block, field[1], field[5], field[8])
 
 
 # ---- documentation ------------------------------------------------------------------------------
@@ -199,134 +238,47 @@ def _described(field: Field, plane: Plane) -> str:
     top = plane.shift + plane.bits - 1
     which = f"bit {top}" if plane.bits == 1 else f"bits {plane.shift}-{top}"
     head = f"{what}s" if whole else f"{which} of the {what}s"
-    if plane.per_byte == 1:
+    if plane.per_group == 1:
         return f"{head}: one in each byte"
     apart = "neighbours" if plane.stride == 1 else f"{plane.stride} apart"
-    return f"{head}: {plane.per_byte} in a byte, {apart}, the first lowest"
+    return f"{head}: {plane.per_group} in a byte, {apart}, the first lowest"
 
 
-# ---- planes of formats that bring functions of their own ----------------------------------------
-
-
-def pack_fields(values: Bytes, width: int) -> Bytes:
-    """Return values (n, count), each below ``2 ** width``, as bytes (n, count * width / 8)."""
-    per_byte = 8 // width
-    parts = values.reshape(len(values), -1, per_byte)
-    result = np.zeros(parts.shape[:2], np.uint8)
-    for i in range(per_byte):
-        result |= parts[:, :, i] << np.uint8(width * i)
-    return result
-
-
-def unpack_fields(data: Bytes, width: int) -> Bytes:
-    """Return the values (n, count) of a plane of bytes (n, count * width / 8)."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)
-    return ((data[:, :, None] >> shifts) & np.uint8(2**width - 1)).reshape(len(data), -1)
-
-
-def pack_halves(values: Bytes) -> Bytes:
-    """Return values (n, 2m), each below 16, as (n, m): the first m in the low nibbles."""
-    half = values.shape[1] // 2
-    data: Bytes = values[:, :half] | (values[:, half:] << np.uint8(4))
-    return data
-
-
-def unpack_halves(data: Bytes) -> Bytes:
-    """Return the values (n, 2m) of bytes (n, m): the low nibbles first, then the high ones."""
-    return np.hstack([data & np.uint8(15), data >> np.uint8(4)])
-
-
-@jit.device_function(inline="always")
-def half_nibble(row, at, i):
-    """Return value `i` of 32 in 16 bytes at `at`: the low nibbles first, then the high ones."""
-    return (row[at + (i & 15)] >> (i >> 4 << 2)) & 15
-
-
-@jit.device_function(inline="always")
-def nibble(row, at, i):
-    """Return value `i` of the 4-bit plane that starts at byte `at`."""
-    return (row[at + (i >> 1)] >> (4 * (i & 1))) & 15
-
-
-@jit.device_function(inline="always")
-def crumb(row, at, i):
-    """Return value `i` of the 2-bit plane that starts at byte `at`."""
-    return (row[at + (i >> 2)] >> (2 * (i & 3))) & 3
-
-
-@jit.device_function(inline="always")
-def bit(row, at, i):
-    """Return value `i` of the 1-bit plane that starts at byte `at`."""
-    return (row[at + (i >> 3)] >> (i & 7)) & 1
-
-
-# ---- maps of bits read off a function that packs ------------------------------------------------
+# ---- map of bits --------------------------------------------------------------------------------
 
 FIELD_BITS = 16
 """Most bits of a number."""
 
 
-class Part(NamedTuple):
-    """Numbers of one kind in a block, such as its codes."""
+def bit_sources(table: FieldTable, counts: Mapping[str, int] | None = None) -> NDArray[np.int32]:
+    """Return which bit of which number each bit of a block is.
 
-    n: int
-    bits: int
-    """Bits of a number that are stored, at most `FIELD_BITS`."""
-    dtype: Any = np.uint8
-    """What the function that packs takes."""
-
-
-class BlockFields(NamedTuple):
-    """The numbers of a block, in order, and what makes bytes of them."""
-
-    parts: tuple[Part, ...]
-    pack: Callable[..., Bytes]
-    """Arrays (blocks, count), one for each part, to bytes (blocks, block bytes).  Each bit of the
-    bytes must come from one bit of the numbers, or be constant."""
-
-    @property
-    def n_numbers(self) -> int:
-        """How many numbers there are."""
-        return sum(part.n for part in self.parts)
-
-
-def bit_sources(fields: BlockFields) -> tuple[NDArray[np.int32], Bytes]:
-    """Return where each bit of a block comes from, and the bytes of numbers that are all 0.
+    Parameters
+    ----------
+    table : FieldTable
+        The bytes of a block.  Numbers are counted over its fields, in order.
+    counts : mapping, optional
+        Field to the numbers given for it, where several that are equal are stored as one.
 
     Returns
     -------
-    sources : array of int32, shape (block bytes * 8)
-        ``16 * number + bit``, counted over all parts, or -1 for a bit that is constant.
-    blank : array of uint8, shape (block bytes)
-        The bits are those of this, turned around where the source is 1.
+    array of int32, shape (block bytes * 8)
+        ``16 * number + bit``.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> two = BlockFields((Part(2, 4),), lambda codes: codes[:, :1] | codes[:, 1:] << 4)
-    >>> bit_sources(two)[0].tolist()
+    >>> from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane
+    >>> two = FieldTable(2, (Field("code", 2, (Plane(0, 4),)),))
+    >>> bit_sources(two).tolist()
     [0, 1, 2, 3, 16, 17, 18, 19]
     """
-
-    def packed(numbers: NDArray[np.int64]) -> Bytes:
-        ends = np.cumsum([part.n for part in fields.parts])
-        columns = np.split(numbers, ends[:-1], axis=1)
-        given = [c.astype(p.dtype) for c, p in zip(columns, fields.parts, strict=True)]
-        return fields.pack(*given).reshape(len(numbers), -1)
-
-    blank = packed(np.zeros((1, fields.n_numbers), np.int64))[0]
-    sources = np.full(8 * len(blank), -1, np.int32)
-    for part, first in zip(fields.parts, _firsts(fields), strict=True):
-        for bit in range(part.bits):
-            ones = np.zeros((part.n, fields.n_numbers), np.int64)
-            ones[np.arange(part.n), first + np.arange(part.n)] = 1 << bit
-            turned = np.unpackbits(packed(ones) ^ blank, axis=1, bitorder="little")
-            number, place = np.nonzero(turned)
-            assert (sources[place] < 0).all(), "a bit of a block has two sources"
-            sources[place] = FIELD_BITS * (first + number) + bit
-    return sources, blank
-
-
-def _firsts(fields: BlockFields) -> list[int]:
-    counts = [part.n for part in fields.parts]
-    return [sum(counts[:k]) for k in range(len(counts))]
+    sources = np.zeros(8 * table.block_bytes, np.int32)
+    first = 0
+    for field in table.fields:
+        assert not field.flip
+        assert not field.radix
+        count = (counts or {}).get(field.name, field.n)
+        numbers = first + count // field.n * np.arange(field.n)
+        sources[field.positions()] = FIELD_BITS * numbers[:, None] + np.arange(field.bits)
+        first += count
+    return sources

@@ -1,13 +1,10 @@
-"""Block formats that are described by their integer form: one class for all of them.
-
-A format module brings the layout twice, as scalar decoders for kernels and as NumPy code, and the
-this module makes a `QuantFormat` of them.
-"""
+"""Block formats that are described by their table of fields and their formula."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,96 +12,229 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.bit_fields import BlockFields
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
-from nbflow_kernels.formats.codec_spec import weights as decoded
-from nbflow_kernels.formats.registry import Bytes, Floats, Halves, QuantFormat
+from nbflow_kernels.formats.bit_fields import (
+    NO_FIELD,
+    FieldConstants,
+    field_constants,
+    pack_blocks,
+    read_number,
+    scalar_decoder,
+    unpack_field,
+)
+from nbflow_kernels.formats.codec_spec import (
+    CodecSpec,
+    DecodedBlocks,
+    Field,
+    FieldTable,
+    weights,
+)
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
 CHUNK = 1 << 22  # weights decoded or encoded at once: bounds the temporary arrays to some 50 MB
 DECODE_COST = 8.0  # operations a weight costs, for the choice of thread count
+NO_TABLE = np.zeros(0, np.uint8)
 
 Scales = NDArray[np.int16]
 
 
-@jit.device_function(inline="always")
-def decode_rows(code, scale, block, n_scales, block_bytes, data, table, codes, scales, start, stop):
-    """Write codes and scales of rows [start, stop).
+# ---- d ------------------------------------------------------------------------------------------
 
-    ``code(row, at, i, table)`` decodes weight `i` of the block at byte `at`, ``scale(row, at, s)``
-    the scale of its sub-block `s`.
+
+def _e8m0_halves() -> Floats:
+    """Return 2**(e - 128) for e = 0..255; the first two are subnormal."""
+    return np.ldexp(np.ones(256, np.float32), np.arange(256) - 128).astype(np.float32)
+
+
+def _e4m3_halves() -> Floats:
+    """Return half of the unsigned E4M3 number of each byte."""
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 15, (byte & 7) / 8
+    normal = np.ldexp(1 + mantissa, exponent - 7)
+    number = np.where(exponent == 0, np.ldexp(mantissa, -6), normal)
+    number[127] = 0
+    return (number / 2).astype(np.float32)
+
+
+E8M0, E4M3 = _e8m0_halves(), _e4m3_halves()
+"""Values of the bytes of `d`; see `CodecSpec.d_type`."""
+
+
+# ---- codes and scales ---------------------------------------------------------------------------
+
+
+@jit.device_function(inline="always")
+def read_code(row, at, i, table, code):
+    """Return code `i` of the block at byte `at`, whose field has the constants `code`."""
+    return read_number(row, at, i, code)
+
+
+@jit.device_function(inline="always")
+def decode_rows(read, code, sizes, scale, minimum, data, table, codes, scales, mins, start, stop):
+    """Write codes, scales and minima of rows [start, stop).
+
+    ``read(row, at, i, table, code)`` decodes code `i` of the block at byte `at`; `sizes` are the
+    weights, scales, minima and bytes of a block.
     """
+    size, n_scales, n_mins, n_bytes = sizes
     for r in range(start, stop):
-        row, out, out_scales = data[r], codes[r], scales[r]
-        for b in range(data.shape[1] // block_bytes):
-            at = b * block_bytes
-            for group in range(0, block, 8):
+        row, out, out_scales, out_mins = data[r], codes[r], scales[r], mins[r]
+        for b in range(data.shape[1] // n_bytes):
+            at = b * n_bytes
+            for group in range(0, size, 8):
                 for j in range(8):  # unrolled: what a group of 8 has in common is computed once
-                    out[b * block + group + j] = code(row, at, group + j, table)
+                    out[b * size + group + j] = read(row, at, group + j, table, code)
             for s in range(n_scales):
-                out_scales[b * n_scales + s] = scale(row, at, s)
-
-
-@jit.device_function(inline="always")
-def no_scale(row, at, s):
-    """Return the scale of a format without integer scales."""
-    return 1
+                out_scales[b * n_scales + s] = read_number(row, at, s, scale)
+            for s in range(n_mins):
+                out_mins[b * n_mins + s] = read_number(row, at, s, minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockFormat(QuantFormat):
-    """A block format made of its integer form; see the fields."""
+class FieldFormat(QuantFormat):
+    """A format whose bytes are described by a table of fields."""
 
     name: str
-    block_size: int
-    block_bytes: int
+    fields: FieldTable
+    """The bytes of a block: "code", or "point" and "sign" on a grid; "scale", "min", "d", "dmin" or
+    "base"."""
+    block_size: int = field(init=False)
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", self.fields.block_size)
+        object.__setattr__(self, "block_bytes", self.fields.block_bytes)
+
+    @cached_property
+    def n_scales(self) -> int:
+        """Integer scales of a block."""
+        return self.block_size // self.integer_form.sub_block if self.integer_form.scales else 0
+
+    @cached_property
+    def n_mins(self) -> int:
+        """Integer minima of a block."""
+        return self.n_scales if self.integer_form.base == "min" else 0
+
+    @property
+    def table(self) -> NDArray[Any]:
+        """Array that the decoder of codes looks up."""
+        return NO_TABLE
+
+    @cached_property
+    def code(self) -> Callable[..., Any]:
+        """Scalar decoder ``(row, at, i, table)`` of code i of the block at byte `at`."""
+        constants = field_constants(self.fields["code"])
+
+        @jit.device_function(inline="always")
+        def decode(row, at, i, table):
+            return read_number(row, at, i, constants)
+
+        decoder: Callable[..., Any] = decode
+        return decoder
+
+    @cached_property
+    def scale(self) -> Callable[..., Any]:
+        """Scalar decoder ``(row, at, s)`` of the integer scale of sub-block s."""
+        return scalar_decoder(self.fields["scale"])
+
+    @cached_property
+    def minimum(self) -> Callable[..., Any]:
+        """Scalar decoder ``(row, at, s)`` of the minimum of sub-block s."""
+        return scalar_decoder(self.fields["min"])
+
+    def _decoder(self) -> tuple[tuple[int, ...], FieldConstants, FieldConstants]:
+        """Return the constants `sizes`, `scale` and `minimum` of `decode_rows`."""
+        sizes = (self.block_size, self.n_scales, self.n_mins, self.block_bytes)
+        scale = field_constants(self.fields["scale"]) if self.n_scales else NO_FIELD
+        return sizes, scale, field_constants(self.fields["min"]) if self.n_mins else NO_FIELD
+
+    @cached_property
+    def kernel(self) -> Callable[..., None]:
+        """Kernel ``(data, table, codes, scales, mins, start, stop)``; see `decode_rows`."""
+        code = field_constants(self.fields["code"])
+        sizes, scale, minimum = self._decoder()
+
+        # only numbers are closed over: the cache of compiled kernels tells formats apart by them
+        @jit.kernel
+        def kernel(data, table, codes, scales, mins, start, stop):
+            decode_rows(
+                read_code, code, sizes, scale, minimum, data, table, codes, scales, mins, start,
+                stop,
+            )  # fmt: skip
+
+        made: Callable[..., None] = kernel
+        return made
+
+    def integers(self, data: Bytes) -> DecodedBlocks:
+        """Return rows (rows, row bytes) as integers and floats; see `QuantFormat.integers`."""
+        n_rows, n_blocks = len(data), data.shape[1] // self.block_bytes
+        codes = np.empty((n_rows, n_blocks * self.block_size), np.uint8)
+        scales = np.empty((n_rows, n_blocks * self.n_scales), np.int16)
+        mins = np.empty((n_rows, n_blocks * self.n_mins), np.uint8)
+        rows = np.ascontiguousarray(data)
+        work = DECODE_COST * codes.size
+        parallel_for(self.kernel, n_rows, work, rows, self.table, codes, scales, mins)
+        d, m = self.floats(rows.reshape(-1, self.block_bytes))
+        return DecodedBlocks(
+            codes,
+            d.reshape(n_rows, -1),
+            None if m is None else m.reshape(n_rows, -1),
+            scales if self.n_scales else None,
+            mins if self.n_mins else None,
+        )
+
+    def floats(self, blocks: Bytes) -> tuple[Floats, Floats | None]:
+        """Return `d` and `m` of blocks (n, block_bytes), float32 (n, block_size / form.block)."""
+        d_type = self.integer_form.d_type
+        m = stored_floats(self.fields["dmin"], d_type, blocks) if "dmin" in self.fields else None
+        return stored_floats(self.fields["d"], d_type, blocks), m
+
+    def unpack_codes(self, blocks: Bytes) -> Bytes:
+        """Return the codes (n, block_size) of blocks, in NumPy."""
+        return unpack_field(self.fields["code"], blocks).astype(np.uint8)
+
+    def _unpack_integers(self, name: str, blocks: Bytes) -> Scales:
+        """Return integer scales or minima (n, sub-blocks) of blocks, in NumPy."""
+        field = self.fields[name]
+        return field.factor * unpack_field(field, blocks).astype(np.int16) + np.int16(field.offset)
+
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return the weights (n, block_size) of blocks: the formula of `CodecSpec`, in NumPy."""
+        d, m = (v if v is None else v.reshape(len(blocks), -1) for v in self.floats(blocks))
+        assert d is not None
+        scales = self._unpack_integers("scale", blocks) if self.n_scales else None
+        mins = self._unpack_integers("min", blocks).astype(np.uint8) if self.n_mins else None
+        rows = DecodedBlocks(self.unpack_codes(blocks), d, m, scales, mins)
+        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
+            return weights(self.integer_form, rows)
+
+    def pack_blocks(self, **numbers: NDArray[Any]) -> Bytes:
+        """Return rows of bytes of the numbers of each field, as they are stored."""
+        blocks = pack_blocks(self.fields, numbers)
+        return blocks.reshape(len(numbers[self.fields.fields[0].name]), -1)
+
+
+def stored_floats(field: Field, d_type: str, blocks: Bytes) -> Floats:
+    """Return a field of floats of blocks (n, block_bytes) as float32 (n, field.n)."""
+    stored = unpack_field(field, blocks)
+    if d_type == "f16":
+        return stored.view(np.float16).astype(np.float32)
+    return {"e8m0": E8M0, "e4m3": E4M3}[d_type][stored]
+
+
+# ---- one scale of floats for a block, and integer scales ----------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockFormat(FieldFormat):
+    """A block format without base, decoded by `form`."""
+
     form: CodecSpec
     """The format's formula."""
-    unpack: Callable[[Bytes], tuple[Bytes, Scales | None]]
-    """Blocks (n, block_bytes) to codes (n, block_size) and integer scales (n, sub-blocks), NumPy;
-    scales are None where the form has none."""
-    steps: Callable[[Bytes], Floats]
-    """Blocks (n, block_bytes) to `d`, float32 (n, block_size / form.block)."""
-    kernel: Callable[..., None]
-    """Kernel ``(data, table, codes, scales, start, stop)`` through the scalar decoders."""
-    code: Callable[..., Any]
-    """Scalar decoder ``(row, at, i, table)`` of code i in the block at byte `at`, which the kernel
-    is made of and CUDA kernels share."""
-    scale: Callable[..., Any]
-    """The same ``(row, at, s)`` of the scale of sub-block s."""
-    table: NDArray[Any]
-    """What the scalar decoder looks up, e.g. a grid."""
-    fields: BlockFields
-    """The numbers that encoders on CUDA devices choose for a block, and how they make its bytes."""
-    d_at: int = 0
-    """Byte of a float16 `d` in the block."""
-    pack_codes: Callable[[Bytes, Halves], Bytes] | None = None
-    """Codes and d of rows to rows of bytes, where `fields` do not take codes."""
-    d_bits: Callable[..., Any] | None = None
-    """Scalar decoder ``(row, at)`` of its bits, where they are not in one place."""
 
     @property
     def integer_form(self) -> CodecSpec:
         """See `QuantFormat.integer_form`."""
         return self.form
-
-    def integers(self, data: Bytes) -> DecodedBlocks:
-        """Return rows (rows, row bytes) in the integer form, through the scalar decoders."""
-        form, n_rows = self.form, len(data)
-        n_blocks = data.shape[1] // self.block_bytes
-        width = n_blocks * self.block_size
-        codes = np.empty((n_rows, width), np.uint8)
-        scales = np.empty((n_rows, width // form.sub_block if form.scales else 0), np.int16)
-        rows = np.ascontiguousarray(data)
-        parallel_for(self.kernel, n_rows, DECODE_COST * codes.size, rows, self.table, codes, scales)
-        d = self.steps(rows.reshape(-1, self.block_bytes)).reshape(n_rows, width // form.block)
-        return DecodedBlocks(codes, d, scales=scales if form.scales else None)
-
-    def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return the weights (n, block_size) of blocks: the integer form's formula."""
-        codes, scales = self.unpack(blocks)
-        d = self.steps(blocks).reshape(len(blocks), -1)
-        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
-            return decoded(self.form, DecodedBlocks(codes, d, scales=scales))
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
@@ -125,16 +255,6 @@ def value_table(form: CodecSpec) -> Floats:
     if form.values is not None:
         return np.array(form.values, np.float32)
     return np.arange(-form.zero, 2**form.code_bits - form.zero, dtype=np.float32)
-
-
-def half_steps(at: int) -> Callable[[Bytes], Floats]:
-    """Return the function that reads the float16 scale at byte `at` of blocks (n, bytes)."""
-
-    def steps(blocks: Bytes) -> Floats:
-        stored = np.ascontiguousarray(blocks[:, at : at + 2])
-        return stored.view("<f2").astype(np.float32)
-
-    return steps
 
 
 @jit.kernel

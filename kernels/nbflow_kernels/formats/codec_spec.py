@@ -26,52 +26,71 @@ PAIR_RADIX = 11
 
 @dataclass(frozen=True)
 class Plane:
-    """Some bits of each of a run of numbers, in bytes of their own.
+    """Some bits of each of a run of numbers.
 
     Bits `shift` .. ``shift + bits - 1`` of number ``first + i`` lie in byte
-    ``at + i // (stride * per_byte) * stride + i % stride`` of the block, from bit
-    ``place + bits * (i // stride % per_byte)`` on.
+    ``at + i // (stride * per_group) * step + i % stride`` of the block, from bit
+    ``bit + pitch * (i // stride % per_group)`` on; bits from 8 on are in the bytes behind it.
     """
 
     at: int
     """First byte."""
     bits: int
-    """Bits of a number: 1 to 8, or 16 for a number of two bytes."""
+    """Bits of a number, 1 to 16."""
     shift: int = 0
     """Lowest bit of the number that lies here."""
     stride: int = 1
-    """Neighbouring numbers whose bits have the same place in neighbouring bytes; a power of two."""
-    place: int = 0
+    """Neighbouring numbers whose bits have the same position in neighbouring bytes; a power of
+    two."""
+    bit: int = 0
     """Bit of the byte at which the first number's bits begin."""
-    per_byte: int = 0
-    """Numbers of a byte, a power of two; 0: as many as fit."""
+    per_group: int = 0
+    """Numbers of a byte, or of a little-endian word of 2 or 4 bytes; a power of two.  0: as many as
+    fit in a byte."""
     first: int = 0
     """The first number that has bits here."""
     count: int = 0
     """Numbers that have bits here; 0: all from `first` on."""
+    step: int = 0
+    """Bytes from one group of ``stride * per_group`` numbers to the next; 0: no gaps."""
+    pitch: int = 0
+    """Bits from one number of a byte or word to the next; 0: no gaps."""
 
     def __post_init__(self) -> None:
-        if not self.per_byte:
-            fit = max(1, (8 - self.place) // self.bits)
-            object.__setattr__(self, "per_byte", 1 << fit.bit_length() - 1)
-        if self.stride & self.stride - 1 or self.per_byte & self.per_byte - 1:
-            raise UsageError(f"a plane's stride and numbers per byte are powers of two: {self}")
+        pitch = self.pitch or self.bits
+        fit = max(1, (8 - self.bit - self.bits) // pitch + 1)
+        per_group = self.per_group or 1 << fit.bit_length() - 1
+        object.__setattr__(self, "pitch", pitch)
+        object.__setattr__(self, "per_group", per_group)
+        object.__setattr__(self, "step", self.step or self.stride * self.word_bytes)
+        if self.stride & self.stride - 1 or per_group & per_group - 1:
+            raise UsageError(f"a plane's stride and numbers per group are powers of two: {self}")
+        if self.word_bytes > 4 or (self.stride > 1 and self.word_bytes > 1):
+            raise UsageError(f"a plane's words have up to 4 bytes, and with a stride one: {self}")
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes that the numbers of a group share: 1, 2 or 4."""
+        n_bits = self.bit + self.pitch * (self.per_group - 1) + self.bits
+        return 1 << max(0, (n_bits - 1).bit_length() - 3)
 
     def span(self, n: int) -> int:
         """Return the numbers that have bits here, of a field of `n`."""
         return self.count or n - self.first
 
+    def n_groups(self, n: int) -> int:
+        """Return the groups of numbers, of a field of `n`."""
+        return -(-self.span(n) // (self.stride * self.per_group))
+
     def n_bytes(self, n: int) -> int:
-        """Return the bytes of the plane, of a field of `n` numbers."""
-        return 2 * self.span(n) if self.bits == 16 else -(-self.span(n) // self.per_byte)
+        """Return the bytes from the first to the last of the plane, of a field of `n` numbers."""
+        return (self.n_groups(n) - 1) * self.step + self.stride + self.word_bytes - 1
 
     def positions(self, n: int) -> NDArray[np.int64]:
         """Return the bit of the block at which each number's bits begin, of a field of `n`."""
         i = np.arange(self.span(n))
-        if self.bits == 16:
-            return 8 * self.at + 16 * i
-        byte = self.at + i // (self.stride * self.per_byte) * self.stride + i % self.stride
-        return 8 * byte + self.place + self.bits * (i // self.stride % self.per_byte)
+        byte = self.at + i // (self.stride * self.per_group) * self.step + i % self.stride
+        return 8 * byte + self.bit + self.pitch * (i // self.stride % self.per_group)
 
 
 @dataclass(frozen=True)
@@ -79,13 +98,16 @@ class Field:
     """Numbers of one kind in a block: codes, scales, minima, or floats as their bits."""
 
     name: str
-    """"code", "scale", "min", "base", "d", "dmin"."""
+    """"code", "scale", "min", "base", "d", "dmin"; on grids "point" and "sign"."""
     n: int
     planes: tuple[Plane, ...]
     signed: bool = False
-    """Whether they are stored as two's complement; a code counts from the lowest number."""
+    """Whether they are stored as two's complement; a number counts from the lowest one."""
     radix: int = 0
     """Not 0: numbers are pairs' halves 0 .. radix - 1; planes hold ``x + radix * y``."""
+    factor: int = 1
+    """An integer scale is ``factor * number + offset``."""
+    offset: int = 0
 
     @property
     def n_stored(self) -> int:
@@ -104,7 +126,7 @@ class Field:
 
     @property
     def flip(self) -> int:
-        """Bits of a stored number that are turned around."""
+        """Bits of a stored number that are inverted."""
         return 1 << self.bits - 1 if self.signed else 0
 
     def positions(self) -> NDArray[np.int64]:
@@ -122,9 +144,9 @@ class Field:
 class FieldTable:
     """All bytes of a block, by field: the one place that says where a format's bits lie.
 
-    `nbflow_kernels.formats.bit_fields` derives from it packing and unpacking, the scalar decoder of
-    CPU and CUDA kernels, the map of bits, and the table of bytes of the format's docstring; the
-    key/value cache takes its rows from it.
+    `nbflow_kernels.formats.bit_fields` derives from it packing and unpacking, the decoders of CPU
+    and CUDA kernels, the map of bits of CUDA encoders, and the table of bytes of the format's
+    docstring; the key/value cache takes its rows from it.
 
     Raises
     ------

@@ -17,8 +17,10 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR, AffineFormat
-from nbflow_kernels.formats.block_format import BlockFormat, value_table
-from nbflow_kernels.formats.codec_spec import FieldTable
+from nbflow_kernels.formats.bit_fields import scalar_decoder
+from nbflow_kernels.formats.block_format import BlockFormat, FieldFormat, value_table
+from nbflow_kernels.formats.cuda_csr import add_rows
+from nbflow_kernels.formats.cuda_gather import gather, scale_in_place
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.formats.user import UserFormat
@@ -44,20 +46,15 @@ def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
     late = scale if qt.outliers is not None else 1.0  # outliers are scaled with the rest
     _decode(qt, ids, scale / late, out)
     if qt.outliers is not None:
-        from nbflow_kernels.norm.cuda import linear_norm
-        from nbflow_kernels.sparse.cuda import add_rows
-
         add_rows(qt.outliers, ids, out)
         if late != 1.0:
-            linear_norm(out, late, out)
+            scale_in_place(out, late)
 
 
 def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
     """Do as `decode`, without the outliers."""
     format, columns = qt.format, qt.shape[-1]
     if isinstance(format, FloatFormat):
-        from nbflow_kernels.embedding.cuda import gather
-
         gather(ids, qt.data.view(format.dtype), scale, out)
         return
     device = cuda.device_of(out)
@@ -196,12 +193,10 @@ def on_device(format: UserFormat, name: str) -> Any:
     return numbers.device(again)
 
 
-def key_of(format: Any) -> str:
+def key_of(format: FieldFormat) -> str:
     """Return what tells the kernels of two formats apart."""
-    file = Path(format.code.py_func.__code__.co_filename)
-    table = getattr(format, "fields", None)
-    fields = repr(table) if isinstance(table, FieldTable) else ""
-    return f"{format.name} {source_digest(file)} {fields}"
+    file = Path(format.code.py_func.__code__.co_filename)  # type: ignore[attr-defined]
+    return f"{format.name} {source_digest(file)} {format.fields!r}"
 
 
 def _sub_block(format: Any) -> int:
@@ -211,21 +206,21 @@ def _sub_block(format: Any) -> int:
 def _reader(format: Any) -> tuple[Any, Any, bool]:
     """Return ``parameters(data, at, s)`` to (step, base), ``value(data, at, i, table, values)``."""
     if isinstance(format, AffineFormat):
-        return _linear_parameters(format), _plain_value(format), format.parameters != F16_SCALE
+        return _linear_parameters(format), _value(format), format.parameters != F16_SCALE
     if isinstance(format, KQuantFormat):
-        return _k_parameters(format), _plain_value(format), format.has_mins
+        return _k_parameters(format), _value(format), format.has_mins
     assert isinstance(format, BlockFormat)
     return _integer_parameters(format), _table_value(format), False
 
 
-def _plain_value(format):
+def _value(format):
     from nbflow_kernels.cuda.numba_conversions import device
 
     code, zero = format.code, format.integer_form.zero
 
     @device
     def value(data, at, i, table, values):
-        return np.float32(np.int32(code(data, at, i)) - np.int32(zero))
+        return np.float32(np.int32(code(data, at, i, table)) - np.int32(zero))
 
     return value
 
@@ -263,45 +258,48 @@ def _linear_parameters(format: AffineFormat) -> Any:
 def _k_parameters(format: KQuantFormat) -> Any:
     from nbflow_kernels.cuda.numba_conversions import device, half_at
 
-    scale, minimum, d_at, has_mins = format.scale, format.minimum, format.d_at, format.has_mins
+    scale, d_at = format.scale, format.fields.at("d")
+    if not format.has_mins:
+
+        @device
+        def signed(data, at, s):
+            return half_at(data, at + d_at) * np.float32(scale(data, at, s)), np.float32(0)
+
+        return signed
+    minimum, dmin_at = format.minimum, format.fields.at("dmin")
 
     @device
-    def parameters(data, at, s):
+    def with_minimum(data, at, s):
         step = half_at(data, at + d_at) * np.float32(scale(data, at, s))
-        base = np.float32(0)
-        if has_mins:
-            base = -(half_at(data, at + d_at + 2) * np.float32(minimum(data, at, s)))
-        return step, base
+        return step, -(half_at(data, at + dmin_at) * np.float32(minimum(data, at, s)))
 
-    return parameters
+    return with_minimum
 
 
 def _integer_parameters(format: BlockFormat) -> Any:
     from nbflow_kernels.cuda import numba_conversions as numbers
 
-    form, scale, d_at = format.form, format.scale, format.d_at
-    d_bits: Any = format.d_bits
-    factor, has_scales = np.float32(form.factor), form.scales
+    form, d, d_at = format.form, format.fields["d"], format.fields.at("d")
+    factor = np.float32(form.factor)
     of_block = {"e8m0": numbers.e8m0_at, "e4m3": numbers.e4m3_at, "f16": numbers.half_at}[
         form.d_type
     ]
+    d_bits, scale = scalar_decoder(d), format.scale if form.scales else None
 
     @numbers.device
     def with_d_bits(data, at, s):
-        step = numbers.half(np.int32(d_bits(data, at))) * factor
+        step = numbers.half(np.int32(d_bits(data, at, 0))) * factor
         return step * np.float32(scale(data, at, s)), np.float32(0)
 
     @numbers.device
-    def in_place(data, at, s):
+    def with_scales(data, at, s):
         step = of_block(data, at + d_at) * factor
-        if has_scales:
-            step *= np.float32(scale(data, at, s))
-        return step, np.float32(0)
+        return step * np.float32(scale(data, at, s)), np.float32(0)
 
     @numbers.device
     def for_each_sub_block(data, at, s):
         return of_block(data, at + d_at + s) * factor, np.float32(0)
 
-    if d_bits is not None:
+    if len(d.planes) > 1:
         return with_d_bits
-    return for_each_sub_block if form.block < format.block_size else in_place
+    return with_scales if form.scales else for_each_sub_block

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.registry import Floats
-from nbflow_kernels.sparse.csr import CsrMatrix
 
 
 def add_outliers(outliers: CsrMatrix, out: Floats) -> None:

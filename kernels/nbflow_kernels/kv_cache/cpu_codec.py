@@ -82,7 +82,7 @@ def _layout(format: AffineFormat) -> tuple[int, ...]:
     head = (format.block_size, format.block_bytes, fields.at("scale"), base_at)
     planes = sorted(code.planes, key=lambda plane: plane.shift)
     low, rest = planes[0], planes[1:]
-    known = all(p.stride == 1 and not p.first and not p.count and not p.place for p in rest)
+    known = all(p.stride == 1 and not p.first and not p.count and not p.bit for p in rest)
     rule = (format.zero if not code.signed else 0, format.n_codes, format.rule, format.divisor)
     if code.radix and known and low.bits == 4 and low.stride == 1:
         middle_at = rest.pop(0).at if rest[0].bits == 4 else -1

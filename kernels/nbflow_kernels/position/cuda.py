@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels.embedding.cuda import KINDS, POINTERS
+from nbflow_kernels.formats.cuda_gather import KINDS, POINTERS
 from nbflow_kernels.position import cpu
 
 _THREADS = 128

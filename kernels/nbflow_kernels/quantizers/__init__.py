@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nbflow_kernels.arrays import check_array, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
@@ -30,7 +31,6 @@ from nbflow_kernels.quantizers.outliers import (
     soft_range,
 )
 from nbflow_kernels.quantizers.registry import quantize_rows
-from nbflow_kernels.sparse.csr import CsrMatrix
 
 __all__ = [
     "DAMPING",

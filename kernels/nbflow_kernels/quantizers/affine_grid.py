@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.bit_fields import unpack_field
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, QuantFormat
 from nbflow_kernels.quantizers.k_formats import pack_super_blocks
@@ -93,7 +94,6 @@ def with_codes(format: QuantFormat, data: Bytes, codes: Bytes) -> Bytes:
 def stored_halves(format: KQuantFormat, blocks: Bytes) -> NDArray[np.uint16]:
     """Return the bits of `d` and `dmin` (n, 2) of super-blocks; without minima the second is 0."""
     params = np.zeros((len(blocks), 2), np.uint16)
-    for i in range(2 if format.has_mins else 1):
-        at = format.d_at + 2 * i
-        params[:, i] = np.ascontiguousarray(blocks[:, at : at + 2]).view("<u2")[:, 0]
+    for i, name in enumerate(("d", "dmin") if format.has_mins else ("d",)):
+        params[:, i] = unpack_field(format.fields[name], blocks)[:, 0]
     return params

@@ -35,11 +35,11 @@ def _on_grid(
 
 
 QUANTIZERS = {
-    "iq1_s": _iq1(32, iq1.blocks_iq1_s, needs_importance=True),
-    "iq1_m": _iq1(16, iq1.blocks_iq1_m),
-    "iq2_xxs": _on_grid("iq2_xxs", iq2.MAGNITUDES, iq2.blocks_iq2_xxs, needs_importance=True),
-    "iq2_xs": _on_grid("iq2_xs", iq2.MAGNITUDES, iq2.blocks_iq2_xs, needs_importance=True),
-    "iq2_s": _on_grid("iq2_s", iq2.MAGNITUDES, iq2.blocks_iq2_s),
-    "iq3_xxs": _on_grid("iq3_xxs", iq3.MAGNITUDES_XXS, iq3.blocks_iq3_xxs),
-    "iq3_s": _on_grid("iq3_s", iq3.MAGNITUDES_S, iq3.blocks_iq3_s),
+    "iq1_s": _iq1(32, iq1.IQ1_S.pack_rows, needs_importance=True),
+    "iq1_m": _iq1(16, iq1.IQ1_M.pack_rows),
+    "iq2_xxs": _on_grid("iq2_xxs", iq2.MAGNITUDES, iq2.IQ2_XXS.pack_rows, needs_importance=True),
+    "iq2_xs": _on_grid("iq2_xs", iq2.MAGNITUDES, iq2.IQ2_XS.pack_rows, needs_importance=True),
+    "iq2_s": _on_grid("iq2_s", iq2.MAGNITUDES, iq2.IQ2_S.pack_rows),
+    "iq3_xxs": _on_grid("iq3_xxs", iq3.MAGNITUDES_XXS, iq3.IQ3_XXS.pack_rows),
+    "iq3_s": _on_grid("iq3_s", iq3.MAGNITUDES_S, iq3.IQ3_S.pack_rows),
 }

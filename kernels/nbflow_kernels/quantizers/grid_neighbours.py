@@ -46,7 +46,7 @@ def neighbours(name: str) -> Neighbours:
     width, n_levels = (2, 3) if dimensions == 8 else (3, 8)
     number = np.arange(n_levels**dimensions)
     cube = np.stack([number // n_levels**i % n_levels for i in range(dimensions)], axis=1)
-    on_grid = grids.coordinates(grid, np.arange(len(grid))[:, None], dimensions)
+    on_grid = grids.coordinates(grid[:, None], dimensions)
     bits = (cube << width * np.arange(dimensions)).sum(axis=1)
     counts = np.zeros(1 << width * dimensions, np.int32)
     lists = []

@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.quantizers.registry import quantize_rows
-from nbflow_kernels.sparse.csr import CsrMatrix
 
 LARGEST_RATIO = 0.05
 SAMPLE = 1 << 20  # most weights the soft range is taken from

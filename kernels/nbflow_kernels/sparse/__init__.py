@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.sparse import cpu, cuda
-from nbflow_kernels.sparse.csr import CsrMatrix
 
 __all__ = ["CsrMatrix", "sparse_matmul"]
 

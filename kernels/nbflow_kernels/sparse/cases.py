@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.op_case import OpCase
-from nbflow_kernels.sparse.csr import CsrMatrix
 
 _REASON = (
     "float32 sums of n products of two N(0, 1) numbers, one after the other: partial sums below "

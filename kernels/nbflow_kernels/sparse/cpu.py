@@ -6,7 +6,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.formats.csr import CsrMatrix
 
 _COST = 4  # multiply-adds per value, for the choice of thread count
 

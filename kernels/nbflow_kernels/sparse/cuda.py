@@ -13,11 +13,6 @@ _sparse_matmul = cuda.cpp_kernel(
     "i64 out_row, i32 accumulate",
 )  # fmt: skip
 
-_add_rows = cuda.cpp_kernel(
-    __file__, "sparse.cu", "add_rows",
-    "i32*? ids, i32* indptr, i32* indices, f32* values, f32* out, i32 n_rows, i32 E",
-)  # fmt: skip
-
 
 def sparse_matmul(x: Any, w: Any, accumulate: bool, out: Any) -> None:
     """See `nbflow_kernels.sparse_matmul`."""
@@ -27,10 +22,3 @@ def sparse_matmul(x: Any, w: Any, accumulate: bool, out: Any) -> None:
     rows = (x.strides[0] // 4, out.strides[0] // 4)
     args = (x, w.indptr, w.indices, w.values, out, T, N, *rows, accumulate)
     _sparse_matmul((cuda.ceil_div(N, _ROWS), min(T, 1024)), (32, _ROWS), args)
-
-
-def add_rows(w: Any, ids: Any, out: Any) -> None:
-    """Add rows `ids` (None: all) of a sparse matrix to the rows of `out`."""
-    if out.size and w.nnz:
-        args = (ids, w.indptr, w.indices, w.values, out, w.shape[0], w.shape[1])
-        _add_rows(len(out), 64, args)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.formats.csr import CsrMatrix
 
 
 def sparse_matmul(

@@ -19,12 +19,3 @@ extern "C" __global__ void sparse_matmul(const float* x, const int* indptr, cons
     }
   }
 }
-
-// out[t, indices[j]] += values[j], j in row ids[t] (without ids: t) of the sparse matrix.
-extern "C" __global__ void add_rows(const int* ids, const int* indptr, const int* indices,
-                                    const float* values, float* out, int n_rows, int E) {
-  int row = ids != nullptr ? ids[blockIdx.x] : blockIdx.x;
-  if (row < 0 || row >= n_rows) return;
-  for (int j = indptr[row] + threadIdx.x; j < indptr[row + 1]; j += blockDim.x)
-    out[(long long)blockIdx.x * E + indices[j]] += values[j];
-}

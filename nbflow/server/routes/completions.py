@@ -156,7 +156,7 @@ class _Answer:
     def _lacks_prompt(self, chunk: OutputChunk, job: GenerationStream) -> bool:
         """Return whether a chunk must wait for the prompt's log-probabilities."""
         asked = self._first_request(chunk, job)
-        return self._body.echo and asked.wants_prompt_logits
+        return self._body.echo and asked.needs_prompt_logits
 
     def _first_request(self, chunk: OutputChunk, job: GenerationStream) -> EngineRequest:
         """Return the request that is told the log-probabilities of a choice's prompt."""

@@ -127,8 +127,8 @@ def test_a_table_with_overlaps_or_gaps_is_refused(planes):
 
 def test_fields_of_a_part_of_the_numbers():
     """The six bits of K-quants' scales lie apart for the first and the last numbers."""
-    low = Plane(4, 4, first=4, per_byte=1)
-    field = Field("scale", 8, (Plane(0, 6, count=4), low, Plane(0, 2, 4, place=6, first=4)))
+    low = Plane(4, 4, first=4, per_group=1)
+    field = Field("scale", 8, (Plane(0, 6, count=4), low, Plane(0, 2, 4, bit=6, first=4)))
     numbers = np.random.default_rng(0).integers(0, 64, (9, 8)).astype(np.uint8)
     blocks = np.zeros((9, 8), np.uint8)
     pack_field(field, numbers, blocks)
@@ -174,7 +174,7 @@ def test_codes_survive_packing(name):
     codes = codes.astype(np.uint8)
     blocks = format.blocks(codes, np.zeros((50, 2), np.uint16))
     assert np.array_equal(format.unpack_codes(blocks), codes)
-    assert np.array_equal(format.codes_of_rows(blocks), codes)
+    assert np.array_equal(format.integers(blocks).codes, codes)
 
 
 def test_pair_codes_are_split_without_a_division():

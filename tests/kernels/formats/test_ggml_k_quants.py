@@ -44,7 +44,7 @@ def random_bytes(name: str, rows: int = 40, blocks: int = 3) -> np.ndarray:
     format = FORMATS[name]
     data = np.random.default_rng(5).integers(0, 256, (rows, blocks * format.block_bytes), np.uint8)
     flat = data.reshape(-1, format.block_bytes)
-    at = [format.d_at, format.d_at + 2] if format.has_mins else [format.d_at]
+    at = [format.fields.at(name) for name in ("d", "dmin") if name in format.fields]
     for i, zeros in zip(at, (slice(0, 4), slice(2, 6)), strict=False):
         flat[:, i + 1] &= 0xBF  # exponents below 16: finite, both signs
         flat[zeros, i], flat[zeros, i + 1] = 0, [0, 128] * 2
@@ -59,7 +59,7 @@ def test_block_has_the_published_size(name):
     format = FORMATS[name]
     assert (format.block_size, format.block_bytes) == gguf.GGML_QUANT_SIZES[published(name)]
     assert format.bits_per_weight == BITS[name]
-    doc = sys.modules[format.integers_kernel.py_func.__module__].__doc__
+    doc = sys.modules[f"nbflow_kernels.formats.ggml.{name}"].__doc__
     assert f"= {format.bits_per_weight:g} bits per weight" in doc
 
 

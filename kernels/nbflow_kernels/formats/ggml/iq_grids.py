@@ -26,13 +26,16 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import BlockFields, Part
+from nbflow_kernels.formats.bit_fields import field_constants, read_number, unpack_field
+from nbflow_kernels.formats.block_format import BlockFormat, decode_rows
 from nbflow_kernels.formats.registry import Bytes, Halves
 
 Grid = NDArray[np.uint16]
@@ -51,49 +54,22 @@ def _points(levels: int, dimensions: int, bit_map: str) -> Grid:
     return points
 
 
-# ---- decode, scalar -----------------------------------------------------------------------------
-
-
-@jit.device_function(inline="always")
-def word(row, at):
-    """Return the 32-bit little-endian integer at byte `at`."""
-    low = np.int64(row[at]) | (np.int64(row[at + 1]) << 8)
-    return low | (np.int64(row[at + 2]) << 16) | (np.int64(row[at + 3]) << 24)
-
-
-@jit.device_function(inline="always")
-def sign_of_seven(bits, j):
-    """Return sign bit `j` of 8, the last of which makes the number of ones even."""
-    folded = bits ^ (bits >> 4)
-    folded ^= folded >> 2
-    folded ^= folded >> 1
-    return ((bits | ((folded & 1) << 7)) >> j) & 1
-
-
-# ---- decode, NumPy ------------------------------------------------------------------------------
-
-
-def coordinates(grid: Grid, index: NDArray[np.integer], dimensions: int) -> Bytes:
-    """Return the coordinates (n, groups * dimensions) of the points `index` (n, groups)."""
+def coordinates(points: NDArray[np.uint16], dimensions: int) -> Bytes:
+    """Return the coordinates (n, groups * dimensions) of points (n, groups)."""
     width = 2 if dimensions == 8 else 3
     shifts = width * np.arange(dimensions, dtype=np.uint16)
-    digits = (grid[index][:, :, None] >> shifts) & np.uint16(2**width - 1)
-    result: Bytes = digits.astype(np.uint8).reshape(len(index), -1)
+    digits = (points[:, :, None] >> shifts) & np.uint16(2**width - 1)
+    result: Bytes = digits.astype(np.uint8).reshape(len(points), -1)
     return result
 
 
-def signs_of_seven(bits: NDArray[np.integer]) -> Bytes:
-    """Return 8 sign bits of each of `bits` (n, groups) as (n, groups * 8)."""
-    seven = bits.astype(np.uint8)
-    folded = seven ^ (seven >> 4)
-    folded ^= folded >> 2
-    folded ^= folded >> 1
-    return sign_bits(seven | (folded << 7))
-
-
-def sign_bits(bits: Bytes) -> Bytes:
-    """Return the bits of bytes (n, groups), the lowest first, as (n, groups * 8)."""
-    return np.unpackbits(bits, axis=1, bitorder="little")
+def signs_of_seven(bits: Bytes) -> Bytes:
+    """Return bytes of 8 signs, the last of which makes the number of ones even, of seven."""
+    folded = bits ^ (bits >> np.uint8(4))
+    folded ^= folded >> np.uint8(2)
+    folded ^= folded >> np.uint8(1)
+    signs: Bytes = bits | (folded << np.uint8(7))
+    return signs
 
 
 # ---- the grids ----------------------------------------------------------------------------------
@@ -163,6 +139,9 @@ GRID_IQ3_S = _points(
 )
 
 
+# ---- formats ------------------------------------------------------------------------------------
+
+
 class OnGrid(NamedTuple):
     """Rows of weights as points of a grid."""
 
@@ -176,13 +155,96 @@ class OnGrid(NamedTuple):
     """(rows, K / 256)."""
 
 
-def grid_fields(
-    n_points: int, point_bits: int, n_scales: int, blocks: Callable[[OnGrid], Bytes],
-    scale_bits: int = 4, sign_bits: int = 8,
-) -> BlockFields:  # fmt: skip
-    """Return the numbers of a block of 256 weights on a grid: points, signs, scales and d."""
-    parts = (
-        Part(n_points, point_bits, np.uint16), Part(32, sign_bits), Part(n_scales, scale_bits),
-        Part(1, 16, np.uint16),
-    )  # fmt: skip
-    return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))
+@jit.device_function(inline="always")
+def read_on_grid(row, at, i, grid, code):
+    """Return code `i` of the block at byte `at`: a coordinate of a point, and above it the sign.
+
+    `code` is constants of the fields of points and signs, log2 of the weights that share a point
+    and a sign field, bits of a coordinate and of a sign field.
+    """
+    point = read_number(row, at, i >> code[2], code[0])
+    sign = read_number(row, at, i >> code[3], code[1])
+    if code[5] == 7:  # the last of 8 makes the number of ones even
+        folded = sign ^ (sign >> 4)
+        folded ^= folded >> 2
+        folded ^= folded >> 1
+        sign |= (folded & 1) << 7
+    if code[5] > 1:
+        sign = (sign >> (i & 7)) & 1
+    coordinate = np.int64(grid[point]) >> (code[4] * (i & ((1 << code[2]) - 1)))
+    return (coordinate & ((1 << code[4]) - 1)) | (sign << code[4])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GridFormat(BlockFormat):
+    """A format whose weights are points of a grid: fields "point", "sign", "scale" and "d".
+
+    The bytes are fields of bits; codes are looked up in the grid, which is written out here.
+    """
+
+    grid: Grid
+
+    @property
+    def table(self) -> Grid:
+        """See `FieldFormat.table`."""
+        return self.grid
+
+    @property
+    def dimensions(self) -> int:
+        """Weights of a point: 4 or 8."""
+        return self.block_size // self.fields["point"].n
+
+    def _code(self) -> tuple[Any, ...]:
+        """Return the constants of `read_on_grid`."""
+        point, sign = self.fields["point"], self.fields["sign"]
+        per_point, per_sign = (self.block_size // f.n for f in (point, sign))
+        return (
+            field_constants(point), field_constants(sign), per_point.bit_length() - 1,
+            per_sign.bit_length() - 1, 2 if per_point == 8 else 3, sign.bits,
+        )  # fmt: skip
+
+    @cached_property
+    def code(self) -> Callable[..., Any]:
+        """See `FieldFormat.code`."""
+        constants = self._code()
+
+        @jit.device_function(inline="always")
+        def decode(row, at, i, table):
+            return read_on_grid(row, at, i, table, constants)
+
+        decoder: Callable[..., Any] = decode
+        return decoder
+
+    @cached_property
+    def kernel(self) -> Callable[..., None]:
+        """See `FieldFormat.kernel`."""
+        code = self._code()
+        sizes, scale, minimum = self._decoder()
+
+        @jit.kernel
+        def kernel(data, table, codes, scales, mins, start, stop):
+            decode_rows(
+                read_on_grid, code, sizes, scale, minimum, data, table, codes, scales, mins, start,
+                stop,
+            )  # fmt: skip
+
+        made: Callable[..., None] = kernel
+        return made
+
+    def unpack_codes(self, blocks: Bytes) -> Bytes:
+        """See `FieldFormat.unpack_codes`."""
+        points = self.grid[unpack_field(self.fields["point"], blocks)]
+        signs = unpack_field(self.fields["sign"], blocks).astype(np.uint8)
+        if self.fields["sign"].bits == 7:
+            signs = signs_of_seven(signs)
+        if self.fields["sign"].bits > 1:
+            signs = np.unpackbits(signs, axis=1, bitorder="little")
+        codes = coordinates(points, self.dimensions)
+        signs = np.repeat(signs, self.block_size // signs.shape[1], axis=1)
+        return codes | (signs << np.uint8(2 if self.dimensions == 8 else 3))
+
+    def pack_rows(self, rows: OnGrid) -> Bytes:
+        """Return rows of bytes."""
+        signs = rows.signs.reshape(-1, self.fields["sign"].n, 32 // self.fields["sign"].n)[:, :, 0]
+        signs = signs.reshape(len(rows.signs), -1)
+        return self.pack_blocks(point=rows.points, sign=signs, scale=rows.scales, d=rows.d)

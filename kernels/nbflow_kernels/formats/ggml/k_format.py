@@ -20,44 +20,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
-from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.formats.bit_fields import NO_FIELD, field_constants, write_field
+from nbflow_kernels.formats.block_format import CHUNK, FieldFormat
+from nbflow_kernels.formats.codec_spec import CodecSpec
+from nbflow_kernels.formats.registry import Bytes, Floats
 
 SUPER = 256  # weights of a super-block
-CHUNK = 1 << 22  # weights decoded at once: bounds the temporary arrays to some 30 MB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KQuantFormat(QuantFormat):
-    """One K-quant; see the fields."""
+class KQuantFormat(FieldFormat):
+    """One K-quant: fields "code", "scale" and "d", with minima also "min" and "dmin"."""
 
-    name: str
-    block_bytes: int
-    form: CodecSpec
-    """What the kernels are told."""
-    scale_top: int
-    """Scales are 0 .. scale_top with minima, else -scale_top .. scale_top - 1."""
-    d_at: int
-    """Byte of `d` in the super-block; `dmin` follows it where there are minima."""
-    unpack: Callable[[Bytes], tuple[Bytes, NDArray[np.int16], Bytes]]
-    """Blocks (n, block_bytes) to codes (n, 256), scales and minima (n, sub-blocks), in NumPy."""
-    integers_kernel: Callable[..., None]
-    """Kernel ``(data, codes, scales, mins, start, stop)``: rows, through the scalar decoder."""
-    code: Callable[..., Any]
-    """Scalar decoder ``(row, at, i)`` of code i in the block at byte `at`, which the kernel is made
-    of and CUDA kernels share; `scale` and `minimum` are those of sub-block i."""
-    scale: Callable[..., Any]
-    minimum: Callable[..., Any]
-    pack_kernel: Callable[..., None]
-    """Kernel ``(codes, scales, mins, params, data, start, stop)``: super-blocks to bytes."""
-    block_size: int = SUPER
+    @cached_property
+    def form(self) -> CodecSpec:
+        """The format's formula; without minima, codes and scales are signed."""
+        bits, scale = self.fields["code"].bits, self.fields["scale"]
+        sub_block = SUPER // scale.n
+        if "min" not in self.fields:
+            return CodecSpec(SUPER, sub_block, bits, zero=1 << bits - 1, scales=True)
+        return CodecSpec(
+            SUPER, sub_block, bits, scales=True, base="min", scale_bits=4 if scale.bits == 4 else 8
+        )
 
     @property
     def integer_form(self) -> CodecSpec:
@@ -67,49 +57,45 @@ class KQuantFormat(QuantFormat):
     @property
     def has_mins(self) -> bool:
         """Whether sub-blocks have minima."""
-        return self.form.base == "min"
+        return "min" in self.fields
 
     @property
     def sub_blocks(self) -> int:
         """Sub-blocks of a super-block."""
-        return SUPER // self.form.sub_block
+        return self.fields["scale"].n
 
-    def integers(self, data: Bytes) -> DecodedBlocks:
-        """Return rows as integers; see `QuantFormat.integers`."""
-        n_rows = len(data)
-        blocks = data.shape[1] // self.block_bytes
-        codes = np.empty((n_rows, blocks * SUPER), np.uint8)
-        scales = np.empty((n_rows, blocks * self.sub_blocks), np.int16)
-        mins = np.empty((n_rows, blocks * self.sub_blocks if self.has_mins else 0), np.uint8)
-        parallel_for(self.integers_kernel, n_rows, 4.0 * codes.size, data, codes, scales, mins)
-        d, dmin = self._params(data.reshape(-1, self.block_bytes))
-        return DecodedBlocks(
-            codes,
-            d.reshape(n_rows, -1),
-            dmin.reshape(n_rows, -1) if self.has_mins else None,
-            scales,
-            mins if self.has_mins else None,
+    @property
+    def scale_top(self) -> int:
+        """Scales are 0 .. scale_top with minima, else -scale_top .. scale_top - 1."""
+        n_values = self.fields["scale"].n_values
+        return n_values - 1 if self.has_mins else n_values // 2
+
+    @cached_property
+    def pack_kernel(self) -> Callable[..., None]:
+        """Kernel ``(codes, scales, mins, params, data, start, stop)``: super-blocks to bytes.
+
+        `params` are `d` and `dmin` as bits.
+        """
+        n_bytes = self.block_bytes
+        code, scale, minimum, d, dmin = (
+            field_constants(self.fields[name]) if name in self.fields else NO_FIELD
+            for name in ("code", "scale", "min", "d", "dmin")
         )
 
-    def _params(self, blocks: Bytes) -> tuple[Floats, Floats]:
-        """Return `d` and `dmin` (n,) of blocks (n, block_bytes); without minima, twice `d`."""
-        at = (self.d_at, self.d_at + 2 if self.has_mins else self.d_at)
-        d, dmin = (
-            np.ascontiguousarray(blocks[:, i : i + 2]).view("<f2")[:, 0].astype(np.float32)
-            for i in at
-        )
-        return d, dmin
+        @jit.kernel
+        def kernel(codes, scales, mins, params, data, start, stop):
+            for s in range(start, stop):
+                block = data[s]
+                for i in range(n_bytes):
+                    block[i] = 0
+                write_field(codes[s], block, code)
+                write_field(scales[s], block, scale)
+                write_field(mins[s], block, minimum)
+                write_field(params[s, :1], block, d)
+                write_field(params[s, 1:], block, dmin)
 
-    def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return the weights of blocks (n, block_bytes) as float32 (n, 256), in NumPy."""
-        codes, scales, mins = self.unpack(blocks)
-        d, dmin = (v[:, None] for v in self._params(blocks))
-        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
-            step = np.repeat(d * scales.astype(np.float32), self.form.sub_block, axis=1)
-            values: Floats = step * (codes.astype(np.float32) - np.float32(self.form.zero))
-            if self.has_mins:
-                values -= np.repeat(dmin * mins.astype(np.float32), self.form.sub_block, axis=1)
-        return values
+        made: Callable[..., None] = kernel
+        return made
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
@@ -142,65 +128,3 @@ def _apply(codes, d, m, scales, mins, zero, out, start, stop):
             else:
                 for i in range(j * size, min(j * size + size, columns)):
                     out[row, i] = step * np.float32(np.int32(codes[row, i]) - zero)
-
-
-@jit.device_function(inline="always")
-def decode_rows(
-    code, scale, minimum, sub_block, block_bytes, data, codes, scales, mins, start, stop
-):
-    """Write the integers of rows [start, stop).
-
-    ``code(row, at, i)``, ``scale(row, at, j)`` and ``minimum(row, at, j)`` decode one of the block
-    at byte `at`.
-    """
-    for r in range(start, stop):
-        row = data[r]
-        for b in range(data.shape[1] // block_bytes):
-            at, first = b * block_bytes, b * (256 // sub_block)
-            for j in range(256 // sub_block):
-                scales[r, first + j] = scale(row, at, j)
-                if mins.shape[1]:
-                    mins[r, first + j] = minimum(row, at, j)
-            for i in range(256):
-                codes[r, b * 256 + i] = code(row, at, i)
-
-
-@jit.device_function(inline="always")
-def no_minimum(row, at, j):
-    """Return the minimum of a format without minima."""
-    return 0
-
-
-@jit.device_function(inline="always")
-def put_params(params, count, at, block):
-    """Write the first `count` float16 of a super-block's (d, dmin) to its bytes."""
-    for k in range(count):
-        block[at + 2 * k] = params[k] & 255
-        block[at + 2 * k + 1] = params[k] >> 8
-
-
-@jit.device_function(inline="always")
-def quarter(row, at, i):
-    """Return 2-bit value `i` of 256 at byte `at`: of each 128, bits 0-1 hold the first 32, ..."""
-    return (row[at + (i >> 7 << 5) + (i & 31)] >> (i >> 5 << 1 & 6)) & 3
-
-
-@jit.device_function(inline="always")
-def put_quarters(codes, block, at, shift):
-    """Write bits `shift` and `shift` + 1 of 256 codes so that `quarter` finds them."""
-    for half in range(2):
-        for i in range(32):
-            c = half * 128 + i
-            block[at + half * 32 + i] = (
-                ((codes[c] >> shift) & 3)
-                | (((codes[c + 32] >> shift) & 3) << 2)
-                | (((codes[c + 64] >> shift) & 3) << 4)
-                | (((codes[c + 96] >> shift) & 3) << 6)
-            )
-
-
-def unpack_quarters(data: Bytes) -> Bytes:
-    """Return the 2-bit values (n, 256) of bytes (n, 64)."""
-    shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
-    halves = data.reshape(-1, 2, 1, 32)
-    return ((halves >> shifts) & np.uint8(3)).reshape(-1, SUPER)

@@ -33,103 +33,19 @@ ggml-impl.h (ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32) and ggml-quants.c.
 
 from __future__ import annotations
 
-import numpy as np
-
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import (
-    BlockFields,
-    Part,
-    half_nibble,
-    pack_halves,
-    unpack_halves,
-)
-from nbflow_kernels.formats.block_format import BlockFormat, decode_rows, no_scale
-from nbflow_kernels.formats.codec_spec import CodecSpec
-from nbflow_kernels.formats.registry import Bytes, Floats
+from nbflow_kernels.formats.block_format import BlockFormat
+from nbflow_kernels.formats.codec_spec import CodecSpec, Field, FieldTable, Plane
 
 LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-NO_TABLE = np.zeros(0, np.uint8)
-
-
-def e8m0_halves() -> Floats:
-    """Return 2**(e - 128) for e = 0..255; the first two are subnormal."""
-    return np.ldexp(np.ones(256, np.float32), np.arange(256) - 128).astype(np.float32)
-
-
-def e4m3_halves() -> Floats:
-    """Return half of the unsigned E4M3 number of each byte."""
-    byte = np.arange(256)
-    exponent, mantissa = (byte >> 3) & 15, (byte & 7) / 8
-    normal = np.ldexp(1 + mantissa, exponent - 7)
-    number = np.where(exponent == 0, np.ldexp(mantissa, -6), normal)
-    number[127] = 0
-    return (number / 2).astype(np.float32)
-
-
-E8M0, E4M3 = e8m0_halves(), e4m3_halves()
-
-
-@jit.device_function(inline="always")
-def code_mxfp4(row, at, i, table):
-    """Return code `i` of the block at byte `at`."""
-    return half_nibble(row, at + 1, i)
-
-
-@jit.device_function(inline="always")
-def code_nvfp4(row, at, i, table):
-    """Return code `i` of the block at byte `at`."""
-    return (row[at + 4 + 8 * (i >> 4) + (i & 7)] >> ((i & 8) >> 1)) & 15
-
-
-@jit.kernel
-def _mxfp4(data, table, codes, scales, start, stop):
-    decode_rows(code_mxfp4, no_scale, 32, 0, 17, data, table, codes, scales, start, stop)
-
-
-@jit.kernel
-def _nvfp4(data, table, codes, scales, start, stop):
-    decode_rows(code_nvfp4, no_scale, 64, 0, 36, data, table, codes, scales, start, stop)
-
-
-def _unpack_mxfp4(blocks: Bytes) -> tuple[Bytes, None]:
-    return unpack_halves(blocks[:, 1:]), None
-
-
-def _unpack_nvfp4(blocks: Bytes) -> tuple[Bytes, None]:
-    return unpack_halves(blocks[:, 4:].reshape(-1, 8)).reshape(len(blocks), 64), None
-
-
-def blocks_fp4(codes: Bytes, scales: Bytes, block: int, half: int) -> Bytes:
-    """Return rows of bytes of codes (rows, K) and scale bytes (rows, K / ...)."""
-    stored = scales.reshape(codes.size // block, -1)
-    packed = pack_halves(codes.reshape(-1, 2 * half)).reshape(len(stored), -1)
-    return np.hstack([stored, packed]).reshape(len(codes), -1)
-
 
 MXFP4 = BlockFormat(
-    name="mxfp4",
-    block_size=32,
-    block_bytes=17,
-    form=CodecSpec(block=32, sub_block=32, code_bits=4, values=LEVELS, d_type="e8m0"),
-    unpack=_unpack_mxfp4,
-    steps=lambda blocks: E8M0[blocks[:, 0]],
-    kernel=_mxfp4,
-    code=code_mxfp4,
-    scale=no_scale,
-    table=NO_TABLE,
-    fields=BlockFields((Part(32, 4), Part(1, 8)), lambda c, s: blocks_fp4(c, s, 32, 16)),
+    "mxfp4",
+    FieldTable(32, (Field("code", 32, (Plane(1, 4, stride=16),)), Field("d", 1, (Plane(0, 8),)))),
+    CodecSpec(block=32, sub_block=32, code_bits=4, values=LEVELS, d_type="e8m0"),
 )
 
 NVFP4 = BlockFormat(
-    name="nvfp4",
-    block_size=64,
-    block_bytes=36,
-    form=CodecSpec(block=16, sub_block=16, code_bits=4, values=LEVELS, d_type="e4m3"),
-    unpack=_unpack_nvfp4,
-    steps=lambda blocks: E4M3[blocks[:, :4]],
-    kernel=_nvfp4,
-    code=code_nvfp4,
-    scale=no_scale,
-    table=NO_TABLE,
-    fields=BlockFields((Part(64, 4), Part(4, 8)), lambda c, s: blocks_fp4(c, s, 64, 8)),
+    "nvfp4",
+    FieldTable(64, (Field("code", 64, (Plane(4, 4, stride=8),)), Field("d", 4, (Plane(0, 8),)))),
+    CodecSpec(block=16, sub_block=16, code_bits=4, values=LEVELS, d_type="e4m3"),
 )

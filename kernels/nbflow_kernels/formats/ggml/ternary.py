@@ -54,34 +54,46 @@ Source: GGML, ggml-common.h (block_tq1_0, block_tq2_0, block_q2_0, block_q1_0) a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import (
-    BlockFields,
-    Part,
-    bit,
-    crumb,
-    pack_fields,
-    unpack_fields,
-)
-from nbflow_kernels.formats.block_format import (
-    BlockFormat,
-    decode_rows,
-    half_steps,
-    no_scale,
-)
-from nbflow_kernels.formats.codec_spec import CodecSpec
-from nbflow_kernels.formats.registry import Bytes, Halves
+from nbflow_kernels.formats.bit_fields import NO_FIELD
+from nbflow_kernels.formats.block_format import BlockFormat, decode_rows
+from nbflow_kernels.formats.codec_spec import CodecSpec, Field, FieldTable, Plane, float16
+from nbflow_kernels.formats.registry import Bytes
 
 POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
+_TERNARY = CodecSpec(block=256, sub_block=256, code_bits=2, zero=1)
+
+Q1_0 = BlockFormat(
+    "q1_0",
+    FieldTable(128, (Field("code", 128, (Plane(2, 1),)), float16("d", 0))),
+    CodecSpec(block=128, sub_block=128, code_bits=1, values=(-1, 1)),
+)
+
+Q2_0 = BlockFormat(
+    "q2_0",
+    FieldTable(64, (Field("code", 64, (Plane(2, 2),)), float16("d", 0))),
+    replace(_TERNARY, block=64, sub_block=64),
+)
+
+TQ2_0 = BlockFormat(
+    "tq2_0",
+    FieldTable(256, (Field("code", 256, (Plane(0, 2, stride=32),)), float16("d", 64))),
+    _TERNARY,
+)
+
+
+# ---- tq1_0, written out: digits in base 3 are no bits of a byte ----------------------------------
 
 
 @jit.device_function(inline="always")
-def code_tq1_0(row, at, i, powers):
+def _code_tq1_0(row, at, i, powers):
     """Return code `i` of the block at byte `at`."""
     if i < 160:
         byte, n = i & 31, i >> 5
@@ -94,57 +106,23 @@ def code_tq1_0(row, at, i, powers):
 
 
 @jit.device_function(inline="always")
-def code_tq2_0(row, at, i, table):
-    """Return code `i` of the block at byte `at`."""
-    return (row[at + 32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3
-
-
-@jit.device_function(inline="always")
-def code_q2_0(row, at, i, table):
-    """Return code `i` of the block at byte `at`."""
-    return crumb(row, at + 2, i)
-
-
-@jit.device_function(inline="always")
-def code_q1_0(row, at, i, table):
-    """Return code `i` of the block at byte `at`."""
-    return bit(row, at + 2, i)
+def _read_tq1_0(row, at, i, powers, code):
+    """Do as `_code_tq1_0`, as `decode_rows` calls it."""
+    return _code_tq1_0(row, at, i, powers)
 
 
 @jit.kernel
-def _tq1_0(data, table, codes, scales, start, stop):
-    decode_rows(code_tq1_0, no_scale, 256, 0, 54, data, table, codes, scales, start, stop)
+def _tq1_0(data, powers, codes, scales, mins, start, stop):
+    sizes = (256, 0, 0, 54)
+    decode_rows(
+        _read_tq1_0, 0, sizes, NO_FIELD, NO_FIELD, data, powers, codes, scales, mins, start, stop
+    )
 
 
-@jit.kernel
-def _tq2_0(data, table, codes, scales, start, stop):
-    decode_rows(code_tq2_0, no_scale, 256, 0, 66, data, table, codes, scales, start, stop)
-
-
-@jit.kernel
-def _q2_0(data, table, codes, scales, start, stop):
-    decode_rows(code_q2_0, no_scale, 64, 0, 18, data, table, codes, scales, start, stop)
-
-
-@jit.kernel
-def _q1_0(data, table, codes, scales, start, stop):
-    decode_rows(code_q1_0, no_scale, 128, 0, 18, data, table, codes, scales, start, stop)
-
-
-def _trits(data: Bytes, n: int) -> Bytes:
+def _digits(data: Bytes, n: int) -> Bytes:
     """Return the first `n` base-3 digits of bytes (blocks, m) as (blocks, n * m), digit first."""
     fractions = data[:, None, :] * POWERS[:n, None]  # modulo 256
     return ((fractions.astype(np.uint16) * 3) >> 8).astype(np.uint8).reshape(len(data), -1)
-
-
-def _unpack_tq1_0(blocks: Bytes) -> Bytes:
-    parts = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
-    return np.hstack(parts)
-
-
-def _unpack_tq2_0(blocks: Bytes) -> Bytes:
-    fields = unpack_fields(blocks[:, :64], 2).reshape(-1, 2, 32, 4)
-    return fields.transpose(0, 1, 3, 2).reshape(-1, 256)
 
 
 def _fractions(codes: Bytes) -> Bytes:
@@ -154,88 +132,41 @@ def _fractions(codes: Bytes) -> Bytes:
     return ((number * 256 + 242) // 243).astype(np.uint8)
 
 
-def _pack_tq1_0(codes: Bytes) -> Bytes:
-    parts = codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16)
-    return np.hstack([*map(_fractions, parts), _fractions(codes[:, 240:].reshape(-1, 4, 4))])
+@dataclass(frozen=True, eq=False, repr=False)
+class _Base3Format(BlockFormat):
+    """`tq1_0`; the field "code" holds the bytes of digits."""
+
+    @property
+    def table(self) -> NDArray[Any]:
+        """See `FieldFormat.table`."""
+        return POWERS
+
+    @cached_property
+    def code(self) -> Callable[..., Any]:
+        """See `FieldFormat.code`."""
+        return _code_tq1_0  # type: ignore[no-any-return]
+
+    @cached_property
+    def kernel(self) -> Callable[..., None]:
+        """See `FieldFormat.kernel`."""
+        return _tq1_0  # type: ignore[no-any-return]
+
+    def unpack_codes(self, blocks: Bytes) -> Bytes:
+        """See `FieldFormat.unpack_codes`."""
+        parts = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
+        return np.hstack([_digits(*part) for part in parts])
+
+    def pack_blocks(self, **numbers: NDArray[Any]) -> Bytes:
+        """See `FieldFormat.pack_blocks`."""
+        codes = numbers["code"].reshape(-1, 256)
+        parts = codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16)
+        packed = np.hstack([*map(_fractions, parts), _fractions(codes[:, 240:].reshape(-1, 4, 4))])
+        rows = packed.reshape(len(numbers["code"]), -1)
+        return super().pack_blocks(code=rows, d=numbers["d"])
 
 
-def _pack_tq2_0(codes: Bytes) -> Bytes:
-    return pack_fields(codes.reshape(-1, 2, 4, 32).transpose(0, 1, 3, 2).reshape(-1, 256), 2)
-
-
-def _format(
-    name: str,
-    block: int,
-    form: CodecSpec,
-    kernel: Callable[..., None],
-    code: Callable[..., Any],
-    unpack: Callable[[Bytes], Bytes],
-    pack: Callable[[Bytes], Bytes],
-    scale_at: int,
-) -> BlockFormat:
-    """Return a format.
-
-    `pack` turns codes (n, block) into bytes, `unpack` blocks into codes.
-    """
-
-    def blocks(codes: Bytes, d: Halves) -> Bytes:
-        stored, packed = d.reshape(-1, 1).view(np.uint8), pack(codes.reshape(-1, block))
-        parts = [packed, stored] if scale_at else [stored, packed]
-        return np.hstack(parts).reshape(len(codes), -1)
-
-    def digits(packed: Bytes, d: Halves) -> Bytes:  # of tq1_0, whose bits are no bits of codes
-        return np.hstack([packed, d.view(np.uint8)])
-
-    n_packed = len(pack(np.zeros((1, block), np.uint8))[0])
-    in_threes = n_packed * 8 < block * form.code_bits
-    fields = BlockFields(
-        (
-            Part(n_packed, 8) if in_threes else Part(block, form.code_bits),
-            Part(1, 16, np.uint16),
-        ),
-        digits if in_threes else blocks,
-    )
-
-    return BlockFormat(
-        name=name,
-        block_size=block,
-        block_bytes=2 + n_packed,
-        form=form,
-        unpack=lambda data: (unpack(data), None),
-        steps=half_steps(scale_at),
-        kernel=kernel,
-        code=code,
-        scale=no_scale,
-        d_at=scale_at,
-        table=POWERS,
-        pack_codes=blocks,
-        fields=fields,
-    )
-
-
-_TERNARY = CodecSpec(block=256, sub_block=256, code_bits=2, zero=1)
-
-Q1_0 = _format(
-    "q1_0",
-    128,
-    CodecSpec(block=128, sub_block=128, code_bits=1, values=(-1, 1)),
-    _q1_0,
-    code_q1_0,
-    lambda blocks: unpack_fields(blocks[:, 2:], 1),
-    lambda codes: pack_fields(codes, 1),
-    0,
+TQ1_0 = _Base3Format(
+    "tq1_0",
+    FieldTable(256, (Field("code", 52, (Plane(0, 8),)), float16("d", 52))),
+    _TERNARY,
 )
-
-Q2_0 = _format(
-    "q2_0",
-    64,
-    replace(_TERNARY, block=64, sub_block=64),
-    _q2_0,
-    code_q2_0,
-    lambda blocks: unpack_fields(blocks[:, 2:], 2),
-    lambda codes: pack_fields(codes, 2),
-    0,
-)
-
-TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, code_tq1_0, _unpack_tq1_0, _pack_tq1_0, 52)
-TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, code_tq2_0, _unpack_tq2_0, _pack_tq2_0, 64)

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import cuda
 from nbflow_kernels.formats.bit_fields import bit_sources
-from nbflow_kernels.formats.block_format import BlockFormat, value_table
+from nbflow_kernels.formats.block_format import E4M3, E8M0, BlockFormat, value_table
 from nbflow_kernels.formats.cuda_dequantize import key_of
-from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
 from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import packer
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.reference import codebook
@@ -63,11 +62,11 @@ def device_tables(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, 
     if key not in device.constants:
         steps, bounds = np.zeros(1, np.float32), np.zeros(1, np.int32)
         if format.name == "mxfp4":
-            steps, bounds = fp4.E8M0, thresholds(codebook.e8m0)
+            steps, bounds = E8M0, thresholds(codebook.e8m0)
         elif format.name == "nvfp4":
-            steps = fp4.E4M3
-            bounds = thresholds(lambda x: codebook.e4m3(x, 2 * fp4.E4M3))
-        tables = (value_table(format.form), steps, bounds, *bit_sources(format.fields))
+            steps = E4M3
+            bounds = thresholds(lambda x: codebook.e4m3(x, 2 * E4M3))
+        tables = (value_table(format.form), steps, bounds, bit_sources(format.fields))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
     found: tuple[Any, ...] = device.constants[key]
     return found
@@ -77,16 +76,17 @@ def device_tables(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, 
 def _kernel(format: BlockFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block per thread."""
     nc: Any = importlib.import_module("numba.cuda")
-    block, block_bytes, n_fields = format.block_size, format.block_bytes, format.fields.n_numbers
+    block, block_bytes = format.block_size, format.block_bytes
+    n_fields = sum(field.n for field in format.fields.fields)
     n_values = 1 << format.form.code_bits
     fit, pack = _fit(format), packer(format)
 
     @cuda.numba_kernel(
-        "f32* x, f32* values, f32* steps, i32* bounds, i32* sources, u8* blank, u8* data, i32 T, "
+        "f32* x, f32* values, f32* steps, i32* bounds, i32* sources, u8* data, i32 T, "
         "i32 columns, i64 row_bytes",
         key=key_of(format), fuse=False, name=f"quantize_{format.name}",
     )  # fmt: skip
-    def quantize(x, values, steps, bounds, sources, blank, data, T, columns, row_bytes):
+    def quantize(x, values, steps, bounds, sources, data, T, columns, row_bytes):
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
         if b * block >= columns:
             return
@@ -98,7 +98,7 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
             for i in range(block):  # padding repeats the row's last weight
                 weights[i] = x[np.int64(t) * columns + min(b * block + i, columns - 1)]
             fit(weights, levels, steps, bounds, fields)
-            pack(fields, sources, blank, data, np.int64(t) * row_bytes + b * block_bytes, 0, 1)
+            pack(fields, sources, data, np.int64(t) * row_bytes + b * block_bytes, 0, 1)
 
     return quantize
 

@@ -48,9 +48,10 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
 
-    sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.n_numbers
+    sub, block_bytes = format.form.sub_block, format.block_bytes
     n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
     weighted, d_at = QUANTIZERS[format.name].needs_importance, 64 + 256 // sub
+    n_fields = d_at + 1
     nothing, factor = iq1.NOTHING[sub], iq1.FACTOR[sub]
     mean_square, largest_of = twin(iq2_iq3.mean_square), twin(iq2_iq3.largest_of)
     scales_of, fit, pack = twin(iq1.scales_of), _sub_block(sub), packer(format)
@@ -59,7 +60,7 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
     @cuda.numba_kernel(
         DECLARED, key=key_of(format), fuse=False, name=f"quantize_{format.name}"
     )  # fmt: skip
-    def quantize(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
+    def quantize(x, first, lists, grid, sources, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         order, codes = nc.shared.array(256, np.int32), nc.shared.array(256, np.int32)
         fields, found = nc.shared.array(n_fields, np.int32), nc.shared.array(n_subs, np.float32)
@@ -108,7 +109,7 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
                 )  # fmt: skip
             nc.syncthreads()
             to = row * row_bytes + column // 256 * block_bytes
-            pack(fields, sources, blank, data, to, thread, n_threads)
+            pack(fields, sources, data, to, thread, n_threads)
             nc.syncthreads()
 
     return quantize

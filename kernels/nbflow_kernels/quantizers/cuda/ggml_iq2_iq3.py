@@ -34,7 +34,7 @@ BLOCKS_PER_SM = 8  # thread blocks
 N_WARPS = 8  # warps of a thread block: each takes one or two of its sub-blocks
 THREADS = 32 * N_WARPS
 DECLARED = (
-    "f32* x, i32* first, u16* lists, u16* grid, i32* sources, u8* blank, u8* data, i32 T, "
+    "f32* x, i32* first, u16* lists, u16* grid, i32* sources, u8* data, i32 T, "
     "i32 columns, i64 row_bytes"
 )
 """Parameters of the kernels for grid formats."""
@@ -54,7 +54,7 @@ def device_tables(format: BlockFormat, name: str, device: cuda.KernelDevice) -> 
     key = ("quantizer", format.name)
     if key not in device.constants:
         near = neighbours(name)
-        tables = (near.first, near.points, near.grid, *bit_sources(format.fields))
+        tables = (near.first, near.points, near.grid, bit_sources(format.fields, {"sign": 32}))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
     found: tuple[Any, ...] = device.constants[key]
     return found
@@ -68,13 +68,12 @@ def packer(format: BlockFormat) -> Any:
     block_bytes = format.block_bytes
 
     @device
-    def pack(fields, sources, blank, data, to, thread, n_threads):
+    def pack(fields, sources, data, to, thread, n_threads):
         for j in range(thread, block_bytes, n_threads):
-            byte = np.int32(blank[j])
+            byte = np.int32(0)
             for k in range(8):
                 source = sources[8 * j + k]
-                if source >= 0:
-                    byte ^= ((fields[source >> 4] >> (source & 15)) & 1) << k
+                byte |= ((fields[source >> 4] >> (source & 15)) & 1) << k
             data[to + j] = byte
 
     return pack
@@ -86,15 +85,12 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
 
-    recipe, block_bytes, n_fields = (
-        RECIPES[format.name],
-        format.block_bytes,
-        format.fields.n_numbers,
-    )
+    recipe, block_bytes = RECIPES[format.name], format.block_bytes
     sub, weighted = recipe.sub_block, QUANTIZERS[format.name].needs_importance
     n_subs, n_threads = 256 // sub, THREADS
-    n_points = format.fields.parts[0].n
+    n_points = format.fields["point"].n
     signs_at, scales_at, d_at = n_points, n_points + 32, n_points + 32 + n_subs
+    n_fields = d_at + 1
     mean_square, split_signs = twin(iq2_iq3.mean_square), twin(iq2_iq3.split_signs)
     scales_of, pack, fit = twin(iq2_iq3.scales_of), packer(format), _sub_block(format)
     twice_mean, unweighted, factor = recipe.twice_mean, recipe.unweighted, recipe.factor
@@ -103,7 +99,7 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
     @cuda.numba_kernel(
         DECLARED, key=key_of(format), fuse=False, name=f"quantize_{format.name}"
     )  # fmt: skip
-    def quantize(x, first, lists, grid, sources, blank, data, T, columns, row_bytes):
+    def quantize(x, first, lists, grid, sources, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         roots, values = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         gain_x, gain_q = (
@@ -156,7 +152,7 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
                 fields[d_at] = scales_of(found, factor, fields[scales_at:d_at])
             nc.syncthreads()
             to = row * row_bytes + column // 256 * block_bytes
-            pack(fields, sources, blank, data, to, thread, n_threads)
+            pack(fields, sources, data, to, thread, n_threads)
             nc.syncthreads()
 
     return quantize

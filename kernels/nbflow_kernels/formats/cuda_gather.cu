@@ -28,3 +28,10 @@ __global__ void gather(const int* ids, const typename Element<KIND>::Stored* tab
     }
   }
 }
+
+// x[i] *= scale.
+extern "C" __global__ void scale_in_place(float* x, long long n, float scale) {
+  long long step = (long long)gridDim.x * blockDim.x;
+  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
+    x[i] *= scale;
+}

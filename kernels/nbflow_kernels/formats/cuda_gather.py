@@ -1,0 +1,40 @@
+"""Rows of matrices of floats on CUDA devices: a thread block for each row, see `cuda_gather.cu`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import cuda
+
+KINDS = {"float32": 0, "float16": 1, "uint16": 2}
+"""Element types of tables by the names of NumPy's types, as in `float16.cuh`."""
+POINTERS = ("f32*", "f16*", "bf16*")
+
+
+@functools.cache
+def _gather(kind: int, wide: bool, half: bool) -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "cuda_gather.cu", f"gather<{kind}, {int(wide)}, {int(half)}>",
+        f"i32*? ids, {POINTERS[kind]} table, any* out, i32 V, i32 E, f32 scale",
+    )  # fmt: skip
+
+
+_scale = cuda.cpp_kernel(__file__, "cuda_gather.cu", "scale_in_place", "f32* x, i64 n, f32 scale")
+
+
+def gather(ids: Any, table: Any, scale: float, out: Any) -> None:
+    """Write rows `ids` (None: all) of a matrix of floats, times `scale`, to float32 or float16."""
+    V, E = table.shape
+    wide = E % 4 == 0 and cuda.address(table) % 16 == 0 and cuda.address(out) % 16 == 0
+    threads = min(256, 32 * cuda.ceil_div(E, 128))
+    kernel = _gather(KINDS[table.dtype.name], wide, out.dtype == np.float16)
+    kernel(len(out), threads, (ids, table, out, V, E, scale))
+
+
+def scale_in_place(x: Any, scale: float) -> None:
+    """Multiply float32 numbers by `scale`."""
+    if x.size:
+        _scale(min(cuda.ceil_div(x.size, 256), 65535), 256, (x, x.size, scale))
