@@ -4,7 +4,6 @@
 
 The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
 has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
-
 """
 
 from __future__ import annotations

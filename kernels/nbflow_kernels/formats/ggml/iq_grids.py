@@ -241,7 +241,8 @@ class GridFormat(BlockFormat):
             signs = np.unpackbits(signs, axis=1, bitorder="little")
         codes = coordinates(points, self.dimensions)
         signs = np.repeat(signs, self.block_size // signs.shape[1], axis=1)
-        return codes | (signs << np.uint8(2 if self.dimensions == 8 else 3))
+        codes |= signs << np.uint8(2 if self.dimensions == 8 else 3)
+        return codes
 
     def pack_rows(self, rows: OnGrid) -> Bytes:
         """Return rows of bytes."""
