@@ -44,7 +44,7 @@ _STOPS = {"stop", "include_stop_str_in_output"}
 def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
     """Raise `ApiError` for a body with too many continuations; before anything is tokenized."""
     search = search_of(body)
-    width = body.n_drawn if search is None else max(body.n_drawn, search.width)
+    width = body.n_drawn if search is None else max(body.n_drawn, search.n_sequences)
     if n_prompts * width > limits.choices:
         raise ApiError(
             400,

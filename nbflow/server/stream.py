@@ -256,7 +256,7 @@ class GenerationStream:
         self.continuations: list[Continuation] = []
         self._of_choice: list[Continuation] = []
         for wanted in requests:
-            searches = wanted.request.search is not None and not wanted.request.search.compares
+            searches = wanted.request.search is not None and not wanted.request.search.needs_hidden
             kind = BeamContinuations if searches else Continuation
             kind = kind if wanted.request.pooling is None else PooledText
             self.continuations.append(kind(self.n_choices, wanted, served, metrics))
