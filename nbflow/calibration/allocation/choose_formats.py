@@ -81,7 +81,7 @@ class Allocation:
         """Facts for the table ``[policy]`` of a policy file."""
         return {
             "bits_per_weight": self.bits_per_weight,
-            "operand_bytes": self.n_bytes,
+            "stored_bytes": self.n_bytes,
             "budget_bytes": self.budget_bytes,
             "sensitivity": self.sensitivity,
             "predicted_loss": self.predicted,
