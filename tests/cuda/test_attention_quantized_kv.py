@@ -174,7 +174,7 @@ def test_what_is_left_to_other_kernels(xp: Any) -> None:
         plan_into(plan, ints(0, 1), ints(0, 1), ints(0), ints(9))
         k, v = (xp.asarray(np.zeros((1, 1, 16, f.row_length(D)), f.dtype)) for f in formats)
         places = [strides(pages, "HND") for pages in (k, v)]
-        return quantized_kv.takes(plan, k, v, places, (formats[0].kind, formats[1].kind))
+        return quantized_kv.supports(plan, k, v, places, (formats[0].kind, formats[1].kind))
 
     assert all(taken(name, 256) for name in ("q8_0", "q4_0/f16", "q3h", "q2/q8"))
     assert taken("q8_0", 80)  # padded to whole blocks

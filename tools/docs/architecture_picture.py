@@ -84,25 +84,42 @@ COLORS = ("#b45309", "#1d4ed8")  # walk of a weight, walk of a request
 WIDTH, LABEL, BOX_W, BOX_H, STEP_Y, GAP = 1140, 155, 152, 62, 92, 10
 
 
-def hops(markdown: str) -> dict[str, list[tuple[int, int]]]:
-    """Return walk and number of each hop by room: headings ``### 3. `room` ...`` of the walks."""
-    found: dict[str, list[tuple[int, int]]] = {}
+def hops(markdown: str) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """Return walk and numbers (runs as "9-15") of the hops, by package and room.
+
+    A hop is a line ``3. **room** [`name`](../path)`` below a heading ``## Walk``.
+    """
+    numbers: dict[tuple[str, str], list[tuple[int, list[int]]]] = {}
     for walk, part in enumerate(re.split(r"^## Walk", markdown, flags=re.M)[1:]):
-        for number, room in re.findall(r"^(\d+)\. \*\*(\w+)\*\*", part, flags=re.M):
-            found.setdefault(room, []).append((walk, int(number)))
-    return found
+        pattern = r"^(\d+)\. \*\*(\w+)\*\* \[[^]]*\]\(\.\./(?:kernels/)?(\w+)"
+        for number, room, package in re.findall(pattern, part, flags=re.M):
+            runs = numbers.setdefault((package, room), [])
+            if runs and runs[-1][0] == walk and runs[-1][1][-1] == int(number) - 1:
+                runs[-1][1].append(int(number))
+            else:
+                runs.append((walk, [int(number)]))
+    return {
+        room: [(w, "-".join(str(n) for n in dict.fromkeys((r[0], r[-1])))) for w, r in runs]
+        for room, runs in numbers.items()
+    }
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" {more}>{escape(text)}</text>'
 
 
-def _badges(x: float, y: float, numbers: list[tuple[int, int]]) -> list[str]:
-    drawn = []
-    for i, (walk, number) in enumerate(numbers):
-        at = x + BOX_W - 9 - 19 * i
-        drawn.append(f'<circle cx="{at:g}" cy="{y:g}" r="9" fill="{COLORS[walk]}"/>')
-        drawn.append(_text(at, y + 4, str(number), 'class="n"'))
+def _badges(x: float, y: float, numbers: list[tuple[int, str]]) -> list[str]:
+    """Return pills on the upper edge of a box, right-aligned, in the order of the walks."""
+    drawn, right = [], x + BOX_W - 2
+    for walk, number in reversed(numbers):
+        width = 11 + 7 * len(number)
+        right -= width
+        drawn.append(
+            f'<rect x="{right:g}" y="{y - 9:g}" width="{width}" height="18" rx="9" '
+            f'fill="{COLORS[walk]}"/>'
+        )
+        drawn.append(_text(right + width / 2, y + 4, number, 'class="n"'))
+        right -= 2
     return drawn
 
 
@@ -125,10 +142,10 @@ def picture(markdown: str) -> str:
                 f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" class="b"/>'
             )
             parts += [
-                _text(x + 9, y + 19, name, 'class="r"'),
-                _text(x + 9, y + 37, first, 'class="d"'),
-                _text(x + 9, y + 52, second, 'class="d"'),
-                *_badges(x, y, numbers.get(name, [])),
+                _text(x + 9, y + 23, name, 'class="r"'),
+                _text(x + 9, y + 40, first, 'class="d"'),
+                _text(x + 9, y + 54, second, 'class="d"'),
+                *_badges(x, y, numbers.get((package, name), [])),
             ]
     height = 52 + len(ROWS) * STEP_Y
     legend = [

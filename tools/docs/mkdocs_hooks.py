@@ -80,14 +80,15 @@ def results_images() -> list[str]:
 
 
 def broken_links(markdown: str) -> list[str]:
-    """Return links out of docs/ that lead nowhere, and images that are not from results/."""
+    """Return links out of docs/ that lead nowhere, and images from outside docs/ and results/."""
     found = []
     for image, _, target in LINK.findall(CODE.sub("", markdown)):
         path = target.partition("#")[0]
         if "://" in target or not path:
             continue
         if image:
-            fine = target.removeprefix("../") in results_images()
+            inside = "/" not in target and (ROOT / "docs" / target).exists()
+            fine = inside or target.removeprefix("../") in results_images()
         else:
             fine = not path.startswith("../") or (ROOT / "docs" / path).resolve().exists()
         if not fine:
