@@ -4,6 +4,7 @@
 Every command is printed before it runs, so that you can type it yourself.
 
     python3 make.py demo     install, run the demo sweep on 4 MPI ranks, draw its report
+    python3 make.py check    install, run linters and a quick subset of the tests
     python3 make.py test     install, run all tests
     python3 make.py docs     install, build the documentation as a site: site/index.html
 
@@ -24,6 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 BIN = ROOT / ".venv" / "bin"
 RESULTS = "runs"
+QUICK_TESTS = (
+    "tests/test_imports.py", "tests/test_readme.py", "tests/utils", "tests/spec", "tests/program",
+    "tests/planner", "tests/kv_cache", "tests/tokenization", "tests/compat", "tests/cli",
+)  # fmt: skip
+"""Folders of `make.py check`: every package of nbflow, no long compilation."""
 
 
 def show(*command: str) -> None:
@@ -68,9 +74,30 @@ def has_cuda_compilers() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 
+def check(arguments: list[str]) -> None:
+    """Run linters, import contracts and the quick tests; further words go to pytest."""
+    install_for_tests()
+    call(str(BIN / "ruff"), "check", ".")
+    call(str(BIN / "ruff"), "format", "--check", ".")
+    os.environ["PYTHONPATH"] = ".:kernels:specs:experiments"  # lint-imports reads sources
+    call(str(BIN / "lint-imports"))
+    del os.environ["PYTHONPATH"]
+    run_pytest(*QUICK_TESTS, *arguments)
+
+
 def test(arguments: list[str]) -> None:
-    """Run the tests, a process for each of up to eight processors; further words go to pytest."""
+    """Run all tests; further words go to pytest."""
+    install_for_tests()
+    run_pytest(*arguments)
+
+
+def install_for_tests() -> None:
+    """Install the package with what the tests need."""
     install("mpi,experiments,serve,dev" + (",cuda-test" if has_cuda_compilers() else ""))
+
+
+def run_pytest(*arguments: str) -> None:
+    """Run pytest with one process per processor, up to eight."""
     processes = str(min(8, len(os.sched_getaffinity(0))))
     order = ("--dist", "loadfile", "--no-loadscope-reorder")  # that of tests/conftest.py
     call(str(BIN / "python"), "-m", "pytest", "-q", "-n", processes, *order, *arguments)
@@ -92,6 +119,8 @@ def main() -> None:
     match sys.argv[1:]:
         case ["demo"]:
             demo()
+        case ["check", *arguments]:
+            check(arguments)
         case ["test", *arguments]:
             test(arguments)
         case ["docs"]:

@@ -136,7 +136,7 @@ def test_first_layers_on_the_host(cupy: Any) -> None:
         assert [engine.executor.device.name for engine in model.workers] == ["cpu"]
     with pytest.raises(UsageError, match="cpu_layers must be at most 2"):
         nbflow.load(FOLDER / "llama31", **{**options, "cpu_layers": 3})
-    with pytest.raises(UsageError, match="cpu_layers=1 goes with one rank"):
+    with pytest.raises(UsageError, match="cpu_layers=1 needs one rank"):
         nbflow.load(FOLDER / "llama31", **options, partition="0;1")
 
 
