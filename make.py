@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent
 BIN = ROOT / ".venv" / "bin"
 RESULTS = "runs"
 QUICK_TESTS = (
-    "tests/test_imports.py", "tests/test_readme.py", "tests/utils", "tests/spec", "tests/program",
+    "tests/test_imports.py", "tests/docs/test_site.py", "tests/utils", "tests/spec", "tests/program",
     "tests/planner", "tests/kv_cache", "tests/tokenization", "tests/compat", "tests/cli",
 )  # fmt: skip
 """Folders of `make.py check`: every package of nbflow, no long compilation."""
