@@ -141,12 +141,12 @@ def place_labels(
     ]
     for i in np.argsort(-at[:, 1], kind="stable"):
         width, height = (5.2 * len(labels[i]) + 3.0) * scale, 9.5 * scale
-        places = _places(width, height, scale, ends[i] - at[i, 1])
+        offsets = _label_offsets(width, height, scale, ends[i] - at[i, 1])
         costs = [
             _cost(_box(at[i] + place, width, height), taken, panel, at, i) + 2e-3 * scale * k
-            for k, place in enumerate(places)
+            for k, place in enumerate(offsets)
         ]
-        place = places[int(np.argmin(costs))]
+        place = offsets[int(np.argmin(costs))]
         taken.append(_box(at[i] + place, width, height))
         _write(panel, labels[i], (x[i], y[i]), place / scale)
 
@@ -169,7 +169,7 @@ def _write(panel: Any, text: str, at: tuple[float, float], offset: np.ndarray) -
     note.set_in_layout(False)
 
 
-def _places(width: float, height: float, scale: float, ends: np.ndarray) -> list[np.ndarray]:
+def _label_offsets(width: float, height: float, scale: float, ends: np.ndarray) -> list[np.ndarray]:
     """Return offsets of a label's centre from its point, the preferred ones first."""
     side, above = width / 2 + 5 * scale, height / 2 + 4 * scale
     near = [(side, above * 0.6), (0, above), (side, 0), (-side, 0), (0, -above)]
@@ -184,9 +184,9 @@ def _cost(
     box: tuple[float, ...], taken: Sequence[tuple[float, ...]], panel: Any, at: np.ndarray, own: int
 ) -> float:
     """Return how bad a place is: what it covers, what sticks out, which points are as near."""
-    room = panel.get_window_extent()
+    extent = panel.get_window_extent()
     area = (box[2] - box[0]) * (box[3] - box[1])
-    outside = area - _overlap(box, (room.x0 - 4, room.y0, room.x1 + 4, room.y1 + 8))
+    outside = area - _overlap(box, (extent.x0 - 4, extent.y0, extent.x1 + 4, extent.y1 + 8))
     covered = sum(_overlap(box, other) for other in taken)
     gaps = [
         math.hypot(max(box[0] - px, px - box[2], 0.0), max(box[1] - py, py - box[3], 0.0))

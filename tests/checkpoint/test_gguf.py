@@ -257,7 +257,7 @@ def test_version_1_has_short_lengths(tmp_path: Path) -> None:
         assert np.array_equal(file.array("w"), values.reshape(2, 3))
 
 
-def write_parts(folder: Path, **changes: int) -> list[Path]:
+def write_splits(folder: Path, **changes: int) -> list[Path]:
     paths, count = [], 3
     for i in range(count):
         path = folder / f"m-{i + 1:05d}-of-{count:05d}.gguf"
@@ -275,7 +275,7 @@ def write_parts(folder: Path, **changes: int) -> list[Path]:
 
 
 def test_models_in_parts(tmp_path: Path) -> None:
-    paths = write_parts(tmp_path)
+    paths = write_splits(tmp_path)
     for path in paths:  # whichever is named
         with open_weights(path) as file:
             assert file.names() == ["t0", "t1", "t2"]
@@ -300,7 +300,7 @@ def test_models_in_parts(tmp_path: Path) -> None:
     ],
 )
 def test_parts_that_do_not_belong_together(tmp_path: Path, change: Any, message: str) -> None:
-    paths = write_parts(tmp_path, **change)
+    paths = write_splits(tmp_path, **change)
     with pytest.raises(UsageError, match=message):
         open_weights(paths[0])
 

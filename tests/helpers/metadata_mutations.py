@@ -212,7 +212,7 @@ def _tokenizer_json(folder: Path) -> list[Seed]:
     ]
 
 
-def _beside(kind: str) -> dict[str, bytes]:
+def _companion_files(kind: str) -> dict[str, bytes]:
     """Return the files that say which tokens are special."""
     config = {
         "tokenizer_class": kind, "bos_token": "<s>", "eos_token": {"content": "</s>"},
@@ -254,11 +254,11 @@ def _tokenizer_config(folder: Path) -> list[Seed]:
     classes = {"bpe": "GPT2Tokenizer", "word_piece": "BertTokenizer"}
     found = []
     for kind, files in kinds.items():
-        beside = _beside(classes.get(kind, "LlamaTokenizer"))
+        companions = _companion_files(classes.get(kind, "LlamaTokenizer"))
         if kind in ("bpe", "word_piece"):
-            beside |= extra if kind == "bpe" else {"added_tokens.json": b"{}"}
-        mutated = (*beside, *(name for name in files if name.startswith(("vocab", "merges"))))
-        found.append(Seed(kind, files | beside, mutated))
+            companions |= extra if kind == "bpe" else {"added_tokens.json": b"{}"}
+        mutated = (*companions, *(name for name in files if name.startswith(("vocab", "merges"))))
+        found.append(Seed(kind, files | companions, mutated))
     return found
 
 

@@ -50,7 +50,7 @@ def test_one_rank_goes_wrong(fault, words):
     done = mpirun(2, str(FAULTS), fault, rank, "4", *RUN, environment=limit)
     assert done.returncode != 0
     assert re.search(words, done.stderr), done.stderr
-    # ranks share the outcome of loading, so no rank must abort the others
+    # ranks agree whether loading succeeded, so no rank must abort the others
     assert done.stderr.count("stopping all ranks") == (fault != "load-memory")
     assert time.monotonic() - started < 60  # start, HANG_S and pauses
 

@@ -107,7 +107,7 @@ USES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def outcome_of(family: str, folder: Path) -> str:
+def run_case(family: str, folder: Path) -> str:
     """Use one folder; return "works" or "refused", or begin with "finding"."""
     try:
         USES.get(family, use_tokenizer)(folder)
@@ -152,7 +152,7 @@ class Runner:
         self._asked = 0
 
     def run(self, family: str) -> str:
-        """Use the folder as a member of a family; return the outcome."""
+        """Use the folder as a member of a family; return the verdict."""
         if self._asked >= CASES_OF_A_PROCESS:  # what packages keep is not held against a case
             self.close()
         if not self._pid:
@@ -198,8 +198,8 @@ class Runner:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust prints its panics
         with os.fdopen(asked) as lines:
             for line in lines:
-                outcome = outcome_of(line.strip(), self._folder)
-                os.write(answered, outcome.encode("utf-8", "replace"))
+                verdict = run_case(line.strip(), self._folder)
+                os.write(answered, verdict.encode("utf-8", "replace"))
         os._exit(0)
 
 
@@ -207,7 +207,7 @@ def fuzz(
     families: list[str], n_mutations: int, number: int, seconds: float, megabytes: int, keep: Path
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Run the cases; return how they ended by family, and the findings."""
-    outcomes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=in_memory) as name:
@@ -218,18 +218,18 @@ def fuzz(
         for family in families:
             for seed in seeds(family, written):
                 write_case(folder, seed, seed.files)
-                outcome = runner.run(family)
-                if outcome != "works":
-                    findings.append(f"{family}: the seed {seed.name}: {outcome}")
+                verdict = runner.run(family)
+                if verdict != "works":
+                    findings.append(f"{family}: the seed {seed.name}: {verdict}")
         for i, family, seed, files in cases(families, n_mutations, number, written):
             write_case(folder, seed, files)
-            outcome = runner.run(family)
-            outcomes[family, outcome.partition(":")[0]] += 1
-            if outcome.startswith("finding"):
+            verdict = runner.run(family)
+            counts[family, verdict.partition(":")[0]] += 1
+            if verdict.startswith("finding"):
                 shutil.copytree(folder, keep / f"{family}_{number}_{i}", dirs_exist_ok=True)
-                findings.append(f"{family} {seed.name}, seed {number}, case {i}: {outcome}")
+                findings.append(f"{family} {seed.name}, seed {number}, case {i}: {verdict}")
         runner.close()
-    return outcomes, findings
+    return counts, findings
 
 
 def main() -> int:
@@ -244,17 +244,17 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["RUST_BACKTRACE"] = "0"
     started = time.monotonic()
-    outcomes, findings = fuzz(
+    counts, findings = fuzz(
         arguments.families, arguments.mutations, arguments.seed, arguments.seconds,
         arguments.megabytes, arguments.keep,
     )  # fmt: skip
     for family in arguments.families:
-        ends = {outcome: n for (name, outcome), n in sorted(outcomes.items()) if name == family}
+        ends = {verdict: n for (name, verdict), n in sorted(counts.items()) if name == family}
         print(f"{family:<16} {sum(ends.values()):>9,}  {ends}")
     for finding in findings[:50]:
         print(finding.encode("utf-8", "replace").decode())
     print(
-        f"{sum(outcomes.values()):,} mutations, seed {arguments.seed}, {len(findings)} findings, "
+        f"{sum(counts.values()):,} mutations, seed {arguments.seed}, {len(findings)} findings, "
         f"{time.monotonic() - started:.0f} s"
     )
     return 1 if findings else 0

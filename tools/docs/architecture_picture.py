@@ -1,9 +1,9 @@
-"""Draw docs/architecture.svg: the rooms in layers, with the hops of the two walks as numbers.
+"""Draw docs/architecture.svg: the packages in layers, with the hops of the two walks as numbers.
 
     python tools/docs/architecture_picture.py
 
 A box uses boxes of the rows below it, never of those above.  The numbers are those of
-docs/architecture.md.  A test fails if a room is missing or the picture is not what this draws.
+docs/architecture.md.  A test fails if a package is missing or the picture is not what this draws.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ WIDTH, LABEL, BOX_W, BOX_H, STEP_Y, GAP = 1140, 155, 152, 62, 92, 10
 
 
 def hops(markdown: str) -> dict[str, list[tuple[int, int]]]:
-    """Return walk and number of each hop by room: headings ``### 3. `room` ...`` of the walks."""
+    """Return walk and number of each hop, by package."""
     found: dict[str, list[tuple[int, int]]] = {}
     for walk, part in enumerate(re.split(r"^## Walk", markdown, flags=re.M)[1:]):
-        for number, room in re.findall(r"^(\d+)\. \*\*(\w+)\*\*", part, flags=re.M):
-            found.setdefault(room, []).append((walk, int(number)))
+        for number, package in re.findall(r"^(\d+)\. \*\*(\w+)\*\*", part, flags=re.M):
+            found.setdefault(package, []).append((walk, int(number)))
     return found
 
 

@@ -170,8 +170,8 @@ def overhead(model: nbflow.LLM, n: int, n_steps: int = 200) -> dict[str, Any]:
     batch = requests(model, n, min(n_steps, model.spec.max_context // 2))
     real = rank.executor.run, rank.executor.run_repeated
 
-    def repeated(step: Any, burst: Any, further: Any, n: int, stop: Any) -> None:
-        burst.n_steps[0] = n
+    def repeated(step: Any, decode_steps: Any, further: Any, n: int, stop: Any) -> None:
+        decode_steps.n_steps[0] = n
 
     seconds = []
     try:

@@ -124,9 +124,9 @@ def run(
     """Load the model as a case says, and measure each batch; every rank calls it."""
     started = time.monotonic()
     options: dict[str, Any] = {"comm": SelfComm()} if case.alone else {}
-    takes_part = comm.rank == 0 or not case.alone
+    participates = comm.rank == 0 or not case.alone
     model = None
-    if takes_part:
+    if participates:
         model = nbflow.load(
             arguments.model, weights=arguments.weights, activations=arguments.activations,
             partition=case.partition, threads=case.threads, exchange=case.exchange, **options,

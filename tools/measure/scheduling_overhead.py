@@ -53,11 +53,16 @@ def idle(times: Times) -> Iterator[None]:
         time.sleep(seconds_of(times, len(step.ids)))
 
     def run_repeated(
-        self: CpuExecutor, step: Step, burst: MultiStepDecode, further: Any, n: int, stop: Any
+        self: CpuExecutor,
+        step: Step,
+        decode_steps: MultiStepDecode,
+        further: Any,
+        n: int,
+        stop: Any,
     ) -> None:
         self._prepared(step)
         time.sleep(n * seconds_of(times, len(step.ids)))
-        burst.n_steps[0] = n
+        decode_steps.n_steps[0] = n
 
     with patch.multiple(CpuExecutor, run=run, run_repeated=run_repeated):
         yield

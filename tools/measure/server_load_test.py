@@ -81,12 +81,12 @@ class Load:
     async def one(self, client: httpx.AsyncClient, kind: str) -> None:
         prompt, n = self.random.choice(PROMPTS), self.random.choice(LENGTHS)
         try:
-            outcome = await getattr(self, f"_{kind}")(client, prompt, n)
+            status = await getattr(self, f"_{kind}")(client, prompt, n)
         except Exception as error:
-            outcome = f"failed: {type(error).__name__}: {error}"[:300]
-        self.seen[f"{kind}: {'failed' if outcome.startswith('failed') else outcome}"] += 1
-        if outcome.startswith("failed"):
-            self.wrong.append(f"{kind}: {outcome}")
+            status = f"failed: {type(error).__name__}: {error}"[:300]
+        self.seen[f"{kind}: {'failed' if status.startswith('failed') else status}"] += 1
+        if status.startswith("failed"):
+            self.wrong.append(f"{kind}: {status}")
 
     def _same(self, text: str, prompt: str, n: int) -> str:
         right = text == self.expected[prompt, n]
@@ -290,7 +290,7 @@ def run(
             {
                 "requests": arguments.requests,
                 "seconds": round(seconds, 2),
-                "outcomes": dict(sorted(load.seen.items())),
+                "counts": dict(sorted(load.seen.items())),
                 "rss_bytes": sizes,
                 "sigterm": at_end,
                 "exit_code": code,

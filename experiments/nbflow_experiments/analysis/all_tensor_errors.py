@@ -24,7 +24,7 @@ HISTOGRAMS = ("rows", "columns", "blocks")
 
 
 @dataclass(frozen=True)
-class Found:
+class TensorResult:
     """The error of one tensor in one format."""
 
     name: str
@@ -123,7 +123,7 @@ def each_tensor(
     treatments: Sequence[Treatment],
     pattern: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Found]:
+) -> Iterator[TensorResult]:
     """Yield the error of one tensor after the other in every treatment.
 
     In memory are one tensor as float32, what the treatment makes of it, and some 150 MB of pieces.
@@ -146,7 +146,7 @@ def each_tensor(
         for treatment in treatments:
             quantized = treatment.encode(name, exact)
             error = tensor_error(exact, quantized, weights)
-            yield Found(name, treatment.label, quantized.format.name, error)
+            yield TensorResult(name, treatment.label, quantized.format.name, error)
         if progress is not None:
             progress(i + 1, len(names))
 

@@ -12,7 +12,7 @@ from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec
 
-PIECE_WEIGHTS = 1 << 22
+CHUNK_WEIGHTS = 1 << 22
 PAIR_BITS = 3.5  # two codes 0..10 are stored in 7 bits
 
 
@@ -61,7 +61,7 @@ def code_use(tensor: QuantTensor) -> CodeUse | None:
     levels = _levels(form, getattr(format, "n_codes", None))
     n_columns = tensor.shape[-1]
     counts = np.zeros(int(levels.max()) + 1, np.int64)
-    step = max(1, PIECE_WEIGHTS // n_columns)
+    step = max(1, CHUNK_WEIGHTS // n_columns)
     for start in range(0, tensor.n_rows, step):
         rows = tensor.data[start : start + step]
         codes = format.integers(np.ascontiguousarray(rows)).codes[:, :n_columns]

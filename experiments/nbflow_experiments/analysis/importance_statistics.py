@@ -56,9 +56,11 @@ def column_statistics(importance: Mapping[str, np.ndarray]) -> list[ColumnStatis
 
 def _squares(array: np.ndarray) -> np.ndarray:
     """Return mean squares of columns, float64, those of experts one after the other."""
-    wide = np.asarray(array, np.float64)
-    is_full = wide.ndim == 2 and wide.shape[0] == wide.shape[1] and np.array_equal(wide, wide.T)
-    return wide.diagonal() if is_full else wide.reshape(-1)
+    values = np.asarray(array, np.float64)
+    is_full = (
+        values.ndim == 2 and values.shape[0] == values.shape[1] and np.array_equal(values, values.T)
+    )
+    return values.diagonal() if is_full else values.reshape(-1)
 
 
 def _of(name: str, squares: np.ndarray, others: Mapping[str, np.ndarray]) -> ColumnStatistics:

@@ -46,8 +46,8 @@ class CacheErrors:
         """
         keys, values = split_kv(kv)
         return {
-            "keys_error": self._stored_error("k", keys),
-            "values_error": self._stored_error("v", values),
+            "keys_error": self._cache_error("k", keys),
+            "values_error": self._cache_error("v", values),
             "attention_error": _relative(
                 [(e["a"], a) for e, a in zip(self._exact, attention, strict=True)]
             ),
@@ -59,7 +59,7 @@ class CacheErrors:
         arrays = [exact[name] for exact in self._exact]
         return [a.reshape(-1, self._head_dim) for a in arrays if a is not None]
 
-    def _stored_error(self, name: str, format: str) -> float:
+    def _cache_error(self, name: str, format: str) -> float:
         """Return the relative error of head vectors after they were in a cache."""
         return _relative([(x, stored(x.astype(np.float64), format)) for x in self._heads(name)])
 

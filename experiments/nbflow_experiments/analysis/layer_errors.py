@@ -226,15 +226,15 @@ class _Error:
 
     def add(self, exact: Floats, found: Floats, before: Floats) -> None:
         """Add the states of one window after a layer, and the exact ones before it."""
-        wide = exact.astype(np.float64)
-        lost = np.square(found - wide).sum(axis=1)
-        norm = np.square(wide).sum(axis=1)
+        values = exact.astype(np.float64)
+        lost = np.square(found - values).sum(axis=1)
+        norm = np.square(values).sum(axis=1)
         self.lost += float(lost.sum())
         self.norm += float(norm.sum())
-        self.update += float(np.square(wide - before).sum())
-        self._product += float(np.sum(wide * found))
+        self.update += float(np.square(values - before).sum())
+        self._product += float(np.sum(values * found))
         self._own += float(np.square(found, dtype=np.float64).sum())
-        self.n += wide.size
+        self.n += values.size
         with np.errstate(divide="ignore", invalid="ignore"):
             self._tokens.append(np.where(lost == 0, 0.0, np.sqrt(lost / norm)))
 
@@ -298,5 +298,5 @@ class _Products:
 
 def _squares(array: NDArray[Any]) -> float:
     """Return the sum of squares in float64."""
-    wide = array.astype(np.float64).ravel()
-    return float(wide @ wide)
+    values = array.astype(np.float64).ravel()
+    return float(values @ values)

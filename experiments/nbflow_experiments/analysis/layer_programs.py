@@ -44,13 +44,13 @@ def stage_programs(spec: ModelSpec) -> list[Program]:
     first, end = inside[0], inside[-1] + 1
     layers = [[op for op in whole.ops if op.layer == i] for i in range(spec.n_layers)]
     return [
-        _part(whole, list(whole.ops[:first]), ()),
-        *(_part(whole, [Op("input", "x"), *ops], (i,)) for i, ops in enumerate(layers)),
-        _part(whole, [Op("input", "x"), *whole.ops[end:]], ()),
+        _sub_program(whole, list(whole.ops[:first]), ()),
+        *(_sub_program(whole, [Op("input", "x"), *ops], (i,)) for i, ops in enumerate(layers)),
+        _sub_program(whole, [Op("input", "x"), *whole.ops[end:]], ()),
     ]
 
 
-def _part(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Program:
+def _sub_program(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Program:
     """Return some ops of a program with the buffers they use."""
     names = {name for op in ops for name in (op.out, *op.inputs)}
     names |= {base for name in names & set(whole.buffers) if (base := whole.buffers[name].base)}

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.utils.atomic_write import replace_atomically, write_text
-from nbflow_experiments.analysis.all_tensor_errors import Found
+from nbflow_experiments.analysis.all_tensor_errors import TensorResult
 from nbflow_experiments.analysis.histograms import RELATIVE_EDGES, SCALED_EDGES
 from nbflow_experiments.analysis.ratios import Table
 from nbflow_experiments.figure_style import Drawing
@@ -86,13 +86,13 @@ class AnalysisFolder:
         write_json(self.path / "provenance.json", dict(launch))
 
     def write_histograms(
-        self, tensors: list[Found], tokens: Mapping[str, Mapping[str, np.ndarray]]
+        self, tensors: list[TensorResult], tokens: Mapping[str, Mapping[str, np.ndarray]]
     ) -> None:
         """Write ``analysis.h5``.
 
         Parameters
         ----------
-        tensors : list of Found
+        tensors : list of TensorResult
             Tensors, of which ``tensors/FORMAT/NAME`` gets rows, columns, blocks, errors, codes and
             ``weights/NAME`` the weights.
         tokens : mapping
@@ -141,7 +141,7 @@ class AnalysisFolder:
         return read_object(path)
 
 
-def _write_tensor(file: Any, found: Found) -> None:
+def _write_tensor(file: Any, found: TensorResult) -> None:
     error, path = found.error, f"tensors/{_safe(found.weights)}/{found.name}"
     for axis in ("rows", "columns", "blocks"):
         counts = getattr(error, axis).counts

@@ -1,4 +1,4 @@
-r"""Error of a weight format on one tensor: sums in float64, rows taken in pieces.
+r"""Error of a weight format on one tensor: sums in float64, rows read in chunks.
 
 W is the tensor (rows, columns), Q what the format's decoder gives for it, E = Q - W.
 docs/analysis.md has the formula of each number.
@@ -17,11 +17,11 @@ from nbflow_experiments.analysis.code_entropy import CodeUse, code_use
 from nbflow_experiments.analysis.histograms import (
     RELATIVE_EDGES,
     Counts,
+    Float64Array,
     Spread,
     Weights,
-    Wide,
-    pieces,
     relative_counts,
+    row_chunks,
 )
 from nbflow_experiments.analysis.ratios import ratio, relative_error
 from nbflow_kernels import QuantTensor
@@ -143,7 +143,7 @@ def tensor_error(
     weights = weights or Weights.of(exact)
     block = quantized.format.block_size if quantized.format.block_size > 1 else FLOAT_BLOCK
     sums = _Sums(exact.shape[1], block, weights.rms)
-    for start, stop in pieces(exact):
+    for start, stop in row_chunks(exact):
         decoded = nk.dequantize(quantized.rows(start, stop)).astype(np.float64)
         sums.add(exact[start:stop].astype(np.float64), decoded)
     norms = weights.rms * math.sqrt(exact.size) * math.sqrt(sums.decoded)
@@ -166,18 +166,18 @@ def tensor_error(
 
 
 class _Sums:
-    """Sums over pieces of rows."""
+    """Sums over chunks of rows."""
 
     def __init__(self, n_columns: int, block: int, rms: float) -> None:
         self._block, self._rms = block, rms
         self.error = self.bias = self.product = self.decoded = self.largest = self.crest = 0.0
         self.n_blocks = 0
         self.column_error, self.column_norm = np.zeros(n_columns), np.zeros(n_columns)
-        self.rows: list[Wide] = []
-        self.blocks: list[Wide] = []
+        self.rows: list[Float64Array] = []
+        self.blocks: list[Float64Array] = []
         self.counts = np.zeros(len(RELATIVE_EDGES) - 1, np.int64)
 
-    def add(self, exact: Wide, decoded: Wide) -> None:
+    def add(self, exact: Float64Array, decoded: Float64Array) -> None:
         """Add rows."""
         error = decoded - exact
         squares, norms = np.square(error), np.square(exact)
@@ -193,7 +193,7 @@ class _Sums:
         self.rows.append(_ratios(squares.sum(axis=1), norms.sum(axis=1)))
         self._add_blocks(exact, squares, norms)
 
-    def _add_blocks(self, exact: Wide, squares: Wide, norms: Wide) -> None:
+    def _add_blocks(self, exact: Float64Array, squares: Float64Array, norms: Float64Array) -> None:
         """Add the blocks of rows; the last one of a row may be shorter."""
         starts = np.arange(0, exact.shape[1], self._block)
         lost, norm = (np.add.reduceat(a, starts, axis=1) for a in (squares, norms))
@@ -204,8 +204,8 @@ class _Sums:
         self.n_blocks += peaks.size
 
 
-def _ratios(error: Wide, norm: Wide) -> Wide:
+def _ratios(error: Float64Array, norm: Float64Array) -> Float64Array:
     """Return sqrt(error / norm) of each group; 0 / 0 is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        result: Wide = np.where(error == 0, 0.0, np.sqrt(error / norm))
+        result: Float64Array = np.where(error == 0, 0.0, np.sqrt(error / norm))
     return result

@@ -183,7 +183,7 @@ def read_statistics(
     return with_our_names(read_importance(file), gguf_names_of(model, spec))
 
 
-class Stored:
+class StoredWeights:
     """Tensors as another checkpoint of the same model holds them.
 
     Parameters
@@ -229,6 +229,6 @@ class Stored:
         other = self._other
         dtype = other.file.dtype(other.spec.tensor_layout(name).name)
         if dtype not in ITEM_BYTES:
-            pieces = read_quantized_operand(other.spec, other.file, Operand(name))
-            return QuantTensor.concatenate(pieces)
+            tensors = read_quantized_operand(other.spec, other.file, Operand(name))
+            return QuantTensor.concatenate(tensors)
         return nk.quantize(other.matrix(name), dtype if dtype in ("f16", "bf16") else "f32")

@@ -22,7 +22,12 @@ from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
 from nbflow_experiments.analysis import figures
-from nbflow_experiments.analysis.all_tensor_errors import Found, as_treatments, each_tensor, totals
+from nbflow_experiments.analysis.all_tensor_errors import (
+    TensorResult,
+    as_treatments,
+    each_tensor,
+    totals,
+)
 from nbflow_experiments.analysis.attribution import BY, attribution
 from nbflow_experiments.analysis.kv_cache_bits import kv_errors
 from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
@@ -32,7 +37,7 @@ from nbflow_experiments.analysis.text_windows import analysis_windows
 from nbflow_experiments.analysis.treatments import (
     Checkpoint,
     Format,
-    Stored,
+    StoredWeights,
     Treatment,
     read_statistics,
 )
@@ -164,7 +169,7 @@ def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatme
     if arguments.against:
         spec = resolve(arguments.model, spec=arguments.spec).spec
         for path in arguments.against:
-            other = Stored(path, spec)
+            other = StoredWeights(path, spec)
             stack.callback(other.close)
             found.append(other)
     return as_treatments(found) if found else []
@@ -179,7 +184,7 @@ class _Work:
         self._arguments = arguments
         self._treatments = treatments
         self._tables: dict[str, Table] = {}
-        self._tensors_found: list[Found] = []
+        self._tensors_found: list[TensorResult] = []
         self._tokens: dict[str, Any] = {}
         self._folder: AnalysisFolder | None = None
         self._windows: Any = None  # for parts that need no text

@@ -20,7 +20,7 @@ from nbflow.distributed import SelfComm
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.estimates import estimate_perplexity
 from nbflow_experiments.scoring.greedy_divergence import Parting, parting
-from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.logits_file import create, open_logits
 from nbflow_experiments.scoring.score_text import (
     Reference,
     file_reference,
@@ -163,7 +163,7 @@ def _reference(
         return model_reference(companion)
     if arguments.reference is None:
         return None
-    return file_reference(stack.enter_context(open_stored(Path(arguments.reference))))
+    return file_reference(stack.enter_context(open_logits(Path(arguments.reference))))
 
 
 class _Progress:

@@ -17,7 +17,7 @@ from nbflow_experiments.measures import (
     speculation,
     weight_error,
 )
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 
 __all__ = [
     "MEASURES",
@@ -25,7 +25,7 @@ __all__ = [
     "Array",
     "Context",
     "Measure",
-    "Outcome",
+    "MeasureResult",
     "Reading",
     "needs_reference",
     "needs_text",

@@ -17,13 +17,20 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_experiments.measures.engine_requests import (
-    Ask,
     Round,
+    TimedRequest,
     random_prompt,
     serve,
     with_engine,
 )
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading, repeated
+from nbflow_experiments.measures.measure import (
+    Array,
+    Context,
+    Measure,
+    MeasureResult,
+    Reading,
+    repeated,
+)
 from nbflow_kernels.errors import UsageError
 
 PROMPTS = (2, 6, 3, 5)
@@ -37,7 +44,7 @@ def lengths(i: int, prompt: int, decode: int) -> tuple[int, int]:
     return max(1, prompt * PROMPTS[i % 4] // 4), max(1, decode * DECODES[i % 4] // 4)
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the rounds."""
     batch, prompt, decode = (context.number(name) for name in ("batch", "prompt", "decode"))
     sizes = [lengths(i, prompt, decode) for i in range(batch)]
@@ -48,25 +55,25 @@ def run(context: Context) -> Outcome:
             f"{longest} tokens, the context holds {limit}; lower them"
         )
     rng = np.random.default_rng(0)
-    asks = [Ask(random_prompt(context.model, rng, n), n_new) for n, n_new in sizes]
+    requests = [TimedRequest(random_prompt(context.model, rng, n), n_new) for n, n_new in sizes]
     n_rounds, warmup = context.number("repeats"), context.number("warmup")
     rounds = with_engine(
         context.model,
         lambda engine: [
-            (serve(engine, asks), serve(engine, asks, at_once=False))
+            (serve(engine, requests), serve(engine, requests, at_once=False))
             for _ in range(warmup + n_rounds)
         ][warmup:],
         prefix_cache=False,
     )
-    return Outcome() if rounds is None else summary(rounds)
+    return MeasureResult() if rounds is None else summary(rounds)
 
 
-def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
+def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
     """Return the numbers of rounds, each together and one after the other."""
     readings, arrays, n = [], {}, len(rounds)
     for name, kind in (("batching", 0), ("sequential", 1)):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
-        first = np.array([a.first_token_s for r in rounds for a in r[kind].answers])
+        first = np.array([a.first_token_s for r in rounds for a in r[kind].results])
         metric = f"{name}_tokens_per_s"
         readings += repeated(metric, rates, "token/s")
         readings.append(Reading(f"{name}_ttft_s", float(np.median(first)), "s", first.size))
@@ -75,7 +82,7 @@ def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
     ratios = [one.seconds / together.seconds for together, one in rounds]
     readings.append(Reading("batching_speedup", float(np.median(ratios)), "1", n))
     readings += [Reading("batching_speedup", x, "1", repeat=i) for i, x in enumerate(ratios)]
-    return Outcome(readings, arrays)
+    return MeasureResult(readings, arrays)
 
 
 MEASURE = Measure("batching", "point", run, str(__doc__), by_default=False)

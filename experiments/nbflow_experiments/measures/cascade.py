@@ -3,7 +3,7 @@
 Only attention runs, of one layer and one step: `batch` sequences with a query row each have their
 first `shared_keys` keys on the same pages and `own_keys` keys each behind them.  Keys and values
 are random, on pages of 16 tokens in the format `kv`; `heads` says query heads, key/value heads and
-numbers of a head, those of the model where it is empty.  Three ways take turns: *flat*,
+numbers of a head, those of the model where it is empty.  Three runs take turns: *flat*,
 `BatchDecodeWithPagedKVCacheWrapper` with `disable_page_sharing`, where every sequence reads all of
 its keys; *shared*, the same wrapper, which reads shared pages once, as the engine does; *levels*,
 `MultiLevelCascadeAttentionWrapper` with two levels and a merge.
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading, repeated
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading, repeated
 from nbflow_experiments.settings import parse_heads
 from nbflow_kernels import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -68,10 +68,10 @@ class Sizes:
         return kv_format(names[0]), kv_format(names[-1])
 
 
-def run(context: Context) -> Outcome:
-    """Time the three ways."""
+def run(context: Context) -> MeasureResult:
+    """Time the three runs."""
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     spec, asked = context.model.spec, str(context.config["heads"])
     heads = parse_heads(asked) if asked else (spec.n_heads, spec.n_kv_heads, spec.head_dim)
     batch, shared, own = map(context.number, ("batch", "shared_keys", "own_keys"))
@@ -81,15 +81,15 @@ def run(context: Context) -> Outcome:
             f"cascade: shared_keys must be a multiple of {PAGE}, the tokens of a page, got "
             f"{sizes.shared_keys}"
         )
-    ways, warmup = three_ways(sizes), context.number("warmup")
-    outputs = [way() for way in ways]
+    runs, warmup = attention_runs(sizes), context.number("warmup")
+    outputs = [run_once() for run_once in runs]
     rounds = range(warmup + context.number("repeats"))
-    seconds = np.array([[time_runs(way) for way in ways] for _ in rounds])[warmup:]
+    seconds = np.array([[time_runs(run_once) for run_once in runs] for _ in rounds])[warmup:]
     same = (outputs[0] == outputs[1]).all(axis=(1, 2))
     return summary(sizes, seconds, float(same.mean()))
 
 
-def three_ways(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
+def attention_runs(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
     """Return the runs flat, shared and on two levels over the same pages."""
     B, (H, G, D), rng = sizes.batch, sizes.heads, np.random.default_rng(0)
     shared, own = sizes.shared_keys // PAGE, -(-sizes.own_keys // PAGE)
@@ -101,21 +101,21 @@ def three_ways(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
     cache = random_pages(rng, shared + B * own, sizes)
     q = rng.standard_normal((B, H, D)).astype(np.float32)
     format: dict[str, Any] = {"kv_format": sizes.kv}
-    ways: list[Callable[[], np.ndarray]] = []
+    runs: list[Callable[[], np.ndarray]] = []
     for off in (True, False):
         flat = BatchDecodeWithPagedKVCacheWrapper(kv_layout=LAYOUT)
         flat.plan(
             each * (shared + own), whole, last, H, G, D, PAGE, disable_page_sharing=off, **format
         )
-        ways.append(lambda wrapper=flat: wrapper.run(q, cache))  # type: ignore[misc]
+        runs.append(lambda wrapper=flat: wrapper.run(q, cache))  # type: ignore[misc]
     levels = MultiLevelCascadeAttentionWrapper(2, kv_layout=LAYOUT)
     ends = np.array([0, shared], np.int32), np.array([min(shared, 1) * PAGE], np.int32)
     levels.plan(
         [np.array([0, B], np.int32), each], [ends[0], each * own], [first, owned.ravel()],
         [ends[1], last], H, G, D, PAGE, **format,
     )  # fmt: skip
-    ways.append(lambda: levels.run(q, cache))
-    return ways
+    runs.append(lambda: levels.run(q, cache))
+    return runs
 
 
 def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
@@ -132,17 +132,17 @@ def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.nda
     return keys, values
 
 
-def time_runs(way: Callable[[], Any]) -> float:
+def time_runs(run_once: Callable[[], Any]) -> float:
     """Return the mean seconds of a run, of as many as take `LEAST_S`."""
     began = time.perf_counter()
     n = 0
     while (elapsed := time.perf_counter() - began) < LEAST_S or not n:
-        way()
+        run_once()
         n += 1
     return elapsed / n
 
 
-def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> Outcome:
+def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> MeasureResult:
     """Return the numbers of repetitions (repeats, 3) in seconds."""
     n, readings = len(seconds), list[Reading]()
     for i, name in enumerate(("flat", "shared", "levels")):
@@ -158,7 +158,7 @@ def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> Outcome:
         Reading("cascade_byte_ratio", flat / keys, "1"),
         Reading("cascade_same_share", same_share, "1", sizes.batch),
     ]
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("cascade", "point", run, str(__doc__), by_default=False)

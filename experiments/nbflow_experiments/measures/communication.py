@@ -12,10 +12,10 @@ model was loaded.
 from __future__ import annotations
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Count the bytes of one run."""
     prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
     context.model.reset_traffic()
@@ -24,7 +24,7 @@ def run(context: Context) -> Outcome:
     rounded = context.config["exchange"] != "f32"
     error = context.model.exchange_error() if rounded else 0.0
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     measured = sum(rank["measured_bytes"] for rank in ranks)
     predicted = sum(rank["predicted_bytes"] for rank in ranks)
     per_token = measured / (batch * (prompt + steps))
@@ -35,7 +35,7 @@ def run(context: Context) -> Outcome:
     ]
     if rounded:
         readings.append(Reading("exchange_error_relative", error, "1"))
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("traffic", "point", run, str(__doc__))

@@ -10,10 +10,10 @@ the slowest and the fastest.
 from __future__ import annotations
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, speed
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, speed
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the steps."""
     steps, batch = context.number("decode"), context.number("batch")
     seconds = backend.time_decode(

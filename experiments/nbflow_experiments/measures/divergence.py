@@ -16,15 +16,15 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_experiments.measures.evaluation import evaluate
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 from nbflow_experiments.scoring.estimates import estimate_mean, estimate_share
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Evaluate the text and compare the distributions."""
     done = evaluate(context)
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     mean = estimate_mean(done.divergence)
     shift = estimate_mean(done.nll - done.reference_nll)
     agreement = estimate_share(done.same_top)
@@ -37,7 +37,7 @@ def run(context: Context) -> Outcome:
         Reading("nll_difference_mean_nats", shift.mean, "nat", shift.n, shift.stderr),
     ]
     note = "KL(reference || model) of one scored token, in the order of the text"
-    return Outcome(readings, {"kld_nats": Array(done.divergence, "nat", note=note)})
+    return MeasureResult(readings, {"kld_nats": Array(done.divergence, "nat", note=note)})
 
 
 MEASURE = Measure("divergence", "quality", run, str(__doc__), needs_text=True, needs_reference=True)

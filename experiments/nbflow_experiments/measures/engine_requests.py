@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ask:
+class TimedRequest:
     """One request."""
 
     prompt: np.ndarray
@@ -33,7 +33,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestResult:
     """Result of a request."""
 
     ids: tuple[int, ...]
@@ -54,13 +54,13 @@ class Round:
 
     seconds: float
     """From the beginning to the end of the last one."""
-    answers: tuple[Answer, ...]
+    results: tuple[RequestResult, ...]
     """In the order of the requests."""
 
     @property
     def n_tokens(self) -> int:
         """Return how many tokens were generated."""
-        return sum(len(answer.ids) for answer in self.answers)
+        return sum(len(result.ids) for result in self.results)
 
 
 def random_prompt(model: LLM, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -82,14 +82,14 @@ def with_engine(model: LLM, work: Callable[[LLMEngine], T], **options: Any) -> T
         return None
 
 
-def serve(engine: LLMEngine, asks: Sequence[Ask], *, at_once: bool = True) -> Round:
+def serve(engine: LLMEngine, requests: Sequence[TimedRequest], *, at_once: bool = True) -> Round:
     """Run requests that all arrive at the same moment.
 
     Parameters
     ----------
     engine : Engine
         A running engine.
-    asks : sequence of Ask
+    requests : sequence of TimedRequest
         The requests.
     at_once : bool
         Whether they are submitted together; otherwise one after the other, each when the one before
@@ -100,17 +100,17 @@ def serve(engine: LLMEngine, asks: Sequence[Ask], *, at_once: bool = True) -> Ro
     Round
         What came out and when, seconds of wall time since the first was submitted.
     """
-    requests = []
-    for ask in asks:
+    submitted = []
+    for spec in requests:
         request = engine.model.make_request(
-            ask.prompt, ask.n_new, "greedy", 0, True, draft=ask.draft, n_draft=ask.n_draft
+            spec.prompt, spec.n_new, "greedy", 0, True, draft=spec.draft, n_draft=spec.n_draft
         )
         request.wants_logprobs = False
-        request.cache_salt = ask.salt
-        requests.append(request)
+        request.cache_salt = spec.salt
+        submitted.append(request)
     began = time.monotonic()
     handles = []
-    for request in requests:
+    for request in submitted:
         handles.append(engine.submit(request))
         if not at_once:
             handles[-1].result()
@@ -120,7 +120,7 @@ def serve(engine: LLMEngine, asks: Sequence[Ask], *, at_once: bool = True) -> Ro
     return Round(
         max(ends) - began,
         tuple(
-            Answer(
+            RequestResult(
                 tuple(handle.request.ids),
                 (handle.timings.first_token or 0.0) - began,
                 handle.cached_tokens,

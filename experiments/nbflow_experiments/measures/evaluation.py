@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbflow_experiments import backend
-from nbflow_experiments.scoring.logits_file import open_stored
+from nbflow_experiments.scoring.logits_file import open_logits
 from nbflow_experiments.scoring.score_text import file_reference, score_text
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window
@@ -83,7 +83,7 @@ def evaluate(context: Context) -> Scores:
         with contextlib.ExitStack() as stack:
             reference = None
             if context.leads and context.reference is not None:
-                reference = file_reference(stack.enter_context(open_stored(context.reference)))
+                reference = file_reference(stack.enter_context(open_logits(context.reference)))
             context.shared["evaluation"] = score_text(
                 context.model, windows, reference=reference, leads=context.leads
             )

@@ -48,7 +48,7 @@ class Array:
 
 
 @dataclass
-class Outcome:
+class MeasureResult:
     """Everything one measure found at one point."""
 
     readings: list[Reading] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Measure:
     scope: Literal["format", "quality", "point"]
     """Inputs of its result: only the model and its weight format (measured once per format),
     everything but batch and lengths (once per loaded model), or every setting."""
-    run: Callable[[Context], Outcome]
+    run: Callable[[Context], MeasureResult]
     """Called on every rank that holds a part of the model, in step."""
     about: str
     """Definition, exclusions, unit and repetitions: the docstring of its module."""
@@ -110,7 +110,7 @@ def repeated(metric: str, values: Sequence[float] | np.ndarray, unit: str) -> li
     ]
 
 
-def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Outcome:
+def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> MeasureResult:
     """Return median, slowest, fastest and every repetition of `n_tokens` done in `seconds`.
 
     A rank that does not lead only keeps its own seconds.
@@ -118,7 +118,7 @@ def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Ou
     note = f"wall time of one repetition: {n_tokens} tokens"
     array = Array(np.asarray(seconds, np.float64), "s", note=note)
     if not leads:
-        return Outcome(rank_arrays={f"{name}_s": array})
+        return MeasureResult(rank_arrays={f"{name}_s": array})
     rates = n_tokens / np.asarray(seconds, np.float64)
     unit, n = "token/s", len(rates)
     median, *repetitions = repeated(f"{name}_tokens_per_s", rates, unit)
@@ -128,4 +128,4 @@ def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Ou
         Reading(f"{name}_max_tokens_per_s", float(rates.max()), unit, n),
         *repetitions,
     ]
-    return Outcome(readings, {f"{name}_s": array}, {f"{name}_s": array})
+    return MeasureResult(readings, {f"{name}_s": array}, {f"{name}_s": array})

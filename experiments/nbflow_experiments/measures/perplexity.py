@@ -15,18 +15,18 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_experiments.measures.evaluation import evaluate
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 from nbflow_experiments.scoring.estimates import estimate_mean, estimate_perplexity
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Evaluate the text and average."""
     nll = evaluate(context).nll
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     perplexity, nats = estimate_perplexity(nll), estimate_mean(nll)
     lost = float(np.mean(~np.isfinite(nll)))
-    return Outcome(
+    return MeasureResult(
         [
             Reading("perplexity", perplexity.mean, "1", perplexity.n, perplexity.stderr),
             Reading("nll_mean_nats", nats.mean, "nat", nats.n, nats.stderr),

@@ -10,10 +10,10 @@ the median is quoted, with the slowest and the fastest.
 from __future__ import annotations
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, speed
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, speed
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the prompts."""
     prompt, batch = context.number("prompt"), context.number("batch")
     seconds = backend.time_prefill(

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.engine_requests import Ask, Round, serve, with_engine
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading, repeated
+from nbflow_experiments.measures.engine_requests import Round, TimedRequest, serve, with_engine
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading, repeated
 from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nbflow.engine.llm_engine import LLMEngine
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the rounds."""
     assert context.windows is not None
     names = ("batch", "prompt", "decode", "repeats", "warmup", "n_draft")
@@ -51,13 +51,13 @@ def run(context: Context) -> Outcome:
         with proposer(context) as draft:
             for r in range(warmup + repeats):
                 chosen = windows[np.arange(r * batch, (r + 1) * batch) % len(windows)]
-                plain = serve(engine, [Ask(ids, decode) for ids in chosen])
-                asks = [Ask(ids, decode, draft, n_draft) for ids in chosen]
-                rounds.append((plain, serve(engine, asks)))
+                plain = serve(engine, [TimedRequest(ids, decode) for ids in chosen])
+                requests = [TimedRequest(ids, decode, draft, n_draft) for ids in chosen]
+                rounds.append((plain, serve(engine, requests)))
         return rounds[warmup:]
 
     rounds = with_engine(context.model, work, prefix_cache=False)
-    return Outcome() if rounds is None else summary(rounds)
+    return MeasureResult() if rounds is None else summary(rounds)
 
 
 @contextlib.contextmanager
@@ -80,19 +80,19 @@ def proposer(context: Context) -> Iterator[Any]:
         loaded.close()
 
 
-def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
+def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
     """Return the numbers of rounds, each plain and with proposals."""
     readings: list[Reading] = []
     for kind, metric in enumerate(("plain_tokens_per_s", "speculation_tokens_per_s")):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
         readings += repeated(metric, rates, "token/s")
     ratios = [plain.seconds / drafted.seconds for plain, drafted in rounds]
-    answers = [a for _, drafted in rounds for a in drafted.answers]
+    results = [a for _, drafted in rounds for a in drafted.results]
     n_drafted, n_accepted = (
-        sum(getattr(a, k) for a in answers) for k in ("n_drafted", "n_accepted")
+        sum(getattr(a, k) for a in results) for k in ("n_drafted", "n_accepted")
     )
-    n_tokens = sum(len(a.ids) for a in answers)
-    same = [a.ids == b.ids for r in rounds for a, b in zip(*(x.answers for x in r), strict=True)]
+    n_tokens = sum(len(a.ids) for a in results)
+    same = [a.ids == b.ids for r in rounds for a, b in zip(*(x.results for x in r), strict=True)]
     readings += [
         *repeated("speculation_speedup", ratios, "1"),
         Reading("speculation_tokens_per_step", n_tokens / (n_tokens - n_accepted), "1", n_tokens),
@@ -103,7 +103,7 @@ def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
         readings.append(
             Reading("speculation_accepted_share", share.mean, "1", n_drafted, share.stderr)
         )
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("speculation", "point", run, str(__doc__), needs_text=True, by_default=False)

@@ -174,8 +174,8 @@ def _line(
         bars = np.vstack([y - low, high - y])
     elif f"{metric}_stderr" in rows:
         bars = rows[f"{metric}_stderr"].to_numpy() * scale
-    look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-    panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **look)
+    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **style)
 
 
 def from_zero(panel: Any) -> None:

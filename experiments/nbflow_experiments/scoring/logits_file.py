@@ -23,7 +23,7 @@ LAYOUT = 1
 CHUNK_BYTES = 2**20
 
 
-class StoredLogits:
+class LogitsFile:
     """An open file, to append rows to or to read rows from; made by `create` and `open`."""
 
     def __init__(self, file: Any) -> None:
@@ -74,17 +74,17 @@ class StoredLogits:
 
 
 @contextlib.contextmanager
-def create(path: Path, facts: Mapping[str, Any]) -> Iterator[StoredLogits]:
+def create(path: Path, facts: Mapping[str, Any]) -> Iterator[LogitsFile]:
     """Write a file that appears at `path` when the block ends without an error."""
     h5py = require("h5py")
     with replace_atomically(path) as temporary, h5py.File(temporary, "w") as file:
         file.attrs.update(facts)
         file.attrs["layout"] = LAYOUT
-        yield StoredLogits(file)
+        yield LogitsFile(file)
 
 
 @contextlib.contextmanager
-def open_stored(path: Path) -> Iterator[StoredLogits]:
+def open_logits(path: Path) -> Iterator[LogitsFile]:
     """Read a file.
 
     Raises
@@ -102,13 +102,13 @@ def open_stored(path: Path) -> Iterator[StoredLogits]:
     with file:
         if "logits" not in file or int(file.attrs.get("layout", 0)) != LAYOUT:
             raise UsageError(f"{path} holds no logits of a reference (layout {LAYOUT})")
-        yield StoredLogits(file)
+        yield LogitsFile(file)
 
 
 def is_complete(path: Path) -> bool:
     """Return whether a file holds a whole reference."""
     try:
-        with open_stored(path):
+        with open_logits(path):
             return True
     except UsageError:
         return False

@@ -105,12 +105,12 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     """
     stripped = context.rstrip(" ")
     continuation = context[len(stripped) :] + continuation
-    front = tokenizer.encode(stripped, add_special_tokens=True)
+    prefix = tokenizer.encode(stripped, add_special_tokens=True)
     whole = tokenizer.encode(stripped + continuation, add_special_tokens=True)
-    if not front:
+    if not prefix:
         start = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids))
         return [start, *whole], 1
-    return whole, min(len(front), len(whole) - 1)
+    return whole, min(len(prefix), len(whole) - 1)
 
 
 def continuation_log_prob(model: LLM, ids: Sequence[int], n_context: int) -> tuple[float, bool]:

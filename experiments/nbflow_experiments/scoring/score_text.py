@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbflow_experiments.scoring.logits_file import StoredLogits
+from nbflow_experiments.scoring.logits_file import LogitsFile
 from nbflow_experiments.scoring.token_scores import Scores, score
 from nbflow_experiments.scoring.windows import Window
 
@@ -24,13 +24,13 @@ def model_reference(model: LLM) -> Reference:
     return lambda window: predictions(model, window)
 
 
-def file_reference(stored: StoredLogits) -> Reference:
+def file_reference(logits_file: LogitsFile) -> Reference:
     """Return logits that were stored before; they raise `UsageError` for other tokens."""
     n_read = 0
 
     def logits(window: Window) -> np.ndarray:
         nonlocal n_read
-        rows = stored.rows(n_read, window.targets)
+        rows = logits_file.rows(n_read, window.targets)
         n_read += window.n_scored
         return rows
 
@@ -47,7 +47,7 @@ def score_text(
     windows: Sequence[Window],
     *,
     reference: Reference | None = None,
-    save: StoredLogits | None = None,
+    save: LogitsFile | None = None,
     leads: bool = True,
     progress: Callable[[int, Scores], None] | None = None,
 ) -> Scores:
@@ -61,7 +61,7 @@ def score_text(
         The text.
     reference : Reference, optional
         What it is compared with; only looked at where `leads`.
-    save : StoredLogits, optional
+    save : LogitsFile, optional
         Where the model's own logits are kept, to be a reference later.
     leads : bool
         Whether this rank scores; the others only take part in running the model.

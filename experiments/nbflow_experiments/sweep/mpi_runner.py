@@ -176,12 +176,12 @@ class ProcessRunner:
         counted = before["attempt"] if before.get("launch") == job.launch else 0
         attempt = tried[point.short] = max(counted, tried.get(point.short, 0)) + 1
         last = attempt > self.policy.retries
-        who = f"the job of {job.ranks} MPI ranks" if job.ranks else "the process of the point"
-        cause = end.cause(who, self.policy.timeout_s)
+        subject = f"the job of {job.ranks} MPI ranks" if job.ranks else "the process of the point"
+        cause = end.cause(subject, self.policy.timeout_s)
         ranks = range(job.ranks or 1)
-        told = record_death(self.folder, point, job.launch, attempt, end, cause, ranks)
+        recorded = record_death(self.folder, point, job.launch, attempt, end, cause, ranks)
         self.before[point.short] = job.launch
-        self.reporter.ends(point, told, last=last)
+        self.reporter.ends(point, recorded, last=last)
         return not last
 
     def _job(self, points: Sequence[Point], tried: Mapping[str, int]) -> Job:
@@ -205,7 +205,7 @@ class ProcessRunner:
         shown: set[str] = set()
         running: Point | None = None
 
-        def look() -> None:
+        def poll() -> None:
             nonlocal running
             for point in [p for p in job.points if p.short not in shown]:
                 if point != running and locks.was_measuring(point):
@@ -223,7 +223,7 @@ class ProcessRunner:
             ranks = command_of(self.launcher, job.ranks) if job.ranks else []
             words = [*ranks, *PROGRAM, "--group", str(path)]
             limit_s = None if limit is None else START_S + limit * (1 + self.policy.retries)
-            return run_process(words, path.parent, self.stop, look, limit_s)
+            return run_process(words, path.parent, self.stop, poll, limit_s)
 
     def _result(self, point: Point, job: Job) -> dict[str, Any] | None:
         """Return the result of the last attempt that a job made at a point."""

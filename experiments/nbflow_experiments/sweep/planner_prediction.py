@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import nbflow_kernels as nk
 from nbflow_experiments.backend import MEASURED, Comm
-from nbflow_experiments.measures.measure import Outcome, Reading
+from nbflow_experiments.measures.measure import MeasureResult, Reading
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Predictor:
         self._comm = comm
         self._measured: dict[tuple[int, ...], Machine] = {}
 
-    def outcome(self, point: Point, model: LLM) -> Outcome:
+    def predict_point(self, point: Point, model: LLM) -> MeasureResult:
         """Return what is predicted of a point; nothing, with a warning, if that cannot be done."""
         from nbflow.planner import Prediction, RunConfig, Workload, predict, stored_model
         from nbflow.spec import resolve
@@ -65,10 +65,10 @@ class Predictor:
             found: Prediction = predict(planned, model.plan.partition, machine, workload, setting)
         except UsageError as error:
             warnings.warn(f"nothing is predicted: {error}", stacklevel=1)
-            return Outcome()
+            return MeasureResult()
         weight_bytes = sum(rank.weight_bytes for rank in found.ranks)
         kv_bytes = sum(rank.kv_bytes for rank in found.ranks)
-        return Outcome(
+        return MeasureResult(
             [
                 Reading("predicted_prefill_tokens_per_s", found.prefill_tokens_per_s, "token/s"),
                 Reading("predicted_decode_tokens_per_s", found.decode_tokens_per_s, "token/s"),
@@ -88,8 +88,8 @@ class Predictor:
             if self._comm.size == 1:
                 machine = measure_machine(load, len(numbers), PROBE_BYTES)
             else:
-                part = self._comm.split(numbers)
-                machine = None if part is None else measure_ranks(load, part, PROBE_BYTES)
+                group = self._comm.split(numbers)
+                machine = None if group is None else measure_ranks(load, group, PROBE_BYTES)
                 machine = self._comm.bcast_object(machine, numbers[0])
             assert machine is not None
             self._measured[numbers] = _placed(machine, numbers)

@@ -20,7 +20,14 @@ import numpy as np
 
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import FORMAT_SETTINGS, LOAD_SETTINGS, QUALITY_SETTINGS, Point
-from nbflow_experiments.measures import MEASURES, Array, Context, Measure, Outcome, needs_reference
+from nbflow_experiments.measures import (
+    MEASURES,
+    Array,
+    Context,
+    Measure,
+    MeasureResult,
+    needs_reference,
+)
 from nbflow_experiments.measures.evaluation import text_windows
 from nbflow_experiments.measures.reference_logits import reference_path, write_reference
 from nbflow_experiments.scoring.logits_file import is_complete
@@ -73,7 +80,7 @@ class _Loaded:
     key: tuple[Any, ...]
     model: LLM
     leader: int
-    quality: dict[tuple[Any, ...], tuple[str, Outcome]] = field(default_factory=dict)
+    quality: dict[tuple[Any, ...], tuple[str, MeasureResult]] = field(default_factory=dict)
     shared: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
 
@@ -92,7 +99,7 @@ class Runner:
     stop: StopRequest = field(default_factory=StopRequest)
     """Asks it to stop after the present step."""
     _loaded: _Loaded | None = field(default=None, init=False)
-    _formats: dict[tuple[Any, ...], Outcome] = field(default_factory=dict, init=False)
+    _formats: dict[tuple[Any, ...], MeasureResult] = field(default_factory=dict, init=False)
     _windows: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict, init=False)
     _references: dict[Path, Path] = field(default_factory=dict, init=False)
     _rank_arrays: dict[str, Array] = field(default_factory=dict, init=False)
@@ -102,7 +109,7 @@ class Runner:
 
     def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
         """Measure and record one point; return its status on every rank."""
-        log, outcomes = _Log(), dict[str, Outcome]()
+        log, measured = _Log(), dict[str, MeasureResult]()
         result = new_result(point, self.launch, attempt)
         start = time.perf_counter()
         if attempt > 1:
@@ -113,7 +120,7 @@ class Runner:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                self._measure(point, log, outcomes, result)
+                self._measure(point, log, measured, result)
             except StepFailed as failure:
                 note_failure(result, failure)
                 log.write(f"failed\n{failure.failures[0].traceback}")
@@ -124,7 +131,7 @@ class Runner:
         result["wall_s"] = time.perf_counter() - start
         result["steps_s"] = log.seconds
         ranks = self._write_rank_arrays(point, log)
-        self._on_root(log, "write", lambda: self._record(point, result, log, outcomes, ranks))
+        self._on_root(log, "write", lambda: self._record(point, result, log, measured, ranks))
         if self.comm.rank == 0:
             self.reporter.ends(point, result, last=last)
         return str(self.comm.bcast_object(result["status"]))
@@ -134,16 +141,16 @@ class Runner:
         point: Point,
         result: dict[str, Any],
         log: _Log,
-        outcomes: dict[str, Outcome],
+        measured: dict[str, MeasureResult],
         ranks: Sequence[int],
     ) -> None:
         """Write a finished point, of which `ranks` have written files; rank 0 only."""
-        result["bits_per_weight"] = bits_per_weight(point, outcomes)
+        result["bits_per_weight"] = bits_per_weight(point, measured)
         result["readings"] = [
-            reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
+            reading_row(name, reading) for name, o in measured.items() for reading in o.readings
         ]
         note_not_finite(result, result["readings"])
-        arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
+        arrays = {name: array for o in measured.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
         self.folder.write_result(point.short, result, text, arrays, ranks)
 
@@ -168,7 +175,7 @@ class Runner:
         return [rank for rank, (wrote, text) in enumerate(reports or ()) if wrote and not text]
 
     def _measure(
-        self, point: Point, log: _Log, outcomes: dict[str, Outcome], result: dict[str, Any]
+        self, point: Point, log: _Log, measured: dict[str, MeasureResult], result: dict[str, Any]
     ) -> None:
         """Prepare, load and run every measure of a point."""
         windows = self._prepare_windows(point, log) if point.text else None
@@ -188,30 +195,32 @@ class Runner:
         for name in point.measures:
             measure = MEASURES[name]
             if measure.scope == "quality" and (*quality, name) in loaded.quality:
-                source, outcomes[name] = loaded.quality[(*quality, name)]
+                source, measured[name] = loaded.quality[(*quality, name)]
                 result["quality_shared_from"] = source
                 log.write(
                     f"{name} is that of point {source}, which differs in batch or lengths only"
                 )
                 continue
-            outcomes[name] = self._run_measure(measure, point, context, log)
+            measured[name] = self._run_measure(measure, point, context, log)
             if measure.scope == "quality":
-                loaded.quality[(*quality, name)] = point.short, outcomes[name]
+                loaded.quality[(*quality, name)] = point.short, measured[name]
         result["partition_chosen"] = loaded.model.plan.partition
         if point.config["machine"]:
             with log.timed("prediction"):
-                outcomes["prediction"] = in_step(
-                    self.comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
+                measured["prediction"] = in_step(
+                    self.comm, self.stop, lambda: self._predictor.predict_point(point, loaded.model)
                 )
 
-    def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
+    def _run_measure(
+        self, measure: Measure, point: Point, context: Context, log: _Log
+    ) -> MeasureResult:
         """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
         key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
 
-        def work() -> Outcome:
-            return measure.run(context) if context.model.participates else Outcome()
+        def work() -> MeasureResult:
+            return measure.run(context) if context.model.participates else MeasureResult()
 
         with log.timed(measure.name):
             if self.comm.rank == 0:
@@ -287,8 +296,8 @@ class Runner:
                 for model in made:
                     model.close()
                 raise
-        takes_part = self.comm.gather_object(made[0].participates)
-        leader = self.comm.bcast_object(takes_part.index(True) if takes_part else None)
+        participating = self.comm.gather_object(made[0].participates)
+        leader = self.comm.bcast_object(participating.index(True) if participating else None)
         self._loaded = _Loaded(key, made[0], leader)
         return self._loaded
 

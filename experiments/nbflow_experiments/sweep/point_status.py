@@ -17,7 +17,7 @@ from typing import Any
 
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import Point
-from nbflow_experiments.measures import Outcome
+from nbflow_experiments.measures import MeasureResult
 from nbflow_experiments.store import provenance
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION
 from nbflow_experiments.sweep.rank_barrier import StepFailed
@@ -68,11 +68,11 @@ def note_not_finite(result: dict[str, Any], readings: Iterable[Mapping[str, Any]
         result["error"] = {"type": "NotFinite", "message": message, "traceback": "", "ranks": []}
 
 
-def bits_per_weight(point: Point, outcomes: Mapping[str, Outcome]) -> float:
+def bits_per_weight(point: Point, measured: Mapping[str, MeasureResult]) -> float:
     """Return the bits of a weight: the format's, and with outliers what was counted, if it was."""
     bits, outliers = backend.bits_per_weight(str(point.config["weights"])), point.config["outliers"]
     if not outliers:
         return bits
-    counted = outcomes.get("weight_error", Outcome()).readings
+    counted = measured.get("weight_error", MeasureResult()).readings
     stored = [r.value for r in counted if r.metric == "stored_bits_per_weight"]
     return stored[0] if stored else bits + OUTLIER_BITS * float(outliers)

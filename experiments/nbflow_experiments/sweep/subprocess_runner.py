@@ -44,22 +44,22 @@ class ProcessEnd:
     out_of_memory: bool
     """True if the system killed a process for memory meanwhile."""
 
-    def cause(self, who: str, timeout_s: float | None) -> tuple[str, str]:
-        """Return kind of error and message; `who` is the subject of the message."""
+    def cause(self, subject: str, timeout_s: float | None) -> tuple[str, str]:
+        """Return kind of error and message; `subject` is the subject of the message."""
         if self.late:
             return "Timeout", f"ended after {timeout_s:g} s (--timeout)"
         if self.out_of_memory:
-            return "OutOfMemory", f"the system ended {who}: memory ran out"
+            return "OutOfMemory", f"the system ended {subject}: memory ran out"
         if self.code < 0:
-            return "ProcessDied", f"{who} was killed by {signal.Signals(-self.code).name}"
-        return "ProcessDied", f"{who} ended with exit code {self.code}"
+            return "ProcessDied", f"{subject} was killed by {signal.Signals(-self.code).name}"
+        return "ProcessDied", f"{subject} ended with exit code {self.code}"
 
 
 def run_process(
     words: Sequence[str],
     folder: Path,
     stop: StopRequest,
-    look: Callable[[], None],
+    poll: Callable[[], None],
     limit_s: float | None,
 ) -> ProcessEnd:
     """Run a command to its end, in a new session so that Ctrl-C reaches this process only.
@@ -72,7 +72,7 @@ def run_process(
         Temporary folder for its output.
     stop : StopRequest
         Passed on to the process.
-    look : callable
+    poll : callable
         Called several times a second.
     limit_s : float, optional
         Time limit, in addition to the one inside the process (`Policy.timeout_s`).
@@ -88,7 +88,7 @@ def run_process(
     assert process.stdin is not None
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            look()
+            poll()
             if stop.asked and not asked:
                 asked, deadline = True, min(deadline, time.monotonic() + STOP_S)
                 with contextlib.suppress(BrokenPipeError):
@@ -99,7 +99,7 @@ def run_process(
         late = process.poll() is None and not asked
     finally:
         _end(process)
-    look()
+    poll()
     text = output.read_bytes()[-_SEARCHED_BYTES:].decode(errors="replace")
     late = late or re.search(r"^Timeout \(\d+:\d\d:\d\d", text, re.MULTILINE) is not None
     seconds, killed = time.monotonic() - start, _oom_kills() > kills

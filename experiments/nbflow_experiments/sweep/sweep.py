@@ -360,8 +360,8 @@ def _finish(plan: _Plan, end: End) -> int:
     failed = _conclude(folder, plan.factors, plan.points)
     left = [p for p in plan.todo if result_launch(folder, p) == plan.before[p.short]]
     holders = PointLocks(folder, plan.launch, plan.before).other_holders(left)
-    for who, n in Counter(holders).items():
-        print(f"{n} points are being run by another launch ({who})")
+    for holder, n in Counter(holders).items():
+        print(f"{n} points are being run by another launch ({holder})")
     if end == "failed":
         print("stopped at the first failure (--fail-fast); continue with --resume")
     if end == "interrupted":
