@@ -1,4 +1,4 @@
-"""Effects of quantization on a model: important columns, errors of weights and of layers.
+"""Quantization analysis: column importance, weight error, layer error, attribution.
 
 >>> from nbflow_experiments.analysis import tensor_errors
 >>> tensor_errors("tiny_python", ["q3h"], tensors="layers.0.attn.q.weight").sqnr_db.round(1).item()

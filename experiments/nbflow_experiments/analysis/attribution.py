@@ -1,7 +1,7 @@
-"""Attribution of the error to matrices: one swapped at a time, and one kept at a time.
+"""Attribution of the divergence to tensor groups: quantize one group, or keep one in float32.
 
-The float32 model and the quantized matrices are in memory together.  Windows of the text are taken
-one after the other; what stands before a swapped matrix is computed once for all of them.
+The float32 model and the quantized matrices are in memory together.  For each window of the text,
+the stages before a swapped matrix run once and their residual stream is reused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
 
 StageTensor = tuple[int, str]
-"""A use of a matrix: stage and our name; a tied embedding has two."""
+"""Use of a matrix: stage index and canonical name; a tied embedding has two."""
 BY = ("tensor", "layer", "kind")
-"""Units of the attribution: weights that are swapped together."""
+"""Groupings of the attribution: granularity at which weights are swapped."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TensorGroup:
 
     @property
     def first(self) -> int:
-        """Return the first stage that it is in."""
+        """Return the first stage of the group."""
         return min(stage for stage, _ in self.members)
 
 
@@ -51,9 +51,9 @@ class Attribution:
     """Result of `attribution`."""
 
     units: Table
-    """A row for each format, way of grouping, and group."""
+    """One row per format, grouping and tensor group."""
     sums: Table
-    """A row for each format and way of grouping: the whole, the sum of its parts, the rest."""
+    """One row per format and grouping: total divergence, sum over groups, interaction."""
 
 
 def attribution(
@@ -66,25 +66,25 @@ def attribution(
     spec: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Attribution:
-    """Measure what the divergence of a quantized model is made of.
+    """Attribute the KL divergence of a quantized model to its tensors, layers or kinds.
 
-    In memory are the float32 model, its matrices in one format, and of one window the residual
-    streams after every layer and the logits.
+    Memory: the float32 model, its matrices in one format, and the residual streams and logits of
+    one window.
 
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        Model, as `nbflow.load` takes it.
     weights : sequence of str or Treatment
         Formats of the weights.
     windows : sequence of array of int, shape (T,)
         Token ids; each window begins with an empty cache.  Its last token is predicted only.
     by : sequence of {"tensor", "layer", "kind"}
-        What is swapped together: each matrix, those of a layer, those of one kind (q, k, v, o,
-        gate, up, down).  The embedding and the head, which a weight format does not apply to by
-        itself, are swapped one by one with "tensor" and "kind".  Experts are swapped together.
+        Groupings: each matrix, the matrices of a layer, or those of one kind (q, k, v, o, gate,
+        up, down).  The embedding and the head, which a weight format does not cover, are groups of
+        their own under "tensor" and "kind".  The experts of a layer form one group.
     complement : bool
-        Whether each group is also kept in float32 while everything else is quantized.
+        Also measure each group in float32 with everything else quantized.
     spec : str, optional
         As in `nbflow.load`.
     progress : callable, optional
@@ -129,7 +129,7 @@ def attribution(
 def _tensor_groups(
     checkpoint: Checkpoint, stages: Sequence[Stage], by: Sequence[str]
 ) -> list[TensorGroup]:
-    """Return what is swapped together, in the order of the model."""
+    """Return the tensor groups, in model order."""
     shapes = checkpoint.spec.tensor_shapes()
     found: dict[tuple[str, str], list[StageTensor]] = {}
     for number, stage in enumerate(stages):
@@ -156,7 +156,7 @@ def _tensor_groups(
 
 
 class _Progress:
-    """Counts runs of a window."""
+    """Progress counter of window runs."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Scores:
 
 
 class _Resident:
-    """All stages of a model in float32, and matrices to put in their place."""
+    """All stages of a model in float32, and quantized matrices to swap in."""
 
     def __init__(self, checkpoint: Checkpoint, windows: Windows) -> None:
         tables: dict[Any, Any] = {}
@@ -200,7 +200,7 @@ class _Resident:
         self.matrices: dict[StageTensor, QuantTensor] = {}
 
     def encode(self, treatment: Treatment, extra: Iterable[StageTensor]) -> None:
-        """Make the quantized matrices: those that a format applies to, and some more."""
+        """Quantize the matrices that a format covers, and `extra`."""
         self.matrices.clear()
         shapes = self._checkpoint.spec.tensor_shapes()
         members = {(i, name) for i, stage in enumerate(self.stages) for name in stage.tensors}
@@ -212,7 +212,7 @@ class _Resident:
     def score(
         self, groups: Sequence[TensorGroup], complement: bool, progress: _Progress
     ) -> _Scores:
-        """Compare with the float32 model: everything, each group alone, everything but it."""
+        """Compare with float32: all quantized, each group alone, all but each group."""
         scores = _Scores(
             Comparison(),
             {group: Comparison() for group in groups},
@@ -236,7 +236,7 @@ class _Resident:
         return scores
 
     def _streams(self, step: Step, members: set[StageTensor]) -> list[NDArray[np.float32]]:
-        """Return what comes out of every stage with these members quantized."""
+        """Return the output of every stage with `members` quantized."""
         streams: list[NDArray[np.float32]] = []
         for number, stage in enumerate(self.stages):
             stage.use(self._of(number, members))
@@ -266,7 +266,7 @@ class _Resident:
 def _group_rows(
     label: str, groups: Sequence[TensorGroup], scores: _Scores, resident: _Resident
 ) -> list[dict[str, Any]]:
-    """Return the rows of all groups in one format."""
+    """Return the table rows of all groups in one format."""
     whole = scores.whole.divergence
     sums = {
         by: sum(
@@ -304,14 +304,14 @@ def _group_rows(
 
 
 def _kind(group: TensorGroup, name: str) -> str:
-    """Return the kind of a group's matrices; nothing for a layer, which has all of them."""
+    """Return the kind of a group's matrices; empty for a layer, which has all kinds."""
     if group.by == "layer":
         return ""
     return group.name if group.by == "kind" or layer_of(name) < 0 else kind_of(name)
 
 
 def _sum_rows(label: str, groups: Sequence[TensorGroup], scores: _Scores) -> list[dict[str, Any]]:
-    """Return, for each way of grouping, the whole and the sum of the parts."""
+    """Return total divergence and sum over groups, one row per grouping."""
     whole = scores.whole.row()
     rows = []
     for by in dict.fromkeys(group.by for group in groups):

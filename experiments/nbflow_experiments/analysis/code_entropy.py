@@ -1,4 +1,4 @@
-"""Use of a format's codes: the levels that occur, and their entropy."""
+"""Code usage of a quantized tensor: level frequencies and their entropy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PAIR_BITS = 3.5  # two codes 0..10 are stored in 7 bits
 
 @dataclass(frozen=True)
 class CodeUse:
-    """The levels that the codes of a tensor take.
+    """Level frequencies of a tensor's codes.
 
-    A level is what a code stands for before its scale: codes of equal levels (0 and -0 of a float
-    of four bits) count as one.  Padding does not count.
+    A level is the value of a code before scaling: codes of equal value (0 and -0 of a 4-bit float)
+    count as one.  Padding is excluded.
     """
 
     counts: NDArray[np.int64]
@@ -31,7 +31,7 @@ class CodeUse:
 
     @property
     def used_share(self) -> float:
-        """Return the share of levels that occur at all."""
+        """Return the share of levels in use."""
         return float(np.count_nonzero(self.counts) / len(self.counts))
 
     @property
@@ -71,7 +71,7 @@ def code_use(tensor: QuantTensor) -> CodeUse | None:
 
 
 def _levels(form: CodecSpec, n_codes: int | None) -> NDArray[np.int64]:
-    """Return which level each code has, 0 being the least."""
+    """Return the level index of each code, 0 for the smallest."""
     if form.values is None:
         return np.arange(n_codes or 2**form.code_bits)
     return np.unique(np.array(form.values), return_inverse=True)[1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Histograms of weights and of relative errors, and what the weights alone are like."""
+"""Histograms of weights and relative errors, and weight statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_WEIGHTS = 1 << 20
-"""Weights looked at together: some 80 MB of float64 arrays."""
+"""Weights per chunk: about 80 MB of float64 arrays."""
 OUTLIER = 4.0
 """A weight counts as an outlier from this multiple of the tensor's root mean square on."""
 DENSITY_BINS = 1024
@@ -25,21 +25,21 @@ Counts = NDArray[np.int64]
 
 
 def row_chunks(array: NDArray[np.float32]) -> Iterator[tuple[int, int]]:
-    """Yield first and end row of chunks of at most `CHUNK_WEIGHTS` weights, one row at least."""
+    """Yield (start, stop) rows of chunks of at most `CHUNK_WEIGHTS` weights, at least one row."""
     step = max(1, CHUNK_WEIGHTS // array.shape[1])
     for start in range(0, len(array), step):
         yield start, min(start + step, len(array))
 
 
 def relative_counts(ratios: Float64Array) -> Counts:
-    """Return how many ratios lie between two `RELATIVE_EDGES`."""
+    """Return the histogram of ratios over `RELATIVE_EDGES`."""
     with np.errstate(divide="ignore"):
         bins = np.floor((np.log10(ratios.ravel()) + 6) * 20) + 1
     return _counts(bins, len(RELATIVE_EDGES) - 1)
 
 
 def scaled_counts(scaled: Float64Array) -> Counts:
-    """Return how many numbers lie between two `SCALED_EDGES`."""
+    """Return the histogram of numbers over `SCALED_EDGES`."""
     return _counts(np.floor((scaled.ravel() + 8) * 10) + 1, len(SCALED_EDGES) - 1)
 
 
@@ -50,18 +50,18 @@ def _counts(bins: Float64Array, n_bins: int) -> Counts:
 
 @dataclass(frozen=True)
 class Spread:
-    """Relative errors of some groups of weights of a tensor: its rows, columns or blocks."""
+    """Distribution of relative errors over a tensor's rows, columns or blocks."""
 
     counts: Counts
     """Number of groups between two `RELATIVE_EDGES`."""
     median: float
     largest: float
     worst: int
-    """Index of the group with the largest."""
+    """Index of the group with the largest error."""
 
     @classmethod
     def of(cls, ratios: Float64Array) -> Spread:
-        """Return the spread of the groups' ratios."""
+        """Summarise the error ratios of the groups."""
         worst = int(np.argmax(ratios))
         return cls(relative_counts(ratios), float(np.median(ratios)), float(ratios[worst]), worst)
 
@@ -85,7 +85,7 @@ class Weights:
 
     @classmethod
     def of(cls, exact: NDArray[np.float32]) -> Weights:
-        """Look at a tensor (N, K) twice, so that no small difference of large sums is formed."""
+        """Compute statistics of a tensor (N, K) in two passes, to avoid cancellation."""
         n = exact.size
         total = squares = 0.0
         for start, stop in row_chunks(exact):
@@ -118,7 +118,7 @@ class Weights:
 
 
 def _density_bits(counts: Counts, width: float) -> float:
-    """Return the differential entropy of a histogram's density, with Miller and Madow's term."""
+    """Return the differential entropy of a histogram, with the Miller-Madow correction."""
     n = int(counts.sum())
     if n == 0:  # all weights are the same
         return -math.inf
