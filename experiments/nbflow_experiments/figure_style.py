@@ -16,7 +16,7 @@ import numpy as np
 from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 
-# M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with every kind of colour vision.
+# M. Okabe and K. Ito, "Color Universal Design", 2008: safe for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
@@ -42,9 +42,9 @@ _STYLE = {
 
 
 class NotDrawn(Exception):
-    """The results do not hold what a figure needs; the message says what is missing.
+    """Results lack the data of a figure; the message names what is missing.
 
-    It is empty where that is expected: the sweep measured something else.
+    An empty message means that the sweep did not measure it.
     """
 
 
@@ -76,7 +76,7 @@ class Drawing:
 
 @contextmanager
 def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[Any]]]:
-    """Give a figure with panels side by side, in the style of the report."""
+    """Yield a figure with panels side by side, in the report's style."""
     matplotlib = require("matplotlib")
     figure_module = require("matplotlib.figure")
     with matplotlib.rc_context(_STYLE):
@@ -122,9 +122,9 @@ def place_labels(
 ) -> None:
     """Write a label next to each point so that labels cover neither points nor each other.
 
-    Each label takes the best of some places around its point: it should cover nothing, stay inside
-    the panel and be nearer to its own point than to others.  All points and their error bars
-    (`bars`: lengths below and above) count as taken.
+    Each label takes the cheapest of several offsets from its point: without overlap, inside the
+    panel, nearest to its own point.  All points and their error bars (`bars`: lengths below and
+    above) count as occupied.
     """
     panel.figure.draw_without_rendering()
     scale = panel.figure.dpi / 72.0
@@ -183,7 +183,7 @@ def _label_offsets(width: float, height: float, scale: float, ends: np.ndarray) 
 def _cost(
     box: tuple[float, ...], taken: Sequence[tuple[float, ...]], panel: Any, at: np.ndarray, own: int
 ) -> float:
-    """Return how bad a place is: what it covers, what sticks out, which points are as near."""
+    """Return the cost of a label box: overlap, overhang and ambiguity."""
     extent = panel.get_window_extent()
     area = (box[2] - box[0]) * (box[3] - box[1])
     outside = area - _overlap(box, (extent.x0 - 4, extent.y0, extent.x1 + 4, extent.y1 + 8))
@@ -207,7 +207,7 @@ def _box(centre: np.ndarray, width: float, height: float) -> tuple[float, float,
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Return the area that two boxes share."""
+    """Return the intersection area of two boxes."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     return max(0.0, width) * max(0.0, height)

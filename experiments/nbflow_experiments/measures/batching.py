@@ -1,15 +1,15 @@
-"""Requests of different lengths together, against the same requests one after the other.
+"""Continuous batching of requests of different lengths, against running them sequentially.
 
 `batch` requests arrive at the same moment at an `nbflow.LLMEngine` without prefix cache.  Their
 prompts have 1/2, 3/2, 3/4 and 5/4 of `prompt` random tokens in turn, and they generate 3/2, 1/2,
 5/4 and 3/4 of `decode` tokens greedily, so that they join and leave the batch at different times.
-A round runs them together (dynamic batching) and then one after the other through the same engine.
+A round runs them together (continuous batching), then sequentially through the same engine.
 
 `batching_tokens_per_s` and `sequential_tokens_per_s` are generated tokens of all requests per
-second of wall time from the arrival to the end of the last, reading the prompts included; medians
-over `repeats` rounds after `warmup` that are thrown away.  `batching_speedup` is the median of the
+second of wall time from the arrival to the end of the last, prefill included; medians over
+`repeats` rounds after `warmup` discarded ones.  `batching_speedup` is the median of the
 rounds' ratios.  `batching_ttft_s` and `sequential_ttft_s` are the time from the arrival to a
-request's first token, waiting included: median over the requests of all rounds.
+request's first token, queueing included: median over the requests of all rounds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from nbflow_experiments.measures.measure import (
 from nbflow_kernels.errors import UsageError
 
 PROMPTS = (2, 6, 3, 5)
-"""Quarters of `prompt` that the prompts have, in turn."""
+"""Prompt lengths in quarters of `prompt`, in turn."""
 DECODES = (6, 2, 5, 3)
-"""Quarters of `decode` that the requests generate, in turn."""
+"""Generated lengths in quarters of `decode`, in turn."""
 
 
 def lengths(i: int, prompt: int, decode: int) -> tuple[int, int]:
-    """Return the tokens of the i-th prompt and of its continuation."""
+    """Return prompt length and generated length of the i-th request."""
     return max(1, prompt * PROMPTS[i % 4] // 4), max(1, decode * DECODES[i % 4] // 4)
 
 
@@ -69,7 +69,7 @@ def run(context: Context) -> MeasureResult:
 
 
 def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
-    """Return the numbers of rounds, each together and one after the other."""
+    """Summarise rounds, each of a batched and a sequential run."""
     readings, arrays, n = [], {}, len(rounds)
     for name, kind in (("batching", 0), ("sequential", 1)):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]

@@ -1,19 +1,19 @@
-"""Decode attention of sequences that begin alike: each for itself, and shared keys read once.
+"""Cascade decode attention of sequences with a shared prefix, against plain paged attention.
 
 Only attention runs, of one layer and one step: `batch` sequences with a query row each have their
-first `shared_keys` keys on the same pages and `own_keys` keys each behind them.  Keys and values
-are random, on pages of 16 tokens in the format `kv`; `heads` says query heads, key/value heads and
-numbers of a head, those of the model where it is empty.  Three runs take turns: *flat*,
+first `shared_keys` keys on the same pages, followed by `own_keys` keys of its own.  Keys and values
+are random, on pages of 16 tokens in the format `kv`; `heads` gives query heads, key/value heads and
+head size (empty: those of the model).  Three variants take turns: *flat*,
 `BatchDecodeWithPagedKVCacheWrapper` with `disable_page_sharing`, where every sequence reads all of
 its keys; *shared*, the same wrapper, which reads shared pages once, as the engine does; *levels*,
 `MultiLevelCascadeAttentionWrapper` with two levels and a merge.
 
 Times are seconds of wall time of one run, planning excluded; a repetition is as many runs as take
-20 ms, medians of `repeats` repetitions after `warmup` that are thrown away: `cascade_flat_s`,
+20 ms, medians of `repeats` repetitions after `warmup` discarded ones: `cascade_flat_s`,
 `cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and `cascade_levels_speedup` are
 medians of the repetitions' ratios to flat.  `cascade_flat_bytes` and `cascade_bytes` are the keys
-and values that are read with every sequence for itself and with shared ones once;
-`cascade_byte_ratio`, their quotient, bounds the speed-up where reading takes the time.
+and values read per sequence and read once per shared page; `cascade_byte_ratio`, their quotient,
+bounds the speed-up of memory-bound attention.
 `cascade_same_share` is the share of rows whose bits are the same flat and shared.
 """
 
@@ -39,7 +39,7 @@ from nbflow_kernels.kv_cache.formats import KVFormat, kv_format
 
 PAGE = 16
 LEAST_S = 0.02
-"""Total time of the runs of a repetition."""
+"""Minimum total time of the runs of a repetition."""
 LAYOUT = "HND"
 
 
@@ -51,13 +51,13 @@ class Sizes:
     shared_keys: int
     own_keys: int
     heads: tuple[int, int, int]
-    """Query heads, key/value heads, numbers of a head."""
+    """Query heads, key/value heads, head size."""
     kv: str
-    """Format of keys and values, or both with a stroke between."""
+    """KV-cache format, or key format/value format."""
 
     @property
     def key_bytes(self) -> int:
-        """Return the bytes of a key and its value, of all heads."""
+        """Return the bytes of a key and its value, over all heads."""
         _, G, D = self.heads
         return G * sum(format.row_bytes(D) for format in self.formats)
 
@@ -69,7 +69,7 @@ class Sizes:
 
 
 def run(context: Context) -> MeasureResult:
-    """Time the three runs."""
+    """Time the three variants."""
     if not context.leads:
         return MeasureResult()
     spec, asked = context.model.spec, str(context.config["heads"])
@@ -90,7 +90,7 @@ def run(context: Context) -> MeasureResult:
 
 
 def attention_runs(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
-    """Return the runs flat, shared and on two levels over the same pages."""
+    """Return the variants flat, shared and two-level, over the same pages."""
     B, (H, G, D), rng = sizes.batch, sizes.heads, np.random.default_rng(0)
     shared, own = sizes.shared_keys // PAGE, -(-sizes.own_keys // PAGE)
     first = np.arange(shared, dtype=np.int32)
@@ -133,7 +133,7 @@ def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.nda
 
 
 def time_runs(run_once: Callable[[], Any]) -> float:
-    """Return the mean seconds of a run, of as many as take `LEAST_S`."""
+    """Return the mean seconds of a run, repeated for at least `LEAST_S`."""
     began = time.perf_counter()
     n = 0
     while (elapsed := time.perf_counter() - began) < LEAST_S or not n:
@@ -143,7 +143,7 @@ def time_runs(run_once: Callable[[], Any]) -> float:
 
 
 def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> MeasureResult:
-    """Return the numbers of repetitions (repeats, 3) in seconds."""
+    """Summarise repetitions (repeats, 3) in seconds."""
     n, readings = len(seconds), list[Reading]()
     for i, name in enumerate(("flat", "shared", "levels")):
         readings += repeated(f"cascade_{name}_s", seconds[:, i], "s")

@@ -1,11 +1,11 @@
-"""Bytes that the ranks send each other.
+"""Communication volume between ranks, in bytes.
 
 The payload bytes of one untimed repetition of the `decode` measure: `batch` prompts of `prompt`
-tokens are read and `decode` steps follow.  A message to k ranks counts k times; headers and objects
-that only steer the run do not count.  `traffic_predicted_bytes` is what the partition says
-beforehand about the same run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
+tokens are prefilled and `decode` steps follow.  A message to k ranks counts k times; headers and
+control messages do not count.  `traffic_predicted_bytes` is the partition's prediction for the same
+run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
 batch x (prompt + decode).  With ``exchange = "q8"``, `exchange_error_relative` is the root mean
-square of what rounding takes off the partial sums, by that of the sums, over all steps since the
+square of the rounding error of the partial sums over that of the sums, for all steps since the
 model was loaded.
 """
 
@@ -16,7 +16,7 @@ from nbflow_experiments.measures.measure import Context, Measure, MeasureResult,
 
 
 def run(context: Context) -> MeasureResult:
-    """Count the bytes of one run."""
+    """Count the bytes sent in one run."""
     prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
     context.model.reset_traffic()
     backend.time_decode(context.model, prompt, steps, batch, 1, 0)

@@ -1,4 +1,4 @@
-"""Memory that a point needs.
+"""Memory use of a point.
 
 Bytes of the weights and of the key/value cache that each rank of the model holds, and their sums
 over the ranks (tensors that several ranks store count once per rank).  The peak resident set is

@@ -1,7 +1,7 @@
 """Perplexity of held-out text with its standard error.
 
-The text is cut into windows of `eval_window` tokens that do not overlap; each is read from an empty
-cache, its first token replaced by BOS where the tokenizer adds one.  The first `eval_context`
+The text is cut into windows of `eval_window` tokens that do not overlap; each is evaluated from an
+empty cache, its first token replaced by BOS where the tokenizer adds one.  The first `eval_context`
 tokens of a window are not scored (default 1: every token that can be predicted is), all others
 are.  llama-perplexity scores the second half of its windows: eval_context = eval_window / 2 + 1
 does the same.  The perplexity is exp(mean negative log likelihood); its standard error goes through

@@ -1,14 +1,14 @@
-"""Prompts that begin alike: time to the first token with and without the prefix cache.
+"""Prompts with a shared prefix: time to first token with and without the prefix cache.
 
 `batch` requests arrive at the same moment at an `nbflow.LLMEngine`.  Their prompts have `prompt`
 random tokens, the first `prefix` of which are the same for all, and they generate `decode` tokens
 greedily.  A round runs them three times, with an empty prefix cache before each: *cold*, where
-nothing may be shared; *together*, where the first to come computes the common beginning and the
-others wait for it; and *warm*, after another request has left the common beginning in the cache.
-The last token of a prompt is computed in any case.
+nothing may be shared; *together*, where the first request computes the shared prefix and the others
+wait for it; and *warm*, after another request has left the prefix in the cache.  The last token of
+a prompt is always computed.
 
-Times are seconds of wall time from the arrival to a request's first token, waiting included, median
-over the requests of `repeats` rounds after `warmup` that are thrown away: `prefix_cold_ttft_s`,
+Times are seconds of wall time from the arrival to a request's first token, queueing included,
+median over the requests of `repeats` rounds after `warmup` discarded ones: `prefix_cold_ttft_s`,
 `prefix_together_ttft_s`, `prefix_ttft_s` (warm).  `prefix_ttft_speedup` is the median over the
 rounds of the ratio cold to warm of the rounds' medians.  `prefix_cached_share` is the share of the
 prompts' tokens that came from the cache in warm runs, `prefix_same_share` the share of requests
@@ -71,7 +71,7 @@ def one_round(
 
 
 def summary(rounds: Rounds, prompt: int) -> MeasureResult:
-    """Return the numbers of rounds with prompts of `prompt` tokens."""
+    """Summarise rounds with prompts of `prompt` tokens."""
     readings, arrays = [], {}
     medians = [[float(np.median([a.first_token_s for a in r.results])) for r in x] for x in rounds]
     for kind, metric in enumerate(_KINDS):

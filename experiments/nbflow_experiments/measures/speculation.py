@@ -1,19 +1,18 @@
-"""Speculative decoding against decoding token by token.
+"""Speculative decoding against plain decoding.
 
 The first `prompt` tokens of the evaluated windows are continued greedily by `decode` tokens,
 `batch` of them at the same time, through an `nbflow.LLMEngine` without prefix cache.  A round runs
-a new choice of windows plainly and then with proposals: of the text itself (`draft` = ngram), or of
-another model (`draft` = MODEL or MODEL:FORMAT, its weights in that format), `n_draft` tokens at a
-time.  Proposed tokens are verified so that the result stays the same, which
-`speculation_same_share` checks: the share of requests with the same tokens in both runs.
+a new choice of windows plainly and then with draft tokens: from n-grams of the text (`draft` =
+ngram) or from a draft model (`draft` = MODEL or MODEL:FORMAT, its weights in that format),
+`n_draft` per step.  Verification keeps the output unchanged, which `speculation_same_share` checks:
+the share of requests with the same tokens in both runs.
 
-`speculation_accepted_share` is the share of proposed tokens that were right (absent if none was
-proposed); `speculation_tokens_per_step` the tokens that come out of one verification, the one that
-follows the right ones included: it is also the largest speed-up that proposals for nothing and
-verifications at the price of a step could give.  `speculation_tokens_per_s` and
-`plain_tokens_per_s` are generated tokens per second of wall time, reading the prompts included,
-medians over `repeats` rounds after `warmup` that are thrown away; `speculation_speedup` is the
-median of the rounds' ratios.
+`speculation_accepted_share` is the acceptance rate of draft tokens (absent without draft tokens);
+`speculation_tokens_per_step` the tokens produced per verification, the bonus token included: it is
+also the speed-up bound for free drafting and verification at the cost of a decode step.
+`speculation_tokens_per_s` and `plain_tokens_per_s` are generated tokens per second of wall time,
+prefill included, medians over `repeats` rounds after `warmup` discarded ones; `speculation_speedup`
+is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def run(context: Context) -> MeasureResult:
 
 @contextlib.contextmanager
 def proposer(context: Context) -> Iterator[Any]:
-    """Give "ngram" or the loaded draft model that the setting `draft` names."""
+    """Yield "ngram" or the draft model that the setting `draft` names."""
     text = str(context.config["draft"])
     if text == "ngram":
         yield text
@@ -81,7 +80,7 @@ def proposer(context: Context) -> Iterator[Any]:
 
 
 def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
-    """Return the numbers of rounds, each plain and with proposals."""
+    """Summarise rounds, each of a plain and a speculative run."""
     readings: list[Reading] = []
     for kind, metric in enumerate(("plain_tokens_per_s", "speculation_tokens_per_s")):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]

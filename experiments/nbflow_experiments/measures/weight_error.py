@@ -1,9 +1,9 @@
 """Relative Frobenius error of the quantized weights.
 
 ||Q(W) - W|| / ||W|| over all tensors that the engine stores in the weight format (the matrices of
-attention and of the feed-forward network), and per tensor in HDF5.  W is the checkpoint's tensor
-widened to float32, or what the encoder's folding makes of it, Q the point's encoder.  Norms,
-biases, embedding and head are not quantized and not counted.  Ratio without a unit; deterministic,
+attention and of the feed-forward network), and per tensor in HDF5.  W is the checkpoint's tensor in
+float32, after the quantizer's weight transform if it has one, Q the point's quantizer.  Norms,
+biases, embedding and head are not quantized and not counted.  Dimensionless and deterministic;
 computed once per model and format by one rank.
 `stored_bits_per_weight` counts the bytes of these tensors, with the padding of incomplete blocks
 and the outliers.

@@ -1,4 +1,4 @@
-"""The figure of cascade attention: sequences against what shared keys, read once, gain."""
+"""Figure: cascade attention speed-up against the number of sequences."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _NOT_QUALITY = (
     "threads",
     "max_context",
 )
-_MOST_LABELS = 12  # more of them cover each other
+_MOST_LABELS = 12  # more labels overlap
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
 
@@ -75,7 +75,7 @@ def _draw_panel(
     positive = values[values > _SMALLEST]
     floor = float(positive.min()) / 6 if log and len(positive) else 0.0
     drawn: list[tuple[str, float, float, float, float]] = []
-    # Bars of formats with nearly the same bits would hide each other: there each has its place.
+    # Bars of formats with nearly the same bits would overlap: those get categorical positions.
     crowded = results.done.weights.nunique() > _MOST_LABELS
     positions = format_axis(panel, results.done) if crowded or not log else None
     if positions is None:

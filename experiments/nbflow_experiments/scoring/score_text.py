@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Reference = Callable[[Window], np.ndarray]
-"""Returns the logits (n_scored, V) of the next window: `model_reference`, or a stored file's."""
+"""Callable that returns the logits (n_scored, V) of the next window, from a model or a file."""
 
 
 def model_reference(model: LLM) -> Reference:
@@ -25,7 +25,7 @@ def model_reference(model: LLM) -> Reference:
 
 
 def file_reference(logits_file: LogitsFile) -> Reference:
-    """Return logits that were stored before; they raise `UsageError` for other tokens."""
+    """Return a reference that reads a logits file; raises `UsageError` for other tokens."""
     n_read = 0
 
     def logits(window: Window) -> np.ndarray:
@@ -56,15 +56,15 @@ def score_text(
     Parameters
     ----------
     model : Model
-        The model; under mpirun every rank that holds a part of it calls this.
+        The model; collective over its ranks under mpirun.
     windows : sequence of Window
-        The text.
+        Windows of the text.
     reference : Reference, optional
-        What it is compared with; only looked at where `leads`.
+        Reference of the comparison; used only where `leads`.
     save : LogitsFile, optional
-        Where the model's own logits are kept, to be a reference later.
+        File for the model's own logits, a reference for later runs.
     leads : bool
-        Whether this rank scores; the others only take part in running the model.
+        True on the rank that scores; the others only run the model.
     progress : callable, optional
         Called with the number of windows done and the scores of the last one.
 
@@ -79,7 +79,7 @@ def score_text(
         logits = predictions(model, window)
         if not leads or failure is not None:
             continue
-        # An error of this rank alone must not leave the others waiting in the next window.
+        # An error on this rank alone must not leave the others waiting in the next window.
         try:
             expected = None if reference is None else reference(window)
             parts.append(score(logits, window.targets, expected))
