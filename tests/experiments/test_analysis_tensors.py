@@ -38,7 +38,7 @@ W[5] = 0.0
 
 
 def planted() -> np.ndarray:
-    """Return the weights with errors of known places."""
+    """Return the weights with errors at known positions."""
     found = W.copy()
     found[3, 7] -= 1.5  # the largest error
     found[10] *= 1.25  # a row, relative error 1/4

@@ -213,7 +213,7 @@ def _tokenizer_json(folder: Path) -> list[Seed]:
 
 
 def _companion_files(kind: str) -> dict[str, bytes]:
-    """Return the files that say which tokens are special."""
+    """Return the tokenizer configuration files, with the special tokens."""
     config = {
         "tokenizer_class": kind, "bos_token": "<s>", "eos_token": {"content": "</s>"},
         "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False,

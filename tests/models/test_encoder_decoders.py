@@ -52,7 +52,7 @@ def test_reference_executor(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("partition", ["0", "0&1", "0;1"])
 def test_compiled_executor(name, partition):
-    """Logits in odd chunks, and a continuation beside another sequence with another input."""
+    """Logits in uneven chunks; continuation batched with another sequence and input."""
     wanted = golden(name)
     ids, read = wanted["ids"], wanted["encoder_ids"]
     with nbflow.load(

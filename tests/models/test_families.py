@@ -56,7 +56,7 @@ def test_reference_executor_in_pieces(name):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_compiled_executor(name):
-    """Logits through the cache in odd pieces; the continuation, beside another sequence."""
+    """Logits through the KV cache in uneven chunks; continuation batched with another sequence."""
     ids, logits, continuation = golden(name)
     with nbflow.load(FOLDER / name, kv="f32", max_step_tokens=17, threads=1) as model:
         assert error(model.logits(ids), logits) < TOLERANCE

@@ -81,7 +81,7 @@ def test_the_server_s_rows_are_written_one_by_one_and_taken_up_again(tool, monke
     assert "| c1 | a | 1 |" in (tmp_path / "table.md").read_text()
     late = measure_server.Results(tmp_path, facts, True, 1e-9)
     late.measure("c1", ["a", "b"], lambda: pytest.fail("it is there already"))
-    late.measure("c8", ["a", "b"], lambda: pytest.fail("there is no time"))
+    late.measure("c8", ["a", "b"], lambda: pytest.fail("no time is left"))
     assert late.missing == ["c8"]
     again = measure_server.Results(tmp_path, facts, True, 0.0)
     again.measure("c8", ["a", "b"], rows("c8"))

@@ -5,10 +5,10 @@
 
 Each case is a small folder with one file mutated: numbers out of all bounds, removed keys, other
 types, lone surrogates, bad UTF-8, deep nesting.  Its model is resolved and checked (family `load`:
-loaded, and asked for a token), or its tokenizer encodes and decodes.  A finding is: an exception
-other than UsageError and MissingExtraError, a message without the file, a process that ends, more
-than `--seconds` for a case, or more address space than `--megabytes`.  Cases run in a process of
-their own, one at a time, which is replaced when it ends.  Findings are written to the folder
+loaded, and run for one token), or its tokenizer encodes and decodes.  A finding is: an exception
+other than UsageError and MissingExtraError, a message without the file, a process that dies, more
+than `--seconds` for a case, or more address space than `--megabytes`.  Cases run one at a time in a
+worker process, which is restarted when it dies.  Findings are written to the folder
 `--keep`, and the exit code is 1.
 """
 
@@ -52,13 +52,13 @@ def use_model(folder: Path) -> None:
 
 
 def use_generation(folder: Path) -> None:
-    """Resolve a model and use the tokenizer beside it."""
+    """Resolve a model and use its tokenizer."""
     use_model(folder)
     use_tokenizer(folder)
 
 
 def load_model(folder: Path) -> None:
-    """Load a model and ask it for a token, which may be refused, e.g. for a context of 1."""
+    """Load a model and generate a token; a UsageError is allowed, e.g. for a context of 1."""
     import nbflow
 
     context = min(64, resolve(folder).spec.max_context)
@@ -71,7 +71,7 @@ def load_model(folder: Path) -> None:
 
 
 def use_tokenizer(folder: Path) -> None:
-    """Load a tokenizer, encode and decode; each call may refuse."""
+    """Load a tokenizer, encode and decode; each call may raise UsageError."""
     found = sorted(folder.glob("*.gguf"))
     tokenizer = load_tokenizer(found[0] if found else folder)
     ids: list[int] = []
@@ -93,7 +93,7 @@ def use_tokenizer(folder: Path) -> None:
 
 
 def stream(tokenizer: Tokenizer) -> str:
-    """Decode the first ids one by one."""
+    """Decode the first ids incrementally."""
     stream = tokenizer.decode_stream()
     pieces = [stream.push(i) for i in range(min(20, tokenizer.vocab_size))]
     return "".join([*pieces, stream.finish()])
@@ -108,7 +108,7 @@ USES: dict[str, Callable[[Path], None]] = {
 
 
 def run_case(family: str, folder: Path) -> str:
-    """Use one folder; return "works" or "refused", or begin with "finding"."""
+    """Run one case; return "works", "refused", or a text that begins with "finding"."""
     try:
         USES.get(family, use_tokenizer)(folder)
     except (UsageError, MissingExtraError) as error:
@@ -122,7 +122,7 @@ def run_case(family: str, folder: Path) -> str:
 
 
 def write_case(folder: Path, seed: Seed, files: dict[str, bytes]) -> None:
-    """Fill a folder again."""
+    """Replace the content of a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, target in seed.links.items():
@@ -144,7 +144,7 @@ def cases(families: list[str], n_mutations: int, number: int, folder: Path) -> I
 
 
 class Runner:
-    """A process that uses folders, one after the other, and is replaced when it ends."""
+    """Worker process that runs cases sequentially and is restarted when it dies."""
 
     def __init__(self, folder: Path, seconds: float, megabytes: int) -> None:
         self._folder, self._seconds, self._megabytes = folder, seconds, megabytes
@@ -152,8 +152,8 @@ class Runner:
         self._asked = 0
 
     def run(self, family: str) -> str:
-        """Use the folder as a member of a family; return the verdict."""
-        if self._asked >= CASES_OF_A_PROCESS:  # what packages keep is not held against a case
+        """Run the folder as a case of a family; return the verdict."""
+        if self._asked >= CASES_OF_A_PROCESS:  # memory that packages retain must not fail a case
             self.close()
         if not self._pid:
             self._start()
@@ -195,7 +195,7 @@ class Runner:
         size = self._megabytes << 20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust prints its panics
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints panics there
         with os.fdopen(asked) as lines:
             for line in lines:
                 verdict = run_case(line.strip(), self._folder)
@@ -206,7 +206,7 @@ class Runner:
 def fuzz(
     families: list[str], n_mutations: int, number: int, seconds: float, megabytes: int, keep: Path
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Run the cases; return how they ended by family, and the findings."""
+    """Run the cases; return verdict counts by family, and the findings."""
     counts: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -47,7 +47,7 @@ class TooSlow(BaseException):
 
 
 class Watch:
-    """Notes forbidden events while a case runs."""
+    """Audit hook that records forbidden events during a case."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -66,7 +66,7 @@ class Watch:
 
 
 def read_everything(path: Path) -> str:
-    """Open a file, list it and read it; return what came of it."""
+    """Open a file, list and read its tensors; return the verdict."""
     try:
         with open_weights(path) as weights:
             config = weights.config()
@@ -157,7 +157,7 @@ def too_slow(number: int, frame: Any) -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Bound the address space to what it is now and some more."""
+    """Limit the address space to its present size plus `megabytes`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -166,7 +166,7 @@ def limit_memory(megabytes: int) -> None:
 def fuzz(
     families: list[str], n_mutations: int, seed: int, seconds: float, megabytes: int, keep: Path
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Run the cases; return how they ended by family, and the findings."""
+    """Run the cases; return verdict counts by family, and the findings."""
     counts: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     watch = Watch()

@@ -1,4 +1,4 @@
-"""Pages of the Python API, made from signatures and NumPy-style docstrings."""
+"""Python API pages, generated from signatures and NumPy-style docstrings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _groups(package: str, module: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entry(name: str, value: Any, level: int) -> list[str]:
-    """Return a name's part of the page."""
+    """Return the section of a public name."""
     lines = [f"{'#' * level} {name}", ""]
     if not callable(value):
         size = f" with {len(value)} entries" if hasattr(value, "__len__") else ""
@@ -81,7 +81,7 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _signature(name: str, value: Any) -> str:
-    """Return a call as one would write it, a parameter per line where it is long."""
+    """Return the call signature, one parameter per line if long."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -127,7 +127,7 @@ def _items(body: str) -> list[str]:
 
 
 def _prose(text: str) -> list[str]:
-    """Return reStructuredText of the kind our docstrings use as Markdown."""
+    """Convert docstring reStructuredText to Markdown."""
     lines, block = [], False
     for line in text.strip("\n").split("\n"):
         math = line.startswith(".. math::")
@@ -143,14 +143,14 @@ def _prose(text: str) -> list[str]:
 
 
 def _inline(line: str) -> str:
-    """Return a line with code as Markdown writes it and nothing taken for HTML or emphasis."""
+    """Convert inline code to Markdown and escape HTML and emphasis."""
     line = line.replace("``", "`")
     pieces = re.split(r"(`[^`]*`)", line)
     return "".join(p if p.startswith("`") else re.sub(r"([<*_])", r"\\\1", p) for p in pieces)
 
 
 def _fields(kind: type) -> list[str]:
-    """Return a dataclass' fields with the strings that stand behind them."""
+    """Return the fields of a dataclass with their docstrings."""
     if not dataclasses.is_dataclass(kind):
         return []
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]

@@ -99,7 +99,7 @@ def draw_prefix(results: Results) -> Drawing:
             from_zero(panel)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     caption = (
-        f"Requests that arrive at once and whose prompts share a prefix ({results.weights} weights): "
+        f"Simultaneous requests whose prompts share a prefix ({results.weights} weights): "
         "median time to first token, queueing included."
     )
     return Drawing(figure, "Shared prefixes", caption)

@@ -91,7 +91,7 @@ class Runner:
     comm: backend.Comm
     """All ranks; every rank makes a runner and gives it the same points."""
     folder: ResultsFolder
-    """Where rank 0 writes, and the rank that leads a point reads the reference."""
+    """Results folder: rank 0 writes, the leading rank of a point reads the reference."""
     reporter: Reporter
     """Shows progress on rank 0."""
     launch: str
