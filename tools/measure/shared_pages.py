@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure what reading shared pages once is worth to the engine, in tokens per second.
+"""Measure the engine's throughput gain from reading shared KV pages once.
 
     python tools/measure/shared_pages.py [--requests 8 16 32] [--kv f16 q8_0]
 
-Requests whose prompts share their first 384 tokens, found in the prefix cache, and have 16 of their
-own generate 96 tokens each, all together.  The engine has no switch for it, because tokens are the
-same, which is checked; here its plans are made without sharing for comparison.  Models are loaded
+Requests whose prompts share a cached prefix of 384 tokens, followed by 16 tokens of their own,
+generate 96 tokens each in one batch.  The engine has no option for it, since tokens are identical,
+which is checked; the baseline patches attention plans to disable sharing.  Models are loaded
 in turn, twice per setting; medians of six rounds.  Results go to results/engine/<machine>.
 """
 
