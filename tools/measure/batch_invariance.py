@@ -10,8 +10,7 @@ turn; a ratio is the median of the rounds' ratios.  The best variant is chosen f
 so ratios of 1.00 to 1.03 are noise.
 
 - ``decode``: attention of B sequences with one new token each.  The engine splits the KV cache
-every
-  2,048 keys; compared with the best other split for this batch and length.
+  every 2,048 keys; compared with the best other split for this batch and length.
 - ``prefill``: the same for the rows of a prompt.
 - ``products``: matmuls of a layer and the head.  The engine adds the blocks of a row sequentially;
   ``one_over_two_chains`` is the time of such a kernel over that of the same kernel with independent
@@ -164,7 +163,7 @@ def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
 
 @functools.cache
 def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
-    """Return `cpu_gemv_int8.gemv` for blocks like q4_0's, with one or two accumulators per output."""
+    """Return `cpu_gemv_int8.gemv` for blocks like q4_0's, with one or two accumulators."""
     block_bytes, zero, one = form.block_bytes, np.int32(-form.zero), n == 1
 
     @jit.kernel

@@ -91,13 +91,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="measure all weight formats")
     parser.add_argument("--machine", default=machine_name(), help="folder in results/formats")
-    parser.add_argument("--repeats", type=int, default=15) parser.add_argument("--threads",
-    type=int, default=1) parser.add_argument("--shape", nargs=2, type=int, default=formats.SHAPE)
-    parser.add_argument("--products", action="store_true", help="measure matmuls only, keep the
-    rest") arguments = parser.parse_args() file = ROOT / "results" / "formats" / arguments.machine /
-    "formats.json" report = measure_products(arguments, file) if arguments.products else
-    measure(arguments) file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(report, indent=1) + "\n") print(file.relative_to(ROOT))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", nargs=2, type=int, default=formats.SHAPE)
+    parser.add_argument(
+        "--products", action="store_true", help="measure matmuls only, keep the rest"
+    )
+    arguments = parser.parse_args()
+    file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
+    report = measure_products(arguments, file) if arguments.products else measure(arguments)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    print(file.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -64,17 +64,20 @@ class Case:
 def parse() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model") parser.add_argument("folder", type=Path, help="e.g.
-    results/partition/amd-epyc-2-cores/1.1b") parser.add_argument("--ranks", type=int, help="threads
-    to measure, without mpirun") parser.add_argument("--weights", help="weight format (as stored)")
+    parser.add_argument("model")
+    parser.add_argument("folder", type=Path, help="e.g. results/partition/amd-epyc-2-cores/1.1b")
+    parser.add_argument("--ranks", type=int, help="threads to measure, without mpirun")
+    parser.add_argument("--weights", help="weight format (as stored)")
     parser.add_argument("--activations", default="f32", help="f32, bf16 or int8 (f32)")
     parser.add_argument("--batch", default="1,8", help="sequences at once (1,8)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (64)")
     parser.add_argument("--generate", type=int, default=16, help="tokens each draws (16)")
     parser.add_argument("--repeats", type=int, default=5, help="maximum repetitions of a row (5)")
     parser.add_argument("--seconds", type=float, default=420.0, help="time for all of it (420)")
-    parser.add_argument("--again", action="store_true", help="recompute the predictions of existing
-    rows") return parser.parse_args()
+    parser.add_argument(
+        "--again", action="store_true", help="recompute the predictions of existing rows"
+    )
+    return parser.parse_args()
 
 
 def main() -> None:

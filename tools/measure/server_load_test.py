@@ -241,10 +241,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000, help="in all rounds (2000)")
     parser.add_argument("--rounds", type=int, default=6, help="the first half warms up (6)")
     parser.add_argument("--concurrency", type=int, default=200, help="at a time (200)")
-    parser.add_argument("--seed", type=int, default=0) parser.add_argument("--threads", type=int,
-    default=1, help="of the server's model (1)") parser.add_argument("--growth", type=float,
-    default=0.03, help="allowed growth of memory (0.03)") arguments = parser.parse_args() with
-    nbflow.load("tiny_python") as model:
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of the server's model (1)")
+    parser.add_argument(
+        "--growth", type=float, default=0.03, help="allowed growth of memory (0.03)"
+    )
+    arguments = parser.parse_args()
+    with nbflow.load("tiny_python") as model:
         expected = {(p, n): model.generate(p, max_tokens=n).text for p in PROMPTS for n in LENGTHS}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "server.toml"

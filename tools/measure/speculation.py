@@ -10,12 +10,10 @@ number of draft tokens and batch size:
 - ``accepted_per_step``: accepted draft tokens per verification step, and ``acceptance_rate``, their
   share of all draft tokens.
 - ``bound_ideal``: 1 + accepted_per_step, the bound for free drafting and verification at the cost
-of
-  a decode step.
+  of a decode step.
 - ``bound_measured``: bound_ideal / (r + n d), where r is the time of a step with n + 1 rows over
-one
-  with one row, n the number of draft tokens, and d the time of a draft model step over one of the
-  model; all measured here, at the same batch size.  The remaining gap is Python overhead.
+  one with one row, n the number of draft tokens, and d the time of a draft model step over one of
+  the model; all measured here, at the same batch size.  The remaining gap is Python overhead.
 
 Prompts are Python snippets if the model has a tokenizer, else random tokens.
 """
