@@ -1,8 +1,8 @@
-"""`nbflow analyze`: what quantization does to each tensor, each layer, and the predictions.
+"""`nbflow analyze`: quantization error of tensors, layers and predictions.
 
     nbflow analyze MODEL --weights q3h,q4                      # every tensor
     nbflow analyze MODEL --weights q3h --parts layers          # the residual stream, each matrix
-    nbflow analyze MODEL --weights q3h --parts attribution     # which matrices it hurts most
+    nbflow analyze MODEL --weights q3h --parts attribution     # divergence by matrix
     nbflow analyze MODEL --parts kv --kv q8,q4                 # keys and values apart
     nbflow analyze MODEL --weights q3h,q4 --parts all --out runs/analysis
 
@@ -79,7 +79,7 @@ COLUMNS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="what nbflow run takes")
+    add("model", metavar="MODEL", help="model, as in nbflow run")
     add("--weights", metavar="FMT,...", default="", help="weight formats, e.g. q3h,q4")
     add(
         "--encoder",
@@ -104,11 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(PARTS)}, or all (tensors)",
     )
     add("--tensors", metavar="PATTERN", help="only matrices of these names, e.g. '*.attn.*'")
-    add("--by", metavar="WHAT,...", default=",".join(BY), help=f"what is swapped ({','.join(BY)})")
+    add("--by", metavar="WHAT,...", default=",".join(BY), help=f"groupings ({','.join(BY)})")
     add(
         "--isolated",
         action="store_true",
-        help="attribution: leave out the runs with everything quantized but one",
+        help="attribution: skip the runs that keep one group in float32",
     )
     add("--kv", metavar="FMT,...", default=KV, help=f"formats of the cache, or K/V pairs ({KV})")
     add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt in the model's folder)")
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _listed(text: str, option: str) -> list[str]:
-    """Return the words of a list with commas."""
+    """Split a comma-separated list."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if len(set(words)) < len(words):
         raise UsageError(f"{option} names something twice: {text}")
@@ -157,7 +157,7 @@ def _listed(text: str, option: str) -> list[str]:
 
 
 def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatment]:
-    """Return what is done to the weights."""
+    """Return the weight treatments."""
     known = None
     if arguments.importance is not None:
         known = read_statistics(arguments.importance, arguments.model, arguments.spec)
@@ -176,7 +176,7 @@ def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatme
 
 
 class _Work:
-    """The parts that are asked for, what they print and what they write."""
+    """Runs the requested parts, prints and writes their tables."""
 
     def __init__(
         self, arguments: argparse.Namespace, parts: list[str], treatments: list[Treatment]
@@ -216,7 +216,7 @@ class _Work:
         return settings
 
     def finish(self) -> None:
-        """Print JSON, or write what is left to be written."""
+        """Print JSON, or write the remaining files."""
         if self._arguments.json:
             tables = {n: t.to_dict(orient="records") for n, t in self._tables.items()}
             print(json.dumps(plain(tables), indent=1))
@@ -283,7 +283,7 @@ class _Work:
         self._give("sums", found.sums)
 
     def _give(self, name: str, table: Table, shown: Table = None) -> None:
-        """Keep, write and print a table; `shown` has its rows in another order."""
+        """Record, write and print a table; `shown` is its sorted form."""
         self._tables[name] = table
         if self._folder is not None:
             self._folder.write(name, table)
