@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from nbflow_experiments.config.points import Point
 
 PROBE_BYTES = 64 << 20
-"""Bytes that a rank reads in a pass when the machine is measured."""
+"""Bytes read per rank and pass when the machine is measured."""
 
 
 class Predictor:
-    """Predicts points; every rank makes one and asks it for the same points.
+    """Planner predictions of points; every rank calls it for the same points.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Predictor:
         self._measured: dict[tuple[int, ...], Machine] = {}
 
     def predict_point(self, point: Point, model: LLM) -> MeasureResult:
-        """Return what is predicted of a point; nothing, with a warning, if that cannot be done."""
+        """Predict a point; returns an empty result, with a warning, if that fails."""
         from nbflow.planner import Prediction, RunConfig, Workload, predict, stored_model
         from nbflow.spec import resolve
 
@@ -104,7 +104,7 @@ def _described(name: str, numbers: tuple[int, ...]) -> Machine:
 
 
 def _placed(machine: Machine, numbers: tuple[int, ...]) -> Machine:
-    """Return a machine whose ranks have been measured in this order, in that of their numbers."""
+    """Reorder a machine's devices, measured in order of `numbers`, by rank."""
     devices = [machine.devices[0]] * (max(numbers) + 1)
     for device, number in zip(machine.devices, numbers, strict=True):
         devices[number] = device

@@ -1,9 +1,9 @@
-"""Runs points of a sweep, on every rank in step.
+"""Runner of sweep points, collective over the ranks.
 
-Rank 0 decides, tells the others and writes; all ranks load and measure together, and after each
-step they agree whether it succeeded (`nbflow_experiments.sweep.rank_barrier`).  A point that fails
+Rank 0 decides, broadcasts and writes; all ranks load and measure together, and after each step they
+agree whether it succeeded (`nbflow_experiments.sweep.rank_barrier`).  A point that fails
 is recorded and the sweep continues.  Consecutive points that differ only in batch and lengths reuse
-the loaded model and its quality measures, which do not depend on them; the record says so.
+the loaded model and its quality measures, which do not depend on them; the result records it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Log:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Note how long a step took."""
+        """Log the duration of a step."""
         start = time.perf_counter()
         self.write(f"{name} begins")
         try:
@@ -75,7 +75,7 @@ class _Log:
 
 @dataclass
 class _Loaded:
-    """The model in memory and what was already found with it."""
+    """Loaded model and its cached quality measures."""
 
     key: tuple[Any, ...]
     model: LLM
@@ -86,10 +86,10 @@ class _Loaded:
 
 @dataclass
 class Runner:
-    """Runs points, one at a time; the next one uses the loaded model again where it can."""
+    """Runs points one at a time and reuses the loaded model where possible."""
 
     comm: backend.Comm
-    """All ranks; every rank makes a runner and gives it the same points."""
+    """All ranks; every rank creates a runner and passes it the same points."""
     folder: ResultsFolder
     """Results folder: rank 0 writes, the leading rank of a point reads the reference."""
     reporter: Reporter
@@ -97,7 +97,7 @@ class Runner:
     launch: str
     """Name of this launch in the provenance."""
     stop: StopRequest = field(default_factory=StopRequest)
-    """Asks it to stop after the present step."""
+    """Stop request, checked after each step."""
     _loaded: _Loaded | None = field(default=None, init=False)
     _formats: dict[tuple[Any, ...], MeasureResult] = field(default_factory=dict, init=False)
     _windows: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict, init=False)
@@ -113,7 +113,7 @@ class Runner:
         result = new_result(point, self.launch, attempt)
         start = time.perf_counter()
         if attempt > 1:
-            self.close()  # what failed may have come with the loaded model
+            self.close()  # the loaded model may have caused the failure
         if self.comm.rank == 0:
             self.reporter.begins(point)
         self._on_root(log, "freeze", lambda: self.folder.write_config(point))
@@ -144,7 +144,7 @@ class Runner:
         measured: dict[str, MeasureResult],
         ranks: Sequence[int],
     ) -> None:
-        """Write a finished point, of which `ranks` have written files; rank 0 only."""
+        """Write a finished point; `ranks` have written array files; rank 0 only."""
         result["bits_per_weight"] = bits_per_weight(point, measured)
         result["readings"] = [
             reading_row(name, reading) for name, o in measured.items() for reading in o.readings
@@ -155,18 +155,18 @@ class Runner:
         self.folder.write_result(point.short, result, text, arrays, ranks)
 
     def _write_rank_arrays(self, point: Point, log: _Log) -> list[int]:
-        """Write what this rank measured; return, on rank 0, which ranks have done so."""
+        """Write this rank's arrays; return, on rank 0, the ranks that wrote a file."""
         arrays, self._rank_arrays = self._rank_arrays, {}
         if self.comm.size == 1:
             return []
         folder, problem = self.folder.folder(point.short), ""
         if self.comm.rank == 0:
             remove_rank_files(folder)
-        self.comm.bcast_object(None)  # an earlier attempt's files are gone
+        self.comm.bcast_object(None)  # barrier: files of an earlier attempt are removed
         if arrays:
             try:
                 write_rank_file(folder, self.comm.rank, arrays)
-            except OSError as error:  # the point is worth recording all the same
+            except OSError as error:  # record the point nevertheless
                 problem = str(error)
         reports = self.comm.gather_object((bool(arrays), problem))
         for rank, (_, text) in enumerate(reports or ()):
@@ -214,7 +214,7 @@ class Runner:
     def _run_measure(
         self, measure: Measure, point: Point, context: Context, log: _Log
     ) -> MeasureResult:
-        """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
+        """Run one measure on all ranks; rank 0 gets the leading rank's result."""
         key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
@@ -255,7 +255,7 @@ class Runner:
         return self._windows[key]
 
     def _prepare_reference(self, point: Point, windows: np.ndarray, log: _Log) -> Path:
-        """Return the file of the reference's logits; rank 0 writes it if it is not there yet."""
+        """Return the file of the reference's logits; rank 0 writes it if missing."""
         first = int(point.config["eval_context"])
         path = reference_path(self.folder.reference, point.model_digest, windows, first)
         if path not in self._references:
@@ -272,7 +272,7 @@ class Runner:
         return self._references[path]
 
     def _load(self, point: Point, log: _Log) -> _Loaded:
-        """Return the model of a point, loading it unless the last point left it in memory."""
+        """Return the model of a point; reuses the loaded one if the settings agree."""
         key = point.key(LOAD_SETTINGS)
         if self._loaded is not None and self._loaded.key == key:
             log.write("the model is still loaded from the point before")
@@ -302,7 +302,7 @@ class Runner:
         return self._loaded
 
     def close(self) -> None:
-        """Give the memory of the model back."""
+        """Unload the model."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.model.close()

@@ -23,7 +23,7 @@ from nbflow_experiments.sweep.rank_barrier import StopRequest
 
 POLL_S = 0.2
 STOP_S = 60.0
-"""Longest wait for a process that was asked to stop."""
+"""Grace period after a stop request."""
 END_S = 3.0
 """Pause between SIGTERM and SIGKILL."""
 TAIL_BYTES, _SEARCHED_BYTES = 8192, 2**20
@@ -42,10 +42,10 @@ class ProcessEnd:
     late: bool
     """True if it exceeded its time limit."""
     out_of_memory: bool
-    """True if the system killed a process for memory meanwhile."""
+    """True if the OOM killer ended a process meanwhile."""
 
     def cause(self, subject: str, timeout_s: float | None) -> tuple[str, str]:
-        """Return kind of error and message; `subject` is the subject of the message."""
+        """Return error type and message; `subject` names the process."""
         if self.late:
             return "Timeout", f"ended after {timeout_s:g} s (--timeout)"
         if self.out_of_memory:
@@ -71,7 +71,7 @@ def run_process(
     folder : Path
         Temporary folder for its output.
     stop : StopRequest
-        Passed on to the process.
+        Forwarded to the process.
     poll : callable
         Called several times a second.
     limit_s : float, optional
@@ -107,12 +107,12 @@ def run_process(
 
 
 def obey_parent(stop: StopRequest) -> None:
-    """Stop after the present step when the parent writes so; end when the parent is gone."""
+    """Stop after the current step on the parent's request; exit if the parent dies."""
 
     def wait() -> None:
         while os.read(0, 64):
             stop.asked = True
-        os._exit(1)  # files are whole at any time
+        os._exit(1)  # files are written atomically
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
@@ -126,7 +126,7 @@ def record_death(
     cause: tuple[str, str],
     ranks: Sequence[int],
 ) -> dict[str, Any]:
-    """Record a point whose process ended before it could; return the result."""
+    """Record a point whose process died; return the result."""
     kind, message = cause
     result = new_result(point, launch, attempt)
     result["status"] = {"Timeout": "timeout", "OutOfMemory": "oom"}.get(kind, "failed")
@@ -144,7 +144,7 @@ def record_death(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, if it has not ended."""
+    """Kill a running process and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -157,7 +157,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the system has killed for memory; 0 where it does not say."""
+    """Return the system's OOM-kill count; 0 if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, value = line.partition(" ")
