@@ -72,7 +72,7 @@ print(*fuzz.run_case(Path(sys.argv[1]), watch, 0.2, False, lambda path: str(len(
 
 
 def test_the_tool_sees_what_it_looks_for(tmp_path: Path) -> None:
-    """Readers that do what none may do, one after the other."""
+    """The watch reports readers with forbidden side effects."""
     result = run("-c", READERS, tmp_path / "x")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -79,7 +79,7 @@ runner.close()
 
 
 def test_the_tool_sees_what_it_looks_for(tmp_path: Path) -> None:
-    """Uses that do what none may do, one after the other."""
+    """The runner reports cases with forbidden behaviour."""
     result = run("-c", USES, tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

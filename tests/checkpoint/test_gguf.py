@@ -205,7 +205,7 @@ def test_big_endian(tmp_path: Path) -> None:
         "i8": (x * 9).astype(np.int8), "i16": (x * 9).astype(np.int16),
         "i32": (x * 9).astype(np.int32), "i64": (x * 9).astype(np.int64),
     }  # fmt: skip
-    fields = {  # values and bytes of a block, places of its float16 numbers
+    fields = {  # values and bytes of a block, offsets of its float16 numbers
         "q4_0": (32, 18, [0]), "q8_0": (32, 34, [0]), "q4_k": (256, 144, [0, 2]),
         "q6_k": (256, 210, [208]), "mxfp4": (32, 17, []), "q5_0": (32, 22, [0]),
     }  # fmt: skip
@@ -215,10 +215,10 @@ def test_big_endian(tmp_path: Path) -> None:
     writer.add_array("test.numbers", [1, 70000])
     for name, array in plain.items():
         writer.add_tensor(name, array.copy())
-    for name, (size, n_bytes, places) in fields.items():
+    for name, (size, n_bytes, offsets) in fields.items():
         blocks[name] = rng.integers(0, 256, (4, 256 // size * n_bytes), np.uint8)
         data = blocks[name].copy().reshape(-1, n_bytes)
-        for at in places:
+        for at in offsets:
             data[:, at : at + 2] = data[:, at : at + 2][:, ::-1].copy()
         kind = gguf.GGMLQuantizationType[name.upper()]
         writer.add_tensor(name, data.reshape(4, -1), raw_dtype=kind)
@@ -369,7 +369,7 @@ def test_damaged_files_are_refused_by_name(
     tmp_path: Path, data: bytes, message: str | None
 ) -> None:
     (tmp_path / "x.gguf").write_bytes(data)
-    if message is None:  # an empty array of an unknown type says nothing
+    if message is None:  # an empty array of an unknown type is harmless
         open_weights(tmp_path / "x.gguf").close()
         return
     with pytest.raises(UsageError) as caught:

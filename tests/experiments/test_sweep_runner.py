@@ -101,7 +101,7 @@ def test_a_failing_point_is_a_row_and_the_sweep_goes_on(
         assert "in boom" in result["error"]["traceback"]
         log = (sweep_file.parent / "out" / "unit" / "points" / name / "log.txt").read_text()
         assert "no room for the weights" in log
-        assert ("perplexity" in metrics(result)) == (where == "time")  # what came before is kept
+        assert ("perplexity" in metrics(result)) == (where == "time")  # earlier measures are kept
     assert "failed: 2 points with MemoryError: no room" in capsys.readouterr().out
 
 

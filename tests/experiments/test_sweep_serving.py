@@ -143,7 +143,7 @@ def test_speculation(tmp_path: Path) -> None:
     ).set_index(["draft", "n_draft"])
     assert set(table.speculation_same_share) == {1.0}
     assert (table.speculation_tokens_per_step >= 1).all()
-    # the model itself with the same weights proposes what it says
+    # the model is its own draft model
     own = table.loc["tiny_python:f16"]
     assert set(own.speculation_accepted_share) == {1.0}
     # 8 tokens: one from the prompt, then 2 + 1, 2 + 1 and 1 (or 4 + 1 and 2) a step

@@ -27,7 +27,7 @@ FAMILIES = (
     "gguf_model", "gguf_vocabulary",
 )  # fmt: skip
 LOADED = ("llama31", "mixtral", "gemma3", "phi3_long", "bloom", "gpt2", "deepseek_v2")
-"""Golden models that are loaded and asked for a token."""
+"""Golden models that are loaded and run for one token."""
 
 DIGITS, NESTED = "@digits@", "@nested@"
 """Words that become a number of 5,000 digits and lists in lists when the text is written."""

@@ -68,7 +68,7 @@ def test_compiled_executor(name, partition):
 
 
 def test_sequences_one_after_the_other_and_together():
-    """Pages of inputs are given back; a result does not depend on what else there is."""
+    """Encoder pages are freed; results are batch invariant."""
     read = golden("m2m_100")["encoder_ids"].tolist()
     with nbflow.load(FOLDER / "m2m_100", threads=1) as model:
         alone = [model.generate(read[i:], max_tokens=6).ids for i in range(3)]

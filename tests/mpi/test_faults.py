@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def _compiled():
-    """Run once without a fault, so that compiling does not look like a hang."""
+    """Run once without a fault, so that compilation does not count as a hang."""
     done = mpirun(2, str(FAULTS), "none", "1", "0", *RUN)
     assert done.returncode == 0, done.stderr
 
