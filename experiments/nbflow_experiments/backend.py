@@ -1,4 +1,4 @@
-"""Everything the sweeps ask of the engine, in one place."""
+"""Engine interface of the sweeps."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from nbflow.engine.llm import LLM
 
 AUTO = "auto"
-"""The partition that the planner chooses for the ranks there are."""
+"""Partition setting that lets the planner choose."""
 MEASURED = "measured"
-"""The machine that the sweep runs on, described by measuring it."""
+"""Machine setting that measures the sweep's own machine."""
 
 __all__ = ["Comm", "SelfComm", "world"]
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Model that a name stands for, without its weights."""
+    """Resolved model, without its weights."""
 
     model: str
-    """Name or path, as the sweep says."""
+    """Name or path in the sweep."""
     digest: str
     """sha256 over the weights, the configuration and the tokenizer."""
     folder: Path
-    """Folder of the weights, where an ``eval.txt`` may lie."""
+    """Folder of the weights, which may contain ``eval.txt``."""
     max_context: int
     """Longest sequence, in tokens."""
     vocab_size: int
-    """Number of tokens of the vocabulary."""
+    """Vocabulary size."""
 
 
 def format_names() -> tuple[str, ...]:
@@ -52,14 +52,14 @@ def format_names() -> tuple[str, ...]:
 
 
 def is_policy(name: str) -> bool:
-    """Return whether this is the name of a policy file, not of a weight format."""
+    """Return whether a name is a policy file rather than a weight format."""
     from nbflow.quantization.policy import ENDING
 
     return name.lower().endswith(ENDING)
 
 
 def policy_bits(file: str) -> float:
-    """Return the bits per weight that a policy file states, or else the mean of its formats'.
+    """Return the bits per weight stated by a policy file, else the mean over its formats.
 
     Raises
     ------
@@ -77,14 +77,14 @@ def policy_bits(file: str) -> float:
 
 
 def check_encoder(name: str) -> None:
-    """Raise unless there is such an encoder."""
+    """Raise unless the quantizer exists."""
     from nbflow.quantization.prepare import parse_quantizer as check
 
     check(name)
 
 
 def bits_per_weight(name: str) -> float:
-    """Return the storage cost of a weight format, in bits."""
+    """Return the bits per weight of a format."""
     import nbflow_kernels as nk
 
     if is_policy(name):
@@ -93,7 +93,7 @@ def bits_per_weight(name: str) -> float:
 
 
 def is_float_format(name: str) -> bool:
-    """Return whether a weight format stores each weight alone, as a float."""
+    """Return whether a weight format is an element-wise float format."""
     import nbflow_kernels as nk
 
     return not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
@@ -107,9 +107,9 @@ def load_formats(file: Path) -> None:
 
 
 def format_digest(name: str, importance: str = "") -> str:
-    """Return the digest of the files that decide how weights are stored.
+    """Return the digest of the files that determine the stored weights.
 
-    The source of a registered format, a policy, importances; empty without any.
+    These are the source of a registered format, a policy, importances; empty without any.
     """
     import nbflow_kernels as nk
 
@@ -144,13 +144,13 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 
 
 def choices() -> dict[str, tuple[str, ...]]:
-    """Return the values of those settings that have a fixed list of them."""
+    """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
     return {name: known[name].choices for name in ("activations", "exchange", "optimize")}
 
 
 def check_machine(name: str) -> None:
-    """Raise unless there is a description of a machine with this name or path."""
+    """Raise unless a machine description of this name or path exists."""
     from nbflow.planner import load_machine
 
     load_machine(name)
@@ -179,7 +179,7 @@ def identify(model: str) -> ModelIdentity:
 
 
 def digest_files(files: Sequence[Path]) -> str:
-    """Return the sha256 over the names and contents of files, whatever their order."""
+    """Return the sha256 over the names and contents of files, independent of their order."""
     total = hashlib.sha256()
     for file in sorted(set(files), key=lambda f: f.name):
         with file.open("rb") as stream:
@@ -189,9 +189,9 @@ def digest_files(files: Sequence[Path]) -> str:
 
 
 def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> LLM:
-    """Load a model with settings of a sweep, which are options of `nbflow.load`.
+    """Load a model with a sweep's settings as options of `nbflow.load`.
 
-    An empty text, and 0 where None is the option's default, stand for that default.
+    An empty text, and 0 where the option's default is None, select the default.
     """
     import nbflow
 
@@ -203,7 +203,7 @@ def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> LL
 
 
 def time_prefill(model: LLM, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
-    """Return the seconds of each repetition of reading the prompts."""
+    """Return the seconds of each prefill repetition."""
     from nbflow.benchmark import timing
 
     return timing.time_prefill(model, n_prompt, batch, repeats, warmup=warmup)
@@ -221,10 +221,10 @@ def time_decode(
 def weight_pairs(
     model: str, weights: str, outliers: float = 0.0, encoder: str = "best", importance: str = ""
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
-    """Yield our name, the exact float32 values, the format's values and its bytes.
+    """Yield canonical name, exact float32 values, dequantized values and stored bytes.
 
-    Only tensors that the engine quantizes; one tensor is in memory at a time.  Exact are the
-    checkpoint's values, or those that an encoder that changes the model first makes of them.
+    Only tensors that the engine quantizes; one tensor is in memory at a time.  Exact values are the
+    checkpoint's, after the quantizer's weight transform if it has one.
     """
     import nbflow_kernels as nk
     from nbflow.conversion.quantized_matrices import quantized_matrices
@@ -237,7 +237,7 @@ def weight_pairs(
 
 
 def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -> Path:
-    """Return the text file that a point is evaluated on."""
+    """Return the evaluation text of a point."""
     if setting:
         path = Path(setting) if Path(setting).is_absolute() else sweep_folder / setting
         if not path.is_file():

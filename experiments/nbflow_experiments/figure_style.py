@@ -16,7 +16,7 @@ import numpy as np
 from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 
-# M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with every kind of colour vision.
+# M. Okabe and K. Ito, "Color Universal Design", 2008: safe for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
@@ -42,9 +42,9 @@ _STYLE = {
 
 
 class NotDrawn(Exception):
-    """The results do not hold what a figure needs; the message says what is missing.
+    """Results lack the data of a figure; the message names what is missing.
 
-    It is empty where that is expected: the sweep measured something else.
+    An empty message means that the sweep did not measure it.
     """
 
 
@@ -76,7 +76,7 @@ class Drawing:
 
 @contextmanager
 def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[Any]]]:
-    """Give a figure with panels side by side, in the style of the report."""
+    """Yield a figure with panels side by side, in the report's style."""
     matplotlib = require("matplotlib")
     figure_module = require("matplotlib.figure")
     with matplotlib.rc_context(_STYLE):
@@ -122,9 +122,9 @@ def place_labels(
 ) -> None:
     """Write a label next to each point so that labels cover neither points nor each other.
 
-    Each label takes the best of some places around its point: it should cover nothing, stay inside
-    the panel and be nearer to its own point than to others.  All points and their error bars
-    (`bars`: lengths below and above) count as taken.
+    Each label takes the cheapest of several offsets from its point: without overlap, inside the
+    panel, nearest to its own point.  All points and their error bars (`bars`: lengths below and
+    above) count as occupied.
     """
     panel.figure.draw_without_rendering()
     scale = panel.figure.dpi / 72.0
@@ -141,12 +141,12 @@ def place_labels(
     ]
     for i in np.argsort(-at[:, 1], kind="stable"):
         width, height = (5.2 * len(labels[i]) + 3.0) * scale, 9.5 * scale
-        places = _places(width, height, scale, ends[i] - at[i, 1])
+        offsets = _label_offsets(width, height, scale, ends[i] - at[i, 1])
         costs = [
             _cost(_box(at[i] + place, width, height), taken, panel, at, i) + 2e-3 * scale * k
-            for k, place in enumerate(places)
+            for k, place in enumerate(offsets)
         ]
-        place = places[int(np.argmin(costs))]
+        place = offsets[int(np.argmin(costs))]
         taken.append(_box(at[i] + place, width, height))
         _write(panel, labels[i], (x[i], y[i]), place / scale)
 
@@ -169,7 +169,7 @@ def _write(panel: Any, text: str, at: tuple[float, float], offset: np.ndarray) -
     note.set_in_layout(False)
 
 
-def _places(width: float, height: float, scale: float, ends: np.ndarray) -> list[np.ndarray]:
+def _label_offsets(width: float, height: float, scale: float, ends: np.ndarray) -> list[np.ndarray]:
     """Return offsets of a label's centre from its point, the preferred ones first."""
     side, above = width / 2 + 5 * scale, height / 2 + 4 * scale
     near = [(side, above * 0.6), (0, above), (side, 0), (-side, 0), (0, -above)]
@@ -183,10 +183,10 @@ def _places(width: float, height: float, scale: float, ends: np.ndarray) -> list
 def _cost(
     box: tuple[float, ...], taken: Sequence[tuple[float, ...]], panel: Any, at: np.ndarray, own: int
 ) -> float:
-    """Return how bad a place is: what it covers, what sticks out, which points are as near."""
-    room = panel.get_window_extent()
+    """Return the cost of a label box: overlap, overhang and ambiguity."""
+    extent = panel.get_window_extent()
     area = (box[2] - box[0]) * (box[3] - box[1])
-    outside = area - _overlap(box, (room.x0 - 4, room.y0, room.x1 + 4, room.y1 + 8))
+    outside = area - _overlap(box, (extent.x0 - 4, extent.y0, extent.x1 + 4, extent.y1 + 8))
     covered = sum(_overlap(box, other) for other in taken)
     gaps = [
         math.hypot(max(box[0] - px, px - box[2], 0.0), max(box[1] - py, py - box[3], 0.0))
@@ -207,7 +207,7 @@ def _box(centre: np.ndarray, width: float, height: float) -> tuple[float, float,
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Return the area that two boxes share."""
+    """Return the intersection area of two boxes."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     return max(0.0, width) * max(0.0, height)

@@ -15,18 +15,18 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that a sweep can fix or vary."""
+    """Setting that a sweep fixes or varies."""
 
     name: str
     """Name in the sweep file, in the records and in the tables."""
     default: Value
-    """Value where the sweep says nothing; its type is the type of the setting."""
+    """Default value; its type is the type of the setting."""
     minimum: int
-    """Smallest value allowed, if it is a number."""
+    """Minimum of a number."""
     meaning: str
     """Meaning, with its unit."""
     words: tuple[str, ...] = ()
-    """Words that a sweep may give in the place of a number."""
+    """Words accepted in place of a number."""
 
     @property
     def is_number(self) -> bool:
@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def is_integer(self) -> bool:
-        """Return whether its values are integers, of which there are ranges."""
+        """Return whether its values are integers, which accept ranges."""
         return isinstance(self.default, int)
 
 
@@ -88,7 +88,7 @@ _ALL = (
         0,
         "query heads/key-value heads/numbers of a head of 'cascade', 32/8/128; empty: the model's",
     ),
-    Setting("draft", "ngram", 0, "who proposes tokens in 'speculation': ngram, or MODEL[:FORMAT]"),
+    Setting("draft", "ngram", 0, "draft source of 'speculation': ngram, or MODEL[:FORMAT]"),
     Setting("n_draft", SpeculativeConfig.n_draft, 1, "draft tokens per step"),
     Setting("repeats", 5, 1, "repetitions of each timing"),
     Setting("warmup", 1, 0, "untimed repetitions before them"),
@@ -115,14 +115,14 @@ def setting(name: str, kind: str = "setting") -> Setting:
 
 
 def check_value(name: str, value: object, where: str) -> Value:
-    """Return `value` if it is one that setting `name` can have.
+    """Validate a value of setting `name` and return it.
 
     Parameters
     ----------
     name : str
         A known setting.
     value : object
-        What the sweep file says.
+        Value in the sweep file.
     where : str
         Place in the file, for the message.
 
@@ -170,7 +170,7 @@ def check_value(name: str, value: object, where: str) -> Value:
 
 
 def parse_heads(text: str) -> tuple[int, int, int]:
-    """Return query heads, key/value heads and numbers of a head of ``"32/8/128"``."""
+    """Parse ``"32/8/128"``: query heads, key/value heads, head size."""
     numbers = tuple(int(word) if word.isdecimal() else 0 for word in text.split("/"))
     if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
         raise UsageError(
@@ -181,7 +181,7 @@ def parse_heads(text: str) -> tuple[int, int, int]:
 
 
 def resolve_words(config: dict[str, Value]) -> None:
-    """Put numbers in the place of words: ``ranks = "auto"``."""
+    """Resolve words to numbers: ``ranks = "auto"``."""
     if config["ranks"] == "auto":
         if config["partition"] == "auto":
             raise UsageError(
@@ -192,7 +192,7 @@ def resolve_words(config: dict[str, Value]) -> None:
 
 
 def check_configuration(config: dict[str, Value]) -> None:
-    """Raise `UsageError` if the settings of one point cannot go together."""
+    """Raise `UsageError` if the settings of a point are inconsistent."""
     if not config["model"]:
         raise UsageError(
             "the sweep names no model; write [settings] model = ... or an axis 'model'"

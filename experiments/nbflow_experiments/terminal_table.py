@@ -11,7 +11,7 @@ from nbflow_experiments.optional_packages import require
 def print_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], n_left: int, box: str = "SIMPLE_HEAD"
 ) -> None:
-    """Print a table; it is wide where the output is not a terminal.
+    """Print a table; unlimited width if the output is not a terminal.
 
     Parameters
     ----------

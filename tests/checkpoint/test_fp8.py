@@ -1,4 +1,4 @@
-"""Checkpoints in FP8: codes, scales, what is refused, and what is made of them."""
+"""FP8 checkpoints: codes, scales, rejected files and conversion."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_what_is_written_of_fp8_is_fp8_no_longer(tmp_path, capsys):
 
 
 def test_matrices_of_heads_and_experts_in_blocks(tmp_path):
-    """DeepSeek V3: what is cut and turned head by head is the same as of the products."""
+    """DeepSeek V3: splitting and permuting by head commutes with dequantization."""
     source, ids = GOLDEN / "families" / "deepseek_v3", np.arange(3, 20)
     codes, floats = {}, {}
     with open_weights(source) as file:

@@ -30,11 +30,11 @@ def test_mutated_files_are_refused_or_read(tmp_path: Path) -> None:
     result = run(tool, "--keep", tmp_path, "--mutations", 6000, "--seed", 7)
     assert result.returncode == 0, result.stdout + result.stderr
     for line in result.stdout.splitlines()[:-1]:
-        family, count, outcomes = line.split(None, 2)
+        family, count, counts = line.split(None, 2)
         assert count == "1,000"
         # Both ways are taken: some mutations leave a file that can be read.
-        assert "read" in outcomes, family
-        assert "refused" in outcomes, family
+        assert "read" in counts, family
+        assert "refused" in counts, family
 
 
 READERS = """
@@ -72,7 +72,7 @@ print(*fuzz.run_case(Path(sys.argv[1]), watch, 0.2, False, lambda path: str(len(
 
 
 def test_the_tool_sees_what_it_looks_for(tmp_path: Path) -> None:
-    """Readers that do what none may do, one after the other."""
+    """The watch reports readers with forbidden side effects."""
     result = run("-c", READERS, tmp_path / "x")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -34,11 +34,11 @@ def test_mutated_metadata_is_refused_or_used(tmp_path: Path) -> None:
     result = run(tool, "--keep", tmp_path, "--mutations", 420, "--seed", 7, "--families", *FAMILIES)
     assert result.returncode == 0, result.stdout + result.stderr
     for line in result.stdout.splitlines()[:-1]:
-        family, count, outcomes = line.split(None, 2)
+        family, count, counts = line.split(None, 2)
         assert count == "60"
         # Both ways are taken: some mutations leave a file that can be used.
-        assert "works" in outcomes, family
-        assert "refused" in outcomes, family
+        assert "works" in counts, family
+        assert "refused" in counts, family
 
 
 USES = """
@@ -79,7 +79,7 @@ runner.close()
 
 
 def test_the_tool_sees_what_it_looks_for(tmp_path: Path) -> None:
-    """Uses that do what none may do, one after the other."""
+    """The runner reports cases with forbidden behaviour."""
     result = run("-c", USES, tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -205,7 +205,7 @@ def test_big_endian(tmp_path: Path) -> None:
         "i8": (x * 9).astype(np.int8), "i16": (x * 9).astype(np.int16),
         "i32": (x * 9).astype(np.int32), "i64": (x * 9).astype(np.int64),
     }  # fmt: skip
-    fields = {  # values and bytes of a block, places of its float16 numbers
+    fields = {  # values and bytes of a block, offsets of its float16 numbers
         "q4_0": (32, 18, [0]), "q8_0": (32, 34, [0]), "q4_k": (256, 144, [0, 2]),
         "q6_k": (256, 210, [208]), "mxfp4": (32, 17, []), "q5_0": (32, 22, [0]),
     }  # fmt: skip
@@ -215,10 +215,10 @@ def test_big_endian(tmp_path: Path) -> None:
     writer.add_array("test.numbers", [1, 70000])
     for name, array in plain.items():
         writer.add_tensor(name, array.copy())
-    for name, (size, n_bytes, places) in fields.items():
+    for name, (size, n_bytes, offsets) in fields.items():
         blocks[name] = rng.integers(0, 256, (4, 256 // size * n_bytes), np.uint8)
         data = blocks[name].copy().reshape(-1, n_bytes)
-        for at in places:
+        for at in offsets:
             data[:, at : at + 2] = data[:, at : at + 2][:, ::-1].copy()
         kind = gguf.GGMLQuantizationType[name.upper()]
         writer.add_tensor(name, data.reshape(4, -1), raw_dtype=kind)
@@ -257,7 +257,7 @@ def test_version_1_has_short_lengths(tmp_path: Path) -> None:
         assert np.array_equal(file.array("w"), values.reshape(2, 3))
 
 
-def write_parts(folder: Path, **changes: int) -> list[Path]:
+def write_splits(folder: Path, **changes: int) -> list[Path]:
     paths, count = [], 3
     for i in range(count):
         path = folder / f"m-{i + 1:05d}-of-{count:05d}.gguf"
@@ -275,7 +275,7 @@ def write_parts(folder: Path, **changes: int) -> list[Path]:
 
 
 def test_models_in_parts(tmp_path: Path) -> None:
-    paths = write_parts(tmp_path)
+    paths = write_splits(tmp_path)
     for path in paths:  # whichever is named
         with open_weights(path) as file:
             assert file.names() == ["t0", "t1", "t2"]
@@ -300,7 +300,7 @@ def test_models_in_parts(tmp_path: Path) -> None:
     ],
 )
 def test_parts_that_do_not_belong_together(tmp_path: Path, change: Any, message: str) -> None:
-    paths = write_parts(tmp_path, **change)
+    paths = write_splits(tmp_path, **change)
     with pytest.raises(UsageError, match=message):
         open_weights(paths[0])
 
@@ -369,7 +369,7 @@ def test_damaged_files_are_refused_by_name(
     tmp_path: Path, data: bytes, message: str | None
 ) -> None:
     (tmp_path / "x.gguf").write_bytes(data)
-    if message is None:  # an empty array of an unknown type says nothing
+    if message is None:  # an empty array of an unknown type is harmless
         open_weights(tmp_path / "x.gguf").close()
         return
     with pytest.raises(UsageError) as caught:

@@ -28,12 +28,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few pages of the Hub that a download looks at."""
+    """Stub of the Hub pages that a download requests."""
 
     protocol_version = "HTTP/1.1"
     repos: ClassVar[dict[str, dict[str, bytes]]] = {}
     log: ClassVar[list[str]] = []
-    """Paths that were asked for."""
+    """Requested paths."""
 
     def log_message(self, *args: Any) -> None:
         """Be quiet."""

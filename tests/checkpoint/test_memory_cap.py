@@ -24,7 +24,7 @@ LAYER_BYTES = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
 N_LAYERS = 8
 KV, SEQUENCES = "q8_0/q4_0", 4
 PASSING_BYTES = 24 << 20
-"""The largest matrix on its way from the file into its format; what kernels and threads take."""
+"""Transient memory: the largest matrix during conversion; kernels and threads."""
 
 CODE = """
 import re, resource, sys

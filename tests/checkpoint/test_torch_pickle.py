@@ -197,7 +197,7 @@ def test_a_tensor_that_repeats_elements_is_not_blown_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_views_of_any_strides(tmp_path: Path, seed: int) -> None:
-    """Random strides, small and larger than what is read in one call, against NumPy's."""
+    """Random strides, smaller and larger than one read, against NumPy."""
     from numpy.lib.stride_tricks import as_strided
 
     rng = np.random.default_rng(seed)

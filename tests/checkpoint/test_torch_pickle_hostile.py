@@ -67,7 +67,7 @@ def test_names_outside_the_list_are_refused(tmp_path: Path, case: str) -> None:
     assert not os.path.exists("/tmp/nbflow_was_here")
 
 
-# Names that may occur, in places where they may not.
+# Allowed names in forbidden positions.
 TENSOR = value(REBUILD(GOOD, 0, (2, 3), (3, 1), False, None))
 OPCODES = {
     "INST": (b"(" + value(COMMAND) + b"ios\nsystem\n", "opcode INST"),
@@ -222,7 +222,7 @@ def test_bombs_cost_neither_memory_nor_time(tmp_path: Path, case: str) -> None:
         open_weights(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # 100,000 values of at most 400 bytes: the value itself, and what finding the tensors notes.
+    # 100,000 values of at most 400 bytes: the value itself, and the records of the tensor scan.
     assert peak < 40 << 20
     assert time.process_time() - started < 20
 
@@ -277,7 +277,7 @@ FORBIDDEN = {"import", "exec", "compile", "os", "subprocess", "pickle", "ctypes"
 
 
 def open_all_watched(folder: Path) -> list[str]:
-    """Open every hostile pickle and return what an audit hook saw; a hook cannot be removed."""
+    """Open every hostile pickle in this process; return the events of an audit hook."""
     seen: list[str] = []
     watching = False
 
@@ -311,7 +311,7 @@ def test_nothing_is_imported_executed_or_written(tmp_path: Path) -> None:
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
     )
-    # Only what the watch is tried with at the end.
+    # Only the final self-test of the watch.
     assert result.stdout.strip() == "['os.system']", result.stderr
 
 

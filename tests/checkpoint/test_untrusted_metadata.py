@@ -130,7 +130,7 @@ def test_experts_of_all_layers(tmp_path: Path) -> None:
 
 
 def test_every_number_has_bounds() -> None:
-    """NaN, infinity and what does not fit 32 bits are refused for every field."""
+    """NaN, infinity and numbers beyond 32 bits are rejected for every field."""
     for name, field in FIELDS.items():
         if field.kind is float:
             wrong: list[Any] = [float("nan"), float("inf"), -float("inf"), 1e39, HUGE]
@@ -180,7 +180,7 @@ def test_gguf_numbers(tmp_path: Path, key: str, value: int, wanted: str) -> None
 
 
 def tokenizer_json(path: Path, kind: str, **changes: Any) -> Path:
-    """Write a tokenizer.json with other parts; those of the model stand under ``model``."""
+    """Write a tokenizer.json with replaced sections; those of the model are under ``model``."""
     content = tokenizer_jsons()[kind]
     content["model"] = content["model"] | changes.pop("model", {})
     (path / "tokenizer.json").write_text(json.dumps(content | changes))
@@ -274,7 +274,7 @@ def test_load_goes_on_without_the_tokenizer(tmp_path: Path) -> None:
 def test_positions_that_memory_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context of millions of positions is legal; the error says what to do without memory."""
+    """A context of millions of positions is legal; the out-of-memory error names a remedy."""
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise MemoryError("planted")

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of nbflow and nbflow_experiments run and print what they say."""
+"""Doctests of nbflow and nbflow_experiments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/bring_your_own_architecture.md and the schemas: what they say holds."""
+"""docs/bring_your_own_architecture.md and the schemas agree with the code."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _SHOWN = re.compile(r"<!-- (report|profile): (\w+) -->\n\n```text\n(.*?)\n```", 
 
 
 def shown_text(kind: str, name: str) -> str:
-    """Return what the page must show."""
+    """Return the expected content of the page."""
     emulator = Emulator((KERNELS / "planted.ptx").read_text())
     if kind == "profile":
         return str(emulator.launch(name, 1, (32, 32), f(1024), f(1024), profile=True).profile)

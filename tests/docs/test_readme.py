@@ -1,4 +1,4 @@
-"""What README.md says is what the code does."""
+"""README.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ def test_example_of_a_measure(examples):
     context = sys.modules["nbflow_experiments.measures.measure"].Context
     with nbflow.load("tiny_python") as model:
         windows = np.arange(8, dtype=np.int64)[None]
-        outcome = measure.run(context({}, model, True, windows))
-    (reading,), shares = outcome.readings, outcome.arrays["likely_share"].values
+        result = measure.run(context({}, model, True, windows))
+    (reading,), shares = result.readings, result.arrays["likely_share"].values
     assert shares.shape == (8,)
     assert reading.value == shares.mean()
     assert 0 < reading.value < 1

@@ -27,7 +27,7 @@ def _program() -> str:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_blocks_run(tmp_path: Path, compiled: bool) -> None:
-    program = tmp_path / "page.py"  # a file, since compiled kernels are cached beside their source
+    program = tmp_path / "page.py"  # a file: the kernel cache is keyed by source file
     program.write_text(_program())
     environment = os.environ | {"PYTHONPATH": PYTHONPATH, "NUMBA_DISABLE_JIT": "01"[not compiled]}
     done = subprocess.run(

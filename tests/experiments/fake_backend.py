@@ -1,4 +1,4 @@
-"""A stand-in for the engine: tiny tables instead of a model, failures and delays on demand.
+"""Fake engine: tiny tables instead of a model, failures and delays on demand.
 
 Unit tests of the sweep machinery use it; `test_sweep_real_model.py` uses the real engine.
 """
@@ -164,7 +164,7 @@ def weight_pairs(
 
 
 def installed() -> FakeEngine:
-    """Put the fake in place, with the folder, delay and failures that the environment names."""
+    """Install the fake, with folder, delay and failures from the environment."""
     HERE.rank, size = launched_as() or (0, 1)
     fake = FakeEngine(Path(os.environ["FAKE_FOLDER"]), size, float(os.environ["FAKE_DELAY_S"]))
     for part in os.environ.get("FAKE_FAILURES", "").split():  # where:weights:failure[@size]
@@ -188,7 +188,7 @@ FAILURES: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Run the ``nbflow sweep`` command line in this process with the fake in place."""
+    """Run the ``nbflow sweep`` command line in this process with the fake installed."""
     from nbflow import cli
     from nbflow_experiments.sweep import mpi_runner
 

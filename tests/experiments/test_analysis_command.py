@@ -1,4 +1,4 @@
-"""`nbflow analyze`: its tables, its folder, and what it refuses."""
+"""`nbflow analyze`: tables, results folder, rejected arguments."""
 
 from __future__ import annotations
 

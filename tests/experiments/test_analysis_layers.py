@@ -219,7 +219,7 @@ def test_small_errors_add_up(llama: Path) -> None:
         fixed = {name: noisy(checkpoint.matrix(name)) for name in names}
     small = Exactly("small", {name: lambda _, n=name: fixed[n] for name in names})
     sums = attribution(llama, [small], WINDOWS, by=["tensor"], complement=False).sums.iloc[0]
-    # what is left is of second order, a thousandth; logits are rounded to 6e-8
+    # the remainder is second order, a thousandth; logits are rounded to 6e-8
     assert sums.nll_difference_sum_nats == pytest.approx(
         sums.nll_difference_mean_nats, rel=0.02, abs=2e-6
     )

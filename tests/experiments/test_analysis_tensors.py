@@ -15,7 +15,7 @@ from nbflow.calibration import ActivationStats, write_stats
 from nbflow_experiments.analysis import (
     Format,
     Noise,
-    Stored,
+    StoredWeights,
     all_tensor_errors,
     read_statistics,
     tensor_errors,
@@ -38,7 +38,7 @@ W[5] = 0.0
 
 
 def planted() -> np.ndarray:
-    """Return the weights with errors of known places."""
+    """Return the weights with errors at known positions."""
     found = W.copy()
     found[3, 7] -= 1.5  # the largest error
     found[10] *= 1.25  # a row, relative error 1/4
@@ -47,10 +47,10 @@ def planted() -> np.ndarray:
     return found
 
 
-@pytest.fixture(scope="module", params=[1 << 20, 900], ids=["one piece", "pieces of four rows"])
+@pytest.fixture(scope="module", params=[1 << 20, 900], ids=["one chunk", "chunks of four rows"])
 def found(request: pytest.FixtureRequest):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "PIECE_WEIGHTS", request.param)
+        patch.setattr(shapes, "CHUNK_WEIGHTS", request.param)
         return tensor_error(W, nk.quantize(planted(), "f32"))
 
 
@@ -221,14 +221,14 @@ def test_what_another_file_holds(llama: Path, tmp_path: Path) -> None:
 
     nbflow.quantize_checkpoint(llama, tmp_path / "in_q4", "q4", encoder="plain")
     with Checkpoint(llama) as checkpoint:
-        stored = Stored(tmp_path / "in_q4", checkpoint.spec)
+        stored = StoredWeights(tmp_path / "in_q4", checkpoint.spec)
     table = tensor_errors(llama, [stored, Format("q4", "plain")])
     ours, theirs = (table[table.weights == label] for label in ("q4 (plain)", stored.label))
     assert (ours.mse.to_numpy() == theirs.mse.to_numpy()).all()
     assert (theirs.format == "q4_b32t1a").all()
     stored.close()
     with Checkpoint("tiny_python") as other, pytest.raises(UsageError, match="is it that model"):
-        Stored(tmp_path / "in_q4", other.spec)
+        StoredWeights(tmp_path / "in_q4", other.spec)
 
 
 def test_statistics_of_the_inputs(llama: Path, tmp_path: Path) -> None:

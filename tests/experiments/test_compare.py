@@ -52,7 +52,7 @@ def test_a_function_of_the_mean() -> None:
     assert (found.low, found.high) == (pytest.approx(1), pytest.approx(1))
     assert found.is_clear
     assert not paired(a, a, 8, np.exp).is_clear
-    assert np.isnan(paired(a, b, 32).low)  # one window says nothing of the spread
+    assert np.isnan(paired(a, b, 32).low)  # one window gives no spread
 
 
 def test_repetitions() -> None:

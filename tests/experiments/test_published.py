@@ -1,4 +1,4 @@
-"""Sweeps whose tables stand in docs/experiments.md: files, publication, tables."""
+"""Sweeps quoted in docs/experiments.md: files, publication, tables."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ def test_a_failed_rank_ends_the_others_that_wait_for_it(
 
 
 def test_results_stay_with_their_rank() -> None:
-    team = ThreadRanks(3)
-    assert team.run(lambda comm: in_step(comm, StopRequest(), lambda: comm.rank)) == [0, 1, 2]
-    team.close()
+    ranks = ThreadRanks(3)
+    assert ranks.run(lambda comm: in_step(comm, StopRequest(), lambda: comm.rank)) == [0, 1, 2]
+    ranks.close()
 
 
 def test_all_failures_are_known_to_all() -> None:
@@ -55,10 +55,10 @@ def test_all_failures_are_known_to_all() -> None:
             in_step(comm, StopRequest(), fail if comm.rank else lambda: None)
         return [(f.rank, f.type, f.message) for f in caught.value.failures]
 
-    team = ThreadRanks(3)
+    ranks = ThreadRanks(3)
     expected = [(1, "OSError", "disk full"), (2, "OSError", "disk full")]
-    assert team.run(main) == [expected] * 3
-    team.close()
+    assert ranks.run(main) == [expected] * 3
+    ranks.close()
 
 
 def test_a_request_to_one_rank_stops_all() -> None:
@@ -69,9 +69,9 @@ def test_a_request_to_one_rank_stops_all() -> None:
             in_step(comm, stop, lambda: None)
         return "stopped"
 
-    team = ThreadRanks(3)
-    assert team.run(main) == ["stopped"] * 3
-    team.close()
+    ranks = ThreadRanks(3)
+    assert ranks.run(main) == ["stopped"] * 3
+    ranks.close()
 
 
 def test_a_failure_is_recorded_before_the_stop() -> None:

@@ -14,7 +14,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow.cli import main
 from nbflow_experiments.scoring.greedy_divergence import parting
-from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.logits_file import create, open_logits
 from nbflow_experiments.scoring.multiple_choice import ask, encode_pair, read_questions
 from nbflow_experiments.scoring.score_text import file_reference, model_reference, score_text
 from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
@@ -160,7 +160,7 @@ def test_a_stored_reference_gives_the_streamed_numbers(
         alone = score_text(model, windows, save=save)
     with nbflow.load("tiny_python", weights="q4", kv="q8_0") as coarse:
         streamed = score_text(coarse, windows, reference=model_reference(model))
-        with open_stored(tmp_path / "r.h5") as stored:
+        with open_logits(tmp_path / "r.h5") as stored:
             assert stored.facts["model"] == "tiny_python"
             from_file = score_text(coarse, windows, reference=file_reference(stored))
     for name in ("nll", "reference_nll", "divergence", "same_top"):
@@ -174,10 +174,10 @@ def test_a_reference_of_another_text_is_refused(
 ) -> None:
     with create(tmp_path / "r.h5", {}) as save:
         score_text(model, cut(ids[:64], 32), save=save)
-    with open_stored(tmp_path / "r.h5") as stored, pytest.raises(UsageError, match="other tokens"):
+    with open_logits(tmp_path / "r.h5") as stored, pytest.raises(UsageError, match="other tokens"):
         score_text(model, cut(ids[64:128], 32), reference=file_reference(stored))
     (tmp_path / "no.h5").write_text("no")
-    with pytest.raises(UsageError, match="not an HDF5 file"), open_stored(tmp_path / "no.h5"):
+    with pytest.raises(UsageError, match="not an HDF5 file"), open_logits(tmp_path / "no.h5"):
         pass
 
 

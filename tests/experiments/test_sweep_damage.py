@@ -169,10 +169,10 @@ def test_a_full_disk_stops_all_ranks(
     monkeypatch.setattr(
         os, "fsync", lambda n: full_disk() if fake.counts.get("load", 0) >= 3 else fsync(n)
     )
-    team = ThreadRanks(2)
+    ranks = ThreadRanks(2)
     try:
-        first, second = team.run(rank)
+        first, second = ranks.run(rank)
     finally:
-        team.close()
+        ranks.close()
     assert "No space left on device" in str(first)
     assert second == 2

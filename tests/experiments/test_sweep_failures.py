@@ -45,7 +45,7 @@ def test_isolated_points_that_end_badly_are_rows(sweep_file: Path) -> None:
     table = rows(sweep_file)
     assert dict(table.status) == {"q3": "oom", "q4": "failed", "q5": "failed", "f32": "done"}
     assert table.error_message["q3"] == "no room"
-    assert table.perplexity["q3"] > 1  # what came before is kept
+    assert table.perplexity["q3"] > 1  # earlier measures are kept
     assert table.error_message["q4"] == "the process of the point was killed by SIGKILL"
     assert table.error_message["q5"] == "the process of the point ended with exit code 7"
     assert "last words" in log(sweep_file, table.point["q5"])
@@ -152,7 +152,7 @@ def test_numbers_that_are_not_finite_are_a_status(
     assert table.nonfinite_share["q2"] > 0 == table.nonfinite_share["q4"]
     assert table.error_message["q2"].startswith("not finite: ")
     assert "perplexity" in table.error_message["q2"]
-    assert table.decode_tokens_per_s["q2"] > 0  # what could be measured is kept
+    assert table.decode_tokens_per_s["q2"] > 0  # successful measures are kept
 
 
 @pytest.mark.parametrize(("failures", "status", "attempts"), [(1, "done", 2), (9, "failed", 3)])

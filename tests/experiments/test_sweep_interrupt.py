@@ -1,4 +1,4 @@
-"""Sweeps in their own process that are killed or asked to stop."""
+"""Sweeps in a subprocess that are killed or interrupted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_kill_loses_no_finished_point_and_leaves_readable_files(sweep_file: Path
     for path in folder.rglob("*.h5"):
         with h5py.File(path, "r") as file:
             assert len(file) > 0
-    assert len(load_results(folder).points) == len(kept)  # the report works with what is there
+    assert len(load_results(folder).points) == len(kept)  # the report accepts unfinished sweeps
 
     code, out, err = finish(start(sweep_file, delay_s=0.0))
     assert code == 2

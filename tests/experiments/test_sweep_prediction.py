@@ -1,4 +1,4 @@
-"""Sweeps over exchanges and partitions that the planner chooses, with what it predicts."""
+"""Sweeps over exchange formats and planned partitions, with predictions."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_report_is_whole_and_needs_nothing_else(
     assert {link[1:] for link in links} <= set(ids)
     assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
     assert "a &lt;b&gt;bad&lt;/b&gt; &amp; long message" in page
-    assert "Relative Frobenius error" in page  # what was measured, in the measures' words
+    assert "Relative Frobenius error" in page  # definition of a measure
     assert "10 measured, 2 failed" in page
     assert len(re.findall(r"<tr><td", page)) == 10
 

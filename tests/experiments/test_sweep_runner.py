@@ -101,7 +101,7 @@ def test_a_failing_point_is_a_row_and_the_sweep_goes_on(
         assert "in boom" in result["error"]["traceback"]
         log = (sweep_file.parent / "out" / "unit" / "points" / name / "log.txt").read_text()
         assert "no room for the weights" in log
-        assert ("perplexity" in metrics(result)) == (where == "time")  # what came before is kept
+        assert ("perplexity" in metrics(result)) == (where == "time")  # earlier measures are kept
     assert "failed: 2 points with MemoryError: no room" in capsys.readouterr().out
 
 
@@ -166,11 +166,11 @@ def run_on_ranks(sweep_file: Path, fake: FakeEngine, size: int) -> list[int]:
         HERE.rank = comm.rank
         return run(sweep_file, comm)
 
-    team = ThreadRanks(size)
+    ranks = ThreadRanks(size)
     try:
-        codes: list[int] = team.run(main)
+        codes: list[int] = ranks.run(main)
     finally:
-        team.close()
+        ranks.close()
     return codes
 
 
@@ -221,9 +221,9 @@ def test_a_sweep_that_cannot_start_ends_on_every_rank(fake: FakeEngine, sweep_fi
         else:
             codes.append(run(sweep_file, comm))
 
-    team = ThreadRanks(2)
-    team.run(main)
-    team.close()
+    ranks = ThreadRanks(2)
+    ranks.run(main)
+    ranks.close()
     assert codes == [2]
     assert not (sweep_file.parent / "out").exists()
 

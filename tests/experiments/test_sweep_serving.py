@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from nbflow_experiments.measures import batching, cascade, shared_prefix, speculation
-from nbflow_experiments.measures.engine_requests import Answer, Round
-from nbflow_experiments.measures.measure import Outcome
+from nbflow_experiments.measures.engine_requests import RequestResult, Round
+from nbflow_experiments.measures.measure import MeasureResult
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 
 BASE = {
@@ -33,12 +33,14 @@ def measure(tmp_path: Path, measures: str, fails: int = 0, **lists: str) -> pd.D
     return pd.read_csv(tmp_path / "s" / "points.csv", dtype={"partition": str})
 
 
-def numbers(outcome: Outcome) -> dict[str, float]:
-    return {r.metric: r.value for r in outcome.readings if r.repeat is None}
+def numbers(result: MeasureResult) -> dict[str, float]:
+    return {r.metric: r.value for r in result.readings if r.repeat is None}
 
 
-def answer(n: int, first: float = 0.0, cached: int = 0, drafted: int = 0, right: int = 0) -> Answer:
-    return Answer(tuple(range(n)), first, cached, drafted, right)
+def request_result(
+    n: int, first: float = 0.0, cached: int = 0, drafted: int = 0, right: int = 0
+) -> RequestResult:
+    return RequestResult(tuple(range(n)), first, cached, drafted, right)
 
 
 def test_batching(tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_batching(tmp_path: Path) -> None:
 
 
 def test_batching_by_hand() -> None:
-    together = Round(2.0, (answer(6, 0.5), answer(4, 1.0)))
-    apart = Round(5.0, (answer(6, 0.5), answer(4, 4.0)))
+    together = Round(2.0, (request_result(6, 0.5), request_result(4, 1.0)))
+    apart = Round(5.0, (request_result(6, 0.5), request_result(4, 4.0)))
     found = numbers(batching.summary([(together, apart)] * 3))
     assert found == {
         "batching_tokens_per_s": 5.0,
@@ -84,9 +86,9 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path) -> None:
 
 
 def test_shared_prefix_by_hand() -> None:
-    cold = Round(9.0, (answer(2, 3.0), answer(2, 5.0)))
-    together = Round(9.0, (answer(2, 2.0), answer(2, 4.0)))
-    warm = Round(9.0, (answer(2, 1.0, cached=6), answer(3, 1.0, cached=2)))
+    cold = Round(9.0, (request_result(2, 3.0), request_result(2, 5.0)))
+    together = Round(9.0, (request_result(2, 2.0), request_result(2, 4.0)))
+    warm = Round(9.0, (request_result(2, 1.0, cached=6), request_result(3, 1.0, cached=2)))
     found = numbers(shared_prefix.summary([(cold, together, warm)], prompt=8))
     assert found == {
         "prefix_cold_ttft_s": 4.0,
@@ -141,7 +143,7 @@ def test_speculation(tmp_path: Path) -> None:
     ).set_index(["draft", "n_draft"])
     assert set(table.speculation_same_share) == {1.0}
     assert (table.speculation_tokens_per_step >= 1).all()
-    # the model itself with the same weights proposes what it says
+    # the model is its own draft model
     own = table.loc["tiny_python:f16"]
     assert set(own.speculation_accepted_share) == {1.0}
     # 8 tokens: one from the prompt, then 2 + 1, 2 + 1 and 1 (or 4 + 1 and 2) a step
@@ -149,8 +151,10 @@ def test_speculation(tmp_path: Path) -> None:
 
 
 def test_speculation_by_hand() -> None:
-    plain = Round(3.0, (answer(6), answer(6)))
-    drafted = Round(2.0, (answer(6, drafted=8, right=4), answer(6, drafted=2, right=0)))
+    plain = Round(3.0, (request_result(6), request_result(6)))
+    drafted = Round(
+        2.0, (request_result(6, drafted=8, right=4), request_result(6, drafted=2, right=0))
+    )
     found = numbers(speculation.summary([(plain, drafted)]))
     assert found == {
         "plain_tokens_per_s": 4.0,

@@ -184,7 +184,7 @@ class Mutator:
         return self._bytes(data, min(head, len(data)), self._random.randint(1, 4))
 
     def _bytes(self, data: bytes, head: int, n: int) -> bytes:
-        """Change bytes, numbers and pieces, mostly in the first `head` bytes."""
+        """Change bytes, numbers and slices, mostly in the first `head` bytes."""
         out = bytearray(data)
         for _ in range(n):
             bound = head if self._random.random() < 0.9 else len(out)
@@ -216,28 +216,28 @@ class Mutator:
 
     def _opcodes(self, data: bytes) -> bytes:
         """Insert, remove, double or swap opcodes, or change their arguments."""
-        pieces = list(_pieces(data))
+        opcodes = list(_opcodes(data))
         for _ in range(self._random.randint(1, 4)):
-            at = self._random.randrange(len(pieces))
+            at = self._random.randrange(len(opcodes))
             match self._random.randrange(7):
                 case 0:
-                    pieces.insert(at, self.choice(SNIPPETS))
+                    opcodes.insert(at, self.choice(SNIPPETS))
                 case 1:
-                    pieces[at] = self.choice(SNIPPETS)
-                case 2 if len(pieces) > 1:
-                    del pieces[at]
+                    opcodes[at] = self.choice(SNIPPETS)
+                case 2 if len(opcodes) > 1:
+                    del opcodes[at]
                 case 3:
-                    pieces[at:at] = pieces[at : at + self._random.randint(1, 6)]
+                    opcodes[at:at] = opcodes[at : at + self._random.randint(1, 6)]
                 case 4:
-                    other = self._random.randrange(len(pieces))
-                    pieces[at], pieces[other] = pieces[other], pieces[at]
+                    other = self._random.randrange(len(opcodes))
+                    opcodes[at], opcodes[other] = opcodes[other], opcodes[at]
                 case 5:
                     number = self.choice(NUMBERS)
                     length = number.bit_length() // 8 + 1
-                    pieces[at] = b"\x8a" + bytes([length]) + number.to_bytes(length, "little")
+                    opcodes[at] = b"\x8a" + bytes([length]) + number.to_bytes(length, "little")
                 case _:
-                    pieces[at] = self._bytes(pieces[at], len(pieces[at]), 1)
-        return b"".join(pieces)
+                    opcodes[at] = self._bytes(opcodes[at], len(opcodes[at]), 1)
+        return b"".join(opcodes)
 
     def _legacy(self, data: bytes) -> bytes:
         end = _end_of_pickles(data)
@@ -290,18 +290,18 @@ class Mutator:
 
 
 @cache
-def _pieces(data: bytes) -> tuple[bytes, ...]:
+def _opcodes(data: bytes) -> tuple[bytes, ...]:
     """Return the opcodes of one pickle or several, each with its arguments."""
     import pickletools
 
-    pieces = []
+    opcodes = []
     start = 0
     while start < len(data):
         places = [place for _, _, place in pickletools.genops(data[start:])]
         ends = [*places[1:], places[-1] + 1]
-        pieces += [data[start + a : start + b] for a, b in zip(places, ends, strict=True)]
+        opcodes += [data[start + a : start + b] for a, b in zip(places, ends, strict=True)]
         start += ends[-1]
-    return tuple(pieces)
+    return tuple(opcodes)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A server whose steps fail when token 666 is among their tokens: what a fault in a kernel does.
+"""Server whose steps fail on token 666, to simulate a kernel fault.
 
 With token 667 in a prompt its engine ends, as something beyond the step fails.
 """

@@ -89,7 +89,7 @@ def _t5_name(ours: str, side: str) -> str:
 
 
 def families_by_arch():
-    """Return the GGUF families by what llama.cpp calls them."""
+    """Return the GGUF families by llama.cpp's architecture names."""
     return {
         kind.removeprefix("gguf-"): family
         for family in families().values()
@@ -157,7 +157,7 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 
 def _add_latent(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    """Write what says latent attention, as in files with a matrix for each head."""
+    """Write the metadata of latent attention, as in files with one matrix per head."""
     writer.add_key_length(spec.cached_dim)
     writer.add_value_length(spec.latent.kv_rank)
     writer.add_key_length_mla(spec.head_dim)
@@ -217,7 +217,7 @@ def _name(ours, layer, names, fused):
     kind = ours.rsplit(".", 1)[1]
     pattern = ours.replace(f"layers.{layer}.", "layers.{i}.") if layer else ours
     weight = pattern.removesuffix(kind) + "weight"
-    if pattern in names:  # a bias with a name of its own
+    if pattern in names:  # a separately named bias
         return names[pattern][0].replace("{i}", layer)
     if weight not in names:
         fused_part = {"ffn.gate": "ffn_gate", "ffn.up": "ffn_up"}
@@ -234,7 +234,7 @@ def _neighbours(array, head_dim):
 
 
 def _fuse(tensors, arch):
-    """Join what the architecture's files have in one."""
+    """Fuse the tensors that the architecture's files store as one."""
     joins = {}
     if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt"):
         joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")

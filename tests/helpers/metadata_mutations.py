@@ -27,7 +27,7 @@ FAMILIES = (
     "gguf_model", "gguf_vocabulary",
 )  # fmt: skip
 LOADED = ("llama31", "mixtral", "gemma3", "phi3_long", "bloom", "gpt2", "deepseek_v2")
-"""Golden models that are loaded and asked for a token."""
+"""Golden models that are loaded and run for one token."""
 
 DIGITS, NESTED = "@digits@", "@nested@"
 """Words that become a number of 5,000 digits and lists in lists when the text is written."""
@@ -212,8 +212,8 @@ def _tokenizer_json(folder: Path) -> list[Seed]:
     ]
 
 
-def _beside(kind: str) -> dict[str, bytes]:
-    """Return the files that say which tokens are special."""
+def _companion_files(kind: str) -> dict[str, bytes]:
+    """Return the tokenizer configuration files, with the special tokens."""
     config = {
         "tokenizer_class": kind, "bos_token": "<s>", "eos_token": {"content": "</s>"},
         "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False,
@@ -254,11 +254,11 @@ def _tokenizer_config(folder: Path) -> list[Seed]:
     classes = {"bpe": "GPT2Tokenizer", "word_piece": "BertTokenizer"}
     found = []
     for kind, files in kinds.items():
-        beside = _beside(classes.get(kind, "LlamaTokenizer"))
+        companions = _companion_files(classes.get(kind, "LlamaTokenizer"))
         if kind in ("bpe", "word_piece"):
-            beside |= extra if kind == "bpe" else {"added_tokens.json": b"{}"}
-        mutated = (*beside, *(name for name in files if name.startswith(("vocab", "merges"))))
-        found.append(Seed(kind, files | beside, mutated))
+            companions |= extra if kind == "bpe" else {"added_tokens.json": b"{}"}
+        mutated = (*companions, *(name for name in files if name.startswith(("vocab", "merges"))))
+        found.append(Seed(kind, files | companions, mutated))
     return found
 
 

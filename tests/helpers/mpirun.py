@@ -1,4 +1,4 @@
-"""Start mpirun and return what came out."""
+"""Run a command under mpirun and return its output."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Hosts:
             time.sleep(0.01)
 
     def remove(self) -> None:
-        """End what runs on them, and remove them."""
+        """Kill the processes of the namespaces and remove these."""
         for name in self._names:
             found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
             for pid in found.stdout.split():
@@ -125,7 +125,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 
 
 def _ip(*arguments: str) -> str:
-    """Run ip, and return what it prints."""
+    """Run ip and return its output."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode != 0:
         raise NoHosts(f"ip {' '.join(arguments[:2])}: {done.stderr.strip()}")

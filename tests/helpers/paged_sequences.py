@@ -78,7 +78,7 @@ class Paged:
         return pages if self.layout == "NHD" else np.ascontiguousarray(pages.transpose(0, 2, 1, 3))
 
     def plan(self, wrapper: Any, qo_indptr: np.ndarray, **options: Any) -> Any:
-        """Plan causal attention of these rows, unless the options say otherwise."""
+        """Plan attention of these rows, causal by default."""
         options = {"causal": True, "head_dim_vo": self.dim_vo, **self.format, **options}
         return wrapper.plan(qo_indptr, *self.table, *self.heads, self.page_size, **options)
 

@@ -97,7 +97,7 @@ def write_llama(folder: Path, dtype: Any = np.float32, seed: int = 0, **changes:
 def write_checkpoint(
     folder: Path, config: dict[str, Any], dtype: Any = np.float32, seed: int = 0
 ) -> None:
-    """Write a Hugging Face folder of any family with random weights, as its config.json says."""
+    """Write a Hugging Face folder with random weights, for the config.json of any family."""
     family = family_of(config["model_type"], "test")
     spec = build_spec(family, config, name="test", where="test", checkpoint_tensors=None)
     rng = np.random.default_rng(seed)

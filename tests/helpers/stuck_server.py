@@ -1,4 +1,4 @@
-"""A server in which tokenizing "stuck" never ends: what a fault in a compiled library does.
+"""Server in which tokenizing "stuck" hangs, to simulate a fault in a compiled library.
 
 "stuck" is work in Python; "stuck in C" keeps the interpreter's lock, so that no Python code runs.
 """

@@ -133,7 +133,7 @@ def rwkv_gguf(path: Path) -> Path:
 
 
 def gemma_gguf(path: Path) -> Path:
-    """Write a few pieces of Gemma 4's kind: merges over U+2581, and bytes."""
+    """Write a small Gemma 4 vocabulary: merges over U+2581, and bytes."""
     pieces = [
         "<pad>",
         "<eos>",

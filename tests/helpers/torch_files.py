@@ -48,7 +48,7 @@ class Opcodes:
         self.data = b""
 
     def value(self, value: Any) -> Opcodes:
-        """Add what pushes a value."""
+        """Append the opcodes that push a value."""
         self.data += self._encode(value)
         return self
 

@@ -63,21 +63,21 @@ class NoForm:
     @staticmethod
     def quantize_block_weighted(x, weight, out):
         best = np.inf
-        room = np.zeros(18, np.uint8)
+        block = np.zeros(18, np.uint8)
         for step in range(-8, 9):
             top = np.abs(x).max()
-            put_f16(room, 0, top / (8 + 0.5 * step))
-            scale = get_f16(room, 0)
+            put_f16(block, 0, top / (8 + 0.5 * step))
+            scale = get_f16(block, 0)
             error = 0.0
             for i in range(32):
                 code = 8 if scale == 0 else min(max(int(np.floor(x[i] / scale + 8.5)), 0), 15)
                 shift = i // 16 * 4
-                keep = room[2 + i % 16] & (240 >> shift)
-                room[2 + i % 16] = keep | code << shift
+                keep = block[2 + i % 16] & (240 >> shift)
+                block[2 + i % 16] = keep | code << shift
                 error += weight[i] * (scale * (code - 8) - x[i]) ** 2
             if error < best:
                 best = error
-                out[:] = room
+                out[:] = block
 
 
 class Nibbles(NoForm):

@@ -45,14 +45,14 @@ def test_reference_executor(name):
         states = executor(build(spec.encoder)).logits(wanted["encoder_ids"])
         cross_kv = executor(build_cross_kv(spec)).encode_cross_kv(states)
         decoder = executor(build(spec), cross_kv=cross_kv)
-    pieces = [decoder.logits(wanted["ids"][a:b]) for a, b in ((0, 7), (7, 8), (8, 40))]
-    assert error(np.concatenate(pieces), wanted["logits"]) < TOLERANCE[name]
+    chunks = [decoder.logits(wanted["ids"][a:b]) for a, b in ((0, 7), (7, 8), (8, 40))]
+    assert error(np.concatenate(chunks), wanted["logits"]) < TOLERANCE[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("partition", ["0", "0&1", "0;1"])
 def test_compiled_executor(name, partition):
-    """Logits in odd pieces, and a continuation beside another sequence with another input."""
+    """Logits in uneven chunks; continuation batched with another sequence and input."""
     wanted = golden(name)
     ids, read = wanted["ids"], wanted["encoder_ids"]
     with nbflow.load(
@@ -68,7 +68,7 @@ def test_compiled_executor(name, partition):
 
 
 def test_sequences_one_after_the_other_and_together():
-    """Pages of inputs are given back; a result does not depend on what else there is."""
+    """Encoder pages are freed; results are batch invariant."""
     read = golden("m2m_100")["encoder_ids"].tolist()
     with nbflow.load(FOLDER / "m2m_100", threads=1) as model:
         alone = [model.generate(read[i:], max_tokens=6).ids for i in range(3)]

@@ -42,7 +42,7 @@ def test_logits_of_the_masked_language_model(name):
     with open_weights(FOLDER / name) as file:
         reference = ReferenceExecutor(program, WeightLoader(program, file, None))
     assert error(reference.logits(wanted["ids"]), wanted["logits"]) < TOLERANCE
-    # a step holds all tokens, however few it is asked to
+    # a step holds all tokens, regardless of max_step_tokens
     with nbflow.load(FOLDER / name, kv="f32", threads=1, max_step_tokens=7) as model:
         assert error(model.logits(wanted["ids"]), wanted["logits"]) < TOLERANCE
 

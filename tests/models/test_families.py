@@ -48,15 +48,15 @@ def reference(path):
 def test_reference_executor_in_pieces(name):
     ids, logits, _ = golden(name)
     executor = reference(FOLDER / name)
-    pieces = [executor.logits(ids[a:b]) for a, b in ((0, 7), (7, 8), (8, len(ids)))]
+    chunks = [executor.logits(ids[a:b]) for a, b in ((0, 7), (7, 8), (8, len(ids)))]
     with np.load(FOLDER / name / "golden.npz") as file:  # LongRoPE: of texts of 7 and 8 tokens
         logits[:8] = file.get("short_logits", logits)[:8]
-    assert error(np.concatenate(pieces), logits) < TOLERANCE
+    assert error(np.concatenate(chunks), logits) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_compiled_executor(name):
-    """Logits through the cache in odd pieces; the continuation, beside another sequence."""
+    """Logits through the KV cache in uneven chunks; continuation batched with another sequence."""
     ids, logits, continuation = golden(name)
     with nbflow.load(FOLDER / name, kv="f32", max_step_tokens=17, threads=1) as model:
         assert error(model.logits(ids), logits) < TOLERANCE

@@ -38,7 +38,7 @@ NOT_IN_GGUF = {
     "gemma2": f"sm_scale = {24**-0.5}",
     "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
 }
-"""Fields of a golden model that a file of its architecture cannot say."""
+"""Fields of a golden model that GGUF files of its architecture cannot express."""
 
 
 def test_all_architectures_are_tested():
@@ -92,7 +92,7 @@ T5 = {
     "model_type": "t5", "vocab_size": 97, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2,
     "num_heads": 3, "n_positions": 64, "decoder_start_token_id": 0,
 }  # fmt: skip
-"""With the greatest distance of published models, which a file does not say."""
+"""Uses the maximum distance of published models, which files lack."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Logits of checkpoints that other programs wrote, against what those programs computed."""
+"""Logits of checkpoints written by other programs, against those programs' logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gpt-oss has that no other family has; its logits are compared in test_families.py."""
+"""Features unique to gpt-oss; test_families.py compares its logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention with sizes that weight and cache formats need, and what is cached of it."""
+"""Multi-head latent attention: sizes for block formats, and its KV cache."""
 
 from __future__ import annotations
 

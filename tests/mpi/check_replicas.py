@@ -18,8 +18,8 @@ def main() -> None:
             engine.follow()
             return
         with engine:
-            places = engine._listener.address[0]
-            assert not any(host.startswith("127.") for host, _ in places), places
+            addresses = engine._listener.address[0]
+            assert not any(host.startswith("127.") for host, _ in addresses), addresses
             asked = [model.make_request("def f(", 20, ignore_eos=True) for _ in range(2)]
             handles = [engine.submit(request) for request in asked]
             first, second = [handle.result(60).ids for handle in handles]

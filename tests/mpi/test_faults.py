@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def _compiled():
-    """Run once without a fault, so that compiling does not look like a hang."""
+    """Run once without a fault, so that compilation does not count as a hang."""
     done = mpirun(2, str(FAULTS), "none", "1", "0", *RUN)
     assert done.returncode == 0, done.stderr
 
@@ -50,7 +50,7 @@ def test_one_rank_goes_wrong(fault, words):
     done = mpirun(2, str(FAULTS), fault, rank, "4", *RUN, environment=limit)
     assert done.returncode != 0
     assert re.search(words, done.stderr), done.stderr
-    # ranks share the outcome of loading, so no rank must abort the others
+    # ranks agree whether loading succeeded, so no rank must abort the others
     assert done.stderr.count("stopping all ranks") == (fault != "load-memory")
     assert time.monotonic() - started < 60  # start, HANG_S and pauses
 

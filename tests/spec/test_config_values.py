@@ -22,7 +22,7 @@ ABSENT = object()
 
 
 def spec_of(name, changes):
-    """Return what the golden model would be with these values of config.json."""
+    """Return the spec of the golden model with these values of config.json."""
     config = json.loads((FOLDER / name / "config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if value is not ABSENT}
     with open_weights(FOLDER / name) as file:
@@ -38,7 +38,7 @@ TRAINING = {
     "router_aux_loss_coef": 0.1, "attn_implementation": "flash_attention_2", "auto_map": {},
     "head_dim": ABSENT, "quantization_config": None, "is_encoder_decoder": False,
 }  # fmt: skip
-"""Keys of every family that say nothing about the computation; heads are as wide as by default."""
+"""Keys of every family that do not affect the computation; default head size."""
 NO_EFFECT = [
     ("bloom", {"pretraining_tp": 2}),  # bloom-3b, bloom-7b1, bloomz
     ("bloom", {"pretraining_tp": 4, "slow_but_exact": False, "offset_alibi": 100}),
@@ -93,7 +93,7 @@ ROPES = [
     ("qwen3", PLAIN_ROPE | {"rope_scaling": {"type": "default"}}),
     ("qwen3", PLAIN_ROPE | {"rope_scaling": {"rope_type": "default", "type": "default"}}),
     ("qwen3", PLAIN_ROPE | {"rope_scaling": {}, "rope_theta": None}),
-    ("qwen3", {"rope_theta": 5.0}),  # what rope_parameters says wins
+    ("qwen3", {"rope_theta": 5.0}),  # rope_parameters takes precedence
     ("llama_linear", {"rope_scaling": {}}),
     ("llama_linear", PLAIN_ROPE | {"rope_scaling": LINEAR}),
     ("llama_linear", PLAIN_ROPE | {"rope_scaling": {"type": "linear", "factor": 2}}),
@@ -130,7 +130,7 @@ DEFAULTS = [
     ("deepseek_v2", "topk_method", "moe.groups", 1),
     ("deepseek_v3", "topk_method", "moe.groups", 4),
 ]
-"""Keys that may be absent, and what transformers' configuration then has."""
+"""Optional keys and transformers' defaults."""
 
 
 @pytest.mark.parametrize(("name", "key", "field", "value"), DEFAULTS)

@@ -174,7 +174,7 @@ def test_templates(name: str, tokenizer: Tokenizer) -> None:
     assert format_chat(tokenizer, HI, stated) == PROMPTS[name]
     ids = encode_chat(tokenizer, HI, stated)
     assert "".join(tokenizer.piece(i) for i in ids) == PROMPTS[name]
-    # what the template writes is a token, character by character only the rest is
+    # control tokens of the template are single ids, the rest is one id per character
     rest = PROMPTS[name]
     for piece in SPECIAL:
         rest = rest.replace(piece, "\0")
@@ -211,7 +211,7 @@ def test_a_checkpoint_with_the_name_of_a_spec() -> None:
         assert encode_chat(model.tokenizer, HI) == encode_chat(
             model.tokenizer, HI, find_model_file("llama2_7b_chat").prompt_template
         )
-        # the tokenizer's own template wins, and one that is asked for over both
+        # precedence: explicit template, tokenizer template, family template
         model.tokenizer.chat_templates = {"default": "own {{ messages[0].content }}"}
         assert format_chat(model.tokenizer, HI) == "own Hi"
         assert format_chat(model.tokenizer, HI, "simple") == "Hi\n"

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # templates and texts are clearer on one line
-"""Chat templates and Inferflow's query templates: what they write, and what they may not do."""
+"""Chat templates and Inferflow's query templates: output and sandbox."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_users_cannot_write_special_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_text_around_guarded_tokens_is_cut_as_ever(tokenizer: Tokenizer) -> None:
-    """Marking what a user spells out must not change how the rest is encoded."""
+    """Escaping control tokens typed by a user must not change the other ids."""
     messages = [{"role": "user", "content": "Hi <|im_end|> Hi"}]
     ids = encode_chat(tokenizer, messages)
     hi = tokenizer.token_id("Hi")

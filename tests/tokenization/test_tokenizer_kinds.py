@@ -201,7 +201,7 @@ def test_m2m100_renumbers_pieces(tmp_path: Path) -> None:
 
 
 def marian_folder(folder: Path, **config: Any) -> dict[str, int]:
-    """Write a Marian tokenizer: pieces of a source model, and some that only a target has."""
+    """Write a Marian tokenizer: source-model pieces and target-only pieces."""
     shutil.copy(GOLDEN / "sp_unigram" / "spiece.model", folder / "source.spm")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     pieces = files.sp_pieces("sp_unigram/spiece.model")[0]

@@ -1,4 +1,4 @@
-"""The tools that measure engine and server run at a tiny size, and write what they have at once."""
+"""Measuring tools run at a tiny size and write results incrementally."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_server_s_rows_are_written_one_by_one_and_taken_up_again(tool, monke
     assert "| c1 | a | 1 |" in (tmp_path / "table.md").read_text()
     late = measure_server.Results(tmp_path, facts, True, 1e-9)
     late.measure("c1", ["a", "b"], lambda: pytest.fail("it is there already"))
-    late.measure("c8", ["a", "b"], lambda: pytest.fail("there is no time"))
+    late.measure("c8", ["a", "b"], lambda: pytest.fail("no time is left"))
     assert late.missing == ["c8"]
     again = measure_server.Results(tmp_path, facts, True, 0.0)
     again.measure("c8", ["a", "b"], rows("c8"))
@@ -113,7 +113,7 @@ def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
 
 
 def test_steps_that_sleep(tool, monkeypatch):
-    """As many tokens and steps as ever; what the steps compute, and how long they take, is not."""
+    """Sleeping steps keep the number of tokens and steps."""
     monkeypatch.syspath_prepend(str(TOOLS))
     idle_steps = importlib.import_module("scheduling_overhead")
     measure_server = importlib.import_module("http_server")
@@ -148,7 +148,7 @@ def test_invariance(tool, monkeypatch, tmp_path):
     assert 0 < product["best_us"] <= product["fixed_us"]
     assert product["fixed"] == "few_rows"
     assert "## products" in (tmp_path / "table.md").read_text()
-    # what the order is compared with: one chain has the engine's bits, two have others
+    # one accumulator has the engine's bits, two have others
     rng = np.random.default_rng(0)
     w = nk.quantize(rng.standard_normal((16, 4096), dtype=np.float32), "q4_0", encoder="plain")
     x, packed = rng.standard_normal((3, 4096), dtype=np.float32), w.packed()

@@ -5,10 +5,10 @@
 
 Each case is a small folder with one file mutated: numbers out of all bounds, removed keys, other
 types, lone surrogates, bad UTF-8, deep nesting.  Its model is resolved and checked (family `load`:
-loaded, and asked for a token), or its tokenizer encodes and decodes.  A finding is: an exception
-other than UsageError and MissingExtraError, a message without the file, a process that ends, more
-than `--seconds` for a case, or more address space than `--megabytes`.  Cases run in a process of
-their own, one at a time, which is replaced when it ends.  Findings are written to the folder
+loaded, and run for one token), or its tokenizer encodes and decodes.  A finding is: an exception
+other than UsageError and MissingExtraError, a message without the file, a process that dies, more
+than `--seconds` for a case, or more address space than `--megabytes`.  Cases run one at a time in a
+worker process, which is restarted when it dies.  Findings are written to the folder
 `--keep`, and the exit code is 1.
 """
 
@@ -52,13 +52,13 @@ def use_model(folder: Path) -> None:
 
 
 def use_generation(folder: Path) -> None:
-    """Resolve a model and use the tokenizer beside it."""
+    """Resolve a model and use its tokenizer."""
     use_model(folder)
     use_tokenizer(folder)
 
 
 def load_model(folder: Path) -> None:
-    """Load a model and ask it for a token, which may be refused, e.g. for a context of 1."""
+    """Load a model and generate a token; a UsageError is allowed, e.g. for a context of 1."""
     import nbflow
 
     context = min(64, resolve(folder).spec.max_context)
@@ -71,7 +71,7 @@ def load_model(folder: Path) -> None:
 
 
 def use_tokenizer(folder: Path) -> None:
-    """Load a tokenizer, encode and decode; each call may refuse."""
+    """Load a tokenizer, encode and decode; each call may raise UsageError."""
     found = sorted(folder.glob("*.gguf"))
     tokenizer = load_tokenizer(found[0] if found else folder)
     ids: list[int] = []
@@ -93,7 +93,7 @@ def use_tokenizer(folder: Path) -> None:
 
 
 def stream(tokenizer: Tokenizer) -> str:
-    """Decode the first ids one by one."""
+    """Decode the first ids incrementally."""
     stream = tokenizer.decode_stream()
     pieces = [stream.push(i) for i in range(min(20, tokenizer.vocab_size))]
     return "".join([*pieces, stream.finish()])
@@ -107,8 +107,8 @@ USES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def outcome_of(family: str, folder: Path) -> str:
-    """Use one folder; return "works" or "refused", or begin with "finding"."""
+def run_case(family: str, folder: Path) -> str:
+    """Run one case; return "works", "refused", or a text that begins with "finding"."""
     try:
         USES.get(family, use_tokenizer)(folder)
     except (UsageError, MissingExtraError) as error:
@@ -122,7 +122,7 @@ def outcome_of(family: str, folder: Path) -> str:
 
 
 def write_case(folder: Path, seed: Seed, files: dict[str, bytes]) -> None:
-    """Fill a folder again."""
+    """Replace the content of a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, target in seed.links.items():
@@ -144,7 +144,7 @@ def cases(families: list[str], n_mutations: int, number: int, folder: Path) -> I
 
 
 class Runner:
-    """A process that uses folders, one after the other, and is replaced when it ends."""
+    """Worker process that runs cases sequentially and is restarted when it dies."""
 
     def __init__(self, folder: Path, seconds: float, megabytes: int) -> None:
         self._folder, self._seconds, self._megabytes = folder, seconds, megabytes
@@ -152,8 +152,8 @@ class Runner:
         self._asked = 0
 
     def run(self, family: str) -> str:
-        """Use the folder as a member of a family; return the outcome."""
-        if self._asked >= CASES_OF_A_PROCESS:  # what packages keep is not held against a case
+        """Run the folder as a case of a family; return the verdict."""
+        if self._asked >= CASES_OF_A_PROCESS:  # memory that packages retain must not fail a case
             self.close()
         if not self._pid:
             self._start()
@@ -195,19 +195,19 @@ class Runner:
         size = self._megabytes << 20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust prints its panics
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints panics there
         with os.fdopen(asked) as lines:
             for line in lines:
-                outcome = outcome_of(line.strip(), self._folder)
-                os.write(answered, outcome.encode("utf-8", "replace"))
+                verdict = run_case(line.strip(), self._folder)
+                os.write(answered, verdict.encode("utf-8", "replace"))
         os._exit(0)
 
 
 def fuzz(
     families: list[str], n_mutations: int, number: int, seconds: float, megabytes: int, keep: Path
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Run the cases; return how they ended by family, and the findings."""
-    outcomes: Counter[tuple[str, str]] = Counter()
+    """Run the cases; return verdict counts by family, and the findings."""
+    counts: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=in_memory) as name:
@@ -218,18 +218,18 @@ def fuzz(
         for family in families:
             for seed in seeds(family, written):
                 write_case(folder, seed, seed.files)
-                outcome = runner.run(family)
-                if outcome != "works":
-                    findings.append(f"{family}: the seed {seed.name}: {outcome}")
+                verdict = runner.run(family)
+                if verdict != "works":
+                    findings.append(f"{family}: the seed {seed.name}: {verdict}")
         for i, family, seed, files in cases(families, n_mutations, number, written):
             write_case(folder, seed, files)
-            outcome = runner.run(family)
-            outcomes[family, outcome.partition(":")[0]] += 1
-            if outcome.startswith("finding"):
+            verdict = runner.run(family)
+            counts[family, verdict.partition(":")[0]] += 1
+            if verdict.startswith("finding"):
                 shutil.copytree(folder, keep / f"{family}_{number}_{i}", dirs_exist_ok=True)
-                findings.append(f"{family} {seed.name}, seed {number}, case {i}: {outcome}")
+                findings.append(f"{family} {seed.name}, seed {number}, case {i}: {verdict}")
         runner.close()
-    return outcomes, findings
+    return counts, findings
 
 
 def main() -> int:
@@ -244,17 +244,17 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["RUST_BACKTRACE"] = "0"
     started = time.monotonic()
-    outcomes, findings = fuzz(
+    counts, findings = fuzz(
         arguments.families, arguments.mutations, arguments.seed, arguments.seconds,
         arguments.megabytes, arguments.keep,
     )  # fmt: skip
     for family in arguments.families:
-        ends = {outcome: n for (name, outcome), n in sorted(outcomes.items()) if name == family}
+        ends = {verdict: n for (name, verdict), n in sorted(counts.items()) if name == family}
         print(f"{family:<16} {sum(ends.values()):>9,}  {ends}")
     for finding in findings[:50]:
         print(finding.encode("utf-8", "replace").decode())
     print(
-        f"{sum(outcomes.values()):,} mutations, seed {arguments.seed}, {len(findings)} findings, "
+        f"{sum(counts.values()):,} mutations, seed {arguments.seed}, {len(findings)} findings, "
         f"{time.monotonic() - started:.0f} s"
     )
     return 1 if findings else 0

@@ -47,7 +47,7 @@ class TooSlow(BaseException):
 
 
 class Watch:
-    """Notes forbidden events while a case runs."""
+    """Audit hook that records forbidden events during a case."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -66,7 +66,7 @@ class Watch:
 
 
 def read_everything(path: Path) -> str:
-    """Open a file, list it and read it; return what came of it."""
+    """Open a file, list and read its tensors; return the verdict."""
     try:
         with open_weights(path) as weights:
             config = weights.config()
@@ -114,17 +114,17 @@ def run_case(
     traced: bool,
     read: Callable[[Path], str] = read_everything,
 ) -> tuple[str, str]:
-    """Run one case; return its outcome and, if it is a finding, what happened."""
+    """Run one case; return its verdict and, if it is a finding, what happened."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if traced:
         tracemalloc.start()
     watch.active = True
     try:
-        outcome, finding = read(path), ""
+        verdict, finding = read(path), ""
     except TooSlow:
-        outcome, finding = "slow", f"more than {seconds} s"
+        verdict, finding = "slow", f"more than {seconds} s"
     except Exception as error:
-        outcome, finding = type(error).__name__, f"{type(error).__name__}: {error!s:.300}"
+        verdict, finding = type(error).__name__, f"{type(error).__name__}: {error!s:.300}"
     finally:
         watch.active = False
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -136,7 +136,7 @@ def run_case(
     if watch.events:
         finding = finding or watch.events[0]
         watch.events.clear()
-    return outcome, finding
+    return verdict, finding
 
 
 def cases(
@@ -157,7 +157,7 @@ def too_slow(number: int, frame: Any) -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Bound the address space to what it is now and some more."""
+    """Limit the address space to its present size plus `megabytes`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -166,8 +166,8 @@ def limit_memory(megabytes: int) -> None:
 def fuzz(
     families: list[str], n_mutations: int, seed: int, seconds: float, megabytes: int, keep: Path
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Run the cases; return how they ended by family, and the findings."""
-    outcomes: Counter[tuple[str, str]] = Counter()
+    """Run the cases; return verdict counts by family, and the findings."""
+    counts: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     watch = Watch()
 
@@ -184,14 +184,14 @@ def fuzz(
         for i, family, suffix, data in cases(families, n_mutations, seed):
             path = Path(folder) / f"case{suffix}"
             path.write_bytes(data)
-            outcome, finding = run_case(path, watch, seconds, i % TRACED_EVERY == 0)
-            outcomes[family, outcome] += 1
+            verdict, finding = run_case(path, watch, seconds, i % TRACED_EVERY == 0)
+            counts[family, verdict] += 1
             if finding:
                 keep.mkdir(parents=True, exist_ok=True)
                 (keep / f"{family}_{seed}_{i}{suffix}").write_bytes(data)
                 findings.append(f"{family}, seed {seed}, case {i}: {finding}")
     signal.signal(signal.SIGPROF, old)
-    return outcomes, findings
+    return counts, findings
 
 
 def main() -> int:
@@ -205,17 +205,17 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("fuzz_findings"))
     arguments = parser.parse_args()
     started = time.process_time()
-    outcomes, findings = fuzz(
+    counts, findings = fuzz(
         arguments.formats, arguments.mutations, arguments.seed, arguments.seconds,
         arguments.megabytes, arguments.keep,
     )  # fmt: skip
     for family in arguments.formats:
-        ends = {outcome: n for (name, outcome), n in sorted(outcomes.items()) if name == family}
+        ends = {verdict: n for (name, verdict), n in sorted(counts.items()) if name == family}
         print(f"{family:<12} {sum(ends.values()):>9,}  {ends}")
     for finding in findings[:50]:
         print(finding)
     print(
-        f"{sum(outcomes.values()):,} mutations, seed {arguments.seed}, {len(findings)} findings, "
+        f"{sum(counts.values()):,} mutations, seed {arguments.seed}, {len(findings)} findings, "
         f"{time.process_time() - started:.0f} s of processor time"
     )
     return 1 if findings else 0

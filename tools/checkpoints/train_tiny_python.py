@@ -7,14 +7,14 @@
         --steps 2000 --stop 750 --out specs/nbflow_specs/checkpoints/tiny_python_draft
 
 A draft model proposes tokens to its `--teacher`, a model trained before, and has its tokenizer.
-More training makes it better: `--start` goes on with the weights of an earlier run, and
+More training makes it better: `--start` resumes from the weights of an earlier run, and
 `--continued N` lets half of the windows be the teacher's own greedy continuations of N windows of
 the text (sequence-level distillation, Kim and Rush 2016).
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
 that was installed whole (Debian and container images leave the tests out).  The script prints the
-digest of the text and stores it in `training.json` beside the weights.  Seeds are fixed: the same
+digest of the text and stores it in `training.json` next to the weights.  Seeds are fixed: the same
 Python, the same torch build, thread count and kind of processor give the same file; elsewhere the
 file differs by float rounding.
 
@@ -303,9 +303,9 @@ def export(model: Llama, tokenizer: Tokenizer, held_out: str, record: dict, out:
 
 
 class Windows:
-    """Windows of the training text, half of them continued by the teacher if there are such.
+    """Windows of the training text, half of them continued by the teacher, if any.
 
-    What a draft model is asked for are the teacher's likeliest tokens, behind its own ones.
+    A draft model must predict the teacher's likeliest tokens after the teacher's own output.
     """
 
     def __init__(self, tokens: np.ndarray, rng: np.random.Generator) -> None:
@@ -420,10 +420,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", choices=sorted(SIZES), default="base")
     parser.add_argument("--teacher", type=Path, help="folder of the model that it is a draft of")
-    parser.add_argument("--start", type=Path, help="folder of an earlier run to go on with")
+    parser.add_argument("--start", type=Path, help="folder of an earlier run to resume from")
     parser.add_argument("--continued", type=int, default=0, help="windows the teacher continues")
     parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--stop", type=int, help="end after so many of them")
+    parser.add_argument("--stop", type=int, help="end after N steps")
     parser.add_argument("--tokens-per-step", type=int, default=6144)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="a quarter faster; needs a compiler")

@@ -1,4 +1,4 @@
-"""Pages of the Python API, made from signatures and NumPy-style docstrings."""
+"""Python API pages, generated from signatures and NumPy-style docstrings."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def _groups(package: str, module: Any) -> Iterator[tuple[str, list[str]]]:
         yield "", names
 
 
-def _entry(name: str, thing: Any, level: int) -> list[str]:
-    """Return a name's part of the page."""
+def _entry(name: str, value: Any, level: int) -> list[str]:
+    """Return the section of a public name."""
     lines = [f"{'#' * level} {name}", ""]
-    if not callable(thing):
-        size = f" with {len(thing)} entries" if hasattr(thing, "__len__") else ""
-        return [*lines, f"A {type(thing).__name__}{size}.", ""]
-    lines += [*_code(_signature(name, thing)), *_docstring(thing), ""]
-    if inspect.isclass(thing):
-        lines += _fields(thing)
-        for member, method in _methods(thing):
+    if not callable(value):
+        size = f" with {len(value)} entries" if hasattr(value, "__len__") else ""
+        return [*lines, f"A {type(value).__name__}{size}.", ""]
+    lines += [*_code(_signature(name, value)), *_docstring(value), ""]
+    if inspect.isclass(value):
+        lines += _fields(value)
+        for member, method in _methods(value):
             is_property = isinstance(method, property)
             lines += [f"{'#' * (level + 1)} {name}.{member}", ""]
             lines += ["*property*", ""] if is_property else _code(_signature(member, method))
@@ -80,10 +80,10 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
-def _signature(name: str, thing: Any) -> str:
-    """Return a call as one would write it, a parameter per line where it is long."""
+def _signature(name: str, value: Any) -> str:
+    """Return the call signature, one parameter per line if long."""
     try:
-        signature = inspect.signature(thing)
+        signature = inspect.signature(value)
     except (TypeError, ValueError):
         return f"{name}(...)"
     parameters = [
@@ -97,9 +97,9 @@ def _signature(name: str, thing: Any) -> str:
     return f"{name}(\n" + "".join(f"    {word.strip()},\n" for word in words) + ")"
 
 
-def _docstring(thing: Any) -> list[str]:
+def _docstring(value: Any) -> list[str]:
     """Return a NumPy-style docstring as Markdown."""
-    text = inspect.getdoc(thing) or ""
+    text = inspect.getdoc(value) or ""
     parts = re.split(r"^(\w[\w ]*)\n-{3,}\n", text, flags=re.M)
     lines = _prose(parts[0])
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
@@ -127,7 +127,7 @@ def _items(body: str) -> list[str]:
 
 
 def _prose(text: str) -> list[str]:
-    """Return reStructuredText of the kind our docstrings use as Markdown."""
+    """Convert docstring reStructuredText to Markdown."""
     lines, block = [], False
     for line in text.strip("\n").split("\n"):
         math = line.startswith(".. math::")
@@ -143,14 +143,14 @@ def _prose(text: str) -> list[str]:
 
 
 def _inline(line: str) -> str:
-    """Return a line with code as Markdown writes it and nothing taken for HTML or emphasis."""
+    """Convert inline code to Markdown and escape HTML and emphasis."""
     line = line.replace("``", "`")
     pieces = re.split(r"(`[^`]*`)", line)
     return "".join(p if p.startswith("`") else re.sub(r"([<*_])", r"\\\1", p) for p in pieces)
 
 
 def _fields(kind: type) -> list[str]:
-    """Return a dataclass' fields with the strings that stand behind them."""
+    """Return the fields of a dataclass with their docstrings."""
     if not dataclasses.is_dataclass(kind):
         return []
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]

@@ -1,9 +1,9 @@
-"""Draw docs/architecture.svg: the rooms in layers, with the hops of the two walks as numbers.
+"""Draw docs/architecture.svg: the packages in layers, with the hops of the two walks as numbers.
 
     python tools/docs/architecture_picture.py
 
 A box uses boxes of the rows below it, never of those above.  The numbers are those of
-docs/architecture.md.  A test fails if a room is missing or the picture is not what this draws.
+docs/architecture.md.  A test fails if a package is missing or the picture is stale.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _badges(x: float, y: float, numbers: list[tuple[int, str]]) -> list[str]:
 
 
 def picture(markdown: str) -> str:
-    """Return the picture with the numbers of a page."""
+    """Return the SVG, with the hop numbers of a Markdown page."""
     numbers = hops(markdown)
     parts = []
     for row, (label, boxes) in enumerate(ROWS):
@@ -164,7 +164,7 @@ def picture(markdown: str) -> str:
     )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
-        "<title>Rooms of nbflow in layers</title>"
+        "<title>Packages of nbflow in layers</title>"
         f'<style>{style}</style><rect width="{WIDTH}" height="{height}" fill="#fff"/>'
     )
     return "\n".join([head, *legend, *parts, "</svg>", ""])

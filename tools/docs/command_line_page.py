@@ -1,4 +1,4 @@
-"""The page of the command line, made from the parsers themselves."""
+"""Command-line reference page, generated from the argument parsers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command_line_page() -> str:
 
 
 def command_section(name: str) -> str:
-    """Return one command's part of the page."""
+    """Return the section of one command."""
     parser = make_parser(name)
     formatter = argparse.HelpFormatter(parser.prog, width=100)
     exclusive = parser._mutually_exclusive_groups
@@ -62,7 +62,7 @@ def _sentence(text: str) -> str:
 
 
 def _row(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
-    """Return an argument's row."""
+    """Return the table row of an argument."""
     invocation = formatter._format_action_invocation(action)
     text = formatter._expand_help(action) if action.help else ""
     cells = (f"`{invocation}`", " ".join(text.split()).replace("<", "&lt;"))

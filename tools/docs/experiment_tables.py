@@ -1,7 +1,7 @@
-"""The tables and figures of docs/experiments.md, made from results/<sweep>/<machine>/points.csv.
+"""Tables and figures of docs/experiments.md, from results/<sweep>/<machine>/points.csv.
 
-`tools/docs/update_tables.py` puts them behind their markers.  Where a sweep has not been measured,
-a line says so.
+`tools/docs/update_tables.py` inserts them after their markers.  A sweep without results gets a line
+that says so.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MISSING = "| not measured in this checkout; the command is above |\n| --- |"
 
 
 def folder_of(sweep: str) -> Path | None:
-    """Return the folder of a sweep's results, if it has been measured."""
+    """Return the results folder of a sweep, None without results."""
     return next(iter(sorted(p.parent for p in (RESULTS / sweep).glob("*/points.csv"))), None)
 
 
 def rows_of(sweep: str) -> list[Row]:
-    """Return the points of a sweep that succeeded; none if it has not been measured."""
+    """Return the points of a sweep that succeeded; empty without results."""
     folder = folder_of(sweep)
     return [r for r in read_points(folder)[1] if r["status"] == "done"] if folder else []
 
@@ -38,13 +38,13 @@ def figure(sweep: str, name: str, title: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; all but the first column to the right."""
+    """Return a Markdown table; all columns but the first are right-aligned."""
     lines = [list(head), ["---"] + ["---:"] * (len(head) - 1), *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def quantization() -> str:
-    """Return the table of errors by format: Inferflow's encoder, and ours."""
+    """Return the table of errors by format: Inferflow's quantizer and ours."""
     rows = rows_of("quantization")
     if not rows:
         return MISSING
@@ -70,7 +70,7 @@ def quantization() -> str:
 
 
 def gaussian_errors() -> dict[str, tuple[float, float]]:
-    """Return the recorded errors of the plain and the best encoder on normal weights."""
+    """Return the recorded errors of the plain and the best quantizer on Gaussian weights."""
     import json
 
     files = sorted((RESULTS / "formats").glob("*/formats.json"))
@@ -124,7 +124,7 @@ def partitions() -> str:
 
 
 def batching() -> str:
-    """Return the table of dynamic batching."""
+    """Return the table of continuous batching."""
     rows = rows_of("batching")
     if not rows:
         return MISSING
@@ -278,4 +278,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "speculation": speculation,
     "speculation figure": _figure("speculation", "speculation", "Speculative decoding"),
 }
-"""Markers of docs/experiments.md and what stands after them."""
+"""Markers of docs/experiments.md and their generated content."""

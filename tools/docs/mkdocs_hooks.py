@@ -1,10 +1,10 @@
 """The documentation as a site: mkdocs hooks (mkdocs.yml) that add pages and check links.
 
-python3 make.py docs    build it into site/
+    python3 make.py docs    # builds site/
 
-Pages are docs/*.md, parts of README.md, and what the code says of itself: its command line and
-its docstrings.  Links to files outside docs/ lead into the checkout that site/ lies in, or to
-`extra.source_url` of mkdocs.yml where it is set.  A link that leads nowhere fails the build.
+Pages are docs/*.md, sections of README.md, and pages generated from the command line and the
+docstrings.  Links to files outside docs/ lead into the checkout that site/ lies in, or to
+`extra.source_url` of mkdocs.yml where it is set.  A broken link fails the build.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+|`[^`\n]+`", re.S | re.M)
 
 
 def readme_page(titles: tuple[str, ...]) -> str:
-    """Return these sections of README.md, with its links as seen from docs/."""
+    """Return sections of README.md, with links relative to docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     parts = re.split(r"^(?=##? )", text, flags=re.M)
     sections = {part.partition("\n")[0].lstrip("# "): part for part in parts if part}
@@ -57,7 +57,7 @@ def readme_page(titles: tuple[str, ...]) -> str:
 
 
 def _from_docs(image: str, target: str) -> str:
-    """Return a link of README.md as it is written in docs/."""
+    """Rewrite a link of README.md relative to docs/."""
     if "://" in target or target.startswith("#"):
         return target
     if target.startswith("docs/"):
@@ -66,7 +66,7 @@ def _from_docs(image: str, target: str) -> str:
 
 
 def made_pages() -> dict[str, str]:
-    """Return the pages that have no file in docs/, by name."""
+    """Return the generated pages, by name."""
     pages = {name: readme_page(titles) for name, titles in README_PAGES.items()}
     pages["command_line.md"] = command_line_page()
     for package in ("nbflow", "nbflow_kernels", "nbflow_ptx"):
@@ -119,7 +119,7 @@ def with_outside_links(markdown: str, source_url: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the made pages and the images."""
+    """Add the generated pages and the images."""
     from mkdocs.structure.files import File
 
     for name, text in made_pages().items():

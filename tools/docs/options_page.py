@@ -2,7 +2,7 @@
 
     python tools/docs/options_page.py
 
-A test fails if the page is not what this writes.
+A test fails if the page is stale.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tools/docs/spec_schema.py
 
-A test fails if they are not what this writes.
+A test fails if they are stale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- fields: made by tools/docs/spec_schema.py -->\n", "<!-- end o
 
 
 def contents() -> dict[Path, str]:
-    """Return what each file must hold."""
+    """Return the expected content of each file."""
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]

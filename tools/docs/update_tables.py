@@ -1,10 +1,9 @@
 """Write the tables of README.md and docs/ from the code and from results/.
 
-python tools/docs/update_tables.py          write them
-python tools/docs/update_tables.py --check  exit 1 if a file is not what the code and the results
-say
+    python tools/docs/update_tables.py          # writes them
+    python tools/docs/update_tables.py --check  # exit code 1 if a file is stale
 
-A table stands after its marker; what is measured comes from `tools/measure/formats.py`,
+A table follows its marker; measurements come from `tools/measure/formats.py`,
 `tools/measure/engine.py` and sweeps (`tools/measure/publish_sweep.py`).
 """
 
@@ -89,7 +88,7 @@ def formats_table() -> str:
 
 
 def measured_where() -> str:
-    """Return the sentence that says where the numbers come from."""
+    """Return the table of measurement conditions."""
     report = measured()
     n_rows, n_columns = report["shape"]
     day = report.get("products", report)["measured"][:10]
@@ -101,7 +100,7 @@ def measured_where() -> str:
 
 
 def speeds_table() -> str:
-    """Return how fast formats are encoded and decoded, and how exact products with them are."""
+    """Return the table of quantization and dequantization speed and matmul error by format."""
     keys = ("quantize_plain", "quantize_best", "dequantize")
     lines = [
         "| format | quantize plain | best | dequantize | product error, f32 | bf16 | int8 |",
@@ -148,7 +147,7 @@ def bandwidth_table() -> str:
 
 
 def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
-    """Return rows of the engine beside its peer; by default all."""
+    """Return the engine's rows next to llama.cpp's; by default all."""
     rows = engine_rows() if rows is None else rows
     lines = [
         "| model | arithmetic | batch | test | tokens/s | llama.cpp | ratio | share of read |",
@@ -177,7 +176,7 @@ def support_table() -> str:
 
 
 def support_notes() -> str:
-    """Return the reasons for what there is not."""
+    """Return the reasons for unsupported combinations."""
     from nbflow_kernels.testing.format_support import support_table as make
 
     return make().split("\n\n")[1]
@@ -203,16 +202,16 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tolerances.md": {"tolerances": tolerances_table},
     "docs/experiments.md": EXPERIMENTS,
 }
-"""File to its markers and what stands after them."""
+"""File -> its markers and their generated content."""
 
 
 def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
-    """Return a file's text with fresh tables."""
+    """Return a file's text with regenerated tables."""
     for name, make in tables.items():
         marker = f"<!-- {name}: written by tools/docs/update_tables.py -->\n"
         pattern = re.escape(marker) + r"(?:(?:\||\[\^|!\[).*\n)*"
         if not re.search(pattern, text):
-            raise SystemExit(f"there is no marker for the table {name!r}")
+            raise SystemExit(f"the marker of the table {name!r} is missing")
         table = f"{marker}{make()}\n"
         text = re.sub(pattern, lambda _, table=table: table, text)
     return text

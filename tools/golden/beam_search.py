@@ -1,10 +1,10 @@
-"""Make tests/golden/beam.json: what transformers' beam search finds on the golden models.
+"""Make tests/golden/beam.json: results of transformers' beam search on the golden models.
 
     pip install transformers torch
     python tools/golden/beam_search.py
 
-Contrastive search is worked out here from its formula, with the whole text run anew for every
-candidate: transformers has it no more.
+Contrastive search is computed here from its definition, with a full forward pass per candidate:
+transformers has removed it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The tests need neither.  A folder holds config.json, float16 weights (or float32
 golden.npz: token ids, the float32 logits after each of them, and the greedy continuation.
 
 The logits are those of transformers.  Families whose published code is not part of it are made from
-a model that computes the same, with what differs changed by hand:
+an equivalent transformers model, with the differences patched in:
 `tools/golden/published_models.py`. Matrices in FP8: `tools/golden/fp8_mxfp4.py`.
 """
 
@@ -243,7 +243,7 @@ STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], publishe
     "llama_fp8": ("Llama", FOUR_EVEN, fp8_mxfp4.compressed),
     "gpt_oss": ("GptOss", GPT_OSS, fp8_mxfp4.mxfp4_experts),
 }
-"""Name -> class, configuration, and what puts it into the format it is stored in."""
+"""Name -> class, configuration, and conversion to the stored format."""
 
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
@@ -304,7 +304,7 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
 
 
 def with_head(model: Any) -> published.Convert:
-    """Return what puts a head beside the tensors that `model` writes."""
+    """Return a conversion that adds the head of `model` to its tensors."""
 
     def convert(
         tensors: published.Tensors, config: dict[str, Any]
@@ -359,7 +359,7 @@ def crossing(made: published.Made, ids: np.ndarray) -> dict[str, np.ndarray]:
         begin = ids[start : start + N_SHORT]
         new, is_tie = greedy(made, begin, N_CROSSING)
         others = []
-        for limit in (1, N_TOKENS):  # all of it with the long divisors, or with the short ones
+        for limit in (1, N_TOKENS):  # long divisors throughout, or short ones
             numbers["original_max_position_embeddings"] = limit
             others.append(greedy(made, begin, N_CROSSING)[0])
         numbers["original_max_position_embeddings"] = original

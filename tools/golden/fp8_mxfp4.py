@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are stored in FP8 or MXFP4, for `make_golden_families.py`.
+"""Checkpoints whose matrices are stored in FP8 or MXFP4, for `tools/golden/families.py`.
 
 The matrices of a model of transformers are rounded to the format, and given the values that
 transformers' own code reads from what is stored.

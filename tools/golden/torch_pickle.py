@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Write the torch checkpoints of tests/golden/pickle, and what torch reads from them.
+"""Write the torch checkpoints of tests/golden/pickle, and the values torch reads from them.
 
     pip install torch==2.13.0 numpy
     python tools/golden/torch_pickle.py tests/golden/pickle
 
-Every file has an ``.npz`` beside it with the values by name, as float32 or the type NumPy has.
+Every file has an ``.npz`` of the same name with its values, as float32 or NumPy's own type.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def views() -> OrderedDict[str, torch.Tensor]:
 
 
 def training() -> dict[str, object]:
-    """Return what a training program saves: weights beside an optimizer's state."""
+    """Return a training checkpoint: weights and optimizer state."""
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in model.parameters():

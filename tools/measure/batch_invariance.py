@@ -1,26 +1,25 @@
 #!/usr/bin/env python3
-"""What it costs that a request's bits do not depend on the batch: fixed orders beside free ones.
+"""Measure the cost of batch invariance: fixed summation orders against free ones.
 
     python tools/measure/batch_invariance.py results/engine/MACHINE/invariance [--model FILE]
 
-Writes rows.json and table.md.  The same kernels are timed in the orders that the engine fixes, and
-in others that it could take if results were allowed to depend on the batch; at the shape of the
-1.1B model of `tools/measure/random_gguf.py`, with keys and values in float16, weights in q4_0
-and int8 activations.  What is compared runs in turn; a ratio is the median of the rounds' ratios,
-and since the best of several is chosen by the same rounds, ratios of 1.00 to 1.03 say nothing.
+Writes rows.json and table.md.  The same kernels are timed in the engine's fixed summation order,
+and in orders that results depending on the batch would allow; shape: the 1.1B model of
+`tools/measure/random_gguf.py`, float16 KV cache, q4_0 weights, int8 activations.  Variants run in
+turn; a ratio is the median of the rounds' ratios.  The best variant is chosen from the same rounds,
+so ratios of 1.00 to 1.03 are noise.
 
-- ``decode``: attention of B sequences with one new token each.  The engine adds partial results
-  every 2,048 keys; beside it the best of other distances for this very batch and length.
+- ``decode``: attention of B sequences with one new token each.  The engine splits the KV cache
+  every 2,048 keys; compared with the best other split for this batch and length.
 - ``prefill``: the same for the rows of a prompt.
-- ``products``: the matrices of a layer and the head.  The engine adds the pieces of a row one after
-  the other; ``one_over_two_chains`` is the time of a kernel that does so over that of the same
-  kernel with a sum for even and one for odd pieces, which need not wait for each other.
-  ``fixed_over_best`` compares the kernel that the engine takes with the others that it might take
-  (all of them have the same order, so that choice is free).  ``percent_of_bound`` is the time that
-  reading the weights takes a plain loop, or the multiply-adds from registers, both measured in
-  between, in percent of the engine's kernel.
-- ``steps`` (with --model, the file): a whole step of 1, 8 and 32 sequences, how much of it the
-  differences above are, and the tokens per second with and without them.
+- ``products``: matmuls of a layer and the head.  The engine adds the blocks of a row sequentially;
+  ``one_over_two_chains`` is the time of such a kernel over that of the same kernel with independent
+  accumulators for even and odd blocks.  ``fixed_over_best`` compares the engine's kernel with the
+  alternatives (all have the same order, so the choice is free).  ``percent_of_bound`` is the
+  roofline time, of a plain loop that reads the weights or of multiply-adds from registers, in
+  percent of the engine's kernel.
+- ``steps`` (with --model FILE): a whole step of 1, 8 and 32 sequences, the share of the differences
+  above, and the tokens per second with and without them.
 """
 
 from __future__ import annotations
@@ -64,21 +63,21 @@ MATRICES = {
 }
 WHOLE = 1 << 30
 SPLITS = (128, 256, 512, 1024, SPLIT, WHOLE)
-"""Keys of a partial result; the last: none are divided."""
+"""Keys per KV split; the last: no split."""
 POOL_BYTES = 256 << 20
-"""Keys and values of the layers that are timed one after the other: more than the last cache."""
+"""Bytes of keys and values of the timed layers: more than the last-level cache."""
 LEAST_S = 2e-3
-"""A sample is as many runs as take so long."""
+"""Minimum duration of a sample."""
 
 Row = dict[str, Any]
 
 
 def rounds(runs: dict[Any, Callable[[], Any]], n: int) -> dict[Any, list[float]]:
-    """Return the seconds of each run in `n` rounds; all of them run in every round."""
+    """Return the seconds of each run in `n` interleaved rounds."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
     repeats, order = dict.fromkeys(runs, 1), {key: i for i, key in enumerate(runs)}
     for round_ in range(-1, n):  # the first one compiles
-        # forwards and backwards, so that nobody always has the same one before it
+        # alternate the order, so that no run always follows the same one
         for key, run in sorted(runs.items(), key=lambda item: order[item[0]] * (-1) ** round_):
             started = time.perf_counter()
             for _ in range(repeats[key]):
@@ -95,7 +94,7 @@ def rounds(runs: dict[Any, Callable[[], Any]], n: int) -> dict[Any, list[float]]
 
 
 def compared(seconds: dict[Any, list[float]], fixed: Any) -> Row:
-    """Return the fixed order's time beside that of the best one."""
+    """Return the times of the fixed order and of the best one, and their ratio."""
     medians = {key: statistics.median(times) for key, times in seconds.items()}
     best = min(medians, key=lambda key: medians[key])
     ratios = [a / b for a, b in zip(seconds[fixed], seconds[best], strict=True)]
@@ -121,7 +120,7 @@ def pool() -> tuple[np.ndarray, np.ndarray]:
 
 
 def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CpuGraph, int]:
-    """Return the attention of as many layers as there are pages for, and their number."""
+    """Return the captured attention calls of as many layers as the pages hold, and their number."""
     keys, values = pool()
     pages = -(-length // PAGE)
     layers = min(LAYERS, len(keys) // (n * pages), max(2, LAYERS // rows))
@@ -150,7 +149,7 @@ def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CpuGrap
 
 
 def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
-    """Return a row: attention of one layer by the engine's division of keys, and by the best."""
+    """Return a row: attention of one layer with the engine's KV split, and the best one."""
     lists = {s: attention_calls(n, rows, length, s) for s in SPLITS if s < length or s >= SPLIT}
     runs = {s: functools.partial(run_graph, found) for s, (found, _) in lists.items()}
     layers = lists[SPLIT][1]
@@ -164,7 +163,7 @@ def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
 
 @functools.cache
 def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
-    """Return `cpu_gemv_int8.gemv` for blocks like q4_0's, with one or two sums for each output."""
+    """Return `cpu_gemv_int8.gemv` for blocks like q4_0's, with one or two accumulators."""
     block_bytes, zero, one = form.block_bytes, np.int32(-form.zero), n == 1
 
     @jit.kernel
@@ -208,14 +207,14 @@ def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
 
 
 def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
-    """Return a row: one matrix times `T` rows, in the engine's order of sums and in another."""
+    """Return a row: one matmul with `T` rows, in the engine's summation order and in another."""
     N, K = MATRICES[name]
     rng = np.random.default_rng(2)
     some = rng.standard_normal((512, K), dtype=np.float32)
     weight = nk.quantize(some, "q4_0", encoder="plain")
     packed = nk.QuantTensor("q4_0", (N, K), weight.data[np.arange(N) % 512]).packed()
     assert isinstance(packed, CpuPacked)
-    # as many copies as do not fit into a cache
+    # enough copies to exceed the last-level cache
     matrices = [packed.data.copy() for _ in range(-(-POOL_BYTES // 4 // packed.data.nbytes))]
     x, out = rng.standard_normal((T, K), dtype=np.float32), np.empty((T, N), np.float32)
     rows = Int8Rows.empty(T, K)
@@ -267,13 +266,13 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
 
 
 def steps(file: Path, decode: list[Row], products: list[Row]) -> list[Row]:
-    """Return what the differences are of whole steps."""
+    """Return the share of the differences in whole steps."""
     made = []
     with nbflow.load(file, activations="int8", threads=get_num_threads()) as model:
         for n in (1, 8, 32):
             whole = step_s(model, n, 1)
             times = {m: LAYERS if m != "head" else 1 for m in MATRICES}
-            # a free order gains nothing where it is slower
+            # a slower free order gains nothing
             lost = sum(
                 times[r["matrix"]] * r["fixed_us"] * max(0.0, 1 - 1 / r["one_over_two_chains"])
                 for r in products
@@ -309,7 +308,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure, and write what there is after each part."""
+    """Measure, and write the results after each section."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, help="a GGUF file of the 1.1B shape, for whole steps")

@@ -1,18 +1,17 @@
-"""What batching gives: requests together and one by one, chunks of prompts, shared beginnings.
+"""Measure continuous batching, chunked prefill, prefix caching and scheduling overhead.
 
     python tools/measure/batching.py MODEL [--requests 1,8,32] [--new 64] [-o FILE] [--seconds 240]
 
-Four tables, each written to FILE (JSON) as soon as it is there; with --seconds none begins later
-than that.  Whatever is compared runs in turn, and a ratio is the median of the rounds' ratios.
+Four tables, each written to FILE (JSON) when complete; after --seconds none is started.  Variants
+run in turn, and a ratio is the median of the rounds' ratios.
 
-- ``throughput``: the same requests, prompts of mixed lengths, through an engine, all submitted at
-  once, and one after the other with `LLM.generate`.
-- ``chunks``: a long prompt arrives while others generate.  For each size of a step (the piece of
-  the prompt that is read between two tokens of the others): the longest time that those wait for a
-  token, beside their usual one, and the time until the long prompt's first token.
-- ``prefix``: time to the first token of a prompt by how many of its tokens another one has had.
-- ``overhead``: processor time of Python for a step without the model's own work (the compiled calls
-  are left out), in microseconds: what the scheduler, the page table and the drawing cost.
+- ``throughput``: requests with prompts of mixed lengths, submitted to an engine at once, against
+  sequential `LLM.generate`.
+- ``chunks``: a long prompt arrives while others decode.  For each chunk size: the longest and the
+  usual inter-token latency of the others, and the long prompt's time to first token.
+- ``prefix``: time to first token of a prompt by the number of tokens shared with a cached one.
+- ``overhead``: processor time of Python for a step without the model's own work (compiled
+  calls excluded), in microseconds: scheduler, block table and sampling.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from nbflow.engine.request import Request
 from nbflow.utils.system import processor_name
 
 LENGTHS = (16, 200, 48, 96, 8, 128, 64, 32)
-"""Prompt lengths, over and over."""
+"""Prompt lengths, cycled."""
 
 
 def requests(model: nbflow.LLM, n: int, n_new: int) -> list[Request]:
@@ -87,7 +86,7 @@ def throughput(model: nbflow.LLM, n: int, n_new: int, repeats: int) -> dict[str,
 
 
 def chunks(model: nbflow.LLM, size: int, n_others: int, repeats: int) -> dict[str, Any]:
-    """Return what a long prompt does to others that generate, with steps of this size."""
+    """Return the effect of a long prompt on decoding requests, for one chunk size."""
     length = model.spec.max_context - 8
     rng = np.random.default_rng(1)
     usual, longest, first = [], [], []
@@ -129,7 +128,7 @@ def chunks(model: nbflow.LLM, size: int, n_others: int, repeats: int) -> dict[st
 
 
 def prefix(model: nbflow.LLM, shared: int, repeats: int) -> dict[str, Any]:
-    """Return the time to the first token of a prompt of which so many tokens are known."""
+    """Return the time to first token of a prompt with `shared` cached tokens."""
     length = model.spec.max_context - 8
     rng = np.random.default_rng(2)
     seconds, cached = [], []
@@ -158,20 +157,20 @@ def plain(model: nbflow.LLM, rng: np.random.Generator, length: int, n_new: int) 
 
 
 def asked(model: nbflow.LLM, ids: list[int], n_new: int) -> Request:
-    """Return a request for so many tokens."""
+    """Return a request for `n_new` tokens."""
     request = model.make_request(ids, n_new, "greedy", 0, ignore_eos=True)
     request.wants_logprobs = False
     return request
 
 
 def overhead(model: nbflow.LLM, n: int, n_steps: int = 200) -> dict[str, Any]:
-    """Return the processor time of Python for a step of `n` generating requests."""
+    """Return Python's CPU time per step of `n` decoding requests."""
     rank = model.workers[0]
     batch = requests(model, n, min(n_steps, model.spec.max_context // 2))
     real = rank.executor.run, rank.executor.run_repeated
 
-    def repeated(step: Any, burst: Any, further: Any, n: int, stop: Any) -> None:
-        burst.n_steps[0] = n
+    def repeated(step: Any, decode_steps: Any, further: Any, n: int, stop: Any) -> None:
+        decode_steps.n_steps[0] = n
 
     seconds = []
     try:
@@ -190,16 +189,16 @@ def overhead(model: nbflow.LLM, n: int, n_steps: int = 200) -> dict[str, Any]:
 
 
 class Tables:
-    """The tables, written one by one.
+    """Result tables, written one by one.
 
     Parameters
     ----------
     path : Path, optional
-        Where to write them.
+        File to write.
     about : dict
-        What they were measured with.
+        Measurement conditions.
     seconds : float
-        After so many none begins; 0 for no such limit.
+        Time limit for starting a table; 0: none.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], seconds: float) -> None:
@@ -229,14 +228,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--requests", default="1,8,32")
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--steps", default="32,128,512", help="sizes of a step, for chunks")
-    parser.add_argument("--others", type=int, default=4, help="who generate meanwhile")
+    parser.add_argument("--steps", default="32,128,512", help="chunk sizes, for chunks")
+    parser.add_argument("--others", type=int, default=4, help="requests that decode meanwhile")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--weights")
     parser.add_argument("--activations", default="f32")
     parser.add_argument("--threads", type=int)
     parser.add_argument("-o", "--output", type=Path, help="a JSON file")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no table after S seconds")
     arguments = parser.parse_args()
     options = {k: getattr(arguments, k) for k in ("weights", "activations", "threads")}
     counts = [int(n) for n in arguments.requests.split(",")]

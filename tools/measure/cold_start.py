@@ -1,12 +1,10 @@
-"""What the first token waits for when no kernel has been compiled yet, and when all have.
+"""Measure the time to first token with a cold and with a warm kernel cache.
 
-python tools/measure/cold_start.py [MODEL] [--weights FMT] [--threads N] [--out
-results/cold_start/X.json]
+    python tools/measure/cold_start.py [MODEL] [--weights FMT] [--threads N] [--out FILE.json]
 
-Runs the model twice in new processes, with an empty cache folder and with the same one again, and
-prints the kernels that were compiled, the slowest first.  *own* seconds leave out what a kernel
-waited for kernels it calls; both are seconds of this thread's processor time, which other programs
-on the machine do not add to.  Totals are also given as they passed on the clock.
+Runs the model twice in new processes, with an empty cache folder and again with the filled one, and
+prints the compiled kernels, slowest first.  *own* seconds exclude the compilation of called
+kernels; both are CPU time of the compiling thread.  Totals are also given as wall time.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Compiled:
 
 
 def measure(model: str, weights: str | None, threads: int | None) -> dict[str, Any]:
-    """Draw one token and return what that took; in a process of its own."""
+    """Generate one token and return the times; runs in a new process."""
     clock, spent = time.perf_counter(), time.process_time()
     from numba.core import event
 

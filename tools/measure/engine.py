@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure the engine beside llama.cpp on the same files, and write the rows to results/.
+"""Measure the engine against llama.cpp on the same files, and write the rows to results/.
 
     python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
 
 Makes GGUF files with random weights (`tools/measure/random_gguf.py`), runs `nbflow bench --peer
-llama.cpp` on each in a process of its own, and writes rows.json and table.md.  Needs the extra
+llama.cpp` on each in a new process, and writes rows.json and table.md.  Needs the extra
 'bench' and a quiet machine: it takes some ten minutes and 5 GB of disk.
 """
 
@@ -22,7 +22,7 @@ from random_gguf import write
 from nbflow.cli.bench_rows import table
 
 Run = tuple[str, str, str, bool]
-"""Shape, format of the file, options of `nbflow bench`, and whether it runs beside llama.cpp."""
+"""Shape, format of the file, options of `nbflow bench`, and whether llama.cpp runs, too."""
 RUNS: tuple[Run, ...] = (
     *(("15m", f, "--activations int8 -p 512 -n 128", True) for f in ("q4_0", "q8_0")),
     ("15m", "f16", "-p 512 -n 128", True),
@@ -87,7 +87,7 @@ def _measure(
 
 
 def _keep(folder: Path, run: str, made: list[dict[str, Any]]) -> None:
-    """Write a run's rows beside those of other runs, in the order of `RUNS`."""
+    """Merge a run's rows with those of other runs, in the order of `RUNS`."""
     file = folder / "rows.json"
     rows = json.loads(file.read_text()) if file.exists() else []
     order = [" ".join(r[:3]) for r in RUNS]

@@ -1,7 +1,7 @@
 """Measure all weight formats for the tables of docs/formats.md and README.md.
 
-python tools/measure/formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
-                                [--products]
+    python tools/measure/formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
+                                    [--products]
 
 Kernels: `nbflow_kernels.benchmarks.formats`.  Bundled model: the sweep
 experiments/sweeps/formats.toml. Writes results/formats/NAME/formats.json; `python
@@ -94,7 +94,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shape", nargs=2, type=int, default=formats.SHAPE)
-    parser.add_argument("--products", action="store_true", help="only products, the rest is kept")
+    parser.add_argument(
+        "--products", action="store_true", help="measure matmuls only, keep the rest"
+    )
     arguments = parser.parse_args()
     file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
     report = measure_products(arguments, file) if arguments.products else measure(arguments)

@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""Measure the server beside llama.cpp's on the same GGUF file, and what serving costs.
+"""Measure the server against llama.cpp's on the same GGUF file, and the overhead of serving.
 
     python tools/measure/http_server.py results/server/MACHINE [--llama-server PATH]
     python tools/measure/http_server.py results/server/MACHINE --resume --seconds 240
 
-Writes rows.json and table.md, both as soon as there is a new row.  With --seconds no measurement
-begins later than that, and the exit code is 3 if some are missing; --resume makes only those that
-the folder does not have yet.  A row is one number with its samples:
+Writes rows.json and table.md after every row.  After --seconds no measurement starts, and the exit
+code is 3 if some are missing; --resume measures only the missing ones.  A row is one number with
+its samples:
 
 - ``cN``: N clients at once, each of which sends requests of 64 random prompt tokens (no two
   alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
-  second of the whole, time to the first token (median and 95th percentile), and processor seconds
-  of the server per thousand tokens.  Both servers are there all the time and are asked in turn.
-- ``overhead cN``: what N clients cost besides the model.  Their requests go to an
-  `nbflow.LLMEngine` in this process, and to a server, whose steps sleep as long as those of the
-  model take (`tools/measure/scheduling_overhead.py`): microseconds of processor time per token, and
-  its share of the steps'.
-- ``prefix``: time to the first token of a long prompt, new and seen before.
-- ``shared N``: the same where prompts have N tokens in common (``--shared``) and then 8 of their
-  own, for the first of them and for later ones.
+  second in total, time to first token (median and 95th percentile), and CPU seconds of the server
+  per thousand tokens.  Both servers stay up and are measured in turn.
+- ``overhead cN``: serving overhead of N clients, without the model.  Requests go to an
+  `nbflow.LLMEngine` in this process, and to a server, whose steps sleep for the model's step time
+  (`tools/measure/scheduling_overhead.py`): microseconds of CPU time per token, and its share of the
+  step time.
+- ``prefix``: time to first token of a long prompt, uncached and cached.
+- ``shared N``: the same for prompts with a shared prefix of N tokens (``--shared``) and 8 tokens of
+  their own, for the first prompt and for later ones.
 
 Needs a quiet machine and the extras serve and dev; for the comparison llama-server of llama.cpp
-(--llama-server), without which ours alone is measured.
+(--llama-server), without it only nbflow is measured.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from nbflow.utils.system import package_versions, processor_name
 
 PROMPT, NEW = 64, 64
 LONG = 512
-"""Tokens of the prompts of `prefix`, if the context holds them."""
+"""Prompt length of `prefix`, limited by the context."""
 OWN = 8
-"""Tokens of a prompt of `shared` that others do not have."""
+"""Unshared tokens of a prompt of `shared`."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -71,17 +71,17 @@ class Peer:
     process: subprocess.Popen[bytes]
     port: int
     vocabulary: int
-    """Prompts are ids below it."""
+    """Vocabulary size: prompt ids are below it."""
 
     def processor_s(self) -> float:
-        """Return the processor time it has used."""
+        """Return the CPU time used so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 @dataclass
 class Sample:
-    """What one run of clients saw."""
+    """Measurements of one run of clients."""
 
     seconds: float
     tokens: int
@@ -127,7 +127,7 @@ def healthy(port: int) -> bool:
 def ours(
     model: Path, arguments: argparse.Namespace, times: Times = ()
 ) -> tuple[str, list[str], int]:
-    """Return name, command and port of a server of ours; one that sleeps if `times` are given."""
+    """Return name, command and port of an nbflow server; its steps sleep if `times` is given."""
     port = free_port()
     program = ["-m", "nbflow"]
     if times:
@@ -150,7 +150,7 @@ def theirs(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], 
 
 
 async def ask(port: int, prompt: list[int], n: int, sample: Sample) -> None:
-    """Send one request and read its stream, with little work: the cores are the server's."""
+    """Send one request and read its stream with minimal client CPU time."""
     body = {"prompt": prompt, "max_tokens": n, "ignore_eos": True, "stream": True}
     data = json.dumps(body | {"temperature": 0}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
@@ -172,7 +172,7 @@ async def ask(port: int, prompt: list[int], n: int, sample: Sample) -> None:
 
 
 def clients(peer: Peer, n_clients: int, n_requests: int, seed: int) -> Sample:
-    """Let clients send requests until there are no more."""
+    """Send `n_requests` from concurrent clients."""
     rng = random.Random(seed)
     prompts = [random_prompt(rng, PROMPT, peer) for _ in range(n_requests)]
     sample = Sample(0.0, 0)
@@ -202,7 +202,7 @@ def throughput(peers: list[Peer], n: int, arguments: argparse.Namespace) -> list
     n_requests = max(arguments.requests, 2 * n)
     samples: dict[str, list[Sample]] = {peer.name: [] for peer in peers}
     for repeat in range(arguments.repeats + 1):
-        for peer in peers:  # in turn, so that the machine's moods are everybody's
+        for peer in peers:  # in turn, so that machine noise affects all peers alike
             sample = clients(peer, n, n_requests, seed=1000 * n + repeat)
             if repeat:  # the first one warms up
                 samples[peer.name].append(sample)
@@ -226,7 +226,7 @@ def row(test: str, name: str, samples: list[Sample]) -> dict[str, Any]:
 
 
 def step_times(model: nbflow.LLM, counts: list[int]) -> list[tuple[int, float]]:
-    """Return the seconds of steps in which so many sequences generate, and of a prompt's step."""
+    """Return the seconds of decode steps for each batch size, and of a prefill step."""
     times = [(n, step_s(model, n, 1)) for n in sorted({1, *counts})]
     return [*times, (4 * times[-1][0], step_s(model, 1, 4 * times[-1][0]))]
 
@@ -234,7 +234,7 @@ def step_times(model: nbflow.LLM, counts: list[int]) -> list[tuple[int, float]]:
 def overhead(
     peer: Peer, model: nbflow.LLM, times: Times, n: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return what `n` clients cost besides the model; steps sleep, for `times` seconds."""
+    """Return the serving overhead of `n` clients; steps sleep for `times`."""
     rng, n_requests = random.Random(5), max(arguments.requests, 2 * n)
     rows = []
     for name in ("engine", "http"):
@@ -264,7 +264,7 @@ def overhead(
 
 
 def iteration_s(peer: Peer) -> float:
-    """Return the seconds that the steps of a server of ours have taken so far."""
+    """Return the accumulated step time of an nbflow server, in seconds."""
     with urllib.request.urlopen(f"http://127.0.0.1:{peer.port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     name = "vllm:iteration_seconds_total"
@@ -284,7 +284,7 @@ def in_engine(model: nbflow.LLM, prompts: list[list[int]], n: int) -> tuple[Samp
 
 
 def prefix(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the time to the first token of a long prompt, new and seen before."""
+    """Return the time to first token of a long prompt, uncached and cached."""
     rng = random.Random(9)
     rows = []
     for peer in peers:
@@ -305,7 +305,7 @@ def prefix(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> l
 
 
 def shared(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the time to the first token where prompts have so many tokens in common."""
+    """Return the time to first token of prompts that share `n_tokens` tokens."""
     rng = random.Random(11)
     samples = {peer.name: (Sample(0.0, 0), Sample(0.0, 0)) for peer in peers}
     for _ in range(arguments.repeats + 1):
@@ -331,18 +331,18 @@ def shared(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> l
 
 
 class Results:
-    """The rows of a folder, which are written one by one.
+    """Result rows of a folder, written one by one.
 
     Parameters
     ----------
     folder : Path
-        Where rows.json and table.md are.
+        Folder of rows.json and table.md.
     facts : dict
-        What the rows were measured with; rows of other settings are not taken up.
+        Measurement conditions; existing rows must have the same.
     resume : bool
-        Whether to keep the rows that are there.
+        Keep existing rows.
     seconds : float
-        After so many no measurement begins; 0 for no such limit.
+        Time limit for starting a measurement; 0: none.
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, seconds: float) -> None:
@@ -350,7 +350,7 @@ class Results:
         self._end = time.monotonic() + seconds if seconds else float("inf")
         self.rows: list[dict[str, Any]] = []
         self.missing: list[str] = []
-        """Measurements for which there was no time."""
+        """Measurements skipped for lack of time."""
         path = folder / "rows.json"
         if resume and path.exists():
             before = json.loads(path.read_text())
@@ -359,11 +359,11 @@ class Results:
             if differing:
                 sys.exit(
                     f"{path} was measured with another {differing[0]}, {before.get(differing[0])}; "
-                    "leave --resume out to begin anew, or take another folder"
+                    "omit --resume to start over, or name another folder"
                 )
 
     def measure(self, test: str, servers: list[str], call: Callable[[], Any]) -> None:
-        """Make a measurement and write its rows, unless they are there or the time is over."""
+        """Run a measurement and write its rows, unless they exist or time is up."""
         known = {(r["test"], r["server"]) for r in self.rows}
         if all((test, server) in known for server in servers):
             return
@@ -408,7 +408,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="110m")
     parser.add_argument("--format", default="q4_0")
     parser.add_argument("--model", type=Path, help="a GGUF file, instead of random weights")
-    parser.add_argument("--activations", default="int8", help="ours; llama.cpp's are int8")
+    parser.add_argument("--activations", default="int8", help="of nbflow; llama.cpp uses int8")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--shared", type=int, nargs="*", default=[], help="tokens in common")
     parser.add_argument("--requests", type=int, default=16, help="of a run, at least")
@@ -416,13 +416,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--llama-server", default=shutil.which("llama-server") or "")
     parser.add_argument("--resume", action="store_true", help="measure only what is missing")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=0.0, help="start nothing after S seconds")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     path = arguments.model or arguments.folder / f"{arguments.shape}-{arguments.format}.gguf"
     if not path.exists():
         if arguments.model:
-            parser.error(f"there is no file {path}")
+            parser.error(f"the file {path} does not exist")
         write(arguments.shape, arguments.format, path)
     facts = {
         "processor": processor_name(),
@@ -435,7 +435,7 @@ def main() -> None:
     results = Results(arguments.out, facts, arguments.resume, arguments.seconds)
     measure_all(path, results, arguments)
     if results.missing:
-        print(f"no time for {', '.join(results.missing)}; go on with --resume", file=sys.stderr)
+        print(f"no time for {', '.join(results.missing)}; continue with --resume", file=sys.stderr)
         sys.exit(3)
 
 

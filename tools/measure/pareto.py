@@ -1,12 +1,12 @@
-"""What the sweeps over bits and encoders need, and what is made of them.
+"""Prepare and report the Pareto sweeps over formats and quantizers.
 
-python tools/measure/pareto.py prepare [--tokens N]     # writes runs/pareto
-nbflow sweep experiments/sweeps/pareto.toml
-nbflow sweep experiments/sweeps/pareto_mixed.toml
-python tools/measure/pareto.py report [--machine NAME]  # writes results/pareto/NAME
+    python tools/measure/pareto.py prepare [--tokens N]     # writes runs/pareto
+    nbflow sweep experiments/sweeps/pareto.toml
+    nbflow sweep experiments/sweeps/pareto_mixed.toml
+    python tools/measure/pareto.py report [--machine NAME]  # writes results/pareto/NAME
 
-`prepare` splits the bundled model's held-out text, sums up what goes into its matrices on the first
-half (`nbflow imatrix --full`), and chooses mixed formats there (`nbflow quantize
+`prepare` splits the bundled model's held-out text, collects second moments of the matmul inputs on
+the first half (`nbflow imatrix --full`), and chooses mixed formats there (`nbflow quantize
 --bits-per-weight`).  `report` writes rows, differences with intervals, and the figure.
 """
 
@@ -49,13 +49,13 @@ MODEL = "tiny_python"
 CANDIDATES = ["q2", "q3_b64t1", "q3h", "q4_b64t1", "q4", "q5", "q6"]
 BUDGETS = [3.0, 3.25, 3.5, 3.75, 4.0, 4.25, 4.5]
 WINDOW = 256
-FORMAT_PAIRS = (  # a, b: how many times as much the second loses, both with the same encoder
+FORMAT_PAIRS = (  # a, b: ratio of the losses b / a, both with the same quantizer
     ("q3h", "q3"), ("q3h", "q3h_b128t1"), ("q3h", "q3h_b256t1"), ("q3h", "q4_b256t1"),
     ("q3h", "q4_b128t1"), ("q3h", "iq4_xs"), ("q3h", "q4_b64t1"), ("q3h_b256t1", "q3_b64t1"),
     ("q3h_b256t1", "q3_k"), ("q3h_b256t1", "iq3_s"), ("q3_b64t1", "iq3_s"), ("q2", "iq3_xxs"),
     ("q4_b128t1", "iq4_xs"), ("q4_b64t1", "q4_k"), ("q4_b64t1", "iq4_nl"), ("q4_k", "q4"),
 )  # fmt: skip
-GRID_PAIRS = (  # what inputs give grids, beside what GPTQ gives codes
+GRID_PAIRS = (  # gain of grids from input statistics, next to the gain of GPTQ codes
     ("q3_k, gptq", "iq3_s, best, inputs"), ("q3h_b256t1, gptq", "iq3_s, best, inputs"),
     ("q4_b128t1, gptq", "iq4_xs, best, inputs"), ("q4_k, gptq", "iq4_nl, best, inputs"),
     ("q3h, gptq", "iq4_xs, best, inputs"),
@@ -99,7 +99,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def label(row: Any) -> str:
-    """Return what was measured at a point: format, encoder, and whether inputs were known."""
+    """Return the label of a point: format, quantizer, input statistics."""
     if str(row.weights).endswith(".toml"):
         return Path(str(row.weights)).stem
     known = row.importance != "" and row.encoder == "best"
@@ -127,7 +127,7 @@ def read(runs: Path) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
 
 
 def ratio(tokens: dict[str, np.ndarray], a: str, b: str) -> dict[str, Any] | None:
-    """Return how many times the divergence of a b's is, windows drawn in pairs."""
+    """Return the divergence ratio b / a with a paired bootstrap over windows."""
     if a not in tokens or b not in tokens:
         return None
     found = paired(tokens[a], tokens[b], WINDOW - 1, np.log)
@@ -249,7 +249,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         names = [str(n).removesuffix(", best") for n in table.index if str(n).endswith(", best")]
         bits = table.bits_per_weight
         equal: dict[float, int] = {}
-        lines = []  # of each format: its name, its place, the divergence of each encoder
+        lines = []  # per format: name, position, divergence by quantizer
         for name in names:
             x = bits[f"{name}, best"]
             equal[x] = equal.get(x, -1) + 1
@@ -266,7 +266,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         axes.plot(mixed.bits_per_weight, mixed.kld_mean_nats, color=COLOURS[2], marker="^",
                   markersize=4, label="chosen matrix by matrix, gptq", zorder=2)  # fmt: skip
         axes.set_yscale("log")
-        axes.set_xlabel("stored bits per weight (equal ones are drawn beside each other)")
+        axes.set_xlabel("stored bits per weight (equal ones are drawn side by side)")
         axes.set_ylabel("KL divergence from float32, nats per token")
         axes.legend(loc="lower left")
         label_lines(axes, lines, mixed)
@@ -278,7 +278,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 def label_lines(
     axes: Any, lines: list[tuple[str, float, dict[str, float]]], mixed: pd.DataFrame
 ) -> None:
-    """Write the names beside the lines, where they hide neither points nor each other."""
+    """Place the format names next to the lines, without overlap."""
     labels, x, kld = (list(part) for part in zip(*lines, strict=True))
     low, high = ([f(k.values()) for k in kld] for f in (min, max))
     y = [k["best"] for k in kld]
@@ -296,7 +296,7 @@ def label_lines(
 def main() -> None:
     parser = argparse.ArgumentParser(description="bits against divergence on the bundled model")
     parser.add_argument("what", choices=("prepare", "report"))
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens that inputs are read of")
+    parser.add_argument("--tokens", type=int, default=16384, help="calibration tokens")
     parser.add_argument("--machine", default=machine_name(), help="folder in results/pareto")
     arguments = parser.parse_args()
     (prepare if arguments.what == "prepare" else report)(arguments)

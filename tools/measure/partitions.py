@@ -1,15 +1,15 @@
-"""Measure every partition of this machine's ranks, beside what the planner predicts of it.
+"""Measure every partition of this machine's ranks against the planner's prediction.
 
     mpirun -n 2 python -m mpi4py tools/measure/partitions.py MODEL FOLDER
     python tools/measure/partitions.py MODEL FOLDER --ranks 2       (threads instead of processes)
 
 First the machine is measured (nbflow/planner/measure_machine.py) and written to
-FOLDER/machine.toml.  Then every partition of its ranks is run, at first one process with the cores
-of all of them.  A row is added to FOLDER/rows.jsonl as soon as it is there, and FOLDER/README.md,
-the table of all rows, is written anew, so that a run that is cut short leaves what it has.  No
-partition is begun and nothing repeated after --seconds.  Quiet machines only.
+FOLDER/machine.toml.  Then every partition of its ranks runs, after a single process with the cores
+of all ranks.  Each row is appended to FOLDER/rows.jsonl, and FOLDER/README.md, the table of all
+rows, is rewritten, so an interrupted run keeps its rows.  No partition and no repetition starts
+after --seconds.  Quiet machines only.
 
-With --again only the machine is measured, and what is there is predicted anew.
+With --again only the machine is measured, and the predictions of existing rows are recomputed.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from nbflow.planner.measure_machine import measure_machine, measure_ranks
 from nbflow_kernels.cpu.thread_pool import available_cores
 
 WARM_UP = 2
-"""Tokens of the run that compiles."""
+"""Tokens of the warm-up run, which compiles."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the model."""
+    """Configuration of a measured run."""
 
     name: str
-    """What it is called in the table."""
+    """Name in the table."""
     partition: str
     """The partition string."""
     threads: int
     """Threads of each rank."""
     machine: Machine
-    """What it runs on."""
+    """Machine description."""
     exchange: str = "f32"
-    """How partial sums are sent."""
+    """Exchange format of partial sums."""
     alone: bool = False
-    """Whether one process runs it, and the others wait."""
+    """True: one process runs it while the others wait."""
 
 
 def parse() -> argparse.Namespace:
@@ -72,9 +72,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", default="1,8", help="sequences at once (1,8)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (64)")
     parser.add_argument("--generate", type=int, default=16, help="tokens each draws (16)")
-    parser.add_argument("--repeats", type=int, default=5, help="most repetitions of a row (5)")
+    parser.add_argument("--repeats", type=int, default=5, help="maximum repetitions of a row (5)")
     parser.add_argument("--seconds", type=float, default=420.0, help="time for all of it (420)")
-    parser.add_argument("--again", action="store_true", help="predict anew what has been measured")
+    parser.add_argument(
+        "--again", action="store_true", help="recompute the predictions of existing rows"
+    )
     return parser.parse_args()
 
 
@@ -102,7 +104,7 @@ def main() -> None:
 
 
 def cases(several: Machine, one: Machine) -> Iterator[Case]:
-    """Yield the ways to run a model on ranks of a machine, and on one process with all cores."""
+    """Yield the partitions of a machine's ranks, after one process with all cores."""
     n = len(several.devices)
     threads = max(1, available_cores() // n)
     yield Case("one process", "0", available_cores(), one, alone=True)
@@ -121,12 +123,12 @@ def run(
     seconds: float,
     out: Output | None,
 ) -> None:
-    """Load the model as a case says, and measure each batch; every rank calls it."""
+    """Load the model for a case and measure each batch; collective over all ranks."""
     started = time.monotonic()
     options: dict[str, Any] = {"comm": SelfComm()} if case.alone else {}
-    takes_part = comm.rank == 0 or not case.alone
+    participates = comm.rank == 0 or not case.alone
     model = None
-    if takes_part:
+    if participates:
         model = nbflow.load(
             arguments.model, weights=arguments.weights, activations=arguments.activations,
             partition=case.partition, threads=case.threads, exchange=case.exchange, **options,
@@ -146,7 +148,7 @@ def run(
 def repeated(
     model: nbflow.LLM | None, workload: Workload, repeats: int, comm: Comm, seconds: float
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each repetition: once at least, more often while there is time."""
+    """Return the seconds of each repetition: at least one, more while time is left."""
     here = model is not None and model.participates
     taken: list[tuple[float, float]] = []
     if here:
@@ -166,7 +168,7 @@ def repeated(
 
 
 class Output:
-    """The files that rank 0 writes."""
+    """Output files of rank 0."""
 
     def __init__(self, arguments: argparse.Namespace, machine: Machine, one: Machine) -> None:
         self._arguments = arguments
@@ -193,7 +195,7 @@ class Output:
         taken: list[tuple[float, float]],
         loaded_s: float,
     ) -> None:
-        """Write a row, and the table anew."""
+        """Append a row and rewrite the table."""
         prefill, decode = zip(*taken, strict=True)
         row = {
             "case": case.name.replace("`", ""), "kind": "",
@@ -208,7 +210,7 @@ class Output:
         print(f"{case.name} batch {workload.batch}: {line(row, self._rows)}", flush=True)
 
     def predict_again(self, known: list[Case]) -> None:
-        """Put new predictions beside what has been measured before."""
+        """Recompute the predictions of existing rows."""
         by_name = {case.name.replace("`", ""): case for case in known}
         for text in (self._folder / "rows.jsonl").read_text().splitlines():
             row = json.loads(text)
@@ -217,7 +219,7 @@ class Output:
         self._write()
 
     def _predicted(self, case: Case, workload: Workload) -> dict[str, Any]:
-        """Return what is predicted of a case, under its names in a row."""
+        """Return the predictions of a case, as columns of a row."""
         setting = RunConfig(activations=self._arguments.activations, exchange=case.exchange)
         found = predict(self._model, case.partition, case.machine, workload, setting)
         return {
@@ -260,7 +262,7 @@ def line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def rates(row: dict[str, Any], name: str) -> tuple[float, float]:
-    """Return tokens per second, and the error of what was predicted of them."""
+    """Return tokens per second and the relative prediction error."""
     seconds = statistics.median(row[name])
     n = row["batch"] * (row["prompt"] if name == "prefill_s" else 1)
     return n / seconds, seconds / row[f"predicted_{name}"] - 1

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Put the results of a sweep into results/, where the documentation quotes them.
 
-    python tools/measure/publish_sweep.py runs/quantization [runs/batching ...] --machine
-    amd-epyc-2-cores python tools/docs/update_tables.py        # then writes the tables of
-    docs/experiments.md
+    python tools/measure/publish_sweep.py runs/quantization [...] --machine amd-epyc-2-cores
+    python tools/docs/update_tables.py        # then writes the tables of docs/experiments.md
 
 results/<sweep>/<machine>/ gets the tables, the provenance, the figures and the report; not the
 folders of the points.  Paths inside the checkout are written relative to it.
@@ -25,7 +24,7 @@ TABLES = ("points.csv", "results.csv", "sweep.json")
 
 
 def publish(run: Path, results: Path, machine: str) -> Path:
-    """Copy what is published of a results folder; return where it lies now."""
+    """Copy the published files of a results folder; return the target folder."""
     name = json.loads((run / "sweep.json").read_text(encoding="utf-8"))["name"]
     folder = results / name / machine
     shutil.rmtree(folder, ignore_errors=True)

@@ -78,7 +78,7 @@ def write(shape: str, format: str, out: Path) -> None:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """Add a vocabulary of made-up words, which no test looks at."""
+    """Add a dummy vocabulary."""
     writer.add_tokenizer_model("llama")
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     words += [f"w{i}" for i in range(size - len(words))]

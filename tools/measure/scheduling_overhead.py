@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""nbflow with steps that take their time and do no work: what is left is scheduling and serving.
+"""Run nbflow with sleeping steps, to measure the overhead of scheduling and serving alone.
 
     python tools/measure/scheduling_overhead.py '[[1, 0.02], [32, 0.11]]' serve MODEL --port 8080
 
-The first argument has pairs of a number of tokens and the seconds of a step with so many (between
-them times are interpolated, behind the last pair they go on as before it); what follows are
-nbflow's own.  Everything is as in a real run, requests, pages, numbers of the steps, waiting for
-them, except that a step on the CPU sleeps in place of its products, attention and draws, and the
-tokens mean nothing.  The processor time of such a process is what requests cost besides the model.
+The first argument is a list of pairs: tokens of a step and its seconds (interpolated in between,
+extrapolated after the last pair); the other arguments are those of nbflow.  Requests, pages and
+steps are those of a real run, except that a CPU step sleeps instead of running its kernels and
+sampling, so tokens are meaningless.  The CPU time of the process is the overhead per request.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Times = Sequence[tuple[int, float]]
 
 
 def seconds_of(times: Times, n_tokens: int) -> float:
-    """Return the seconds of a step with so many tokens.
+    """Return the seconds of a step with `n_tokens` tokens.
 
     Examples
     --------
@@ -46,18 +45,23 @@ def seconds_of(times: Times, n_tokens: int) -> float:
 
 @contextlib.contextmanager
 def idle(times: Times) -> Iterator[None]:
-    """Let the steps of all models of this process sleep meanwhile."""
+    """Replace the steps of all models of this process by sleeping."""
 
     def run(self: CpuExecutor, step: Step) -> None:
         self._prepared(step)
         time.sleep(seconds_of(times, len(step.ids)))
 
     def run_repeated(
-        self: CpuExecutor, step: Step, burst: MultiStepDecode, further: Any, n: int, stop: Any
+        self: CpuExecutor,
+        step: Step,
+        decode_steps: MultiStepDecode,
+        further: Any,
+        n: int,
+        stop: Any,
     ) -> None:
         self._prepared(step)
         time.sleep(n * seconds_of(times, len(step.ids)))
-        burst.n_steps[0] = n
+        decode_steps.n_steps[0] = n
 
     with patch.multiple(CpuExecutor, run=run, run_repeated=run_repeated):
         yield

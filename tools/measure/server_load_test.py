@@ -1,21 +1,21 @@
-"""Load a server until it breaks, or not: thousands of requests, polite and rude ones.
+"""Load-test a server with thousands of well-behaved and misbehaving requests.
 
     python tools/measure/server_load_test.py --requests 5000 --concurrency 300
 
-starts `nbflow serve` on the bundled model and sends rounds of
+Starts `nbflow serve` on the bundled model and sends rounds of
 
-    whole     completions, which must be the offline ones, token for token
+    whole     completions, which must equal offline generation token for token
     stream    the same as server-sent events
     chosen    JSON of a schema, logprobs, several choices
-    leaves    clients that hang up after some chunks, or before the first
-    slow      clients that read a byte now and then, or nothing
-    garbage   bodies that are no JSON, or not of this API
+    leaves    clients that disconnect after some chunks, or before the first
+    slow      clients that read a byte at a time, or nothing
+    garbage   bodies that are not JSON, or not of this API
     oversized prompts longer than the context, bodies longer than the limit
 
-After each round every sequence must have ended and every page of the cache be free; in the
-second half of the rounds (the first compiles kernels and fills caches) the process must not grow.
-Then SIGTERM in the middle of a round: whoever was accepted gets the whole answer, whoever was not
-a 503.  Prints one JSON object; the exit code is 1 if something was wrong.
+After each round every sequence must have ended and every KV page be free; in the second half of
+the rounds (the first compiles kernels and fills caches) the process must not grow.  Then SIGTERM in
+the middle of a round: accepted requests get complete answers, others a 503.  Prints one JSON
+object; the exit code is 1 after a failure.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ KINDS = {"whole": 8, "stream": 8, "chosen": 2, "leaves": 4, "slow": 1, "garbage"
 
 
 class Load:
-    """The requests and what came of them."""
+    """Sent requests and their results."""
 
     def __init__(self, url: str, expected: dict[tuple[str, int], str], seed: int) -> None:
         self.url = url
@@ -81,12 +81,12 @@ class Load:
     async def one(self, client: httpx.AsyncClient, kind: str) -> None:
         prompt, n = self.random.choice(PROMPTS), self.random.choice(LENGTHS)
         try:
-            outcome = await getattr(self, f"_{kind}")(client, prompt, n)
+            status = await getattr(self, f"_{kind}")(client, prompt, n)
         except Exception as error:
-            outcome = f"failed: {type(error).__name__}: {error}"[:300]
-        self.seen[f"{kind}: {'failed' if outcome.startswith('failed') else outcome}"] += 1
-        if outcome.startswith("failed"):
-            self.wrong.append(f"{kind}: {outcome}")
+            status = f"failed: {type(error).__name__}: {error}"[:300]
+        self.seen[f"{kind}: {'failed' if status.startswith('failed') else status}"] += 1
+        if status.startswith("failed"):
+            self.wrong.append(f"{kind}: {status}")
 
     def _same(self, text: str, prompt: str, n: int) -> str:
         right = text == self.expected[prompt, n]
@@ -164,7 +164,7 @@ class Load:
         return str(answer.status_code) if fine else f"failed: {answer.status_code}: {answer.text}"
 
     async def round(self, n: int, concurrency: int) -> None:
-        """Send `n` requests, so many at a time."""
+        """Send `n` requests with limited concurrency."""
         kinds = self.random.choices(list(KINDS), list(KINDS.values()), k=n)
         gate = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency)
@@ -189,7 +189,7 @@ def rss_bytes(process: subprocess.Popen[str]) -> int:
 
 
 def at_rest(url: str) -> str:
-    """Return what is still held after everybody has gone; empty if nothing is."""
+    """Return the resources still held after all clients left; empty if none."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     end = time.monotonic() + 30
     while True:
@@ -203,7 +203,7 @@ def at_rest(url: str) -> str:
 
 
 async def sigterm(load: Load, process: subprocess.Popen[str], n: int) -> dict[str, int]:
-    """Stop the server in the middle of `n` requests; return what they were answered."""
+    """Stop the server during `n` requests; return their status counts."""
     seen: Counter[str] = Counter()
 
     async def ask(client: httpx.AsyncClient, i: int) -> None:
@@ -243,7 +243,9 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=200, help="at a time (200)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of the server's model (1)")
-    parser.add_argument("--growth", type=float, default=0.03, help="of memory that is fine (0.03)")
+    parser.add_argument(
+        "--growth", type=float, default=0.03, help="allowed growth of memory (0.03)"
+    )
     arguments = parser.parse_args()
     with nbflow.load("tiny_python") as model:
         expected = {(p, n): model.generate(p, max_tokens=n).text for p in PROMPTS for n in LENGTHS}
@@ -290,7 +292,7 @@ def run(
             {
                 "requests": arguments.requests,
                 "seconds": round(seconds, 2),
-                "outcomes": dict(sorted(load.seen.items())),
+                "counts": dict(sorted(load.seen.items())),
                 "rss_bytes": sizes,
                 "sigterm": at_end,
                 "exit_code": code,

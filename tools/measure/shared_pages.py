@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measure what reading shared pages once is worth to the engine, in tokens per second.
+"""Measure the engine's throughput gain from reading shared KV pages once.
 
     python tools/measure/shared_pages.py [--requests 8 16 32] [--kv f16 q8_0]
 
-Requests whose prompts share their first 384 tokens, found in the prefix cache, and have 16 of their
-own generate 96 tokens each, all together.  The engine has no switch for it, because tokens are the
-same, which is checked; here its plans are made without sharing for comparison.  Models are loaded
-in turn, twice each way; medians of six rounds.  Results go to results/engine/<machine>.
+Requests whose prompts share a cached prefix of 384 tokens, followed by 16 tokens of their own,
+generate 96 tokens each in one batch.  The engine has no option for it, since tokens are identical,
+which is checked; the baseline patches attention plans to disable sharing.  Models are loaded
+in turn, twice per setting; medians of six rounds.  Results go to results/engine/<machine>.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import nbflow
 from nbflow.executor import bind
 from nbflow.utils import system
 from nbflow_experiments.measures.engine_requests import (
-    Ask,
     Round,
+    TimedRequest,
     random_prompt,
     serve,
     with_engine,
@@ -41,8 +41,8 @@ def rounds(model: nbflow.LLM, n: int) -> list[Round]:
     rng = np.random.default_rng(0)
     common = random_prompt(model, rng, SHARED)
     own = [random_prompt(model, rng, OWN) for _ in range(n)]
-    asks = [Ask(np.concatenate([common, ids]), NEW) for ids in own]
-    found = with_engine(model, lambda engine: [serve(engine, asks) for _ in range(4)])
+    requests = [TimedRequest(np.concatenate([common, ids]), NEW) for ids in own]
+    found = with_engine(model, lambda engine: [serve(engine, requests) for _ in range(4)])
     assert found is not None
     return found[1:]
 
@@ -57,10 +57,10 @@ def measure(model_name: str, weights: str, kv: str, n: int) -> dict[str, Any]:
         with nbflow.load(model_name, weights=weights, kv=kv) as model:
             done = rounds(model, n)
         seconds[may_share] += [r.seconds for r in done]
-        texts |= {tuple(answer.ids for answer in r.answers) for r in done}
+        texts |= {tuple(result.ids for result in r.results) for r in done}
     if len(texts) != 1:
         raise SystemExit("the tokens are not the same with and without sharing")
-    flat, shared = (n * NEW / float(np.median(seconds[way])) for way in (False, True))
+    flat, shared = (n * NEW / float(np.median(seconds[may_share])) for may_share in (False, True))
     return {
         "kv": kv, "requests": n, "each_for_itself_tokens_per_s": round(flat),
         "read_once_tokens_per_s": round(shared), "speedup": round(shared / flat, 3),

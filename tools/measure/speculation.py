@@ -1,21 +1,21 @@
-"""How much sooner proposed tokens let a text end, beside what they could give at most.
+"""Measure the speed-up of speculative decoding against its bounds.
 
     python tools/measure/speculation.py MODEL --draft SMALL [-o FILE] [--seconds 240]
 
-Greedy texts, the same with and without proposals (the result is compared), in turn; the ratio is
-the median of the rounds' ratios.  A row for each proposer ("ngram", and the draft model if there is
-one), number of proposed tokens and number of texts at once:
+Greedy generation with and without speculation, in turn (outputs must be equal); the ratio is the
+median of the rounds' ratios.  One row per draft source ("ngram", and the draft model, if any),
+number of draft tokens and batch size:
 
-- ``speedup``: seconds without proposals over seconds with them.
-- ``accepted_per_step``: proposed tokens that were right, for each step that verified some, and
-  ``acceptance_rate``, their share of the proposed ones.
-- ``bound_ideal``: 1 + accepted_per_step: if a step with several rows cost what one with one does,
-  and drafting nothing.
-- ``bound_measured``: that over (r + n d), where r is the time of a step with n + 1 rows over that
-  with one, n the number of proposed tokens, and d the time of a draft's step over one of the model;
-  all of them measured here, for as many texts at once.  What is missing to it is Python's work.
+- ``speedup``: seconds without speculation over seconds with it.
+- ``accepted_per_step``: accepted draft tokens per verification step, and ``acceptance_rate``, their
+  share of all draft tokens.
+- ``bound_ideal``: 1 + accepted_per_step, the bound for free drafting and verification at the cost
+  of a decode step.
+- ``bound_measured``: bound_ideal / (r + n d), where r is the time of a step with n + 1 rows over
+  one with one row, n the number of draft tokens, and d the time of a draft model step over one of
+  the model; all measured here, at the same batch size.  The remaining gap is Python overhead.
 
-Texts continue pieces of Python code where the model has a tokenizer, else random tokens.
+Prompts are Python snippets if the model has a tokenizer, else random tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TEXTS = (
     "return [item for item in items if item.name",
 )
 STEPS = 20
-"""Steps that are timed for the bound."""
+"""Timed steps for the bound."""
 
 
 def prompts(model: nbflow.LLM, n: int) -> list[list[int]]:
@@ -58,7 +58,7 @@ def prompts(model: nbflow.LLM, n: int) -> list[list[int]]:
 
 
 def once(model: nbflow.LLM, texts: list[list[int]], n_new: int, **more: Any) -> dict[str, Any]:
-    """Return seconds, results and what was accepted of texts that run together."""
+    """Return seconds, outputs and acceptance counts of a batch."""
     requests = [model.make_request(ids, n_new, "greedy", 0, True, **more) for ids in texts]
     for request in requests:
         request.wants_logprobs = False

@@ -1,4 +1,4 @@
-"""Effects of quantization on a model: important columns, errors of weights and of layers.
+"""Quantization analysis: column importance, weight error, layer error, attribution.
 
 >>> from nbflow_experiments.analysis import tensor_errors
 >>> tensor_errors("tiny_python", ["q3h"], tensors="layers.0.attn.q.weight").sqnr_db.round(1).item()
@@ -13,7 +13,7 @@ from nbflow_experiments.analysis.changes import Change
 from nbflow_experiments.analysis.kv_cache_bits import kv_errors
 from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
 from nbflow_experiments.analysis.text_windows import analysis_windows
-from nbflow_experiments.analysis.treatments import Format, Noise, Stored, read_statistics
+from nbflow_experiments.analysis.treatments import Format, Noise, StoredWeights, read_statistics
 
 __all__ = [
     "Attribution",
@@ -21,7 +21,7 @@ __all__ = [
     "Format",
     "LayerErrors",
     "Noise",
-    "Stored",
+    "StoredWeights",
     "analysis_windows",
     "attribution",
     "kv_errors",

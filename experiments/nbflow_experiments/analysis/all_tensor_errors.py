@@ -1,4 +1,4 @@
-"""The error of every tensor of a model in some formats, one tensor in memory at a time."""
+"""Quantization error of every tensor of a model, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HISTOGRAMS = ("rows", "columns", "blocks")
 
 
 @dataclass(frozen=True)
-class Found:
-    """The error of one tensor in one format."""
+class TensorResult:
+    """Quantization error of one tensor in one format."""
 
     name: str
     weights: str
@@ -34,7 +34,7 @@ class Found:
     error: TensorError
 
     def row(self) -> dict[str, Any]:
-        """Return the numbers as a row of the table."""
+        """Return a table row."""
         e, w, codes = self.error, self.error.weights, self.error.codes
         spreads = {
             f"{axis[:-1]}_error_{what}": getattr(getattr(e, axis), what)
@@ -71,13 +71,13 @@ class Found:
 
 
 def layer_of(name: str) -> int:
-    """Return the layer of one of our tensor names, -1 outside the layers."""
+    """Return the layer index of a canonical tensor name, -1 outside the layers."""
     found = re.match(r"layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
 def kind_of(name: str) -> str:
-    """Return what a tensor is in its layer: q, k, v, o, gate, up, down; embedding, head.
+    """Return the role of a tensor: q, k, v, o, gate, up, down; embedding, head.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def kind_of(name: str) -> str:
 
 
 def chosen_tensors(spec: ModelSpec, pattern: str | None = None) -> list[str]:
-    """Return our names of the matrices that are looked at.
+    """Return the canonical names of the selected matrices.
 
     Parameters
     ----------
@@ -123,17 +123,17 @@ def each_tensor(
     treatments: Sequence[Treatment],
     pattern: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Found]:
-    """Yield the error of one tensor after the other in every treatment.
+) -> Iterator[TensorResult]:
+    """Yield the error of each tensor under every treatment.
 
-    In memory are one tensor as float32, what the treatment makes of it, and some 150 MB of pieces.
+    Memory: one tensor in float32, its treated copy, and about 150 MB of row chunks.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         The model.
     treatments : sequence of Treatment
-        What is done to the tensors.
+        Treatments of the tensors.
     pattern : str, optional
         As in `chosen_tensors`.
     progress : callable, optional
@@ -146,7 +146,7 @@ def each_tensor(
         for treatment in treatments:
             quantized = treatment.encode(name, exact)
             error = tensor_error(exact, quantized, weights)
-            yield Found(name, treatment.label, quantized.format.name, error)
+            yield TensorResult(name, treatment.label, quantized.format.name, error)
         if progress is not None:
             progress(i + 1, len(names))
 
@@ -158,14 +158,14 @@ def tensor_errors(
     tensors: str | None = None,
     spec: str | None = None,
 ) -> Table:
-    """Return a table of the error of every tensor in some formats.
+    """Return a table of the quantization error of every tensor, per format.
 
     Parameters
     ----------
     model : str or path
         What `nbflow.load` takes.
     weights : sequence of str or Treatment
-        Names of formats, or what else is to be done to the tensors.
+        Format names, or other treatments of the tensors.
     tensors : str, optional
         A shell pattern of tensor names, as in `chosen_tensors`.
     spec : str, optional
@@ -193,7 +193,7 @@ def tensor_errors(
 
 
 def as_treatments(weights: Sequence[str | Treatment]) -> list[Treatment]:
-    """Return treatments, names of formats replaced by `Format`; labels must differ."""
+    """Convert format names to `Format` treatments; labels must differ."""
     treatments: list[Treatment] = [Format(w) if isinstance(w, str) else w for w in weights]
     labels = [t.label for t in treatments]
     if not labels or len(set(labels)) < len(labels):
@@ -202,10 +202,10 @@ def as_treatments(weights: Sequence[str | Treatment]) -> list[Treatment]:
 
 
 def totals(table: Table) -> Table:
-    """Return the error of all tensors of a table together, a row for each treatment.
+    """Return the error over all tensors of a table, one row per treatment.
 
-    Errors are those of the tensors as one long vector: the relative error is
-    sqrt(sum ||E||**2 / sum ||W||**2), what the measure ``weight_error`` of sweeps gives.
+    The tensors count as one long vector: the relative error is
+    sqrt(sum ||E||**2 / sum ||W||**2), as in the sweep measure ``weight_error``.
 
     Examples
     --------

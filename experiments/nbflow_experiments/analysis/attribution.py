@@ -1,7 +1,7 @@
-"""Attribution of the error to matrices: one swapped at a time, and one kept at a time.
+"""Attribution of the divergence to tensor groups: quantize one group, or keep one in float32.
 
-The float32 model and the quantized matrices are in memory together.  Windows of the text are taken
-one after the other; what stands before a swapped matrix is computed once for all of them.
+The float32 model and the quantized matrices are in memory together.  For each window of the text,
+the stages before a swapped matrix run once and their residual stream is reused.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from nbflow_experiments.scoring.estimates import estimate_mean
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
 
-Slot = tuple[int, str]
-"""A use of a matrix: stage and our name; a tied embedding has two."""
+StageTensor = tuple[int, str]
+"""Use of a matrix: stage index and canonical name; a tied embedding has two."""
 BY = ("tensor", "layer", "kind")
-"""Units of the attribution: weights that are swapped together."""
+"""Groupings of the attribution: granularity at which weights are swapped."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class TensorGroup:
     """Matrices that are swapped together."""
 
     by: str
     name: str
-    slots: frozenset[Slot]
+    members: frozenset[StageTensor]
 
     @property
     def first(self) -> int:
-        """Return the first stage that it is in."""
-        return min(stage for stage, _ in self.slots)
+        """Return the first stage of the group."""
+        return min(stage for stage, _ in self.members)
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Attribution:
     """Result of `attribution`."""
 
     units: Table
-    """A row for each format, way of grouping, and unit."""
+    """One row per format, grouping and tensor group."""
     sums: Table
-    """A row for each format and way of grouping: the whole, the sum of its parts, the rest."""
+    """One row per format and grouping: total divergence, sum over groups, interaction."""
 
 
 def attribution(
@@ -66,25 +66,25 @@ def attribution(
     spec: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Attribution:
-    """Measure what the divergence of a quantized model is made of.
+    """Attribute the KL divergence of a quantized model to its tensors, layers or kinds.
 
-    In memory are the float32 model, its matrices in one format, and of one window the residual
-    streams after every layer and the logits.
+    Memory: the float32 model, its matrices in one format, and the residual streams and logits of
+    one window.
 
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        Model, as `nbflow.load` takes it.
     weights : sequence of str or Treatment
         Formats of the weights.
     windows : sequence of array of int, shape (T,)
         Token ids; each window begins with an empty cache.  Its last token is predicted only.
     by : sequence of {"tensor", "layer", "kind"}
-        What is swapped together: each matrix, those of a layer, those of one kind (q, k, v, o,
-        gate, up, down).  The embedding and the head, which a weight format does not apply to by
-        itself, are swapped one by one with "tensor" and "kind".  Experts are swapped together.
+        Groupings: each matrix, the matrices of a layer, or those of one kind (q, k, v, o, gate,
+        up, down).  The embedding and the head, which a weight format does not cover, are groups of
+        their own under "tensor" and "kind".  The experts of a layer form one group.
     complement : bool
-        Whether each unit is also kept in float32 while everything else is quantized.
+        Also measure each group in float32 with everything else quantized.
     spec : str, optional
         As in `nbflow.load`.
     progress : callable, optional
@@ -115,24 +115,26 @@ def attribution(
         if not predicts(checkpoint.spec):
             raise UsageError(f"{checkpoint.spec.name} predicts no next token; nothing to compare")
         resident = _Resident(checkpoint, windows)
-        units = _units(checkpoint, resident.stages, by)
-        runs = _Progress(progress, len(treatments) * len(windows), units, complement)
+        groups = _tensor_groups(checkpoint, resident.stages, by)
+        runs = _Progress(progress, len(treatments) * len(windows), groups, complement)
         rows, sums = [], []
         for treatment in treatments:
-            resident.encode(treatment, {slot for unit in units for slot in unit.slots})
-            scores = resident.score(units, complement, runs)
-            rows += _unit_rows(treatment.label, units, scores, resident)
-            sums += _sum_rows(treatment.label, units, scores)
+            resident.encode(treatment, {member for group in groups for member in group.members})
+            scores = resident.score(groups, complement, runs)
+            rows += _group_rows(treatment.label, groups, scores, resident)
+            sums += _sum_rows(treatment.label, groups, scores)
     return Attribution(table_of(rows), table_of(sums))
 
 
-def _units(checkpoint: Checkpoint, stages: Sequence[Stage], by: Sequence[str]) -> list[Unit]:
-    """Return what is swapped together, in the order of the model."""
+def _tensor_groups(
+    checkpoint: Checkpoint, stages: Sequence[Stage], by: Sequence[str]
+) -> list[TensorGroup]:
+    """Return the tensor groups, in model order."""
     shapes = checkpoint.spec.tensor_shapes()
-    found: dict[tuple[str, str], list[Slot]] = {}
+    found: dict[tuple[str, str], list[StageTensor]] = {}
     for number, stage in enumerate(stages):
         for name in stage.tensors:
-            slot, kind = (number, name), kind_of(name)
+            member, kind = (number, name), kind_of(name)
             if is_quantized(name, shapes[name]):
                 layer = f"layers.{layer_of(name)}"
                 tensor = f"{layer}.{kind}" if ".moe." in name else name
@@ -144,27 +146,27 @@ def _units(checkpoint: Checkpoint, stages: Sequence[Stage], by: Sequence[str]) -
                 continue
             for grouping in by:
                 if grouping in names:
-                    found.setdefault((grouping, names[grouping]), []).append(slot)
+                    found.setdefault((grouping, names[grouping]), []).append(member)
     return [
-        Unit(grouping, name, frozenset(slots))
+        TensorGroup(grouping, name, frozenset(members))
         for wanted in by
-        for (grouping, name), slots in found.items()
+        for (grouping, name), members in found.items()
         if grouping == wanted
     ]
 
 
 class _Progress:
-    """Counts runs of a window."""
+    """Progress counter of window runs."""
 
     def __init__(
         self,
         tell: Callable[[int, int], None] | None,
         n_windows: int,
-        units: Sequence[Unit],
+        groups: Sequence[TensorGroup],
         complement: bool,
     ) -> None:
         self._tell, self._done = tell, 0
-        self._all = n_windows * len(units) * (2 if complement else 1)
+        self._all = n_windows * len(groups) * (2 if complement else 1)
 
     def step(self) -> None:
         """Count one."""
@@ -179,14 +181,14 @@ class _Scores:
 
     whole: Comparison
     """Divergence of the model with everything quantized."""
-    alone: dict[Unit, Comparison]
-    """With only this unit quantized."""
-    without: dict[Unit, Comparison]
-    """With everything quantized but this unit."""
+    alone: dict[TensorGroup, Comparison]
+    """With only this group quantized."""
+    without: dict[TensorGroup, Comparison]
+    """With everything quantized but this group."""
 
 
 class _Resident:
-    """All stages of a model in float32, and matrices to put in their place."""
+    """All stages of a model in float32, and quantized matrices to swap in."""
 
     def __init__(self, checkpoint: Checkpoint, windows: Windows) -> None:
         tables: dict[Any, Any] = {}
@@ -195,53 +197,61 @@ class _Resident:
         self._targets = [np.asarray(window[1:], np.int32) for window in windows]
         programs = stage_programs(checkpoint.spec)
         self.stages = [Stage.read(checkpoint, program, tables) for program in programs]
-        self.matrices: dict[Slot, QuantTensor] = {}
+        self.matrices: dict[StageTensor, QuantTensor] = {}
 
-    def encode(self, treatment: Treatment, extra: Iterable[Slot]) -> None:
-        """Make the quantized matrices: those that a format applies to, and some more."""
+    def encode(self, treatment: Treatment, extra: Iterable[StageTensor]) -> None:
+        """Quantize the matrices that a format covers, and `extra`."""
         self.matrices.clear()
         shapes = self._checkpoint.spec.tensor_shapes()
-        slots = {(i, name) for i, stage in enumerate(self.stages) for name in stage.tensors}
-        self.everything = {s for s in slots if is_quantized(s[1], shapes[s[1]])}
+        members = {(i, name) for i, stage in enumerate(self.stages) for name in stage.tensors}
+        self.everything = {s for s in members if is_quantized(s[1], shapes[s[1]])}
         for number, name in sorted(self.everything | set(extra)):
             exact = self.stages[number].shown(name, self._checkpoint.matrix(name))
             self.matrices[number, name] = treatment.encode(name, exact)
 
-    def score(self, units: Sequence[Unit], complement: bool, progress: _Progress) -> _Scores:
-        """Compare with the float32 model: everything, each unit alone, everything but it."""
+    def score(
+        self, groups: Sequence[TensorGroup], complement: bool, progress: _Progress
+    ) -> _Scores:
+        """Compare with float32: all quantized, each group alone, all but each group."""
         scores = _Scores(
             Comparison(),
-            {unit: Comparison() for unit in units},
-            {u: Comparison() for u in units if complement and u.slots <= self.everything},
+            {group: Comparison() for group in groups},
+            {u: Comparison() for u in groups if complement and u.members <= self.everything},
         )
         for step, targets in zip(self._steps, self._targets, strict=True):
             exact = self._streams(step, set())
-            for unit, found in scores.alone.items():
-                logits = self._from(unit.first, step, exact, unit.slots)
+            for group, found in scores.alone.items():
+                logits = self._from(group.first, step, exact, group.members)
                 found.add(exact[-1], logits, targets)
                 progress.step()
             quantized = self._streams(step, self.everything)
             scores.whole.add(exact[-1], quantized[-1], targets)
-            for unit in units if complement else ():
-                if unit in scores.without:
-                    logits = self._from(unit.first, step, quantized, self.everything - unit.slots)
-                    scores.without[unit].add(exact[-1], logits, targets)
+            for group in groups if complement else ():
+                if group in scores.without:
+                    logits = self._from(
+                        group.first, step, quantized, self.everything - group.members
+                    )
+                    scores.without[group].add(exact[-1], logits, targets)
                 progress.step()
         return scores
 
-    def _streams(self, step: Step, slots: set[Slot]) -> list[NDArray[np.float32]]:
-        """Return what comes out of every stage with these slots quantized."""
+    def _streams(self, step: Step, members: set[StageTensor]) -> list[NDArray[np.float32]]:
+        """Return the output of every stage with `members` quantized."""
         streams: list[NDArray[np.float32]] = []
         for number, stage in enumerate(self.stages):
-            stage.use(self._of(number, slots))
+            stage.use(self._of(number, members))
             streams.append(stage.run(step, streams[-1] if streams else None))
         return streams
 
     def _from(
-        self, first: int, step: Step, before: Sequence[NDArray[np.float32]], slots: Iterable[Slot]
+        self,
+        first: int,
+        step: Step,
+        before: Sequence[NDArray[np.float32]],
+        members: Iterable[StageTensor],
     ) -> NDArray[np.float32]:
-        """Return the logits with these slots quantized, from a stage on; all before is the same."""
-        wanted = set(slots)
+        """Return the logits with `members` quantized, recomputed from stage `first` on."""
+        wanted = set(members)
         x = before[first - 1] if first else None
         for number in range(first, len(self.stages)):
             self.stages[number].use(self._of(number, wanted))
@@ -249,43 +259,43 @@ class _Resident:
         assert x is not None
         return x
 
-    def _of(self, number: int, slots: set[Slot]) -> Mapping[str, QuantTensor]:
-        return {name: self.matrices[stage, name] for stage, name in slots if stage == number}
+    def _of(self, number: int, members: set[StageTensor]) -> Mapping[str, QuantTensor]:
+        return {name: self.matrices[stage, name] for stage, name in members if stage == number}
 
 
-def _unit_rows(
-    label: str, units: Sequence[Unit], scores: _Scores, resident: _Resident
+def _group_rows(
+    label: str, groups: Sequence[TensorGroup], scores: _Scores, resident: _Resident
 ) -> list[dict[str, Any]]:
-    """Return the rows of all units in one format."""
+    """Return the table rows of all groups in one format."""
     whole = scores.whole.divergence
     sums = {
         by: sum(
             float(scores.alone[u].divergence.mean())
-            for u in units
-            if u.by == by and u.slots <= resident.everything
+            for u in groups
+            if u.by == by and u.members <= resident.everything
         )
-        for by in {unit.by for unit in units}
+        for by in {group.by for group in groups}
     }
     rows = []
-    for unit in units:
-        tensors = [resident.matrices[slot] for slot in unit.slots]
-        names = {name for _, name in unit.slots}
-        inside = unit.slots <= resident.everything
-        alone = scores.alone[unit].row()
-        without = scores.without.get(unit)
+    for group in groups:
+        tensors = [resident.matrices[member] for member in group.members]
+        names = {name for _, name in group.members}
+        inside = group.members <= resident.everything
+        alone = scores.alone[group].row()
+        without = scores.without.get(group)
         saved = estimate_mean(np.full(1, np.nan) if without is None else whole - without.divergence)
         rows.append(
             {
                 "weights": label,
-                "by": unit.by,
-                "unit": unit.name,
-                "layer": layer_of(min(names)) if unit.by != "kind" else -1,
-                "kind": _kind(unit, min(names)),
+                "by": group.by,
+                "unit": group.name,
+                "layer": layer_of(min(names)) if group.by != "kind" else -1,
+                "kind": _kind(group, min(names)),
                 "counted": inside,
                 "n_weights": sum(t.n_rows * t.shape[-1] for t in tensors),
                 "stored_bytes": sum(t.nbytes for t in tensors),
                 **alone,
-                "kld_share": ratio(alone["kld_mean_nats"], sums[unit.by]) if inside else np.nan,
+                "kld_share": ratio(alone["kld_mean_nats"], sums[group.by]) if inside else np.nan,
                 "kld_saved_mean_nats": saved.mean,
                 "kld_saved_mean_nats_stderr": saved.stderr,
             }
@@ -293,19 +303,19 @@ def _unit_rows(
     return rows
 
 
-def _kind(unit: Unit, name: str) -> str:
-    """Return the kind of a unit's matrices; nothing for a layer, which has all of them."""
-    if unit.by == "layer":
+def _kind(group: TensorGroup, name: str) -> str:
+    """Return the kind of a group's matrices; empty for a layer, which has all kinds."""
+    if group.by == "layer":
         return ""
-    return unit.name if unit.by == "kind" or layer_of(name) < 0 else kind_of(name)
+    return group.name if group.by == "kind" or layer_of(name) < 0 else kind_of(name)
 
 
-def _sum_rows(label: str, units: Sequence[Unit], scores: _Scores) -> list[dict[str, Any]]:
-    """Return, for each way of grouping, the whole and the sum of the parts."""
+def _sum_rows(label: str, groups: Sequence[TensorGroup], scores: _Scores) -> list[dict[str, Any]]:
+    """Return total divergence and sum over groups, one row per grouping."""
     whole = scores.whole.row()
     rows = []
-    for by in dict.fromkeys(unit.by for unit in units):
-        inside = [u for u in units if u.by == by and u.name not in ("embedding", "head")]
+    for by in dict.fromkeys(group.by for group in groups):
+        inside = [u for u in groups if u.by == by and u.name not in ("embedding", "head")]
         parts = np.sum([scores.alone[u].divergence for u in inside], axis=0)
         rest = estimate_mean(scores.whole.divergence - parts)
         nll = float(np.sum([scores.alone[u].nll_difference.mean() for u in inside]))

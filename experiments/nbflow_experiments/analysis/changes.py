@@ -15,7 +15,7 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True)
 class Change:
-    """A way to run a model that is not the float32 model's."""
+    """Deviation from the float32 model: weights, KV cache or activation format."""
 
     weights: Treatment | None = None
     """Replacement of the matrices that a weight format applies to."""
@@ -33,7 +33,7 @@ class Change:
         return ", ".join(parts) or "f32"
 
     def encode(self, checkpoint: Checkpoint, stage: Stage) -> dict[str, QuantTensor]:
-        """Return the changed matrices of a stage, by our name."""
+        """Return the changed matrices of a stage, by canonical name."""
         if self.weights is None:
             return {}
         shapes = checkpoint.spec.tensor_shapes()
@@ -45,7 +45,7 @@ class Change:
 
     @contextmanager
     def applied(self, stage: Stage, matrices: dict[str, QuantTensor]) -> Iterator[Stage]:
-        """Give the stage as it is with this change; `matrices` are those of `encode`."""
+        """Yield the stage with this change applied; `matrices` come from `encode`."""
         same = self.kv == "f32" and self.activations == "f32"
         changed = stage if same else stage.alike(self.kv, self.activations)
         changed.use(matrices)
@@ -56,12 +56,12 @@ class Change:
 
 
 def as_changes(changes: Sequence[str | Treatment | Change]) -> list[Change]:
-    """Return changes: names of formats and treatments are what happens to the weights.
+    """Convert format names and treatments to weight changes.
 
     Raises
     ------
     UsageError
-        If there is none, or two have one label.
+        If the list is empty, or two changes share a label.
     """
     found = []
     for change in changes:

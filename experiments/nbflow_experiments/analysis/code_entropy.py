@@ -1,4 +1,4 @@
-"""Use of a format's codes: the levels that occur, and their entropy."""
+"""Code usage of a quantized tensor: level frequencies and their entropy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec
 
-PIECE_WEIGHTS = 1 << 22
+CHUNK_WEIGHTS = 1 << 22
 PAIR_BITS = 3.5  # two codes 0..10 are stored in 7 bits
 
 
 @dataclass(frozen=True)
 class CodeUse:
-    """The levels that the codes of a tensor take.
+    """Level frequencies of a tensor's codes.
 
-    A level is what a code stands for before its scale: codes of equal levels (0 and -0 of a float
-    of four bits) count as one.  Padding does not count.
+    A level is the value of a code before scaling: codes of equal value (0 and -0 of a 4-bit float)
+    count as one.  Padding is excluded.
     """
 
     counts: NDArray[np.int64]
@@ -31,7 +31,7 @@ class CodeUse:
 
     @property
     def used_share(self) -> float:
-        """Return the share of levels that occur at all."""
+        """Return the share of levels in use."""
         return float(np.count_nonzero(self.counts) / len(self.counts))
 
     @property
@@ -61,7 +61,7 @@ def code_use(tensor: QuantTensor) -> CodeUse | None:
     levels = _levels(form, getattr(format, "n_codes", None))
     n_columns = tensor.shape[-1]
     counts = np.zeros(int(levels.max()) + 1, np.int64)
-    step = max(1, PIECE_WEIGHTS // n_columns)
+    step = max(1, CHUNK_WEIGHTS // n_columns)
     for start in range(0, tensor.n_rows, step):
         rows = tensor.data[start : start + step]
         codes = format.integers(np.ascontiguousarray(rows)).codes[:, :n_columns]
@@ -71,7 +71,7 @@ def code_use(tensor: QuantTensor) -> CodeUse | None:
 
 
 def _levels(form: CodecSpec, n_codes: int | None) -> NDArray[np.int64]:
-    """Return which level each code has, 0 being the least."""
+    """Return the level index of each code, 0 for the smallest."""
     if form.values is None:
         return np.arange(n_codes or 2**form.code_bits)
     return np.unique(np.array(form.values), return_inverse=True)[1].astype(np.int64)

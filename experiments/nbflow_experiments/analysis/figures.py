@@ -1,4 +1,4 @@
-"""The figures of an analysis, from its tables."""
+"""Figures of an analysis, drawn from its tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_tensors(tables: Tables) -> Drawing:
 
 
 def draw_layers(tables: Tables) -> Drawing:
-    """Return errors of the residual stream, and of the products, by layer."""
+    """Return residual-stream and matmul errors by layer."""
     table = _needed(tables, "layers")
     if not (table.cumulative_error > 0).any():
         raise NotDrawn("no change loses anything")
@@ -88,7 +88,7 @@ def draw_layers(tables: Tables) -> Drawing:
 
 
 def draw_attribution(tables: Tables) -> Drawing:
-    """Return which kinds, layers and matrices the divergence comes from, in the first format."""
+    """Return the attribution by kind, layer and matrix, for the first format."""
     table = _needed(tables, "units")
     first = str(table.weights.iloc[0])
     table = table[table.weights == first]
@@ -112,7 +112,7 @@ def draw_attribution(tables: Tables) -> Drawing:
 
 
 def draw_kv(tables: Tables) -> Drawing:
-    """Return the divergence by bits of keys and of values, and the attention's error by layer."""
+    """Return divergence by key and value bits, and attention error by layer."""
     models, layers = _needed(tables, "kv_models"), _needed(tables, "kv_layers")
     sides = {
         "keys alone": (models["values"] == EXACT, "keys_bits"),
@@ -170,7 +170,7 @@ def _needed(tables: Tables, name: str) -> Table:
 
 
 def _one_panel(figure: Any, panels: list[Any]) -> Any:
-    """Return one panel as wide as all."""
+    """Replace the panels by one of full width."""
     for panel in panels:
         panel.remove()
     return figure.add_subplot(1, 1, 1)
@@ -191,12 +191,12 @@ def _heat(panel: Any, grid: Table, reach: float, texts: list[str]) -> Any:
 
 
 def _few(texts: list[str], grid: Table) -> list[str]:
-    """Return the texts, or empty ones where the space is too small."""
+    """Return the cell texts, or empty ones if the cells are too small."""
     return texts if grid.shape[1] <= 10 else [""] * len(texts)
 
 
 def _share_map(panel: Any, rows: Table) -> None:
-    """Draw shares of the divergence, kinds by layers."""
+    """Draw divergence shares, kinds by layers."""
     grid = rows.pivot_table("kld_share", "kind", "layer", sort=False)
     panel.imshow(grid.to_numpy(), cmap="Blues", vmin=0, aspect="auto")
     panel.set_yticks(range(len(grid)), grid.index)
@@ -211,7 +211,7 @@ def _share_map(panel: Any, rows: Table) -> None:
 
 
 def _bars(panel: Any, rows: Table) -> None:
-    """Draw the divergence of each unit alone, and what keeping it exact saves."""
+    """Draw each group's divergence when quantized alone, and the saving when kept exact."""
     at = np.arange(len(rows))
     alone, saved = rows.kld_mean_nats.to_numpy(), rows.kld_saved_mean_nats.to_numpy()
     panel.bar(at - 0.2, alone, 0.4, yerr=rows.kld_mean_nats_stderr, color=COLOURS[0],
@@ -222,12 +222,12 @@ def _bars(panel: Any, rows: Table) -> None:
     panel.set_xticks(at, names, rotation=60 if len(rows) > 8 else 0, fontsize=8)
     panel.grid(visible=False, axis="x")
     panel.set_ylabel("KLD in nat")
-    panel.set_ylim(0, 1.3 * float(np.nanmax(np.fmax(alone, saved))))  # room for the legend
+    panel.set_ylim(0, 1.3 * float(np.nanmax(np.fmax(alone, saved))))  # space for the legend
     panel.legend(fontsize=7.5, loc="upper left")
 
 
 def _middle_format(both: Table) -> str:
-    """Return the format of both sides whose bits are nearest to 4."""
+    """Return the format, used for both keys and values, nearest to 4 bits."""
     if both.empty:
         raise NotDrawn("no format is used for both keys and values")
     return str(both["keys"].iloc[int(np.argmin(np.abs(both.keys_bits.to_numpy() - 4)))])

@@ -1,4 +1,4 @@
-"""Histograms of weights and of relative errors, and what the weights alone are like."""
+"""Histograms of weights and relative errors, and weight statistics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-PIECE_WEIGHTS = 1 << 20
-"""Weights looked at together: some 80 MB of float64 arrays."""
+CHUNK_WEIGHTS = 1 << 20
+"""Weights per chunk: about 80 MB of float64 arrays."""
 OUTLIER = 4.0
 """A weight counts as an outlier from this multiple of the tensor's root mean square on."""
 DENSITY_BINS = 1024
@@ -20,48 +20,48 @@ RELATIVE_EDGES = np.concatenate([[0.0], np.logspace(-6, 1, 141), [np.inf]])
 SCALED_EDGES = np.concatenate([[-np.inf], np.linspace(-8, 8, 161), [np.inf]])
 """Edges of the histograms of weights in units of their root mean square."""
 
-Wide = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
-def pieces(array: NDArray[np.float32]) -> Iterator[tuple[int, int]]:
-    """Yield first and end rows of pieces of at most `PIECE_WEIGHTS` weights, one row at least."""
-    step = max(1, PIECE_WEIGHTS // array.shape[1])
+def row_chunks(array: NDArray[np.float32]) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) rows of chunks of at most `CHUNK_WEIGHTS` weights, at least one row."""
+    step = max(1, CHUNK_WEIGHTS // array.shape[1])
     for start in range(0, len(array), step):
         yield start, min(start + step, len(array))
 
 
-def relative_counts(ratios: Wide) -> Counts:
-    """Return how many ratios lie between two `RELATIVE_EDGES`."""
+def relative_counts(ratios: Float64Array) -> Counts:
+    """Return the histogram of ratios over `RELATIVE_EDGES`."""
     with np.errstate(divide="ignore"):
         bins = np.floor((np.log10(ratios.ravel()) + 6) * 20) + 1
     return _counts(bins, len(RELATIVE_EDGES) - 1)
 
 
-def scaled_counts(scaled: Wide) -> Counts:
-    """Return how many numbers lie between two `SCALED_EDGES`."""
+def scaled_counts(scaled: Float64Array) -> Counts:
+    """Return the histogram of numbers over `SCALED_EDGES`."""
     return _counts(np.floor((scaled.ravel() + 8) * 10) + 1, len(SCALED_EDGES) - 1)
 
 
-def _counts(bins: Wide, n_bins: int) -> Counts:
+def _counts(bins: Float64Array, n_bins: int) -> Counts:
     found = np.bincount(np.clip(bins, 0, n_bins - 1).astype(np.int64), minlength=n_bins)
     return found.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Relative errors of some groups of weights of a tensor: its rows, columns or blocks."""
+    """Distribution of relative errors over a tensor's rows, columns or blocks."""
 
     counts: Counts
     """Number of groups between two `RELATIVE_EDGES`."""
     median: float
     largest: float
     worst: int
-    """Index of the group with the largest."""
+    """Index of the group with the largest error."""
 
     @classmethod
-    def of(cls, ratios: Wide) -> Spread:
-        """Return the spread of the groups' ratios."""
+    def of(cls, ratios: Float64Array) -> Spread:
+        """Summarise the error ratios of the groups."""
         worst = int(np.argmax(ratios))
         return cls(relative_counts(ratios), float(np.median(ratios)), float(ratios[worst]), worst)
 
@@ -85,27 +85,27 @@ class Weights:
 
     @classmethod
     def of(cls, exact: NDArray[np.float32]) -> Weights:
-        """Look at a tensor (N, K) twice, so that no small difference of large sums is formed."""
+        """Compute statistics of a tensor (N, K) in two passes, to avoid cancellation."""
         n = exact.size
         total = squares = 0.0
-        for start, stop in pieces(exact):
-            wide = exact[start:stop].astype(np.float64)
-            total, squares = total + float(wide.sum()), squares + float(np.square(wide).sum())
+        for start, stop in row_chunks(exact):
+            values = exact[start:stop].astype(np.float64)
+            total, squares = total + float(values.sum()), squares + float(np.square(values).sum())
         mean, rms = total / n, math.sqrt(squares / n)
         low, high = float(exact.min()), float(exact.max())
         second = fourth = 0.0
         beyond = 0
         counts = np.zeros(len(SCALED_EDGES) - 1, np.int64)
         density = np.zeros(DENSITY_BINS, np.int64)
-        for start, stop in pieces(exact):
-            wide = exact[start:stop].astype(np.float64)
-            centred = np.square(wide - mean)
+        for start, stop in row_chunks(exact):
+            values = exact[start:stop].astype(np.float64)
+            centred = np.square(values - mean)
             second, fourth = second + float(centred.sum()), fourth + float(np.square(centred).sum())
             if rms:
-                beyond += int(np.count_nonzero(np.abs(wide) >= OUTLIER * rms))
-                counts += scaled_counts(wide / rms)
+                beyond += int(np.count_nonzero(np.abs(values) >= OUTLIER * rms))
+                counts += scaled_counts(values / rms)
             if high > low:
-                density += np.histogram(wide, DENSITY_BINS, (low, high))[0]
+                density += np.histogram(values, DENSITY_BINS, (low, high))[0]
         variance = second / n
         return cls(
             rms,
@@ -118,7 +118,7 @@ class Weights:
 
 
 def _density_bits(counts: Counts, width: float) -> float:
-    """Return the differential entropy of a histogram's density, with Miller and Madow's term."""
+    """Return the differential entropy of a histogram, with the Miller-Madow correction."""
     n = int(counts.sum())
     if n == 0:  # all weights are the same
         return -math.inf

@@ -1,4 +1,4 @@
-"""Statistics of importances: how unevenly the columns of a matrix matter."""
+"""Importance statistics: concentration of column importance within a matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACTIVE = 1e-5  # mean square above which llama.cpp's --show-statistics calls a c
 
 @dataclass(frozen=True)
 class ColumnStatistics:
-    """Distribution of the mean squares of a matrix's columns; those of experts together."""
+    """Distribution of column mean squares of a matrix; experts are pooled."""
 
     name: str
     n_columns: int
@@ -26,13 +26,11 @@ class ColumnStatistics:
     active_share: float
     """Share of columns with a mean square above `ACTIVE`."""
     entropy_share: float
-    """Entropy of the squares' distribution over columns, as a share of its largest, log(columns):
-    1 if all columns matter alike."""
+    """Entropy of the distribution over columns, relative to log(columns): 1 if uniform."""
     top_percent_share: float
-    """Share of the sum that the largest 1 % of the columns (at least one) have."""
+    """Share of the sum in the largest 1 % of the columns (at least one)."""
     cosine_to_previous: float
-    """Cosine between these mean squares and those of the same matrix one layer before; NaN without
-    one."""
+    """Cosine with the mean squares of the same matrix one layer before; NaN in the first layer."""
 
 
 def column_statistics(importance: Mapping[str, np.ndarray]) -> list[ColumnStatistics]:
@@ -41,7 +39,7 @@ def column_statistics(importance: Mapping[str, np.ndarray]) -> list[ColumnStatis
     Parameters
     ----------
     importance : mapping
-        What `nbflow.quantization.importance.read_importance` gives: name -> mean squares (K,),
+        From `nbflow.quantization.importance.read_importance`: name -> mean squares (K,),
         (experts, K) or second moments (K, K).
 
     Examples
@@ -56,9 +54,11 @@ def column_statistics(importance: Mapping[str, np.ndarray]) -> list[ColumnStatis
 
 def _squares(array: np.ndarray) -> np.ndarray:
     """Return mean squares of columns, float64, those of experts one after the other."""
-    wide = np.asarray(array, np.float64)
-    is_full = wide.ndim == 2 and wide.shape[0] == wide.shape[1] and np.array_equal(wide, wide.T)
-    return wide.diagonal() if is_full else wide.reshape(-1)
+    values = np.asarray(array, np.float64)
+    is_full = (
+        values.ndim == 2 and values.shape[0] == values.shape[1] and np.array_equal(values, values.T)
+    )
+    return values.diagonal() if is_full else values.reshape(-1)
 
 
 def _of(name: str, squares: np.ndarray, others: Mapping[str, np.ndarray]) -> ColumnStatistics:

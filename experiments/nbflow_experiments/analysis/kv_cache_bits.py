@@ -1,4 +1,4 @@
-"""Bits of keys and of values, apart and together: errors by layer, and their divergence."""
+"""KV-cache bit widths, keys and values separately: layer errors and divergence."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def kv_errors(
     spec: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LayerErrors:
-    """Measure what formats of the key/value cache do; the weights are float32.
+    """Measure the error of KV-cache formats, with float32 weights.
 
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        Model, as `nbflow.load` takes it.
     formats : sequence of str
-        Formats of the cache.  Of each, keys alone are in it (values float32), values alone, and
-        both; ``q8/q4`` stands for itself, keys in q8 and values in q4.
+        KV-cache formats.  Each is applied to keys alone (values float32), to values alone, and to
+        both; ``q8/q4`` is used as given: keys in q8, values in q4.
     windows, spec, progress
         As in `nbflow_experiments.analysis.layer_errors.layer_errors`.
 
@@ -70,7 +70,7 @@ def kv_errors(
 
 
 def _add_formats(table: Table, kv: dict[str, str], head_dim: int) -> None:
-    """Add columns of the formats of keys and values, and their bits."""
+    """Add columns for the key and value formats and their bits."""
     both = [split_kv(kv[label]) for label in table.change]
     for i, side in enumerate(("keys", "values")):
         names = [pair[i] for pair in both]

@@ -14,24 +14,24 @@ from nbflow_kernels.benchmarks.kv_cache_error import stored
 from nbflow_kernels.kv_cache.formats import kv_format
 
 Floats = NDArray[np.float32]
-BUFFERS = ("k", "v", "a")  # keys and values as they are stored, results of the attention
+BUFFERS = ("k", "v", "a")  # cached keys and values, attention output
 
 
 def split_kv(kv: str) -> tuple[str, str]:
-    """Return the formats of keys and of values that a name like ``q8`` or ``q8/q4`` means."""
+    """Split ``q8`` or ``q8/q4`` into key format and value format."""
     keys, _, values = kv.partition("/")
     return keys, values or keys
 
 
 class CacheErrors:
-    """Errors in a layer whose exact run has left its keys, values and attention's results."""
+    """KV-cache errors of one layer, from the buffers of its exact run."""
 
     def __init__(self, head_dim: int) -> None:
         self._head_dim = head_dim
         self._exact: list[dict[str, Floats | None]] = []
 
     def keep(self, stage: Stage, step: Step) -> None:
-        """Keep what the exact stage has left in its buffers after a window."""
+        """Copy the buffers of the exact stage after a window."""
         self._exact.append({name: stage.buffer(name, len(step.ids)) for name in BUFFERS})
 
     def row(self, kv: str, attention: list[Floats | None]) -> dict[str, Any]:
@@ -42,12 +42,12 @@ class CacheErrors:
         kv : str
             Its name.
         attention : list of array, shape (T, heads * value_dim)
-            What the attention gave for each window with this cache, from exact inputs.
+            Attention output of each window with this cache, from exact inputs.
         """
         keys, values = split_kv(kv)
         return {
-            "keys_error": self._stored_error("k", keys),
-            "values_error": self._stored_error("v", values),
+            "keys_error": self._cache_error("k", keys),
+            "values_error": self._cache_error("v", values),
             "attention_error": _relative(
                 [(e["a"], a) for e, a in zip(self._exact, attention, strict=True)]
             ),
@@ -59,12 +59,12 @@ class CacheErrors:
         arrays = [exact[name] for exact in self._exact]
         return [a.reshape(-1, self._head_dim) for a in arrays if a is not None]
 
-    def _stored_error(self, name: str, format: str) -> float:
-        """Return the relative error of head vectors after they were in a cache."""
+    def _cache_error(self, name: str, format: str) -> float:
+        """Return the relative round-trip error of head vectors through the cache format."""
         return _relative([(x, stored(x.astype(np.float64), format)) for x in self._heads(name)])
 
     def _channel_ratio(self, name: str) -> float:
-        """Return the largest root mean square of a channel of a head over the channels' median."""
+        """Return the largest channel RMS of a head over the median channel RMS."""
         arrays = [exact[name] for exact in self._exact]
         if any(a is None for a in arrays):
             return np.nan
@@ -75,12 +75,12 @@ class CacheErrors:
 
 
 def bits_per_value(format: str, head_dim: int) -> float:
-    """Return the bits of a number in a cache format, with scales and padding."""
+    """Return the bits per element of a cache format, with scales and padding."""
     return kv_format(format).bits_per_value(head_dim)
 
 
 def _relative(pairs: list[tuple[Any, Any]]) -> float:
-    """Return ||found - exact|| / ||exact|| over pairs (exact, found); NaN where there are none."""
+    """Return ||found - exact|| / ||exact|| over pairs (exact, found); NaN if empty."""
     if not pairs or any(a is None or b is None for a, b in pairs):
         return np.nan
     lost = sum(float(np.square(b - a.astype(np.float64)).sum()) for a, b in pairs)

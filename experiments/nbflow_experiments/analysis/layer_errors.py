@@ -1,8 +1,8 @@
-"""Errors layer by layer on real activations: of the residual stream, of each matrix's outputs.
+"""Layer-by-layer errors on real activations: residual stream and matmul outputs.
 
-One layer is in memory at a time.  All windows of the text pass through it in float32, and for each
-change twice more: from the exact input (what this layer alone does: *isolated*) and from the input
-that the changed layers before have made (*cumulative*).
+One layer is in memory at a time.  All windows of the text pass through it in float32, and twice
+more per change: from the exact input (*isolated*: error of this layer alone) and from the output of
+the changed layers before it (*cumulative*).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LayerErrors:
     """Result of `layer_errors`."""
 
     layers: Table
-    """A row for each change and layer."""
+    """One row per change and layer."""
     modules: Table
-    """A row for each change of weights and matrix; those of experts by their kind."""
+    """One row per weight change and matrix; experts are pooled by kind."""
     models: Table
-    """A row for each change: the divergence of the whole model."""
+    """One row per change: divergence of the whole model."""
     token_counts: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """For each change, histograms (layers, bins) of the tokens' cumulative relative errors, between
     `nbflow_experiments.analysis.histograms.RELATIVE_EDGES`."""
@@ -54,18 +54,18 @@ def layer_errors(
     spec: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LayerErrors:
-    """Measure what changes do to the residual stream after every layer.
+    """Measure the residual-stream error of changes after every layer.
 
-    In memory are, of one layer, the float32 matrices three times and the changed ones, and for each
-    change the residual streams of all windows: 4 bytes x tokens x hidden size; with a cache format
-    one layer's keys, values and attention's results of all windows, too.
+    Memory: three float32 copies of one layer and its changed matrices, and per change the residual
+    streams of all windows (4 bytes x tokens x hidden size); with a cache format also one layer's
+    keys, values and attention outputs of all windows.
 
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        Model, as `nbflow.load` takes it.
     changes : sequence of str, Treatment or Change
-        Formats of the weights, or what else is to differ from the float32 model.
+        Weight formats, or other deviations from the float32 model.
     windows : sequence of array of int, shape (T,)
         Token ids; each window begins with an empty cache.  Its last token is predicted only.
     spec : str, optional
@@ -101,7 +101,7 @@ def layer_errors(
 
 
 class _Walk:
-    """The residual streams of all windows, exact and changed, on their way through the layers."""
+    """Exact and changed residual streams of all windows, advanced layer by layer."""
 
     def __init__(self, checkpoint: Checkpoint, changes: list[Change], windows: Windows) -> None:
         self._checkpoint = checkpoint
@@ -127,7 +127,7 @@ class _Walk:
         return LayerErrors(table_of(rows), table_of(modules), table_of(self._models), counts)
 
     def through(self, stage: Stage) -> None:
-        """Take all streams through a stage."""
+        """Advance all streams by one stage."""
         if not self._exact:
             self._exact = [stage.run(step) for step in self._steps]
             self._changed = {c.label: self._exact for c in self._changes}
@@ -150,7 +150,7 @@ class _Walk:
     def _change(
         self, stage: Stage, change: Change, after: list[Floats], caches: CacheErrors
     ) -> None:
-        """Take the streams of a change through a layer; `after` are the exact ones behind it."""
+        """Advance the streams of a change by one layer; `after` are the exact outputs."""
         matrices = change.encode(self._checkpoint, stage)
         if matrices:
             self._modules += self._module_rows(stage, change, matrices)
@@ -197,7 +197,7 @@ class _Walk:
     def _module_rows(
         self, stage: Stage, change: Change, matrices: dict[str, QuantTensor]
     ) -> list[dict[str, Any]]:
-        """Run the exact stage once more and multiply its inputs with the errors of the weights."""
+        """Re-run the exact stage and multiply its matmul inputs with the weight errors."""
         products = _Products(self._checkpoint, matrices)
         stage.observe(lambda executor: ActivationObserver(executor, products.add))
         for step, x in zip(self._steps, self._exact, strict=True):
@@ -217,7 +217,7 @@ class _Walk:
 
 
 class _Error:
-    """Squared errors of a stream, summed over windows."""
+    """Squared errors of a residual stream, summed over windows."""
 
     def __init__(self) -> None:
         self.lost = self.norm = self.update = self._product = self._own = 0.0
@@ -226,15 +226,15 @@ class _Error:
 
     def add(self, exact: Floats, found: Floats, before: Floats) -> None:
         """Add the states of one window after a layer, and the exact ones before it."""
-        wide = exact.astype(np.float64)
-        lost = np.square(found - wide).sum(axis=1)
-        norm = np.square(wide).sum(axis=1)
+        values = exact.astype(np.float64)
+        lost = np.square(found - values).sum(axis=1)
+        norm = np.square(values).sum(axis=1)
         self.lost += float(lost.sum())
         self.norm += float(norm.sum())
-        self.update += float(np.square(wide - before).sum())
-        self._product += float(np.sum(wide * found))
+        self.update += float(np.square(values - before).sum())
+        self._product += float(np.sum(values * found))
         self._own += float(np.square(found, dtype=np.float64).sum())
-        self.n += wide.size
+        self.n += values.size
         with np.errstate(divide="ignore", invalid="ignore"):
             self._tokens.append(np.where(lost == 0, 0.0, np.sqrt(lost / norm)))
 
@@ -255,7 +255,7 @@ class _Error:
 
 
 class _Products:
-    """Errors of products, ||X (W - Q).T|| / ||X W.T||, for the rows X that go into matrices."""
+    """Matmul errors ||X (W - Q).T|| / ||X W.T|| for activation rows X."""
 
     def __init__(self, checkpoint: Checkpoint, matrices: dict[str, QuantTensor]) -> None:
         self._exact = {name: checkpoint.matrix(name) for name in matrices}
@@ -265,7 +265,7 @@ class _Products:
         self._sums: dict[str, NDArray[np.float64]] = {}
 
     def add(self, names: tuple[str, ...], x: NDArray[Any]) -> None:
-        """Add rows (T, K) that go into some matrices."""
+        """Add activation rows (T, K) of some matrices."""
         for name in names:
             if name in self._exact:
                 exact, error = self._exact[name], self._error[name]
@@ -281,7 +281,7 @@ class _Products:
                 ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each matrix, or for all experts' of one kind."""
+        """Return one row per matrix; experts are pooled by kind."""
         return [
             {
                 "layer": layer_of(name),
@@ -298,5 +298,5 @@ class _Products:
 
 def _squares(array: NDArray[Any]) -> float:
     """Return the sum of squares in float64."""
-    wide = array.astype(np.float64).ravel()
-    return float(wide @ wide)
+    values = array.astype(np.float64).ravel()
+    return float(values @ values)

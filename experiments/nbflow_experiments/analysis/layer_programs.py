@@ -1,8 +1,8 @@
 """A model cut into stages that run one by one: the embedding, each layer, the head.
 
-A stage is the part of the program between two states of the residual stream, with weights, pages
-and its own buffers.  Its tensors can be replaced one by one, and it computes with the engine's
-kernels, so what is found here is what the engine does.
+A stage is the sub-program between two states of the residual stream, with weights, KV pages and
+its own buffers.  Its tensors can be replaced one by one; it runs the engine's kernels, so measured
+errors are those of the engine.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def stage_programs(spec: ModelSpec) -> list[Program]:
     first, end = inside[0], inside[-1] + 1
     layers = [[op for op in whole.ops if op.layer == i] for i in range(spec.n_layers)]
     return [
-        _part(whole, list(whole.ops[:first]), ()),
-        *(_part(whole, [Op("input", "x"), *ops], (i,)) for i, ops in enumerate(layers)),
-        _part(whole, [Op("input", "x"), *whole.ops[end:]], ()),
+        _sub_program(whole, list(whole.ops[:first]), ()),
+        *(_sub_program(whole, [Op("input", "x"), *ops], (i,)) for i, ops in enumerate(layers)),
+        _sub_program(whole, [Op("input", "x"), *whole.ops[end:]], ()),
     ]
 
 
-def _part(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Program:
-    """Return some ops of a program with the buffers they use."""
+def _sub_program(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Program:
+    """Extract ops of a program with the buffers they use."""
     names = {name for op in ops for name in (op.out, *op.inputs)}
     names |= {base for name in names & set(whole.buffers) if (base := whole.buffers[name].base)}
     buffers = {name: buffer for name, buffer in whole.buffers.items() if name in names}
@@ -59,14 +59,14 @@ def _part(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Program:
 
 
 class Stage:
-    """One stage of a model on the CPU, in float32 unless told otherwise.
+    """One stage of a model on the CPU, in float32 by default.
 
     Parameters
     ----------
     program : Program
         One of `stage_programs`.
     weights : WeightLoader
-        Its weights, not joined.
+        Its weights, not fused.
     kv : str
         Format of the keys and values, as in `nbflow.load`.
     activations : str
@@ -105,12 +105,12 @@ class Stage:
 
     @property
     def layer(self) -> int:
-        """Return the number of the layer; -1 of the embedding and of the head."""
+        """Return the layer index; -1 for the embedding and the head."""
         return self.program.layers[0] if self.program.layers else -1
 
     @property
     def tensors(self) -> list[str]:
-        """Return our names of the matrices that can be replaced."""
+        """Return the canonical names of the replaceable matrices."""
         matrices = ("linear", "experts", "embedding")
         ops = [op for op in self.program.ops if op.kind in matrices]
         return [weight.name for op in ops for weight in op.weights]
@@ -124,13 +124,13 @@ class Stage:
         return normal
 
     def alike(self, kv: str = "f32", activations: str = "f32") -> Stage:
-        """Return a stage with the same weights and another cache or arithmetic."""
+        """Return a stage that shares the weights, with another cache or activation format."""
         weights = copy.copy(self._weights)
         weights.operands = list(self._exact)
         return Stage(self.program, weights, kv, activations, self._tables)
 
     def use(self, tensors: Mapping[str, QuantTensor]) -> None:
-        """Compute with other matrices, by our name; those not named are the checkpoint's again."""
+        """Swap in matrices by canonical name; unnamed ones revert to the checkpoint's."""
         wanted = {name: id(tensor) for name, tensor in tensors.items()}
         if wanted == self._replaced:
             return
@@ -149,7 +149,7 @@ class Stage:
         self._executor.release_bindings()
 
     def observe(self, observer: Callable[[CpuExecutor], Observer] | None) -> None:
-        """Have an observer called before each op with weights; it is made for the executor."""
+        """Install an observer, called before each op with weights."""
         self._executor.observe = None if observer is None else observer(self._executor)
         self._executor.release_bindings()
 
@@ -176,7 +176,7 @@ class Stage:
         return self._executor.buffer(self._out, len(step.ids)).copy()
 
     def buffer(self, name: str, n_rows: int) -> Floats | None:
-        """Return a copy of a buffer as the last run left it; None if the stage has no such."""
+        """Return a copy of a buffer after the last run; None if the stage lacks it."""
         if name not in self.program.buffers:
             return None
         return self._executor.buffer(name, n_rows).copy()
@@ -211,5 +211,5 @@ def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]])
 
 
 def predicts(spec: ModelSpec) -> bool:
-    """Return whether a model predicts the next token, so that its predictions can be scored."""
+    """Return whether the model predicts next tokens."""
     return spec.head and spec.causal

@@ -1,4 +1,4 @@
-"""Divergence of a model's predictions from those of the float32 model."""
+"""KL divergence of a model's predictions from the float32 model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Floats = NDArray[np.float32]
 
 
 class Comparison:
-    """Scores of the tokens of a text, window after window."""
+    """Per-token scores of a text, accumulated window by window."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]] = []
 
     def add(self, exact: Floats, found: Floats, targets: NDArray[np.int32]) -> None:
-        """Add the logits (T, V) of a window, the float32 model's and the others."""
+        """Add the float32 and the compared logits (T, V) of a window."""
         shift = nk.token_log_probs(exact, targets) - nk.token_log_probs(found, targets)
         same = nk.top1_agreement(exact, found)
         self._parts.append((nk.kl_divergence(exact, found), shift, same))
@@ -32,11 +32,11 @@ class Comparison:
 
     @property
     def nll_difference(self) -> NDArray[np.float64]:
-        """Return by how much the negative log likelihood of each token has grown, in nats."""
+        """Return the increase of each token's negative log likelihood, in nats."""
         return np.concatenate([part[1] for part in self._parts])
 
     def row(self) -> dict[str, Any]:
-        """Return the numbers as columns of a table, named as those of sweeps."""
+        """Return the table columns, named as in sweeps."""
         kld, nll = estimate_mean(self.divergence), estimate_mean(self.nll_difference)
         same = estimate_share(np.concatenate([part[2] for part in self._parts]))
         return {

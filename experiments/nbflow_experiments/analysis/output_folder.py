@@ -1,20 +1,20 @@
-"""The results folder of an analysis, and how its files are written.
+"""Layout and writing of an analysis results folder.
 
 ::
 
     <out>/
-      analysis.json        model, formats, text, which tables there are
+      analysis.json        model, formats, text, names of the tables
       tensors.csv          a row per tensor and format; totals.csv: all tensors together
       layers.csv           a row per format and layer; modules.csv: per matrix
-      models.csv           a row per format: the divergence of the whole model
+      models.csv           a row per format: divergence of the whole model
       units.csv            attribution: a row per format, grouping and unit
-      sums.csv             how the units add up
+      sums.csv             totals per grouping, and their additivity
       kv_layers.csv        as layers.csv, for formats of the key/value cache; kv_models.csv
       analysis.h5          histograms: of weights, errors, codes, rows, columns, blocks, tokens
       provenance.json      code, packages, machine
       figures/             png and svg
 
-Every file is written under a temporary name and renamed, so that it is whole or absent.
+Every file is written under a temporary name and renamed, so that it is complete or absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.utils.atomic_write import replace_atomically, write_text
-from nbflow_experiments.analysis.all_tensor_errors import Found
+from nbflow_experiments.analysis.all_tensor_errors import TensorResult
 from nbflow_experiments.analysis.histograms import RELATIVE_EDGES, SCALED_EDGES
 from nbflow_experiments.analysis.ratios import Table
 from nbflow_experiments.figure_style import Drawing
@@ -43,12 +43,12 @@ _EDGES = {"relative": RELATIVE_EDGES, "scaled": SCALED_EDGES}
 
 
 class AnalysisFolder:
-    """The results folder of one analysis.
+    """Results folder of one analysis.
 
     Parameters
     ----------
     path : Path
-        Where it lies.
+        Path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,12 +57,12 @@ class AnalysisFolder:
 
     @classmethod
     def new(cls, path: Path, settings: Mapping[str, Any], force: bool = False) -> AnalysisFolder:
-        """Begin a folder.
+        """Create the folder.
 
         Raises
         ------
         UsageError
-            If there is one already, and `force` is not given.
+            If it exists and `force` is false.
         """
         folder = cls(path)
         if (path / "analysis.json").exists() and not force:
@@ -75,24 +75,24 @@ class AnalysisFolder:
         return folder
 
     def write(self, name: str, table: Table) -> None:
-        """Write one of `TABLES`; numbers with as many digits as they need."""
+        """Write one of `TABLES`; floats keep round-trip precision."""
         assert name in TABLES
         write_text(self.path / f"{name}.csv", table.to_csv(index=False))
         self._settings["tables"].append(name)
         write_json(self.path / "analysis.json", self._settings)
 
     def write_provenance(self, launch: Mapping[str, Any]) -> None:
-        """Write where the numbers come from."""
+        """Write ``provenance.json``."""
         write_json(self.path / "provenance.json", dict(launch))
 
     def write_histograms(
-        self, tensors: list[Found], tokens: Mapping[str, Mapping[str, np.ndarray]]
+        self, tensors: list[TensorResult], tokens: Mapping[str, Mapping[str, np.ndarray]]
     ) -> None:
         """Write ``analysis.h5``.
 
         Parameters
         ----------
-        tensors : list of Found
+        tensors : list of TensorResult
             Tensors, of which ``tensors/FORMAT/NAME`` gets rows, columns, blocks, errors, codes and
             ``weights/NAME`` the weights.
         tokens : mapping
@@ -134,14 +134,14 @@ class AnalysisFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what ``analysis.json`` says."""
+        """Return the content of ``analysis.json``."""
         path = self.path / "analysis.json"
         if not path.is_file():
             raise UsageError(f"{self.path} holds no analysis (analysis.json is missing)")
         return read_object(path)
 
 
-def _write_tensor(file: Any, found: Found) -> None:
+def _write_tensor(file: Any, found: TensorResult) -> None:
     error, path = found.error, f"tensors/{_safe(found.weights)}/{found.name}"
     for axis in ("rows", "columns", "blocks"):
         counts = getattr(error, axis).counts
@@ -162,5 +162,5 @@ def _dataset(file: Any, path: str, counts: np.ndarray, edges: str, note: str) ->
 
 
 def _safe(label: str) -> str:
-    """Return a label as a part of a path in HDF5, where a slash divides groups."""
+    """Escape a label for an HDF5 path, where a slash separates groups."""
     return label.replace("/", "|")

@@ -10,7 +10,7 @@ from nbflow_experiments.optional_packages import require
 
 
 def ratio(part: float, whole: float) -> float:
-    """Return part / whole; NaN where `whole` is 0: there is nothing to compare with.
+    """Return part / whole; NaN if `whole` is 0.
 
     Examples
     --------
@@ -21,7 +21,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def relative_error(lost: float, norm: float) -> float:
-    """Return sqrt(lost / norm) of squared norms; 0 / 0 is 0: nothing is lost of nothing.
+    """Return sqrt(lost / norm) of squared norms; 0 / 0 is 0.
 
     Examples
     --------
@@ -38,5 +38,5 @@ Table = Any
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return rows as a table."""
+    """Build a DataFrame from rows."""
     return require("pandas").DataFrame(list(rows))

@@ -1,6 +1,6 @@
-r"""Error of a weight format on one tensor: sums in float64, rows taken in pieces.
+r"""Error of a weight format on one tensor: sums in float64, rows read in chunks.
 
-W is the tensor (rows, columns), Q what the format's decoder gives for it, E = Q - W.
+W is the tensor (rows, columns), Q its dequantized value, E = Q - W.
 docs/analysis.md has the formula of each number.
 """
 
@@ -17,28 +17,28 @@ from nbflow_experiments.analysis.code_entropy import CodeUse, code_use
 from nbflow_experiments.analysis.histograms import (
     RELATIVE_EDGES,
     Counts,
+    Float64Array,
     Spread,
     Weights,
-    Wide,
-    pieces,
     relative_counts,
+    row_chunks,
 )
 from nbflow_experiments.analysis.ratios import ratio, relative_error
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
 
 FLOAT_BLOCK = 32
-"""Block of formats that store each weight alone."""
+"""Block size of element-wise formats."""
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """The numbers of one tensor in one format."""
+    """Error statistics of one tensor in one format."""
 
     n_rows: int
     n_columns: int
     stored_bytes: int
-    """Bytes of the format, with scales, padding of incomplete blocks, and outliers kept aside."""
+    """Bytes of the format, with scales, padding of incomplete blocks, and outliers."""
     weights: Weights
     """Statistics of the weights."""
     mse: float
@@ -60,7 +60,7 @@ class TensorError:
 
     @property
     def n_weights(self) -> int:
-        """Return how many weights there are."""
+        """Return the number of weights."""
         return self.n_rows * self.n_columns
 
     @property
@@ -76,12 +76,12 @@ class TensorError:
 
     @property
     def stored_bits(self) -> float:
-        """Return the bits of a weight, everything counted."""
+        """Return the stored bits per weight, all overhead included."""
         return 8 * self.stored_bytes / self.n_weights
 
     @property
     def entropy_coded_bits(self) -> float:
-        """Return the bits of a weight if an entropy coder wrote the codes, scales as they are."""
+        """Return the bits per weight with entropy-coded codes and unchanged scales."""
         if self.codes is None:
             return math.nan
         return self.stored_bits - self.codes.stored_bits + self.codes.entropy_bits
@@ -93,11 +93,11 @@ class TensorError:
 
     @property
     def shannon_bits(self) -> float:
-        """Return Shannon's lower bound of the rate at this error, for weights drawn one by one."""
+        """Return Shannon's lower bound of the rate at this error, for i.i.d. weights."""
         return self._rate(self.weights.density_bits - 0.5 * math.log2(2 * math.pi * math.e))
 
     def _rate(self, spread_bits: float) -> float:
-        """Return the bits between a spread and the error, at least 0."""
+        """Return the rate from an entropy in bits and the error, at least 0."""
         if self.mse == 0:
             return math.inf
         return max(0.0, spread_bits - 0.5 * math.log2(self.mse))
@@ -106,16 +106,16 @@ class TensorError:
 def tensor_error(
     exact: NDArray[np.float32], quantized: QuantTensor, weights: Weights | None = None
 ) -> TensorError:
-    """Compare a tensor with what a format made of it.
+    """Compare a tensor with its quantized form.
 
     Parameters
     ----------
     exact : array of float32, shape (N, K)
         The weights, finite.
     quantized : QuantTensor, shape (N, K)
-        What they became.
+        The quantized weights.
     weights : Weights, optional
-        ``Weights.of(exact)``, if it is known already.
+        ``Weights.of(exact)``, if already computed.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def tensor_error(
     weights = weights or Weights.of(exact)
     block = quantized.format.block_size if quantized.format.block_size > 1 else FLOAT_BLOCK
     sums = _Sums(exact.shape[1], block, weights.rms)
-    for start, stop in pieces(exact):
+    for start, stop in row_chunks(exact):
         decoded = nk.dequantize(quantized.rows(start, stop)).astype(np.float64)
         sums.add(exact[start:stop].astype(np.float64), decoded)
     norms = weights.rms * math.sqrt(exact.size) * math.sqrt(sums.decoded)
@@ -166,18 +166,18 @@ def tensor_error(
 
 
 class _Sums:
-    """Sums over pieces of rows."""
+    """Sums over chunks of rows."""
 
     def __init__(self, n_columns: int, block: int, rms: float) -> None:
         self._block, self._rms = block, rms
         self.error = self.bias = self.product = self.decoded = self.largest = self.crest = 0.0
         self.n_blocks = 0
         self.column_error, self.column_norm = np.zeros(n_columns), np.zeros(n_columns)
-        self.rows: list[Wide] = []
-        self.blocks: list[Wide] = []
+        self.rows: list[Float64Array] = []
+        self.blocks: list[Float64Array] = []
         self.counts = np.zeros(len(RELATIVE_EDGES) - 1, np.int64)
 
-    def add(self, exact: Wide, decoded: Wide) -> None:
+    def add(self, exact: Float64Array, decoded: Float64Array) -> None:
         """Add rows."""
         error = decoded - exact
         squares, norms = np.square(error), np.square(exact)
@@ -193,8 +193,8 @@ class _Sums:
         self.rows.append(_ratios(squares.sum(axis=1), norms.sum(axis=1)))
         self._add_blocks(exact, squares, norms)
 
-    def _add_blocks(self, exact: Wide, squares: Wide, norms: Wide) -> None:
-        """Add the blocks of rows; the last one of a row may be shorter."""
+    def _add_blocks(self, exact: Float64Array, squares: Float64Array, norms: Float64Array) -> None:
+        """Add block statistics; the last block of a row may be shorter."""
         starts = np.arange(0, exact.shape[1], self._block)
         lost, norm = (np.add.reduceat(a, starts, axis=1) for a in (squares, norms))
         self.blocks.append(_ratios(lost, norm).ravel())
@@ -204,8 +204,8 @@ class _Sums:
         self.n_blocks += peaks.size
 
 
-def _ratios(error: Wide, norm: Wide) -> Wide:
+def _ratios(error: Float64Array, norm: Float64Array) -> Float64Array:
     """Return sqrt(error / norm) of each group; 0 / 0 is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        result: Wide = np.where(error == 0, 0.0, np.sqrt(error / norm))
+        result: Float64Array = np.where(error == 0, 0.0, np.sqrt(error / norm))
     return result

@@ -19,20 +19,20 @@ def analysis_windows(
     window: int = 256,
     seed: int = 0,
 ) -> NDArray[np.int64]:
-    """Return windows of a text, as sweeps choose them.
+    """Return windows of a text, chosen as in sweeps.
 
     Parameters
     ----------
     model : str
-        What `nbflow.load` takes.
+        Model, as `nbflow.load` takes it.
     text : path, optional
         A UTF-8 text; by default the ``eval.txt`` in the model's folder.
     tokens : int
-        How many tokens in all; a remainder that fills no window is left out.
+        Total number of tokens; an incomplete last window is dropped.
     window : int
         Tokens of a window, at least 2.  Each begins with BOS if the tokenizer adds one.
     seed : int
-        Which windows are taken where the text has more.
+        Seed of the choice of windows if the text has more.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Treatments of a model's tensors: a format and its encoder, or the content of another file."""
+"""Tensor treatments: a format and its quantizer, noise, or another checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from nbflow_kernels.quantizers.outliers import check_ratio
 
 
 class Treatment(Protocol):
-    """Says what becomes of a tensor; a class of your own needs no more than this."""
+    """Protocol of a tensor treatment; user classes implement these two members."""
 
     @property
     def label(self) -> str:
         """Label in tables."""
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
-        """Return what becomes of a tensor (N, K) with our name `name`."""
+        """Return the treated tensor (N, K) of canonical name `name`."""
 
 
 class Checkpoint:
@@ -43,7 +43,7 @@ class Checkpoint:
     Parameters
     ----------
     model : str or path
-        What `nbflow.load` takes.
+        Model, as `nbflow.load` takes it.
     spec : str or path, optional
         As in `nbflow.load`.
     """
@@ -63,13 +63,13 @@ class Checkpoint:
         self.file.close()
 
     def matrix(self, name: str) -> NDArray[np.float32]:
-        """Return a tensor of the model as float32, rows first."""
+        """Return a tensor of the model as float32 (rows, columns)."""
         return np.ascontiguousarray(read_operand(self.spec, self.file, Operand(name)), np.float32)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Tensors in a weight format.
+    """Quantization to a weight format.
 
     Parameters
     ----------
@@ -78,10 +78,10 @@ class Format:
     encoder : str
         One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`.
     outliers : float
-        Share of the weights that are kept aside exactly, as in `nbflow_kernels.quantize`.
+        Share of weights stored exactly as outliers, as in `nbflow_kernels.quantize`.
     statistics : mapping, optional
-        Our tensor name -> mean squares (K,) or second moments (K, K) of the tensor's inputs;
-        `read_statistics` makes it of a file.
+        Canonical tensor name -> mean squares (K,) or second moments (K, K) of the tensor's inputs,
+        from `read_statistics`.
 
     Raises
     ------
@@ -111,14 +111,14 @@ class Format:
 
     @property
     def label(self) -> str:
-        """The format's name, and what differs from the default."""
+        """Format name and non-default options."""
         extra = [] if self.encoder == "best" else [self.encoder]
         extra += [f"outliers {self.outliers:g}"] if self.outliers else []
         extra += ["weighted"] if self.statistics is not None and self.encoder != "gptq" else []
         return f"{self.format} ({', '.join(extra)})" if extra else self.format
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
-        """Return a tensor in the format; errors name the tensor."""
+        """Quantize a tensor; errors name the tensor."""
         known = None if self.statistics is None else self.statistics.get(name)
         try:
             if not self.outliers or self.encoder == "outliers":
@@ -139,16 +139,16 @@ class Format:
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal noise of the size of another treatment's error: what its direction is compared with.
+    """Gaussian noise with the row-wise RMS of another treatment's error.
 
-    Each row gets noise of the root mean square that the row's error has.
+    Baseline that separates the direction of a quantization error from its size.
 
     Parameters
     ----------
     like : Treatment
-        Whose error.
+        Treatment whose error sets the RMS.
     seed : int
-        Seed of the draws; each tensor draws its own.
+        Seed; each tensor draws its own noise.
     """
 
     like: Treatment
@@ -156,11 +156,11 @@ class Noise:
 
     @property
     def label(self) -> str:
-        """Treatment that the error belongs to."""
+        """Label of the imitated treatment."""
         return f"noise like {self.like.label}"
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
-        """Return the tensor with noise, as float32."""
+        """Return the noisy tensor as float32."""
         error = nk.dequantize(self.like.encode(name, matrix)).astype(np.float64) - matrix
         size = np.sqrt(np.mean(error**2, axis=1, keepdims=True))
         rng = np.random.default_rng([self.seed, *name.encode()])
@@ -171,27 +171,27 @@ class Noise:
 def read_statistics(
     file: str | os.PathLike[str], model: str, spec: str | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Return what an importance file says about a model's tensors, under our names.
+    """Read an importance file and map it to canonical tensor names.
 
     Parameters
     ----------
     file : path
-        What ``nbflow imatrix`` or llama.cpp's ``imatrix`` writes.
+        File of ``nbflow imatrix`` or llama.cpp's ``imatrix``.
     model, spec
-        The model that it is about, as in `nbflow.load`.
+        The model it was collected on, as in `nbflow.load`.
     """
     return with_our_names(read_importance(file), gguf_names_of(model, spec))
 
 
-class Stored:
-    """Tensors as another checkpoint of the same model holds them.
+class StoredWeights:
+    """Weights of another checkpoint of the same model.
 
     Parameters
     ----------
     path : str or path
         The quantized checkpoint.
     spec : ModelSpec
-        The model that it is compared with.
+        The model to compare with.
 
     Raises
     ------
@@ -209,7 +209,7 @@ class Stored:
             raise
 
     def _check(self, path: str | os.PathLike[str], spec: ModelSpec) -> None:
-        """Raise unless the tensors are those of a model, their rows in its order."""
+        """Raise unless tensor names and row order match the model."""
         other = self._other.spec
         if other.tensor_shapes() != spec.tensor_shapes():
             raise UsageError(f"{path}: its tensors are not those of {spec.name}; is it that model?")
@@ -225,10 +225,10 @@ class Stored:
         self._other.file.close()
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
-        """Return the tensor of the other file; `matrix` is not looked at."""
+        """Return the other checkpoint's tensor; `matrix` is unused."""
         other = self._other
         dtype = other.file.dtype(other.spec.tensor_layout(name).name)
         if dtype not in ITEM_BYTES:
-            pieces = read_quantized_operand(other.spec, other.file, Operand(name))
-            return QuantTensor.concatenate(pieces)
+            tensors = read_quantized_operand(other.spec, other.file, Operand(name))
+            return QuantTensor.concatenate(tensors)
         return nk.quantize(other.matrix(name), dtype if dtype in ("f16", "bf16") else "f32")

@@ -1,1 +1,1 @@
-"""The commands of the experiments: each has `add_arguments(parser)` and `run(args) -> int`."""
+"""Commands of the experiments: each module has `add_arguments(parser)` and `run(args) -> int`."""

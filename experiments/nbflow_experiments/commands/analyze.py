@@ -1,8 +1,8 @@
-"""`nbflow analyze`: what quantization does to each tensor, each layer, and the predictions.
+"""`nbflow analyze`: quantization error of tensors, layers and predictions.
 
     nbflow analyze MODEL --weights q3h,q4                      # every tensor
     nbflow analyze MODEL --weights q3h --parts layers          # the residual stream, each matrix
-    nbflow analyze MODEL --weights q3h --parts attribution     # which matrices it hurts most
+    nbflow analyze MODEL --weights q3h --parts attribution     # divergence by matrix
     nbflow analyze MODEL --parts kv --kv q8,q4                 # keys and values apart
     nbflow analyze MODEL --weights q3h,q4 --parts all --out runs/analysis
 
@@ -22,7 +22,12 @@ from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
 from nbflow_experiments.analysis import figures
-from nbflow_experiments.analysis.all_tensor_errors import Found, as_treatments, each_tensor, totals
+from nbflow_experiments.analysis.all_tensor_errors import (
+    TensorResult,
+    as_treatments,
+    each_tensor,
+    totals,
+)
 from nbflow_experiments.analysis.attribution import BY, attribution
 from nbflow_experiments.analysis.kv_cache_bits import kv_errors
 from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
@@ -32,7 +37,7 @@ from nbflow_experiments.analysis.text_windows import analysis_windows
 from nbflow_experiments.analysis.treatments import (
     Checkpoint,
     Format,
-    Stored,
+    StoredWeights,
     Treatment,
     read_statistics,
 )
@@ -74,7 +79,7 @@ COLUMNS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="what nbflow run takes")
+    add("model", metavar="MODEL", help="model, as in nbflow run")
     add("--weights", metavar="FMT,...", default="", help="weight formats, e.g. q3h,q4")
     add(
         "--encoder",
@@ -99,11 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(PARTS)}, or all (tensors)",
     )
     add("--tensors", metavar="PATTERN", help="only matrices of these names, e.g. '*.attn.*'")
-    add("--by", metavar="WHAT,...", default=",".join(BY), help=f"what is swapped ({','.join(BY)})")
+    add("--by", metavar="WHAT,...", default=",".join(BY), help=f"groupings ({','.join(BY)})")
     add(
         "--isolated",
         action="store_true",
-        help="attribution: leave out the runs with everything quantized but one",
+        help="attribution: skip the runs that keep one group in float32",
     )
     add("--kv", metavar="FMT,...", default=KV, help=f"formats of the cache, or K/V pairs ({KV})")
     add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt in the model's folder)")
@@ -144,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _listed(text: str, option: str) -> list[str]:
-    """Return the words of a list with commas."""
+    """Split a comma-separated list."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if len(set(words)) < len(words):
         raise UsageError(f"{option} names something twice: {text}")
@@ -152,7 +157,7 @@ def _listed(text: str, option: str) -> list[str]:
 
 
 def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatment]:
-    """Return what is done to the weights."""
+    """Return the weight treatments."""
     known = None
     if arguments.importance is not None:
         known = read_statistics(arguments.importance, arguments.model, arguments.spec)
@@ -164,14 +169,14 @@ def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatme
     if arguments.against:
         spec = resolve(arguments.model, spec=arguments.spec).spec
         for path in arguments.against:
-            other = Stored(path, spec)
+            other = StoredWeights(path, spec)
             stack.callback(other.close)
             found.append(other)
     return as_treatments(found) if found else []
 
 
 class _Work:
-    """The parts that are asked for, what they print and what they write."""
+    """Runs the requested parts, prints and writes their tables."""
 
     def __init__(
         self, arguments: argparse.Namespace, parts: list[str], treatments: list[Treatment]
@@ -179,7 +184,7 @@ class _Work:
         self._arguments = arguments
         self._treatments = treatments
         self._tables: dict[str, Table] = {}
-        self._tensors_found: list[Found] = []
+        self._tensors_found: list[TensorResult] = []
         self._tokens: dict[str, Any] = {}
         self._folder: AnalysisFolder | None = None
         self._windows: Any = None  # for parts that need no text
@@ -211,7 +216,7 @@ class _Work:
         return settings
 
     def finish(self) -> None:
-        """Print JSON, or write what is left to be written."""
+        """Print JSON, or write the remaining files."""
         if self._arguments.json:
             tables = {n: t.to_dict(orient="records") for n, t in self._tables.items()}
             print(json.dumps(plain(tables), indent=1))
@@ -278,7 +283,7 @@ class _Work:
         self._give("sums", found.sums)
 
     def _give(self, name: str, table: Table, shown: Table = None) -> None:
-        """Keep, write and print a table; `shown` has its rows in another order."""
+        """Record, write and print a table; `shown` is its sorted form."""
         self._tables[name] = table
         if self._folder is not None:
             self._folder.write(name, table)

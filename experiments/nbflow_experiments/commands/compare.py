@@ -1,9 +1,9 @@
-"""`nbflow compare A B`: what changed between two sets of measured points, with intervals.
+"""`nbflow compare A B`: changes between two sets of measured points, with intervals.
 
 A side is a results folder, or ``FOLDER:name=value,...`` for the points with these settings.
 Points are paired if they agree in all settings that neither side fixes.  Perplexity and divergence
 are compared token by token on the same text (paired bootstrap over windows), times by their
-repetitions; an interval that leaves out "no change" is marked.
+repetitions; an interval that excludes "no change" is marked.
 
 Example::
 

@@ -1,12 +1,12 @@
-"""`nbflow imatrix`: how much the columns of each matrix matter, found by reading a text.
+"""`nbflow imatrix`: importance of the columns of each matrix, collected on a calibration text.
 
     nbflow imatrix MODEL --text FILE -o OUT.gguf
     nbflow imatrix --merge A.gguf --merge B.gguf -o OUT.gguf
     nbflow imatrix --show FILE
 
-The mean squares of what each matrix is multiplied with, in the files of llama.cpp's ``imatrix``;
-``nbflow quantize --importance OUT`` weighs errors with them.  With ``--full`` all second moments,
-which ``--encoder gptq`` needs, in a ``.safetensors``.
+Mean squares of the inputs of each matrix, in llama.cpp's ``imatrix`` formats; ``nbflow quantize
+--importance OUT`` weights errors with them.  With ``--full`` all second moments, which ``--encoder
+gptq`` needs, in a ``.safetensors``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LIMIT_BYTES / 2**30,
         metavar="GIB",
-        help="what the sums of --full may take at once; the text is read again for the rest "
+        help="memory for the sums of --full; further passes over the text collect the rest "
         f"({LIMIT_BYTES >> 30})",
     )
     parser.add_argument(
@@ -87,7 +87,7 @@ def _collect(arguments: argparse.Namespace) -> None:
     path = check_ending(arguments.out)
     if arguments.full and path.suffix != ".safetensors":
         raise UsageError(f"{path}: --full needs a .safetensors")
-    if path.exists() and not arguments.force:  # before the work, not after it
+    if path.exists() and not arguments.force:  # fail before the work
         raise UsageError(f"{path}: exists; give another name, or --force")
     arguments.scored, arguments.stride = "all", 0
     windows = text_windows(arguments)

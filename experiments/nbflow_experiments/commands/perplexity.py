@@ -1,8 +1,8 @@
 """`nbflow perplexity`: score a text, alone or against a reference.
 
 Statistics have the names and definitions of llama-perplexity.  With ``--reference`` every scored
-token's distribution is compared with that of a reference model, which runs as well (nothing is
-stored), or was stored by ``--save-reference`` (float32, HDF5).
+token's distribution is compared with that of a reference model, which runs in the same pass, or
+with logits stored by ``--save-reference`` (float32, HDF5).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbflow.distributed import SelfComm
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.estimates import estimate_perplexity
 from nbflow_experiments.scoring.greedy_divergence import Parting, parting
-from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.logits_file import create, open_logits
 from nbflow_experiments.scoring.score_text import (
     Reference,
     file_reference,
@@ -35,7 +35,7 @@ from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 REFERENCE: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32", "outliers": 0.0}
-"""Load options of a reference: nothing is rounded beyond float32."""
+"""Load options of a reference: float32 throughout."""
 GREEDY_PROMPTS = 16
 
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--noise-floor",
         action="store_true",
         help="also compare the reference with itself under bfloat16 rounding of all products: "
-        "differences below that mean nothing",
+        "this is the noise floor of differences",
     )
     parser.add_argument(
         "--greedy",
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help=f"also generate N tokens greedily after {GREEDY_PROMPTS} windows with both models and "
-        "tell where they part",
+        "report the first difference",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse combinations that say nothing."""
+    """Reject meaningless combinations."""
     if arguments.windows < 0 or arguments.greedy < 0:
         raise UsageError("--windows and --greedy must not be negative")
     needs = [f"--{n.replace('_', '-')}" for n in ("noise_floor", "greedy") if getattr(arguments, n)]
@@ -149,7 +149,7 @@ def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM
 
 
 def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.LLM | None:
-    """Return the reference model, if one is to run."""
+    """Return the reference model, if it runs in this process."""
     if arguments.reference is None or arguments.reference.endswith(".h5"):
         return None
     return stack.enter_context(_load_reference(arguments))
@@ -158,12 +158,12 @@ def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nb
 def _reference(
     arguments: argparse.Namespace, companion: nbflow.LLM | None, stack: contextlib.ExitStack
 ) -> Reference | None:
-    """Return what the model is compared with."""
+    """Return the reference of the comparison."""
     if companion is not None:
         return model_reference(companion)
     if arguments.reference is None:
         return None
-    return file_reference(stack.enter_context(open_stored(Path(arguments.reference))))
+    return file_reference(stack.enter_context(open_logits(Path(arguments.reference))))
 
 
 class _Progress:

@@ -1,7 +1,7 @@
 """``nbflow sweep FILE|MODEL``: measure every point of a sweep.
 
-FILE is a sweep in TOML, or a grid of Weights & Biases in YAML or JSON.  Every setting is an option,
-too, which takes one value or a list; without a file the options are the sweep.
+FILE is a sweep in TOML, or a grid of Weights & Biases in YAML or JSON.  Every setting is also an
+option that takes one value or a list; without a file the options define the sweep.
 
 Example::
 
@@ -32,7 +32,7 @@ _SHORT = {
     "repeats": ("-r",),
     "threads": ("-t",),
 }
-"""Other names of options, llama-bench's where it has them."""
+"""Aliases of options; llama-bench's where it has them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--dry-run", "print the points and estimated bytes, run nothing"),
         ("--resume", "continue with an existing results folder"),
         ("--retry-failed", "like --resume, and run failed points again"),
-        ("--merge", "write the tables of what is there, run nothing"),
+        ("--merge", "write the tables of finished points, run nothing"),
         ("--isolate", "run each point in a subprocess"),
         ("--fail-fast", "stop at the first point that fails"),
     ):
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--shard", "I/N", "run the I-th of N parts, I from 0; others may run in the same folder"),
         ("--launcher", "CMD", "starts MPI ranks for points, e.g. 'srun -n {ranks}' (or mpirun)"),
         ("--name", "NAME", "name of the results folder"),
-        ("--measures", "A,B", "what is measured, instead of the file's"),
+        ("--measures", "A,B", "measures, replacing the file's"),
     ):  # fmt: skip
         add(name, metavar=metavar, help=text)
     add("--timeout", type=float, metavar="S",
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python file that registers weight formats; it is executed (repeatable)")  # fmt: skip
     add("--out", type=Path, default=Path("runs"), metavar="DIR",
         help="folder in which the results folder is made (default: runs)")  # fmt: skip
-    add("--group", type=Path, help=argparse.SUPPRESS)  # for the processes it starts
+    add("--group", type=Path, help=argparse.SUPPRESS)  # for child processes
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _lists(args: argparse.Namespace) -> tuple[Path | None, dict[str, list[str]]]:
-    """Return the sweep file, if there is one, and the settings that were given as options."""
+    """Return the sweep file, if any, and the settings given as options."""
     lists = {
         name: texts for name in SETTINGS if (texts := getattr(args, f"setting_{name}")) is not None
     }

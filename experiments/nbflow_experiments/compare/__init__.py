@@ -1,8 +1,8 @@
-"""Two sets of measured points, compared number by number with an interval.
+"""Comparison of two sets of measured points, metric by metric, with intervals.
 
 =============  ====================================================================================
-`selection`    which points: a results folder, perhaps only those with certain settings
-`bootstrap`    intervals of differences and ratios, from what was measured more than once
-`pairs`        points of both sides that agree in everything else, and their numbers side by side
+`selection`    selection of points: a results folder, optionally filtered by settings
+`bootstrap`    intervals of differences and ratios, by resampling
+`pairs`        pairs of points that agree in all other settings, and their metrics
 =============  ====================================================================================
 """

@@ -1,8 +1,8 @@
 """Intervals by resampling.
 
-Numbers of the same tokens are compared in pairs: what one window of text has in common for both
-sides cancels.  Windows are drawn, not tokens, because neighbouring tokens are alike.  Repetitions
-of a time are not paired.  Percentile intervals; the draws are those of a fixed seed.
+Per-token metrics are compared in pairs, which cancels the difficulty of the text.  Windows are
+resampled, not tokens, because neighbouring tokens are correlated.  Repetitions of a time are not
+paired.  Percentile intervals, with a fixed seed.
 
 Source: B. Efron and R. J. Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 13 and 16;
 for paired tests of models P. Koehn, "Statistical Significance Tests for Machine Translation
@@ -19,7 +19,7 @@ import numpy as np
 RESAMPLES = 10_000
 SEED = 0
 _AT_ONCE = 2**22
-"""Numbers of one array of draws."""
+"""Elements of one array of resamples."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Interval:
     """A change from one side to the other."""
 
     a: float
-    """The number of the first side."""
+    """Value of the first side."""
     b: float
-    """The number of the second side."""
+    """Value of the second side."""
     low: float
-    """Lower end of the interval of the change; NaN where nothing was measured twice."""
+    """Lower end of the interval of the change; NaN without repetitions."""
     high: float
     """Its upper end."""
     ratio: bool
@@ -63,13 +63,13 @@ def paired(
     Parameters
     ----------
     a, b : arrays, shape (n,)
-        A number of each token for both sides.
+        Per-token values of both sides.
     window : int
-        Tokens of a window; these are drawn together.
+        Tokens per window, resampled together.
     transform : callable
-        What is compared: a function of the mean, e.g. `numpy.exp` for perplexities.
+        Function of the mean, e.g. `numpy.exp` for perplexities.
     confidence : float
-        Share of the interval.
+        Confidence level.
     """
     starts = np.arange(0, len(a), window)
     sums = np.stack([np.add.reduceat(x.astype(np.float64), starts) for x in (a, b)])
@@ -95,9 +95,9 @@ def unpaired(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> Interval
     Parameters
     ----------
     a, b : arrays
-        Repetitions of both sides, not necessarily as many.
+        Repetitions of both sides; lengths may differ.
     confidence : float
-        Share of the interval.
+        Confidence level.
     """
     rng = np.random.default_rng(SEED)
     low = high = np.nan

@@ -1,4 +1,4 @@
-"""The numbers of two points side by side."""
+"""Comparison of paired points."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Comparison:
     metric: str
     """Name of the metric."""
     interval: Interval
-    """Both numbers and the interval of the change."""
+    """Both values and the interval of the change."""
     basis: str
     """Resampled units: ``windows``, ``repetitions``, or ``-`` without an interval."""
 
@@ -42,7 +42,7 @@ def compare(a: Side, b: Side, metrics: Sequence[str] = ()) -> list[Comparison]:
     a, b : Side
         Both sides.
     metrics : sequence of str
-        Only these; all that both sides have by default.
+        Metrics to compare; by default all that both sides have.
     """
     pairs = matching(a, b)
     varying = [

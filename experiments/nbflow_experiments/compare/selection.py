@@ -20,18 +20,18 @@ class Side:
     """The points of one side."""
 
     text: str
-    """As it was asked for."""
+    """Text of the command line."""
     path: Path
     """The results folder."""
     fixed: dict[str, str]
-    """Settings that were asked for, by name."""
+    """Fixed settings, by name."""
     points: list[dict[str, Any]]
     """The settings of each point that succeeded, and its name under ``point``."""
     readings: Any
     """``results.csv`` as a DataFrame."""
 
     def repetitions(self, point: str) -> dict[str, np.ndarray]:
-        """Return what was measured more than once at a point, by metric."""
+        """Return the repeated measurements of a point, by metric."""
         rows = self.readings[self.readings.point == point]
         repeated = rows[rows["repeat"].notna() & rows["rank"].isna()]
         return {
@@ -40,13 +40,13 @@ class Side:
         }
 
     def single(self, point: str) -> dict[str, float]:
-        """Return the numbers of a point that stand for all ranks and repetitions, by metric."""
+        """Return the summaries of a point over ranks and repetitions, by metric."""
         rows = self.readings[self.readings.point == point]
         whole = rows[rows["repeat"].isna() & rows["rank"].isna()]
         return dict(zip(whole.metric, whole.value.astype(float), strict=True))
 
     def per_token(self, point: str) -> dict[str, np.ndarray]:
-        """Return the arrays of a point with a number for each token, if they are kept."""
+        """Return the per-token arrays of a point, if stored."""
         file = self.path / "results.h5"
         if not file.is_file():
             return {}
@@ -56,7 +56,7 @@ class Side:
 
 
 def select(text: str) -> Side:
-    """Return the points that a text names.
+    """Parse a side and select its points.
 
     Raises
     ------
@@ -85,12 +85,12 @@ def _values(points: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def matching(a: Side, b: Side) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the points of both sides that agree in all settings that neither side fixes.
+    """Return the pairs of points that agree in all settings that neither side fixes.
 
     Raises
     ------
     UsageError
-        If there are none.
+        If no pair exists.
     """
     free = [name for name in SETTINGS if name not in a.fixed and name not in b.fixed]
 

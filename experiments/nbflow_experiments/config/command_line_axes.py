@@ -16,20 +16,19 @@ from nbflow_kernels.errors import UsageError
 
 
 def parse_list(name: str, texts: Sequence[str]) -> list[Value]:
-    """Return the values of a setting's option, which may have been given more than once.
+    """Parse the values of a setting's option, which may be repeated.
 
     Parameters
     ----------
     name : str
         The setting.
     texts : sequence of str
-        The option: values separated by commas.  (Partitions, too: there a comma is not a stage.)
+        The option's texts: values separated by commas, also for partitions.
 
     Raises
     ------
     UsageError
-        If a number is none, or a range is wrong; whether the values are possible is looked at
-        later.
+        If a number or range is malformed; the values themselves are checked later.
 
     Examples
     --------
@@ -50,7 +49,7 @@ def parse_list(name: str, texts: Sequence[str]) -> list[Value]:
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> Value:
-    """Return a number, or raise naming the option."""
+    """Parse a number; errors name the option."""
     try:
         return kind(text)
     except ValueError:
@@ -59,7 +58,7 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> Value:
 
 
 def apply_lists(data: dict[str, Any], lists: Mapping[str, Sequence[str]]) -> None:
-    """Put the settings of the command line into a parsed sweep file.
+    """Apply command-line settings to a parsed sweep file.
 
     Raises
     ------
@@ -69,10 +68,10 @@ def apply_lists(data: dict[str, Any], lists: Mapping[str, Sequence[str]]) -> Non
     fixed, axes = data.setdefault("settings", {}), data.setdefault("axes", {})
     groups = data.get("zip", [])
     if not (isinstance(fixed, dict) and isinstance(axes, dict) and isinstance(groups, list)):
-        return  # who reads the sections says what is wrong
+        return  # parse_sweep reports the error
     for name, texts in lists.items():
         values = parse_list(name, texts)
-        if name == "eval_text":  # meant from where the command is typed
+        if name == "eval_text":  # relative to the working directory
             values = [str(Path(str(v)).absolute()) if v else v for v in values]
         for group in groups:
             if isinstance(group, dict) and name in group:

@@ -1,4 +1,4 @@
-"""A point of a sweep: its frozen configuration and the id made from it."""
+"""Sweep points: frozen configuration and content-derived id."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from nbflow_experiments.settings import SETTINGS, Value
 from nbflow_kernels.errors import UsageError
 
 FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
-"""Points that agree in these, and in the model, have the same weights."""
+"""Settings that, with the model, determine the quantized weights."""
 _EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
 _LENGTHS = (
     *("batch", "prompt", "decode", "prefix", "shared_keys", "own_keys", "heads"),
     *("draft", "n_draft", "repeats", "warmup"),
 )
 LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
-"""Points that agree in these can use one loaded model."""
+"""Settings that determine the loaded model."""
 QUALITY_SETTINGS = (*LOAD_SETTINGS, *_EVALUATION)
-"""Points that agree in these have the same errors: the batch and the lengths do not matter."""
+"""Settings that determine the quality measures: all but batch and lengths."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point, ready to be run."""
+    """Point of a sweep, ready to run."""
 
     id: str
-    """sha256 of the canonical JSON of everything that decides the result."""
+    """sha256 of the canonical JSON of all inputs of the result."""
     config: dict[str, Value]
     """Every setting."""
     measures: tuple[str, ...]
@@ -41,11 +41,11 @@ class Point:
     model_digest: str
     """sha256 of the model's files."""
     dataset_digest: str
-    """sha256 of the evaluated text; empty where no measure reads it."""
+    """sha256 of the evaluated text; empty if no measure reads it."""
     text: Path | None
     """The evaluated text."""
     format_digest: str = ""
-    """Digest of the files that decide on the weights: the source of a registered format, a policy,
+    """Digest of the files that determine the weights: source of a registered format, policy,
     importances; empty without any."""
 
     @property
@@ -54,11 +54,11 @@ class Point:
         return self.id[:12]
 
     def key(self, names: Iterable[str]) -> tuple[Value, ...]:
-        """Return the values of some settings, to compare points by."""
+        """Return the values of some settings as a comparison key."""
         return tuple(self.config[name] for name in names)
 
     def record(self) -> dict[str, Any]:
-        """Return what the id is made of."""
+        """Return the data hashed into the id."""
         return _identity(
             self.config, self.measures, self.model_digest, self.dataset_digest, self.format_digest
         )
@@ -67,7 +67,7 @@ class Point:
 def _identity(
     config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str, format: str
 ) -> dict[str, Any]:
-    """Return the plain data that decides a point's result."""
+    """Return the inputs of a point's result as plain data."""
     identity = {
         "config": dict(config),
         "measures": list(measures),
@@ -103,7 +103,7 @@ def point_id(identity: Mapping[str, Any]) -> str:
 def make_points(sweep: Sweep) -> list[Point]:
     """Freeze the points of a sweep, in the order in which they run.
 
-    Points that can use one loaded model stand together; otherwise the order is the file's.
+    Points that share a loaded model are adjacent; otherwise the file's order holds.
 
     Raises
     ------
@@ -164,10 +164,10 @@ def _check_window(config: Mapping[str, Value], identity: backend.ModelIdentity) 
 
 
 def check_world(points: Iterable[Point], size: int) -> None:
-    """Raise if a partition needs more ranks than there will be.
+    """Raise if a partition needs more ranks than available.
 
-    Without mpirun (`size` 1) every partition runs on in-process ranks, unless the point says how
-    many ranks are to be started for it.
+    Without mpirun (`size` 1) every partition runs on in-process ranks, unless the point sets the
+    number of ranks to start.
     """
     for point in points:
         ranks = int(point.config["ranks"])
@@ -194,7 +194,7 @@ def check_world(points: Iterable[Point], size: int) -> None:
 def estimate_bytes(point: Point) -> dict[str, int]:
     """Return the bytes of weights and KV cache of a point, as the planner counts them.
 
-    All ranks together; copies that several ranks hold count once.
+    Sum over ranks; replicated tensors count once.
     """
     config = point.config
     weights, kv_token = backend.model_bytes(

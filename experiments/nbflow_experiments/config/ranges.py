@@ -1,4 +1,4 @@
-"""Ranges of integers, as sweep files and command lines write them.
+"""Integer ranges of sweep files and command lines.
 
 ======================================  ===========================================
 ``"2..8"``, ``"2-8"``                   2 3 4 5 6 7 8
@@ -8,7 +8,7 @@
 ``{start = 16, stop = 128, factor = 2}``  16 32 64 128
 ======================================  ===========================================
 
-Both ends belong to a range, the second one if a step meets it.
+Both ends are included, the second one if a step reaches it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 _TEXT = re.compile(r"\s*(\d+)\s*(?:\.\.|-)\s*(\d+)\s*(?:([+*])\s*(\d+)\s*)?")
 _KEYS = ("start", "stop", "step", "factor")
-_MOST = 100_000  # more points than anybody measures: a slip of the pen
+_MOST = 100_000  # certainly a typo
 
 
 def expand_range(name: str, item: str | dict[str, Any], where: str) -> list[int]:
-    """Return the numbers of a range.
+    """Expand a range.
 
     Parameters
     ----------
     name : str
-        Whose values these are, for messages.
+        Name of the setting, for messages.
     item : str or dict
         The range, as above.
     where : str
-        Where it stands, for messages.
+        Location in the file, for messages.
 
     Raises
     ------
     UsageError
-        If it is not a range, does not go up, or has more than 100,000 numbers.
+        If it is not a range, does not increase, or has more than 100,000 numbers.
 
     Examples
     --------

@@ -1,11 +1,11 @@
-"""The sweep file: which points a sweep consists of.
+"""Sweep file: definition of the points of a sweep.
 
 A sweep is a TOML file::
 
     [sweep]
     name = "bits"                       # name of the results folder
     description = "bits against error"
-    seed = 0                            # which windows of the text are evaluated
+    seed = 0                            # choice of the evaluated windows
     measures = ["weight_error", "perplexity", "decode"]
 
     formats = ["my_format.py"]          # Python that registers weight formats: it is executed
@@ -19,7 +19,7 @@ A sweep is a TOML file::
     batch = "1..4"                      # 1 2 3 4
     decode = {start = 16, stop = 64, factor = 2}          # 16 32 64
 
-    [[zip]]                             # these vary together: one axis of pairs
+    [[zip]]                             # settings that vary together: one axis
     kv = ["f16", "q8"]
     max_context = [256, 512]
 
@@ -67,13 +67,13 @@ _SECTIONS = ("sweep", "settings", "axes", "zip", "exclude")
 _SWEEP_KEYS = ("name", "description", "seed", "measures", "formats")
 _Bundle = list[dict[str, Value]]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
-"""Endings of sweep files."""
+"""Suffixes of sweep files."""
 _MOST_BYTES = 2**22  # a sweep is written by hand
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep with its points written out."""
+    """Sweep with its expanded points."""
 
     name: str
     """Name of the results folder."""
@@ -88,7 +88,7 @@ class Sweep:
     excluded: int
     """Number of points of the product that were excluded."""
     folder: Path
-    """Folder of the sweep file; relative paths in it are meant from there."""
+    """Folder of the sweep file, base of its relative paths."""
     formats: tuple[Path, ...] = ()
     """Files of weight formats, which every rank executes."""
 
@@ -126,8 +126,8 @@ def load_sweep(
     Raises
     ------
     UsageError
-        If the file is missing, is not TOML (YAML, JSON), or says something that does not exist or
-        contradicts itself; the message names the place.
+        If the file is missing, malformed, or has unknown or contradictory entries; the message
+        names the location.
     """
     path = Path(path)
     data = read_sweep_file(path)
@@ -143,10 +143,10 @@ def load_sweep(
 def sweep_of_lists(
     lists: Mapping[str, Sequence[str]], overrides: Sequence[str] = (), formats: Sequence[Path] = ()
 ) -> Sweep:
-    """Return the sweep that the command line describes alone, without a file.
+    """Return the sweep that command-line settings define, without a file.
 
-    Parameters are those of `load_sweep`; `lists` names the model.  It is called after the model,
-    and measures what llama-bench does (`SPEED`) unless ``sweep.measures`` is given.
+    Parameters are those of `load_sweep`; `lists` must contain the model, which names the sweep.
+    The default measures are llama-bench's (`SPEED`).
     """
     data: dict[str, Any] = {"sweep": {"measures": list(SPEED)}}
     for override in overrides:
@@ -195,7 +195,7 @@ def parse_sweep(
         if key not in _SWEEP_KEYS:
             raise unknown_name("entry of [sweep]", key, _SWEEP_KEYS)
     files = (*_format_files(head.get("formats", []), folder), *(f.absolute() for f in formats))
-    for file in files:  # before any name of a format is looked at
+    for file in files:  # before format names are checked
         backend.load_formats(file)
     name = _name(head.get("name", default_name))
     measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
@@ -247,7 +247,7 @@ def _groups(data: Mapping[str, Any], section: str) -> list[dict[str, Any]]:
 
 
 def _name(name: object) -> str:
-    """Return the sweep's name if it can be a folder's."""
+    """Return the sweep's name; it must be valid as a folder name."""
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise UsageError(f"[sweep]: name must be letters, digits, '-', '_' and '.', got {name!r}")
     return name
@@ -271,7 +271,7 @@ def _measures(names: object) -> tuple[str, ...]:
 
 
 def _bundles(data: Mapping[str, Any]) -> list[_Bundle]:
-    """Return the axes, each as the list of the assignments it goes through."""
+    """Return the axes, each a list of assignments."""
     bundles: list[_Bundle] = []
     for name, values in _table(data, "axes").items():
         bundles.append([{name: value} for value in expand_axis(name, values, "[axes]")])
@@ -287,7 +287,7 @@ def _bundles(data: Mapping[str, Any]) -> list[_Bundle]:
 
 
 def expand_axis(name: str, values: object, where: str) -> list[Value]:
-    """Return the values an axis goes through: a list, a range, or a list with ranges in it."""
+    """Expand the values of an axis: a list, a range, or a list that contains ranges."""
     known = setting(name, "axis")
     items = values if isinstance(values, list) else [values]
     if not isinstance(values, list) and not (known.is_integer and isinstance(values, str | dict)):
@@ -347,17 +347,17 @@ def _merge(base: Mapping[str, Value], parts: Iterable[Mapping[str, Value]]) -> d
 
 
 def is_sweep_file(text: str) -> bool:
-    """Return whether a word of the command line names a sweep file, and not a model."""
+    """Return whether a command-line argument names a sweep file rather than a model."""
     return text.lower().endswith(SUFFIXES) and not Path(text).is_dir()
 
 
 def read_sweep_file(path: Path) -> dict[str, Any]:
-    """Return the content of a sweep file, in the words of a TOML one.
+    """Read a sweep file of any type as a parsed TOML one.
 
     Raises
     ------
     UsageError
-        If it cannot be read, is too large, or not what its ending says.
+        If it is unreadable, too large, or not of the type of its suffix.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -374,7 +374,7 @@ def read_sweep_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(path: Path, text: str) -> Any:
-    """Return the parsed text, by the ending of the file."""
+    """Parse the text by the file's suffix."""
     suffix = path.suffix.lower()
     if suffix in (".yaml", ".yml"):
         yaml = require("yaml")

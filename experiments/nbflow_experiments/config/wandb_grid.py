@@ -1,4 +1,4 @@
-"""Weights & Biases' sweep files, translated: ``method: grid``.
+"""Translation of Weights & Biases sweep files (``method: grid``).
 
 A file like this gives the same points as the TOML below it::
 
@@ -13,7 +13,7 @@ A file like this gives the same points as the TOML below it::
         min: 1
         max: 4
 
-What a grid has no use for is refused, not ignored.  Parameters are settings
+Keys without a meaning for a grid are rejected, not ignored.  Parameters are settings
 (`nbflow_experiments.settings`).
 """
 
@@ -40,29 +40,29 @@ _DISTRIBUTIONS = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
 def is_wandb(data: Mapping[str, Any]) -> bool:
-    """Return whether a parsed file is one of these sweep files."""
+    """Return whether a parsed file is a W&B sweep file."""
     return "method" in data or "parameters" in data
 
 
 def from_wandb(data: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """Return the sweep file of ours that says the same.
+    """Translate a W&B grid to an nbflow sweep file.
 
     Parameters
     ----------
     data : mapping
         The parsed file.
     path : object
-        Its name, for messages.
+        File name, for messages.
 
     Returns
     -------
     dict
-        As a TOML sweep file is parsed.
+        Parsed TOML sweep file.
 
     Raises
     ------
     UsageError
-        If the method is not grid, or the file asks for something that a grid cannot do.
+        If the method is not grid, or the file uses a feature that a grid lacks.
     """
     for key in data:
         if key in _REFUSED:

@@ -1,7 +1,7 @@
 """Tables of a results folder for other programs and for papers.
 
 =============  ====================================================================================
-`markup`       Markdown and LaTeX: the settings that vary and the numbers people quote, rounded
-`data`         CSV, JSON lines and Parquet: every column, every digit
+`markup`       Markdown and LaTeX: varying settings and headline metrics, rounded
+`data`         CSV, JSON lines and Parquet: all columns, full precision
 =============  ====================================================================================
 """

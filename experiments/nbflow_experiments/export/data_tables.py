@@ -1,4 +1,4 @@
-"""Tables with every digit: CSV, JSON lines, Parquet."""
+"""Full-precision tables: CSV, JSON lines, Parquet."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 def to_jsonl(columns: Sequence[str], rows: Sequence[Row]) -> str:
     """Return a table as one JSON object per line.
 
-    JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which
-    ``float`` reads.
+    JSON lacks NaN and infinity: they become the strings "NaN", "Infinity" and "-Infinity", which
+    ``float`` parses.
     """
     lines = [json.dumps({c: _plain(row[c]) for c in columns}, allow_nan=False) for row in rows]
     return "".join(f"{line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""Tables for a page: Markdown, and LaTeX with the package booktabs."""
+"""Tables for documents: Markdown, and LaTeX with booktabs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LATEX = {
 
 
 def quoted_columns(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the settings that vary and the numbers that people quote, as far as there are any."""
+    """Return the varying settings and the headline metrics present in the rows."""
     varying = [name for name in SETTINGS if len({row[name] for row in rows}) > 1]
     shown = [
         name for name in QUOTED if name in columns and any(row[name] is not None for row in rows)
@@ -71,12 +71,12 @@ def to_latex(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _rule(rows: Sequence[Row], name: str) -> str:
-    """Return how a column is aligned."""
+    """Return the alignment of a column."""
     return "---" if any(isinstance(row[name], str) for row in rows) else "---:"
 
 
 def _cell(row: Row, name: str) -> str:
-    """Return one value as text: numbers to four digits, with a standard error where there is."""
+    """Return one value as text: numbers to four digits, with a standard error if known."""
     text, error = number(row[name]), row.get(f"{name}_stderr")
     if isinstance(error, float) and math.isfinite(error) and row[name] is not None:
         text += f" ± {error:.2g}"
@@ -84,7 +84,7 @@ def _cell(row: Row, name: str) -> str:
 
 
 def number(value: Any) -> str:
-    """Return a value as people write it.
+    """Format a value for readers.
 
     Examples
     --------
@@ -103,5 +103,5 @@ def number(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return text that LaTeX prints as it is."""
+    """Escape text for LaTeX."""
     return "".join(_LATEX.get(letter, letter) for letter in text)

@@ -17,7 +17,7 @@ from nbflow_experiments.measures import (
     speculation,
     weight_error,
 )
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 
 __all__ = [
     "MEASURES",
@@ -25,7 +25,7 @@ __all__ = [
     "Array",
     "Context",
     "Measure",
-    "Outcome",
+    "MeasureResult",
     "Reading",
     "needs_reference",
     "needs_text",
@@ -57,10 +57,10 @@ MEASURES: dict[str, Measure] = {
 
 
 def needs_text(names: Iterable[str]) -> bool:
-    """Return whether one of these measures evaluates text."""
+    """Return whether any of these measures evaluates text."""
     return any(MEASURES[name].needs_text for name in names)
 
 
 def needs_reference(names: Iterable[str]) -> bool:
-    """Return whether one of these measures compares with the reference's logits."""
+    """Return whether any of these measures needs reference logits."""
     return any(MEASURES[name].needs_reference for name in names)

@@ -1,19 +1,19 @@
-"""Decode attention of sequences that begin alike: each for itself, and shared keys read once.
+"""Cascade decode attention of sequences with a shared prefix, against plain paged attention.
 
 Only attention runs, of one layer and one step: `batch` sequences with a query row each have their
-first `shared_keys` keys on the same pages and `own_keys` keys each behind them.  Keys and values
-are random, on pages of 16 tokens in the format `kv`; `heads` says query heads, key/value heads and
-numbers of a head, those of the model where it is empty.  Three ways take turns: *flat*,
+first `shared_keys` keys on the same pages, followed by `own_keys` keys of its own.  Keys and values
+are random, on pages of 16 tokens in the format `kv`; `heads` gives query heads, key/value heads and
+head size (empty: those of the model).  Three variants take turns: *flat*,
 `BatchDecodeWithPagedKVCacheWrapper` with `disable_page_sharing`, where every sequence reads all of
 its keys; *shared*, the same wrapper, which reads shared pages once, as the engine does; *levels*,
 `MultiLevelCascadeAttentionWrapper` with two levels and a merge.
 
 Times are seconds of wall time of one run, planning excluded; a repetition is as many runs as take
-20 ms, medians of `repeats` repetitions after `warmup` that are thrown away: `cascade_flat_s`,
+20 ms, medians of `repeats` repetitions after `warmup` discarded ones: `cascade_flat_s`,
 `cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and `cascade_levels_speedup` are
 medians of the repetitions' ratios to flat.  `cascade_flat_bytes` and `cascade_bytes` are the keys
-and values that are read with every sequence for itself and with shared ones once;
-`cascade_byte_ratio`, their quotient, bounds the speed-up where reading takes the time.
+and values read per sequence and read once per shared page; `cascade_byte_ratio`, their quotient,
+bounds the speed-up of memory-bound attention.
 `cascade_same_share` is the share of rows whose bits are the same flat and shared.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading, repeated
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading, repeated
 from nbflow_experiments.settings import parse_heads
 from nbflow_kernels import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -39,7 +39,7 @@ from nbflow_kernels.kv_cache.formats import KVFormat, kv_format
 
 PAGE = 16
 LEAST_S = 0.02
-"""Total time of the runs of a repetition."""
+"""Minimum total time of the runs of a repetition."""
 LAYOUT = "HND"
 
 
@@ -51,13 +51,13 @@ class Sizes:
     shared_keys: int
     own_keys: int
     heads: tuple[int, int, int]
-    """Query heads, key/value heads, numbers of a head."""
+    """Query heads, key/value heads, head size."""
     kv: str
-    """Format of keys and values, or both with a stroke between."""
+    """KV-cache format, or key format/value format."""
 
     @property
     def key_bytes(self) -> int:
-        """Return the bytes of a key and its value, of all heads."""
+        """Return the bytes of a key and its value, over all heads."""
         _, G, D = self.heads
         return G * sum(format.row_bytes(D) for format in self.formats)
 
@@ -68,10 +68,10 @@ class Sizes:
         return kv_format(names[0]), kv_format(names[-1])
 
 
-def run(context: Context) -> Outcome:
-    """Time the three ways."""
+def run(context: Context) -> MeasureResult:
+    """Time the three variants."""
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     spec, asked = context.model.spec, str(context.config["heads"])
     heads = parse_heads(asked) if asked else (spec.n_heads, spec.n_kv_heads, spec.head_dim)
     batch, shared, own = map(context.number, ("batch", "shared_keys", "own_keys"))
@@ -81,16 +81,16 @@ def run(context: Context) -> Outcome:
             f"cascade: shared_keys must be a multiple of {PAGE}, the tokens of a page, got "
             f"{sizes.shared_keys}"
         )
-    ways, warmup = three_ways(sizes), context.number("warmup")
-    outputs = [way() for way in ways]
+    runs, warmup = attention_runs(sizes), context.number("warmup")
+    outputs = [run_once() for run_once in runs]
     rounds = range(warmup + context.number("repeats"))
-    seconds = np.array([[time_runs(way) for way in ways] for _ in rounds])[warmup:]
+    seconds = np.array([[time_runs(run_once) for run_once in runs] for _ in rounds])[warmup:]
     same = (outputs[0] == outputs[1]).all(axis=(1, 2))
     return summary(sizes, seconds, float(same.mean()))
 
 
-def three_ways(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
-    """Return the runs flat, shared and on two levels over the same pages."""
+def attention_runs(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
+    """Return the variants flat, shared and two-level, over the same pages."""
     B, (H, G, D), rng = sizes.batch, sizes.heads, np.random.default_rng(0)
     shared, own = sizes.shared_keys // PAGE, -(-sizes.own_keys // PAGE)
     first = np.arange(shared, dtype=np.int32)
@@ -101,21 +101,21 @@ def three_ways(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
     cache = random_pages(rng, shared + B * own, sizes)
     q = rng.standard_normal((B, H, D)).astype(np.float32)
     format: dict[str, Any] = {"kv_format": sizes.kv}
-    ways: list[Callable[[], np.ndarray]] = []
+    runs: list[Callable[[], np.ndarray]] = []
     for off in (True, False):
         flat = BatchDecodeWithPagedKVCacheWrapper(kv_layout=LAYOUT)
         flat.plan(
             each * (shared + own), whole, last, H, G, D, PAGE, disable_page_sharing=off, **format
         )
-        ways.append(lambda wrapper=flat: wrapper.run(q, cache))  # type: ignore[misc]
+        runs.append(lambda wrapper=flat: wrapper.run(q, cache))  # type: ignore[misc]
     levels = MultiLevelCascadeAttentionWrapper(2, kv_layout=LAYOUT)
     ends = np.array([0, shared], np.int32), np.array([min(shared, 1) * PAGE], np.int32)
     levels.plan(
         [np.array([0, B], np.int32), each], [ends[0], each * own], [first, owned.ravel()],
         [ends[1], last], H, G, D, PAGE, **format,
     )  # fmt: skip
-    ways.append(lambda: levels.run(q, cache))
-    return ways
+    runs.append(lambda: levels.run(q, cache))
+    return runs
 
 
 def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
@@ -132,18 +132,18 @@ def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.nda
     return keys, values
 
 
-def time_runs(way: Callable[[], Any]) -> float:
-    """Return the mean seconds of a run, of as many as take `LEAST_S`."""
+def time_runs(run_once: Callable[[], Any]) -> float:
+    """Return the mean seconds of a run, repeated for at least `LEAST_S`."""
     began = time.perf_counter()
     n = 0
     while (elapsed := time.perf_counter() - began) < LEAST_S or not n:
-        way()
+        run_once()
         n += 1
     return elapsed / n
 
 
-def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> Outcome:
-    """Return the numbers of repetitions (repeats, 3) in seconds."""
+def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> MeasureResult:
+    """Summarise repetitions (repeats, 3) in seconds."""
     n, readings = len(seconds), list[Reading]()
     for i, name in enumerate(("flat", "shared", "levels")):
         readings += repeated(f"cascade_{name}_s", seconds[:, i], "s")
@@ -158,7 +158,7 @@ def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> Outcome:
         Reading("cascade_byte_ratio", flat / keys, "1"),
         Reading("cascade_same_share", same_share, "1", sizes.batch),
     ]
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("cascade", "point", run, str(__doc__), by_default=False)

@@ -1,22 +1,22 @@
-"""Bytes that the ranks send each other.
+"""Communication volume between ranks, in bytes.
 
 The payload bytes of one untimed repetition of the `decode` measure: `batch` prompts of `prompt`
-tokens are read and `decode` steps follow.  A message to k ranks counts k times; headers and objects
-that only steer the run do not count.  `traffic_predicted_bytes` is what the partition says
-beforehand about the same run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
+tokens are prefilled and `decode` steps follow.  A message to k ranks counts k times; headers and
+control messages do not count.  `traffic_predicted_bytes` is the partition's prediction for the same
+run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
 batch x (prompt + decode).  With ``exchange = "q8"``, `exchange_error_relative` is the root mean
-square of what rounding takes off the partial sums, by that of the sums, over all steps since the
+square of the rounding error of the partial sums over that of the sums, for all steps since the
 model was loaded.
 """
 
 from __future__ import annotations
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading
 
 
-def run(context: Context) -> Outcome:
-    """Count the bytes of one run."""
+def run(context: Context) -> MeasureResult:
+    """Count the bytes sent in one run."""
     prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
     context.model.reset_traffic()
     backend.time_decode(context.model, prompt, steps, batch, 1, 0)
@@ -24,7 +24,7 @@ def run(context: Context) -> Outcome:
     rounded = context.config["exchange"] != "f32"
     error = context.model.exchange_error() if rounded else 0.0
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     measured = sum(rank["measured_bytes"] for rank in ranks)
     predicted = sum(rank["predicted_bytes"] for rank in ranks)
     per_token = measured / (batch * (prompt + steps))
@@ -35,7 +35,7 @@ def run(context: Context) -> Outcome:
     ]
     if rounded:
         readings.append(Reading("exchange_error_relative", error, "1"))
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("traffic", "point", run, str(__doc__))

@@ -1,8 +1,8 @@
-"""Speed of decoding, token by token.
+"""Decode throughput.
 
 Wall time of `decode` steps of the whole batch after prompts of `prompt` tokens, greedy,
-communication included.  Reading the prompts, loading, quantization, compilation and tokenization
-are excluded; `warmup` repetitions are run and thrown away.  Tokens per second counts all sequences
+communication included.  Prefill, loading, quantization, compilation and tokenization are excluded;
+`warmup` repetitions are run and discarded.  Tokens per second counts all sequences
 (batch x decode / time).  Every one of `repeats` repetitions is stored; the median is quoted, with
 the slowest and the fastest.
 """
@@ -10,10 +10,10 @@ the slowest and the fastest.
 from __future__ import annotations
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, speed
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, speed
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the steps."""
     steps, batch = context.number("decode"), context.number("batch")
     seconds = backend.time_decode(

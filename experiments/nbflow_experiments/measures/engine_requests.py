@@ -1,4 +1,4 @@
-"""Requests through `nbflow.LLMEngine`, for the measures: who asked what, and when it came."""
+"""Timed requests through `nbflow.LLMEngine`, for the measures."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request."""
+class TimedRequest:
+    """Request to time."""
 
     prompt: np.ndarray
     """Token ids, int64 (T,)."""
     n_new: int
-    """Tokens to generate, greedily; end tokens do not end it."""
+    """Tokens to generate, greedily; EOS is ignored."""
     draft: Any = None
     """Source of draft tokens: None, "ngram", or a loaded model."""
     n_draft: int = 5
-    """Tokens proposed at a time."""
+    """Draft tokens per step."""
     salt: str = ""
-    """Prompts of different salts share nothing in the prefix cache."""
+    """Prefix-cache salt: prompts of different salts share no pages."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Result of a request."""
+class RequestResult:
+    """Tokens and timing of a request."""
 
     ids: tuple[int, ...]
-    """The new tokens."""
+    """The generated tokens."""
     first_token_s: float
-    """When the first one was there, since the round began."""
+    """Time to first token, from the start of the round."""
     cached_tokens: int
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     n_drafted: int
-    """Tokens proposed."""
+    """Draft tokens."""
     n_accepted: int
-    """Proposed tokens that were right."""
+    """Accepted draft tokens."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Some requests, all there at the beginning."""
+    """Requests that arrive at the same moment."""
 
     seconds: float
-    """From the beginning to the end of the last one."""
-    answers: tuple[Answer, ...]
-    """In the order of the requests."""
+    """Wall time until the last one ended."""
+    results: tuple[RequestResult, ...]
+    """Results in request order."""
 
     @property
     def n_tokens(self) -> int:
-        """Return how many tokens were generated."""
-        return sum(len(answer.ids) for answer in self.answers)
+        """Return the number of generated tokens."""
+        return sum(len(result.ids) for result in self.results)
 
 
 def random_prompt(model: LLM, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -69,9 +69,9 @@ def random_prompt(model: LLM, rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def with_engine(model: LLM, work: Callable[[LLMEngine], T], **options: Any) -> T | None:
-    """Run an engine for `model` and call `work` with it on the rank that leads.
+    """Run an engine for `model` and call `work` with it on the leading rank.
 
-    Every rank of the model calls it alike; the others return None when it is over.
+    Every rank of the model calls this; the others return None at the end.
     """
     import nbflow
 
@@ -82,35 +82,34 @@ def with_engine(model: LLM, work: Callable[[LLMEngine], T], **options: Any) -> T
         return None
 
 
-def serve(engine: LLMEngine, asks: Sequence[Ask], *, at_once: bool = True) -> Round:
+def serve(engine: LLMEngine, requests: Sequence[TimedRequest], *, at_once: bool = True) -> Round:
     """Run requests that all arrive at the same moment.
 
     Parameters
     ----------
     engine : Engine
         A running engine.
-    asks : sequence of Ask
+    requests : sequence of TimedRequest
         The requests.
     at_once : bool
-        Whether they are submitted together; otherwise one after the other, each when the one before
-        has ended.
+        Submit all together; otherwise sequentially, each after the previous one ended.
 
     Returns
     -------
     Round
-        What came out and when, seconds of wall time since the first was submitted.
+        Tokens and times, in seconds of wall time since the first submission.
     """
-    requests = []
-    for ask in asks:
+    submitted = []
+    for spec in requests:
         request = engine.model.make_request(
-            ask.prompt, ask.n_new, "greedy", 0, True, draft=ask.draft, n_draft=ask.n_draft
+            spec.prompt, spec.n_new, "greedy", 0, True, draft=spec.draft, n_draft=spec.n_draft
         )
         request.wants_logprobs = False
-        request.cache_salt = ask.salt
-        requests.append(request)
+        request.cache_salt = spec.salt
+        submitted.append(request)
     began = time.monotonic()
     handles = []
-    for request in requests:
+    for request in submitted:
         handles.append(engine.submit(request))
         if not at_once:
             handles[-1].result()
@@ -120,7 +119,7 @@ def serve(engine: LLMEngine, asks: Sequence[Ask], *, at_once: bool = True) -> Ro
     return Round(
         max(ends) - began,
         tuple(
-            Answer(
+            RequestResult(
                 tuple(handle.request.ids),
                 (handle.timings.first_token or 0.0) - began,
                 handle.cached_tokens,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbflow_experiments import backend
-from nbflow_experiments.scoring.logits_file import open_stored
+from nbflow_experiments.scoring.logits_file import open_logits
 from nbflow_experiments.scoring.score_text import file_reference, score_text
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window
@@ -27,12 +27,12 @@ def make_windows(ids: np.ndarray, n_tokens: int, window: int, seed: int) -> np.n
     ids : array of int, shape (N,)
         The text.
     n_tokens : int
-        Tokens to evaluate; a remainder that does not fill a window is left out.
+        Tokens to evaluate; an incomplete last window is dropped.
     window : int
-        Tokens of a window.  Windows do not overlap.
+        Tokens per window.  Windows do not overlap.
     seed : int
-        Which of the windows are taken where the text has more than are asked for: a random choice
-        without repetition, in the order of the text, the same for every point of a sweep.
+        Seed of the choice of windows if the text has more than needed: random, without
+        replacement, in text order, the same for every point of a sweep.
 
     Returns
     -------
@@ -68,14 +68,14 @@ def text_windows(model: str, text: Path, n_tokens: int, window: int, seed: int) 
 
 
 def scored_windows(windows: np.ndarray, first: int) -> list[Window]:
-    """Return windows of which the tokens from `first` (`eval_context`) on are scored."""
+    """Return windows whose tokens from index `first` (`eval_context`) on are scored."""
     return [Window(window, first) for window in windows]
 
 
 def evaluate(context: Context) -> Scores:
-    """Score every window; called in step on every rank, scored on the one that leads.
+    """Score every window; collective over the ranks, scored on the leading rank.
 
-    The result is kept in ``context.shared``, so that the measures of one point pay for one pass.
+    The result is cached in ``context.shared``: the measures of one point share one pass.
     """
     if "evaluation" not in context.shared:
         assert context.windows is not None
@@ -83,7 +83,7 @@ def evaluate(context: Context) -> Scores:
         with contextlib.ExitStack() as stack:
             reference = None
             if context.leads and context.reference is not None:
-                reference = file_reference(stack.enter_context(open_stored(context.reference)))
+                reference = file_reference(stack.enter_context(open_logits(context.reference)))
             context.shared["evaluation"] = score_text(
                 context.model, windows, reference=reference, leads=context.leads
             )

@@ -1,4 +1,4 @@
-"""Interface of a measure: its context, readings, arrays and outcome."""
+"""Interface of a measure: context, readings, arrays and result."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ class Reading:
     """One measured number."""
 
     metric: str
-    """Name of the metric, which ends with its unit unless it is a plain ratio."""
+    """Metric name; ends with its unit unless it is a plain ratio."""
     value: float
-    """The number; NaN where it could not be formed."""
+    """The number; NaN if undefined."""
     unit: str
     """Its unit; "1" for ratios and counts."""
     n: int = 1
-    """Number of observations it summarises."""
+    """Number of observations summarised."""
     stderr: float | None = None
     """Standard error, where one is defined."""
     rank: int | None = None
-    """Rank it belongs to; None: the whole model."""
+    """MPI rank; None: the whole model."""
     repeat: int | None = None
-    """Repetition it belongs to; None: a summary."""
+    """Index of the repetition; None: a summary."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """Numbers that are kept in HDF5."""
+    """Array stored in HDF5."""
 
     values: np.ndarray
-    """One-dimensional."""
+    """One-dimensional values."""
     unit: str
     """Unit of the numbers."""
     labels: tuple[str, ...] = ()
-    """Name of each entry, if they have names."""
+    """Names of the entries, if any."""
     note: str = ""
     """Meaning of an entry."""
 
 
 @dataclass
-class Outcome:
-    """Everything one measure found at one point."""
+class MeasureResult:
+    """Readings and arrays of one measure at one point."""
 
     readings: list[Reading] = field(default_factory=list)
     """The numbers."""
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass
 class Context:
-    """Input of a measure, on every rank that holds a part of the model."""
+    """Input of a measure, on every rank of the model."""
 
     config: Mapping[str, str | int | float]
     """The point's settings."""
@@ -70,7 +70,7 @@ class Context:
     leads: bool
     """True on the rank whose result is recorded."""
     windows: np.ndarray | None = None
-    """Token ids to evaluate, int64 (windows, window); None where no measure needs them."""
+    """Token ids to evaluate, int64 (windows, window); None if no measure needs them."""
     reference: Path | None = None
     """HDF5 file with the reference's logits (`nbflow_experiments.measures.reference_logits`)."""
     shared: dict[str, Any] = field(default_factory=dict)
@@ -90,8 +90,8 @@ class Measure:
     scope: Literal["format", "quality", "point"]
     """Inputs of its result: only the model and its weight format (measured once per format),
     everything but batch and lengths (once per loaded model), or every setting."""
-    run: Callable[[Context], Outcome]
-    """Called on every rank that holds a part of the model, in step."""
+    run: Callable[[Context], MeasureResult]
+    """Collective call, on every rank of the model."""
     about: str
     """Definition, exclusions, unit and repetitions: the docstring of its module."""
     needs_text: bool = False
@@ -103,22 +103,22 @@ class Measure:
 
 
 def repeated(metric: str, values: Sequence[float] | np.ndarray, unit: str) -> list[Reading]:
-    """Return the median of repetitions, and each of them."""
+    """Return the median of repetitions, followed by each repetition."""
     return [
         Reading(metric, float(np.median(values)), unit, len(values)),
         *(Reading(metric, float(value), unit, repeat=i) for i, value in enumerate(values)),
     ]
 
 
-def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Outcome:
-    """Return median, slowest, fastest and every repetition of `n_tokens` done in `seconds`.
+def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> MeasureResult:
+    """Return median, minimum, maximum and every repetition of `n_tokens` in `seconds`.
 
-    A rank that does not lead only keeps its own seconds.
+    Ranks other than the leading one only keep their own seconds.
     """
     note = f"wall time of one repetition: {n_tokens} tokens"
     array = Array(np.asarray(seconds, np.float64), "s", note=note)
     if not leads:
-        return Outcome(rank_arrays={f"{name}_s": array})
+        return MeasureResult(rank_arrays={f"{name}_s": array})
     rates = n_tokens / np.asarray(seconds, np.float64)
     unit, n = "token/s", len(rates)
     median, *repetitions = repeated(f"{name}_tokens_per_s", rates, unit)
@@ -128,4 +128,4 @@ def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Ou
         Reading(f"{name}_max_tokens_per_s", float(rates.max()), unit, n),
         *repetitions,
     ]
-    return Outcome(readings, {f"{name}_s": array}, {f"{name}_s": array})
+    return MeasureResult(readings, {f"{name}_s": array}, {f"{name}_s": array})

@@ -1,4 +1,4 @@
-"""Memory that a point needs.
+"""Memory use of a point.
 
 Bytes of the weights and of the key/value cache that each rank of the model holds, and their sums
 over the ranks (tensors that several ranks store count once per rank).  The peak resident set is
@@ -10,14 +10,14 @@ measures.
 
 from __future__ import annotations
 
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Read the counters of every rank."""
     rows = context.model.memory()
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     n = len(rows)
     readings = [
         Reading("weight_bytes", float(sum(r["weight_bytes"] for r in rows)), "byte", n),
@@ -27,7 +27,7 @@ def run(context: Context) -> Outcome:
     for row in rows:
         for name in ("weight_bytes", "kv_bytes", "peak_rss_bytes"):
             readings.append(Reading(name, float(row[name]), "byte", rank=row["rank"]))
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("memory", "point", run, str(__doc__))

@@ -1,7 +1,7 @@
 """Perplexity of held-out text with its standard error.
 
-The text is cut into windows of `eval_window` tokens that do not overlap; each is read from an empty
-cache, its first token replaced by BOS where the tokenizer adds one.  The first `eval_context`
+The text is cut into windows of `eval_window` tokens that do not overlap; each is evaluated from an
+empty cache, its first token replaced by BOS where the tokenizer adds one.  The first `eval_context`
 tokens of a window are not scored (default 1: every token that can be predicted is), all others
 are.  llama-perplexity scores the second half of its windows: eval_context = eval_window / 2 + 1
 does the same.  The perplexity is exp(mean negative log likelihood); its standard error goes through
@@ -15,18 +15,18 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_experiments.measures.evaluation import evaluate
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 from nbflow_experiments.scoring.estimates import estimate_mean, estimate_perplexity
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Evaluate the text and average."""
     nll = evaluate(context).nll
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     perplexity, nats = estimate_perplexity(nll), estimate_mean(nll)
     lost = float(np.mean(~np.isfinite(nll)))
-    return Outcome(
+    return MeasureResult(
         [
             Reading("perplexity", perplexity.mean, "1", perplexity.n, perplexity.stderr),
             Reading("nll_mean_nats", nats.mean, "nat", nats.n, nats.stderr),

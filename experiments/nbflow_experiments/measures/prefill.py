@@ -1,8 +1,8 @@
-"""Speed of reading prompts.
+"""Prefill throughput.
 
 Wall time of one forward pass over `batch` prompts of `prompt` tokens each, from an empty cache to
 the first greedy token of each, scheduling and communication included.  Loading, quantization,
-compilation and tokenization are excluded; `warmup` repetitions are run and thrown away.  Tokens per
+compilation and tokenization are excluded; `warmup` repetitions are run and discarded.  Tokens per
 second counts all sequences (batch x prompt / time).  Every one of `repeats` repetitions is stored;
 the median is quoted, with the slowest and the fastest.
 """
@@ -10,10 +10,10 @@ the median is quoted, with the slowest and the fastest.
 from __future__ import annotations
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, speed
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, speed
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the prompts."""
     prompt, batch = context.number("prompt"), context.number("batch")
     seconds = backend.time_prefill(

@@ -1,8 +1,8 @@
-"""The logits of the unquantized model, computed once per text and kept in HDF5.
+"""Logits of the unquantized model, computed once per text and stored in HDF5.
 
 The reference is the same model with float32 weights and a float32 key/value cache, held by one
-rank; only the logits of scored positions are kept (`nbflow_experiments.scoring.logits_file`).  The
-rank that leads a point reads the file, so the results folder must be visible there.
+rank; only the logits of scored positions are stored (`nbflow_experiments.scoring.logits_file`).
+The rank that leads a point reads the file, so the results folder must be visible there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS, KV, PARTITION = "f32", "f32", "0"
 
 
 def reference_path(folder: Path, model_digest: str, windows: np.ndarray, first: int) -> Path:
-    """Return where the reference of these windows is kept; `first` is `eval_context`."""
+    """Return the path of the reference of these windows; `first` is `eval_context`."""
     facts = json.dumps(
         [METRICS_VERSION, model_digest, list(windows.shape), first, WEIGHTS, KV, LAYOUT]
     )
@@ -37,11 +37,11 @@ def write_reference(path: Path, model: str, windows: np.ndarray, first: int, thr
     Parameters
     ----------
     path : Path
-        File to write; it appears only when it is whole.
+        File to write; it appears only when complete.
     model : str
         The model, as `nbflow.load` takes it.
     windows : array of int64, shape (n, window)
-        What to evaluate.
+        Token ids to evaluate.
     first : int
         Tokens at the start of each window that are not scored (`eval_context`).
     threads : int

@@ -1,14 +1,14 @@
-"""Prompts that begin alike: time to the first token with and without the prefix cache.
+"""Prompts with a shared prefix: time to first token with and without the prefix cache.
 
 `batch` requests arrive at the same moment at an `nbflow.LLMEngine`.  Their prompts have `prompt`
 random tokens, the first `prefix` of which are the same for all, and they generate `decode` tokens
 greedily.  A round runs them three times, with an empty prefix cache before each: *cold*, where
-nothing may be shared; *together*, where the first to come computes the common beginning and the
-others wait for it; and *warm*, after another request has left the common beginning in the cache.
-The last token of a prompt is computed in any case.
+nothing may be shared; *together*, where the first request computes the shared prefix and the others
+wait for it; and *warm*, after another request has left the prefix in the cache.  The last token of
+a prompt is always computed.
 
-Times are seconds of wall time from the arrival to a request's first token, waiting included, median
-over the requests of `repeats` rounds after `warmup` that are thrown away: `prefix_cold_ttft_s`,
+Times are seconds of wall time from the arrival to a request's first token, queueing included,
+median over the requests of `repeats` rounds after `warmup` discarded ones: `prefix_cold_ttft_s`,
 `prefix_together_ttft_s`, `prefix_ttft_s` (warm).  `prefix_ttft_speedup` is the median over the
 rounds of the ratio cold to warm of the rounds' medians.  `prefix_cached_share` is the share of the
 prompts' tokens that came from the cache in warm runs, `prefix_same_share` the share of requests
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbflow_experiments.measures.engine_requests import (
-    Ask,
     Round,
+    TimedRequest,
     random_prompt,
     serve,
     with_engine,
 )
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 
 if TYPE_CHECKING:
     from nbflow.engine.llm_engine import LLMEngine
@@ -37,7 +37,7 @@ Rounds = list[tuple[Round, Round, Round]]
 _KINDS = ("prefix_cold_ttft_s", "prefix_together_ttft_s", "prefix_ttft_s")
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the rounds."""
     names = ("batch", "prompt", "prefix", "decode", "repeats", "warmup")
     batch, prompt, prefix, decode, repeats, warmup = map(context.number, names)
@@ -52,7 +52,7 @@ def run(context: Context) -> Outcome:
         return [one_round(engine, prompts, decode) for _ in range(warmup + repeats)][warmup:]
 
     rounds = with_engine(context.model, work)
-    return Outcome() if rounds is None else summary(rounds, prompt)
+    return MeasureResult() if rounds is None else summary(rounds, prompt)
 
 
 def one_round(
@@ -60,37 +60,37 @@ def one_round(
 ) -> tuple[Round, Round, Round]:
     """Run the requests cold, together and warm; the last prompt only fills the cache."""
     engine.flush()
-    apart = [Ask(ids, n_new, salt=str(i)) for i, ids in enumerate(prompts[:-1])]
-    asks = [Ask(ids, n_new) for ids in prompts[:-1]]
+    apart = [TimedRequest(ids, n_new, salt=str(i)) for i, ids in enumerate(prompts[:-1])]
+    requests = [TimedRequest(ids, n_new) for ids in prompts[:-1]]
     cold = serve(engine, apart)
     engine.flush()
-    together = serve(engine, asks)
+    together = serve(engine, requests)
     engine.flush()
-    serve(engine, [Ask(prompts[-1], 1)])
-    return cold, together, serve(engine, asks)
+    serve(engine, [TimedRequest(prompts[-1], 1)])
+    return cold, together, serve(engine, requests)
 
 
-def summary(rounds: Rounds, prompt: int) -> Outcome:
-    """Return the numbers of rounds with prompts of `prompt` tokens."""
+def summary(rounds: Rounds, prompt: int) -> MeasureResult:
+    """Summarise rounds with prompts of `prompt` tokens."""
     readings, arrays = [], {}
-    medians = [[float(np.median([a.first_token_s for a in r.answers])) for r in x] for x in rounds]
+    medians = [[float(np.median([a.first_token_s for a in r.results])) for r in x] for x in rounds]
     for kind, metric in enumerate(_KINDS):
-        times = np.array([a.first_token_s for x in rounds for a in x[kind].answers])
+        times = np.array([a.first_token_s for x in rounds for a in x[kind].results])
         readings.append(Reading(metric, float(np.median(times)), "s", times.size))
         readings += [Reading(metric, m[kind], "s", repeat=i) for i, m in enumerate(medians)]
         note = "from the arrival to the first token of one request, round by round"
         arrays[metric] = Array(times, "s", note=note)
     ratios = [cold / warm for cold, _, warm in medians]
-    warm_answers = [a for _, _, warm in rounds for a in warm.answers]
-    cached = sum(a.cached_tokens for a in warm_answers) / (prompt * len(warm_answers))
+    warm_results = [a for _, _, warm in rounds for a in warm.results]
+    cached = sum(a.cached_tokens for a in warm_results) / (prompt * len(warm_results))
     same = [len({a.ids for a in three}) == 1 for x in rounds for three in zip(
-        *(r.answers for r in x), strict=True)]  # fmt: skip
+        *(r.results for r in x), strict=True)]  # fmt: skip
     readings += [
         Reading("prefix_ttft_speedup", float(np.median(ratios)), "1", len(ratios)),
-        Reading("prefix_cached_share", cached, "1", len(warm_answers)),
+        Reading("prefix_cached_share", cached, "1", len(warm_results)),
         Reading("prefix_same_share", float(np.mean(same)), "1", len(same)),
     ]
-    return Outcome(readings, arrays)
+    return MeasureResult(readings, arrays)
 
 
 MEASURE = Measure("shared_prefix", "point", run, str(__doc__), by_default=False)

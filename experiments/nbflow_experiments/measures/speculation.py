@@ -1,19 +1,18 @@
-"""Speculative decoding against decoding token by token.
+"""Speculative decoding against plain decoding.
 
 The first `prompt` tokens of the evaluated windows are continued greedily by `decode` tokens,
 `batch` of them at the same time, through an `nbflow.LLMEngine` without prefix cache.  A round runs
-a new choice of windows plainly and then with proposals: of the text itself (`draft` = ngram), or of
-another model (`draft` = MODEL or MODEL:FORMAT, its weights in that format), `n_draft` tokens at a
-time.  Proposed tokens are verified so that the result stays the same, which
-`speculation_same_share` checks: the share of requests with the same tokens in both runs.
+a new choice of windows plainly and then with draft tokens: from n-grams of the text (`draft` =
+ngram) or from a draft model (`draft` = MODEL or MODEL:FORMAT, its weights in that format),
+`n_draft` per step.  Verification keeps the output unchanged, which `speculation_same_share` checks:
+the share of requests with the same tokens in both runs.
 
-`speculation_accepted_share` is the share of proposed tokens that were right (absent if none was
-proposed); `speculation_tokens_per_step` the tokens that come out of one verification, the one that
-follows the right ones included: it is also the largest speed-up that proposals for nothing and
-verifications at the price of a step could give.  `speculation_tokens_per_s` and
-`plain_tokens_per_s` are generated tokens per second of wall time, reading the prompts included,
-medians over `repeats` rounds after `warmup` that are thrown away; `speculation_speedup` is the
-median of the rounds' ratios.
+`speculation_accepted_share` is the acceptance rate of draft tokens (absent without draft tokens);
+`speculation_tokens_per_step` the tokens produced per verification, the bonus token included: it is
+also the speed-up bound for free drafting and verification at the cost of a decode step.
+`speculation_tokens_per_s` and `plain_tokens_per_s` are generated tokens per second of wall time,
+prefill included, medians over `repeats` rounds after `warmup` discarded ones; `speculation_speedup`
+is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.engine_requests import Ask, Round, serve, with_engine
-from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading, repeated
+from nbflow_experiments.measures.engine_requests import Round, TimedRequest, serve, with_engine
+from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading, repeated
 from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from nbflow.engine.llm_engine import LLMEngine
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Time the rounds."""
     assert context.windows is not None
     names = ("batch", "prompt", "decode", "repeats", "warmup", "n_draft")
@@ -51,18 +50,18 @@ def run(context: Context) -> Outcome:
         with proposer(context) as draft:
             for r in range(warmup + repeats):
                 chosen = windows[np.arange(r * batch, (r + 1) * batch) % len(windows)]
-                plain = serve(engine, [Ask(ids, decode) for ids in chosen])
-                asks = [Ask(ids, decode, draft, n_draft) for ids in chosen]
-                rounds.append((plain, serve(engine, asks)))
+                plain = serve(engine, [TimedRequest(ids, decode) for ids in chosen])
+                requests = [TimedRequest(ids, decode, draft, n_draft) for ids in chosen]
+                rounds.append((plain, serve(engine, requests)))
         return rounds[warmup:]
 
     rounds = with_engine(context.model, work, prefix_cache=False)
-    return Outcome() if rounds is None else summary(rounds)
+    return MeasureResult() if rounds is None else summary(rounds)
 
 
 @contextlib.contextmanager
 def proposer(context: Context) -> Iterator[Any]:
-    """Give "ngram" or the loaded draft model that the setting `draft` names."""
+    """Yield "ngram" or the draft model that the setting `draft` names."""
     text = str(context.config["draft"])
     if text == "ngram":
         yield text
@@ -80,19 +79,19 @@ def proposer(context: Context) -> Iterator[Any]:
         loaded.close()
 
 
-def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
-    """Return the numbers of rounds, each plain and with proposals."""
+def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
+    """Summarise rounds, each of a plain and a speculative run."""
     readings: list[Reading] = []
     for kind, metric in enumerate(("plain_tokens_per_s", "speculation_tokens_per_s")):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
         readings += repeated(metric, rates, "token/s")
     ratios = [plain.seconds / drafted.seconds for plain, drafted in rounds]
-    answers = [a for _, drafted in rounds for a in drafted.answers]
+    results = [a for _, drafted in rounds for a in drafted.results]
     n_drafted, n_accepted = (
-        sum(getattr(a, k) for a in answers) for k in ("n_drafted", "n_accepted")
+        sum(getattr(a, k) for a in results) for k in ("n_drafted", "n_accepted")
     )
-    n_tokens = sum(len(a.ids) for a in answers)
-    same = [a.ids == b.ids for r in rounds for a, b in zip(*(x.answers for x in r), strict=True)]
+    n_tokens = sum(len(a.ids) for a in results)
+    same = [a.ids == b.ids for r in rounds for a, b in zip(*(x.results for x in r), strict=True)]
     readings += [
         *repeated("speculation_speedup", ratios, "1"),
         Reading("speculation_tokens_per_step", n_tokens / (n_tokens - n_accepted), "1", n_tokens),
@@ -103,7 +102,7 @@ def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
         readings.append(
             Reading("speculation_accepted_share", share.mean, "1", n_drafted, share.stderr)
         )
-    return Outcome(readings)
+    return MeasureResult(readings)
 
 
 MEASURE = Measure("speculation", "point", run, str(__doc__), needs_text=True, by_default=False)

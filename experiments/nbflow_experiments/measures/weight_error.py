@@ -1,9 +1,9 @@
 """Relative Frobenius error of the quantized weights.
 
 ||Q(W) - W|| / ||W|| over all tensors that the engine stores in the weight format (the matrices of
-attention and of the feed-forward network), and per tensor in HDF5.  W is the checkpoint's tensor
-widened to float32, or what the encoder's folding makes of it, Q the point's encoder.  Norms,
-biases, embedding and head are not quantized and not counted.  Ratio without a unit; deterministic,
+attention and of the feed-forward network), and per tensor in HDF5.  W is the checkpoint's tensor in
+float32, after the quantizer's weight transform if it has one, Q the point's quantizer.  Norms,
+biases, embedding and head are not quantized and not counted.  Dimensionless and deterministic;
 computed once per model and format by one rank.
 `stored_bits_per_weight` counts the bytes of these tensors, with the padding of incomplete blocks
 and the outliers.
@@ -16,15 +16,15 @@ import math
 import numpy as np
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, MeasureResult, Reading
 
 _ROWS = 256  # rows summed at a time, so that no float64 copy of a whole tensor is made
 
 
-def run(context: Context) -> Outcome:
+def run(context: Context) -> MeasureResult:
     """Compare every quantized tensor with the checkpoint's."""
     if not context.leads:
-        return Outcome()
+        return MeasureResult()
     model, weights = str(context.config["model"]), str(context.config["weights"])
     names: list[str] = []
     errors: list[float] = []
@@ -39,7 +39,7 @@ def run(context: Context) -> Outcome:
         total_error, total_norm = total_error + error, total_norm + norm
         n_weights, n_bytes = n_weights + exact.size, n_bytes + size
     worst = max(errors, default=math.nan)
-    return Outcome(
+    return MeasureResult(
         [
             Reading("weight_error_relative", ratio(total_error, total_norm), "1", n_weights),
             Reading("weight_error_worst_tensor_relative", worst, "1", len(errors)),

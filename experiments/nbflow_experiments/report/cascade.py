@@ -1,4 +1,4 @@
-"""The figure of cascade attention: sequences against what shared keys, read once, gain."""
+"""Figure: cascade attention speed-up against the number of sequences."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ def draw(results: Results) -> Drawing:
     if rows.batch.nunique() < 2:
         raise NotDrawn("the points that succeeded have only one number of sequences")
     panels = spread(list(rows.groupby(["heads", "kv"], sort=False)), _MOST_PANELS)
-    ways = (("shared", "in one item", "-"), ("levels", "levels, merged", ":"))
+    variants = (("shared", "in one item", "-"), ("levels", "levels, merged", ":"))
     with new_figure(max(2, len(panels)), 3.3) as (figure, axes):
         for panel in axes[len(panels) :]:
             panel.set_axis_off()
         for panel, ((heads, kv), part) in zip(axes, panels, strict=False):
             for i, (keys, line) in enumerate(part.groupby("shared_keys")):
                 line = line.drop_duplicates("batch").sort_values("batch")
-                look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-                for way, word, style in ways:
-                    y = line[f"cascade_{way}_speedup"]
+                marker_style = {
+                    "color": COLOURS[i % len(COLOURS)],
+                    "marker": MARKERS[i % len(MARKERS)],
+                }
+                for variant, word, style in variants:
+                    y = line[f"cascade_{variant}_speedup"]
                     label = f"{keys} shared, {word}"
-                    panel.plot(line.batch, y, linestyle=style, label=label, **look)
+                    panel.plot(line.batch, y, linestyle=style, label=label, **marker_style)
             panel.axhline(1, color=GREY, linewidth=0.8)
             batch_axis(panel, rows.batch)
             panel.set_title(f"{heads or 'heads of the model'}, {kv}", fontsize=8)

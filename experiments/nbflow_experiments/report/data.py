@@ -1,4 +1,4 @@
-"""The recorded numbers, as the figures and the page need them."""
+"""Recorded numbers in the form that figures and page use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Results:
     points: Any
     """``points.csv`` as a pandas DataFrame, in the order of the sweep."""
     failures: list[dict[str, Any]]
-    """For each failed point its name, settings that vary, and error."""
+    """Name, varying settings and error of each failed point."""
     weights: str
-    """Format shown where only one can be shown."""
+    """Format of figures that show a single format."""
 
     @property
     def done(self) -> Any:
@@ -40,18 +40,17 @@ class Results:
 
     @property
     def partition(self) -> str:
-        """Return the partition shown where only one can be shown: the first of the sweep."""
+        """Return the partition of figures that show a single one: the first of the sweep."""
         return str(self.done.partition.iloc[0])
 
     def varying(self, names: Sequence[str]) -> list[str]:
-        """Return those of some settings that vary among the points that succeeded."""
+        """Return the settings among `names` that vary over the points that succeeded."""
         return [name for name in names if self.done[name].nunique() > 1]
 
     def series(self, fixed: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the points that succeeded, one part for each setting of what is not in `fixed`.
+        """Group the points that succeeded by every varying setting that is not in `fixed`.
 
-        Each part comes with a label that names what it does not share with the others; empty where
-        there is only one part.
+        Each group has a label of its varying settings; empty for a single group.
         """
         names = self.varying([name for name in SETTINGS if name not in fixed])
         if not names:
@@ -71,7 +70,7 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     path : Path
         Results folder.
     weights : str, optional
-        Format to show where only one can be shown.
+        Format of figures that show a single format.
 
     Returns
     -------
@@ -112,7 +111,7 @@ def load_results(path: Path, weights: str | None = None) -> Results:
 
 
 def _failures(folder: ResultsFolder, points: Any, factors: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for each failed point its name, the settings that vary and its error."""
+    """Return name, varying settings and error of each failed point."""
     failures = []
     for row in points[points.status != "done"].to_dict("records"):
         result = folder.result(row["point"]) or {}
@@ -132,7 +131,7 @@ def _outdated(folder: ResultsFolder, names: Sequence[str]) -> bool:
 
 
 def _shown(done: Any, weights: str | None) -> str:
-    """Return the format for figures of one format: the one asked for, or nearest to 4.5 bits."""
+    """Return the requested format, by default the one nearest to 4.5 bits."""
     bits: dict[str, float] = dict(zip(done.weights, done.bits_per_weight, strict=True))
     if weights is None:
         return min(bits, key=lambda name: abs(bits[name] - 4.5))

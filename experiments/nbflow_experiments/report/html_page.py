@@ -17,7 +17,7 @@ from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.sweep.progress import headline
 
 _LAST = ("attempt", "wall_s")
-"""Columns that say more of the launch than of the point."""
+"""Columns that describe the launch rather than the point."""
 _HIDDEN = ("status", "error_type", "error_message", "quality_shared_from")
 
 
@@ -27,14 +27,14 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
     Parameters
     ----------
     results : Results
-        What was recorded.
+        Recorded results.
     sections : sequence of (name, SVG element, caption)
         The figures; one without a drawing shows its caption only.
 
     Returns
     -------
     str
-        HTML that refers to nothing outside itself.
+        Self-contained HTML.
     """
     template = resources.files("nbflow_experiments.report").joinpath("page.html")
     return Template(template.read_text(encoding="utf-8")).substitute(
@@ -50,17 +50,17 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
 
 
 def _text(value: object) -> str:
-    """Return text that is safe inside an element."""
+    """Escape text for an HTML element."""
     return html.escape(str(value))
 
 
 def _prose(text: str) -> str:
-    """Return words of a docstring, names in code type."""
+    """Return docstring text as HTML, names as code."""
     return re.sub(r"``(.+?)``|`(.+?)`", lambda m: f"<code>{m[1] or m[2]}</code>", _text(text))
 
 
 def _facts(results: Results) -> str:
-    """Return what is the same for all points, and the machine."""
+    """Return the constant settings and the machine."""
     launch = results.launches[-1] if results.launches else {}
     rank = (launch.get("ranks") or [{}])[0]
     ranks = launch.get("world_size", 1)
@@ -134,7 +134,7 @@ def _failures(results: Results) -> str:
 
 
 def _measures(results: Results) -> str:
-    """Return what each measure is, in the words of its module."""
+    """Return the definition of each measure, from its module docstring."""
     parts = []
     for name in results.sweep.get("measures", ()):
         paragraphs = re.split(r"\n\s*\n", MEASURES[name].about.strip())
@@ -159,7 +159,7 @@ def _provenance(results: Results) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a provenance entry: text as it is, structures as JSON."""
+    """Return a provenance entry: plain text, or JSON for structures."""
     if isinstance(value, Mapping | list):
         return f"<pre>{_text(json.dumps(value, indent=1))}</pre>"
     return _text(value)

@@ -78,7 +78,7 @@ def _draw_panel(
 
 
 def _predicted(part: Any, metric: str) -> Any:
-    """Return what was predicted of a quantity: bytes by the partition, speeds by the planner."""
+    """Return the prediction of a metric: bytes by the partition, speeds by the planner."""
     if metric.startswith("traffic"):
         tokens = part.batch * (part.prompt + part.decode)
         return (part.traffic_predicted_bytes / tokens).to_numpy()
@@ -87,5 +87,5 @@ def _predicted(part: Any, metric: str) -> Any:
 
 
 def _number(value: float, _: object) -> str:
-    """Return a tick's number, thousands separated."""
+    """Format a tick with thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"

@@ -39,7 +39,7 @@ _NOT_QUALITY = (
     "threads",
     "max_context",
 )
-_MOST_LABELS = 12  # more of them cover each other
+_MOST_LABELS = 12  # more labels overlap
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
 
@@ -75,10 +75,10 @@ def _draw_panel(
     positive = values[values > _SMALLEST]
     floor = float(positive.min()) / 6 if log and len(positive) else 0.0
     drawn: list[tuple[str, float, float, float, float]] = []
-    # Bars of formats with nearly the same bits would hide each other: there each has its place.
+    # Bars of formats with nearly the same bits would overlap: those get categorical positions.
     crowded = results.done.weights.nunique() > _MOST_LABELS
-    places = format_axis(panel, results.done) if crowded or not log else None
-    if places is None:
+    positions = format_axis(panel, results.done) if crowded or not log else None
+    if positions is None:
         bits_axis(panel, list(results.done.bits_per_weight))
     if log and len(positive):
         panel.set_yscale("log")
@@ -87,19 +87,19 @@ def _draw_panel(
         rows = part[part[metric].notna()].drop_duplicates("weights")
         zero = (rows[metric] <= _SMALLEST).to_numpy() & log
         x, y = rows.bits_per_weight.to_numpy(), rows[metric].to_numpy()
-        if places is not None:
+        if positions is not None:
             shift = 0.4 / len(series) * (i - (len(series) - 1) / 2)
-            x = np.array([places.index(name) for name in rows.weights]) + shift
+            x = np.array([positions.index(name) for name in rows.weights]) + shift
         y = np.where(zero, floor, y)
         column = f"{metric}_stderr"
         error = rows[column].to_numpy() if column in rows else np.zeros(len(rows))
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         low = np.minimum(error, 0.999 * y) if log else error
         bars = np.where(zero, 0.0, np.vstack([low, error]))
-        panel.errorbar(x, y, yerr=bars, linestyle="none", capsize=2.5, label=label, **look)
-        panel.plot(x[zero], y[zero], linestyle="none", **look, markerfacecolor="white", zorder=3)
+        panel.errorbar(x, y, yerr=bars, linestyle="none", capsize=2.5, label=label, **style)
+        panel.plot(x[zero], y[zero], linestyle="none", **style, markerfacecolor="white", zorder=3)
         drawn += list(zip(rows.weights, x, y, *bars, strict=True)) if i == 0 else []
-    if places is not None:
+    if positions is not None:
         return
     labels, xs, ys, below, above = zip(*drawn, strict=True)
     place_labels(panel, labels, xs, ys, (below, above))

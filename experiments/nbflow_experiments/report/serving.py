@@ -68,10 +68,9 @@ def draw_batching(results: Results) -> Drawing:
             from_zero(panel)
         _legend(figure, axes[:2])
     caption = (
-        "Requests with prompts and continuations of different lengths that arrive at once, run "
-        "together (they join and leave the batch step by step) and one after the other. Speeds "
-        "count generated tokens and include reading the prompts; the time to the first token "
-        "includes waiting. Medians."
+        "Requests with prompts and outputs of different lengths that arrive at once: continuous "
+        "batching against sequential execution. Speeds count generated tokens and include "
+        "prefill; time to first token includes queueing. Medians."
     )
     return Drawing(figure, "Dynamic batching", caption)
 
@@ -84,8 +83,8 @@ def draw_prefix(results: Results) -> Drawing:
     batches = spread(sorted(rows.batch.unique()), _MOST_PANELS)
     kinds = (
         ("prefix_cold_ttft_s", "nothing shared"),
-        ("prefix_together_ttft_s", "shared, first come computes it"),
-        ("prefix_ttft_s", "shared, in the cache before"),
+        ("prefix_together_ttft_s", "shared, computed by the first request"),
+        ("prefix_ttft_s", "shared, cached before"),
     )
     with new_figure(max(2, len(batches)), 3.3) as (figure, axes):
         for panel in axes[len(batches) :]:
@@ -100,8 +99,8 @@ def draw_prefix(results: Results) -> Drawing:
             from_zero(panel)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     caption = (
-        f"Requests that arrive at once and whose prompts begin alike ({results.weights} weights): "
-        "median time to the first token, waiting included."
+        f"Simultaneous requests whose prompts share a prefix ({results.weights} weights): "
+        "median time to first token, queueing included."
     )
     return Drawing(figure, "Shared prefixes", caption)
 
@@ -124,33 +123,33 @@ def draw_speculation(results: Results) -> Drawing:
             _line(ratios, i, part.n_draft, part, "speculation_speedup", None, label)
         ratios.axhline(1, color=GREY, linewidth=0.8)
         for panel, text in (
-            (shares, "proposed tokens that were right (%)"),
+            (shares, "accepted draft tokens (%)"),
             (steps, "tokens per verification (bound)"),
             (ratios, "speed-up"),
         ):
-            panel.set_xlabel("tokens proposed at a time")
+            panel.set_xlabel("draft tokens per step")
             panel.set_xticks(sorted(rows.n_draft.unique()))
             panel.set_ylabel(text)
             from_zero(panel)
         _legend(figure, (steps,))
     caption = (
-        f"Speculative decoding of held-out text, greedy, {results.weights} weights: share of the "
-        "proposed tokens that were right; tokens that come out of one verification, which is the "
-        "largest speed-up that free proposals and verifications at the price of a step could "
-        "give; and the speed-up that was measured. Bars are one standard error."
+        f"Speculative decoding of held-out text, greedy, {results.weights} weights: acceptance "
+        "rate of draft tokens; tokens per verification, the speed-up bound for free drafting and "
+        "verification at the cost of a decode step; and the measured speed-up. Bars are one "
+        "standard error."
     )
     return Drawing(figure, "Speculative decoding", caption)
 
 
 def measured(results: Results, metric: str) -> Any:
-    """Return the points that have a metric."""
+    """Return the points with a metric."""
     if metric not in results.done or not results.done[metric].notna().any():
         raise NotDrawn("")
     return results.done[results.done[metric].notna()]
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """Return at most so many values, evenly chosen, the first and the last among them."""
+    """Return at most `most` evenly spaced values, with the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
@@ -166,7 +165,7 @@ def _line(
     label: str,
     scale: float = 1.0,
 ) -> None:
-    """Draw a metric, with bars from slowest to fastest (`spread`) or of its standard error."""
+    """Draw a metric with error bars: range (`spread`) or standard error."""
     y = rows[metric].to_numpy() * scale
     bars = None
     if spread is not None:
@@ -174,12 +173,12 @@ def _line(
         bars = np.vstack([y - low, high - y])
     elif f"{metric}_stderr" in rows:
         bars = rows[f"{metric}_stderr"].to_numpy() * scale
-    look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-    panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **look)
+    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **style)
 
 
 def from_zero(panel: Any) -> None:
-    """Let the y axis begin at 0 and leave room above."""
+    """Start the y axis at 0, with margin above."""
     panel.set_ylim(0, panel.dataLim.ymax * 1.08)
 
 
@@ -196,7 +195,7 @@ def batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> No
 
 
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Put one legend of several panels above them."""
+    """Draw one shared legend above the panels."""
     pairs = [panel.get_legend_handles_labels() for panel in panels]
     handles = [handle for pair in pairs for handle in pair[0]]
     labels = [label for pair in pairs for label in pair[1]]

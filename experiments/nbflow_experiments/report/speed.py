@@ -52,8 +52,8 @@ def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
         x = np.array([names.index(name) for name in part.weights]) + shift
         y = part[metric].to_numpy()
         bars = np.vstack([y - part[low], part[high] - y])
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        panel.errorbar(x, y, yerr=bars, capsize=2.5, linestyle="none", label=label, **look)
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        panel.errorbar(x, y, yerr=bars, capsize=2.5, linestyle="none", label=label, **style)
     largest, smallest = rows[high].max(), rows[low].min()
     if largest > 8 * smallest:
         panel.set_yscale("log")

@@ -1,4 +1,4 @@
-"""The formulas behind the quality measures, in float64."""
+"""Estimators of the quality measures, in float64."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Estimate:
 def estimate_mean(x: np.ndarray) -> Estimate:
     """Return mean and standard error of independent observations `x` (n,).
 
-    Two passes, so that a small spread around a large mean is not lost.  Not a number in, not a
-    number out: nothing is dropped.
+    Two passes, to avoid cancellation for a small spread around a large mean.  NaN propagates.
     """
     x = np.asarray(x, np.float64)
     n = int(x.size)

@@ -1,4 +1,4 @@
-"""Length of the common beginning of two models' greedy texts."""
+"""Length of the common prefix of two models' greedy outputs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Parting:
     n_tokens: int
     """Tokens that were generated for each prompt."""
     common: np.ndarray
-    """int64 (prompts,): tokens of the common beginning; `n_tokens` where nothing differs."""
+    """int64 (prompts,): common prefix in tokens; `n_tokens` if identical."""
 
     @property
     def identical_share(self) -> float:
-        """Return the share of prompts whose texts are the same to the end."""
+        """Return the share of prompts with identical outputs."""
         return float(np.mean(self.common == self.n_tokens))
 
     @property
     def median(self) -> float:
-        """Return the median length of the common beginning."""
+        """Return the median common-prefix length."""
         return float(np.median(self.common))
 
 
@@ -42,7 +42,7 @@ def parting(model: LLM, reference: LLM, prompts: Sequence[Sequence[int]], n_toke
     prompts : sequence of sequence of int
         Token ids.
     n_tokens : int
-        Tokens to generate for each; end tokens do not end a text.
+        Tokens to generate per prompt; EOS is ignored.
     """
     both = [
         [result.ids for result in one.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)]

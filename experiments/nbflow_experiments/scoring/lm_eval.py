@@ -42,7 +42,7 @@ GREEDY = {"do_sample": False, "temperature": 0.0}
 
 
 class HarnessModel(LM):  # type: ignore[misc]
-    """A model of nbflow as the harness sees it.
+    """Harness adapter of an nbflow model.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Return what tells caches of different tokenizers apart."""
+        """Return the tokenizer's key in the harness cache."""
         return Path(self._name).name
 
     def loglikelihood(
@@ -86,7 +86,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         results = []
         for request in _shown(requests, disable_tqdm):
             ids = np.array(self._tokenizer.encode(request.args[0]), np.int64)
-            # windows overlap by the token that the first prediction is made from
+            # windows overlap by the token that predicts the first one
             most = self.model.spec.max_context
             windows = cut(ids, most + 1, most, "new", self._prefix())
             results.append(-float(score_text(self.model, windows).nll.sum()))
@@ -105,13 +105,13 @@ class HarnessModel(LM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation in the model's template."""
+        """Render a conversation with the model's chat template."""
         return format_chat(
             self._tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )
 
     def _prefix(self) -> int:
-        """Return the token that stands before a text."""
+        """Return the token before a text."""
         bos = self._tokenizer.bos_id
         return bos if bos is not None else next(iter(self._tokenizer.eos_ids))
 
@@ -135,7 +135,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     @staticmethod
     def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `LLM.stream` for those of a task."""
+        """Map a task's generation options to arguments of `LLM.stream`."""
         given = {**GREEDY, **options}
         if not given.pop("do_sample") or not given["temperature"]:
             given.pop("temperature")
@@ -157,7 +157,7 @@ def _shown(requests: Sequence[Any], disable: bool) -> Iterator[Any]:
 
 
 def register() -> None:
-    """Make ``nbflow`` a model of the harness."""
+    """Register ``nbflow`` as a model of the harness."""
     require("lm_eval.api.registry", extra="harness").register_model("nbflow")(HarnessModel)
 
 

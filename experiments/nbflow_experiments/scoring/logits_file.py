@@ -1,8 +1,8 @@
-"""A reference's logits in an HDF5 file, so that the reference runs once and is compared often.
+"""Reference logits in an HDF5 file: the reference runs once for many comparisons.
 
 The file holds the float32 dataset ``logits`` (scored tokens, vocabulary) in chunks of rows, the
-int64 dataset ``targets`` (scored tokens,), and in its attributes what was run.  Nothing is rounded:
-with float32 the floor of a comparison is the rounding of the arithmetic, not of the file.
+int64 dataset ``targets`` (scored tokens,), and the run's description in its attributes.  Logits
+stay float32, so the noise floor of a comparison is the arithmetic, not the file.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LAYOUT = 1
 CHUNK_BYTES = 2**20
 
 
-class StoredLogits:
-    """An open file, to append rows to or to read rows from; made by `create` and `open`."""
+class LogitsFile:
+    """Open logits file, for appending (`create`) or reading (`open_logits`)."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the attributes: model, weights, what else the writer noted."""
+        """Return the attributes: model, weights and other facts of the run."""
         return dict(self._file.attrs)
 
     @property
@@ -74,23 +74,23 @@ class StoredLogits:
 
 
 @contextlib.contextmanager
-def create(path: Path, facts: Mapping[str, Any]) -> Iterator[StoredLogits]:
-    """Write a file that appears at `path` when the block ends without an error."""
+def create(path: Path, facts: Mapping[str, Any]) -> Iterator[LogitsFile]:
+    """Create a file that appears at `path` if the block succeeds."""
     h5py = require("h5py")
     with replace_atomically(path) as temporary, h5py.File(temporary, "w") as file:
         file.attrs.update(facts)
         file.attrs["layout"] = LAYOUT
-        yield StoredLogits(file)
+        yield LogitsFile(file)
 
 
 @contextlib.contextmanager
-def open_stored(path: Path) -> Iterator[StoredLogits]:
-    """Read a file.
+def open_logits(path: Path) -> Iterator[LogitsFile]:
+    """Open a logits file for reading.
 
     Raises
     ------
     UsageError
-        If it is not such a file.
+        If it is not a logits file.
     """
     h5py = require("h5py")
     if not path.is_file():
@@ -102,13 +102,13 @@ def open_stored(path: Path) -> Iterator[StoredLogits]:
     with file:
         if "logits" not in file or int(file.attrs.get("layout", 0)) != LAYOUT:
             raise UsageError(f"{path} holds no logits of a reference (layout {LAYOUT})")
-        yield StoredLogits(file)
+        yield LogitsFile(file)
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a file holds a whole reference."""
+    """Return whether a file holds a complete reference."""
     try:
-        with open_stored(path):
+        with open_logits(path):
             return True
     except UsageError:
         return False

@@ -1,4 +1,4 @@
-"""Multiple-choice questions: which continuation of a context a model finds most probable.
+"""Multiple-choice questions, answered by the most probable continuation.
 
 The score of a choice is the sum of its tokens' log-probabilities after the context; ``acc`` takes
 the largest sum, ``acc_norm`` the largest sum per byte of the choice, as in lm-evaluation-harness.
@@ -36,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """Scores of a model for a question."""
+    """A model's scores of a question's choices."""
 
     question: Question
     log_probs: np.ndarray
@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def right_per_byte(self) -> bool:
-        """Return the same with each sum divided by the bytes of its choice."""
+        """Return the same for sums divided by the bytes of the choice."""
         n_bytes = [max(1, len(choice.encode())) for choice in self.question.choices]
         return int(np.argmax(self.log_probs / n_bytes)) == self.question.answer
 
@@ -60,7 +60,7 @@ def read_questions(path: Path) -> list[Question]:
     Raises
     ------
     UsageError
-        If a line is anything else; the message says which.
+        If a line is malformed; the message names it.
     """
     if not path.is_file():
         raise UsageError(f"the file {path} does not exist")
@@ -99,24 +99,24 @@ def _question(where: str, line: str) -> Question:
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
     """Return the tokens of a context with its continuation, and how many are the context's.
 
-    Spaces at the end of the context go to the continuation, whose tokens may begin with one; the
-    whole is encoded at once, so that the border is cut as in running text.  An empty context leaves
-    what the tokenizer puts in front, or its end token, to predict the first token from.
+    Trailing spaces of the context move to the continuation, whose tokens may begin with one; both
+    are encoded together, so the boundary is tokenized as in running text.  For an empty context the
+    first token is predicted from the tokenizer's prefix, or from EOS.
     """
     stripped = context.rstrip(" ")
     continuation = context[len(stripped) :] + continuation
-    front = tokenizer.encode(stripped, add_special_tokens=True)
+    prefix = tokenizer.encode(stripped, add_special_tokens=True)
     whole = tokenizer.encode(stripped + continuation, add_special_tokens=True)
-    if not front:
+    if not prefix:
         start = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids))
         return [start, *whole], 1
-    return whole, min(len(front), len(whole) - 1)
+    return whole, min(len(prefix), len(whole) - 1)
 
 
 def continuation_log_prob(model: LLM, ids: Sequence[int], n_context: int) -> tuple[float, bool]:
     """Return the log-probability of the tokens from `n_context` on, and whether greedy finds them.
 
-    Tokens before those that the context of the model holds are left out, as the harness does.
+    Tokens that exceed the model's context are dropped on the left, as in the harness.
     """
     kept = list(ids)[-model.spec.max_context - 1 :]  # the last token is only predicted
     first = n_context - (len(ids) - len(kept))

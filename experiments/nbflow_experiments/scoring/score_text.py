@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbflow_experiments.scoring.logits_file import StoredLogits
+from nbflow_experiments.scoring.logits_file import LogitsFile
 from nbflow_experiments.scoring.token_scores import Scores, score
 from nbflow_experiments.scoring.windows import Window
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Reference = Callable[[Window], np.ndarray]
-"""Returns the logits (n_scored, V) of the next window: `model_reference`, or a stored file's."""
+"""Callable that returns the logits (n_scored, V) of the next window, from a model or a file."""
 
 
 def model_reference(model: LLM) -> Reference:
@@ -24,13 +24,13 @@ def model_reference(model: LLM) -> Reference:
     return lambda window: predictions(model, window)
 
 
-def file_reference(stored: StoredLogits) -> Reference:
-    """Return logits that were stored before; they raise `UsageError` for other tokens."""
+def file_reference(logits_file: LogitsFile) -> Reference:
+    """Return a reference that reads a logits file; raises `UsageError` for other tokens."""
     n_read = 0
 
     def logits(window: Window) -> np.ndarray:
         nonlocal n_read
-        rows = stored.rows(n_read, window.targets)
+        rows = logits_file.rows(n_read, window.targets)
         n_read += window.n_scored
         return rows
 
@@ -47,7 +47,7 @@ def score_text(
     windows: Sequence[Window],
     *,
     reference: Reference | None = None,
-    save: StoredLogits | None = None,
+    save: LogitsFile | None = None,
     leads: bool = True,
     progress: Callable[[int, Scores], None] | None = None,
 ) -> Scores:
@@ -56,15 +56,15 @@ def score_text(
     Parameters
     ----------
     model : Model
-        The model; under mpirun every rank that holds a part of it calls this.
+        The model; collective over its ranks under mpirun.
     windows : sequence of Window
-        The text.
+        Windows of the text.
     reference : Reference, optional
-        What it is compared with; only looked at where `leads`.
-    save : StoredLogits, optional
-        Where the model's own logits are kept, to be a reference later.
+        Reference of the comparison; used only where `leads`.
+    save : LogitsFile, optional
+        File for the model's own logits, a reference for later runs.
     leads : bool
-        Whether this rank scores; the others only take part in running the model.
+        True on the rank that scores; the others only run the model.
     progress : callable, optional
         Called with the number of windows done and the scores of the last one.
 
@@ -79,7 +79,7 @@ def score_text(
         logits = predictions(model, window)
         if not leads or failure is not None:
             continue
-        # An error of this rank alone must not leave the others waiting in the next window.
+        # An error on this rank alone must not leave the others waiting in the next window.
         try:
             expected = None if reference is None else reference(window)
             parts.append(score(logits, window.targets, expected))

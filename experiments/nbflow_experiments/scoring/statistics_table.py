@@ -1,4 +1,4 @@
-"""The statistics of scored tokens, with the names that llama-perplexity gives them.
+"""Statistics of scored tokens, under llama-perplexity's names.
 
 Errors are standard errors; tokens count as independent, which understates them where neighbouring
 tokens are alike.  Ratios and differences of perplexities go through the exponential to first order
@@ -24,9 +24,9 @@ class Statistic:
     """One number of the table."""
 
     group: str
-    """Heading it stands under."""
+    """Section heading."""
     name: str
-    """As llama-perplexity prints it."""
+    """Label of llama-perplexity."""
     key: str
     """Name in JSON."""
     value: float
@@ -38,7 +38,7 @@ class Statistic:
 
 
 def statistics(scores: Scores) -> list[Statistic]:
-    """Return all statistics: of the perplexity alone, or of the comparison too.
+    """Return the statistics of the perplexity, and of the comparison if there is a reference.
 
     Parameters
     ----------

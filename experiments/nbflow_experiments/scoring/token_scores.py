@@ -25,7 +25,7 @@ class Scores:
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
-        """Return the scores of consecutive pieces of text as one."""
+        """Concatenate the scores of consecutive windows."""
         if not parts:
             return cls(np.empty(0), np.empty(0), np.empty(0), np.empty(0, bool))
         names = [field.name for field in fields(cls)]
@@ -33,7 +33,7 @@ class Scores:
 
 
 def score(logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None = None) -> Scores:
-    """Score the logits that predict some tokens.
+    """Score logits against target tokens.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def score(logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None 
     Returns
     -------
     Scores
-        Sums over the vocabulary are made in float64 from float32 exponentials: good to 1e-6 nat.
+        Sums over the vocabulary are float64 over float32 exponentials: accurate to 1e-6 nat.
     """
     logits = np.ascontiguousarray(logits, np.float32)
     ids = np.ascontiguousarray(targets, np.int32)

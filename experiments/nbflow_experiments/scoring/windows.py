@@ -1,4 +1,4 @@
-"""A text cut into windows, and which tokens of each are scored.
+"""Windows of a text, and their scored tokens.
 
 Three conventions are in use, and their perplexities differ: `SCORED` names them.
 """
@@ -12,10 +12,10 @@ import numpy as np
 from nbflow_kernels.errors import UsageError, unknown_name
 
 SCORED = ("second-half", "all", "new")
-"""Choice of the scored tokens of a window.
+"""Conventions for the scored tokens of a window.
 
 ``second-half``: those that have at least half a window before them (llama-perplexity);
-``all``: every token but the first, which nothing predicts;
+``all``: every token but the first, which has no prediction;
 ``new``: those that no earlier window has scored (Transformers' documentation, with a stride below
 the context; the first window scores all).
 """
@@ -23,21 +23,21 @@ the context; the first window scores all).
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens read from an empty cache."""
+    """Tokens evaluated from an empty cache."""
 
     ids: np.ndarray
     """int64 (T,): the tokens, the first replaced by BOS where the tokenizer adds one."""
     first: int
-    """Index of the first token that is scored, at least 1; all from there on are."""
+    """Index of the first scored token, at least 1; all later ones are scored."""
 
     @property
     def targets(self) -> np.ndarray:
-        """Return the tokens that are scored."""
+        """Return the scored tokens."""
         return self.ids[self.first :]
 
     @property
     def n_scored(self) -> int:
-        """Return how many tokens are scored."""
+        """Return the number of scored tokens."""
         return len(self.ids) - self.first
 
 
@@ -61,14 +61,14 @@ def cut(
     scored : {"second-half", "all", "new"}
         See `SCORED`.
     bos : int, optional
-        Takes the place of the first token of every window (as llama-perplexity does); with "new",
-        it stands before the text instead, and windows further on begin in its middle.
+        Replaces the first token of every window, as in llama-perplexity; with "new", it is put
+        before the text instead.
 
     Returns
     -------
     list of Window
-        With "new" the last window may be shorter; otherwise a remainder that fills no window is
-        left out.
+        With "new" the last window may be shorter; otherwise an incomplete window is
+        dropped.
 
     Raises
     ------

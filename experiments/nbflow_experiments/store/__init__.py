@@ -1,1 +1,1 @@
-"""The results folder: its files, HDF5 arrays, provenance, tables and how to read them back."""
+"""Results folder: files, HDF5 arrays, provenance, summary tables and their reader."""

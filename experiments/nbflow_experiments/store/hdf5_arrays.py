@@ -1,6 +1,6 @@
-"""Arrays in HDF5: those of a point, and what each of its MPI ranks measured.
+"""HDF5 arrays of a point and of its MPI ranks.
 
-Under mpirun every rank writes a file, which the other files link to::
+Under mpirun every rank writes its own file, and the other files link to it::
 
     points/<id>/arrays.rank0.h5      decode_s, prefill_s, ... of rank 0, written by it
     points/<id>/arrays.rank1.h5
@@ -8,8 +8,8 @@ Under mpirun every rank writes a file, which the other files link to::
                                      decode_s_by_rank (ranks, repetitions): a virtual dataset
     results.h5                       points/<id>/...: the same links
 
-So no rank needs an HDF5 library that was built for MPI, and readers see one file.  Links are
-relative: they hold as long as the results folder stays whole.
+No rank needs an MPI build of HDF5, and readers see one file.  Links are relative, so the results
+folder can be moved as a whole.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def open_arrays(path: Path) -> Any:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file, in the folder of its point."""
+    """Return the file name of a rank's arrays."""
     return f"arrays.rank{rank}.h5"
 
 
 def write_rank_file(folder: Path, rank: int, arrays: Mapping[str, Array]) -> None:
-    """Write what one rank measured; called by that rank."""
+    """Write the arrays of this rank."""
     h5py = require("h5py")
     with (
         replace_atomically(folder / rank_file(rank)) as temporary,
@@ -74,7 +74,7 @@ def write_rank_file(folder: Path, rank: int, arrays: Mapping[str, Array]) -> Non
 
 
 def remove_rank_files(folder: Path) -> None:
-    """Remove what ranks wrote in an earlier attempt."""
+    """Remove the rank files of an earlier attempt."""
     for path in folder.glob("arrays.rank*.h5"):
         path.unlink(missing_ok=True)
 
@@ -85,7 +85,7 @@ def link_ranks(group: Any, folder: Path, ranks: Sequence[int]) -> None:
     Parameters
     ----------
     group : h5py group
-        Where ``ranks`` and the virtual datasets are made.
+        Target group of ``ranks`` and the virtual datasets.
     folder : Path
         Folder of the point.
     ranks : sequence of int
@@ -101,13 +101,13 @@ def link_ranks(group: Any, folder: Path, ranks: Sequence[int]) -> None:
     for rank in ranks:
         with open_arrays(folder / rank_file(rank)) as file:
             for key, dataset in file.items():
-                if "unit" in dataset.attrs:  # not the labels of another
+                if "unit" in dataset.attrs:  # skips label datasets
                     about = dataset.shape, dataset.dtype, dict(dataset.attrs)
                     found.setdefault(key, {})[rank] = about
     for key, of_ranks in found.items():
         shape, dtype, attributes = next(iter(of_ranks.values()))
         if len({(s, d) for s, d, _ in of_ranks.values()}) > 1:
-            continue  # ranks with more rows than others: the links are there
+            continue  # lengths differ between ranks: links only
         layout = h5py.VirtualLayout((len(of_ranks), *shape), dtype)
         for i, rank in enumerate(of_ranks):
             layout[i] = h5py.VirtualSource(names[rank], key, shape)
@@ -118,16 +118,16 @@ def link_ranks(group: Any, folder: Path, ranks: Sequence[int]) -> None:
 
 
 def is_link(key: str) -> bool:
-    """Return whether a name in a point's master was made by `link_ranks`."""
+    """Return whether a key of a point's file was made by `link_ranks`."""
     return key == _LINKS or key.endswith(_BY_RANK)
 
 
 def linked_ranks(file: Any) -> list[int]:
-    """Return the ranks that a point's master links to."""
+    """Return the ranks linked from a point's file."""
     return [int(rank) for rank in file.get(_LINKS, ())]
 
 
 def _relative(group: Any, path: Path) -> str:
-    """Return a path as seen from the folder of the results folder or point that a file lies in."""
+    """Return a path relative to the folder of the group's file."""
     folder = Path(group.file.filename).parent.absolute()
     return path.absolute().relative_to(folder).as_posix()

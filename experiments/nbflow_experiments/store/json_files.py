@@ -1,4 +1,4 @@
-"""JSON files of a results folder: written atomically, checked when they are read."""
+"""JSON files of a results folder: atomic writes, validated reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbflow_kernels.errors import UsageError
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file, whole or not at all; numbers that JSON cannot hold become null."""
+    """Write a JSON file atomically; non-finite numbers become null."""
     write_text(path, json.dumps(plain(data), indent=1, allow_nan=False) + "\n")
 
 
@@ -32,14 +32,14 @@ def plain(data: Any) -> Any:
 
 
 class DamagedFileError(UsageError):
-    """A file does not hold what a sweep writes there; the message names it."""
+    """File of a results folder is damaged; the message names it."""
 
 
 Kinds = type | tuple[type, ...]
 
 
 def read_object(path: Path, fields: Mapping[str, Kinds] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
+    """Read a JSON object and check its fields.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from nbflow_experiments.backend import Comm
 
 
 def describe_rank() -> dict[str, Any]:
-    """Return what differs between ranks: host, process, cores, environment."""
+    """Return the per-rank facts: host, process, cores, environment."""
     return {
         "host": socket.gethostname(),
         "cpu_model": system.processor_name(),
@@ -69,8 +69,8 @@ def launch_name() -> str:
 def git_state(file: Path) -> dict[str, Any] | None:
     """Return the commit that a file belongs to and whether the checkout differs from it.
 
-    None without git, and where git does not track the file: an installed package may well lie
-    inside the checkout of another project.
+    None without git, and for untracked files: an installed package may lie inside the checkout of
+    another project.
     """
     folder = file.parent
     if _git(folder, "ls-files", "--error-unmatch", file.name) is None:
@@ -91,7 +91,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def mpi_library(comm: Comm) -> str | None:
-    """Return the MPI library's own words for itself; None without MPI."""
+    """Return the version string of the MPI library; None without MPI."""
     if comm.size == 1:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The results folder of a sweep, and how its files are written.
+"""Layout and writing of a sweep's results folder.
 
 ::
 
@@ -9,7 +9,7 @@
       locks/<id>.json            process that holds it
       points/<id>/config.json    frozen configuration, written when the point starts
       points/<id>/result.json    status, readings, error; its presence means the point is finished
-      points/<id>/log.txt        what happened when
+      points/<id>/log.txt        timestamped log
       points/<id>/arrays.h5      repetitions, per-token and per-tensor values
       points/<id>/arrays.rank0.h5  arrays of rank 0 under mpirun (see `store.hdf5_arrays`)
       reference/<id>.h5          logits of the unquantized model
@@ -19,11 +19,11 @@
       results.h5                 the arrays of all points
       provenance.json            all launches
 
-The folders of the points and of the launches are the truth; the four files at the end are made from
-them (`nbflow_experiments.store.summary`).  Every file is written under a temporary name and
-renamed, so that it is whole or absent; a point without ``result.json`` has not finished.  Neither
-has one whose ``result.json`` or ``config.json`` was damaged afterwards: a message names the file,
-and the next launch with ``--resume`` keeps it as ``NAME.damaged`` and measures the point again.
+The folders of points and launches are the source of the four summary files at the end
+(`nbflow_experiments.store.summary`).  Every file is written under a temporary name and renamed, so
+that it is complete or absent; a point without ``result.json`` is unfinished.  A point with a
+damaged ``result.json`` or ``config.json`` counts as unfinished: a message names the file, and the
+next launch with ``--resume`` keeps it as ``NAME.damaged`` and measures the point again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _LAUNCH: Mapping[str, Kinds] = {"world_size": int}
 
 
 class ResultsFolder:
-    """The results folder of one sweep.
+    """Results folder of one sweep.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class ResultsFolder:
         return self.path / "points" / short
 
     def write_config(self, point: Point) -> None:
-        """Freeze what a point is."""
+        """Write the frozen configuration of a point."""
         data = {"schema_version": SCHEMA_VERSION, "id": point.id, **point.record()}
         data["eval_text"] = str(point.text or "")
         write_json(self.folder(point.short) / "config.json", data)
@@ -122,9 +122,9 @@ class ResultsFolder:
         arrays: Mapping[str, Array],
         ranks: Sequence[int] = (),
     ) -> None:
-        """Write what was found at a point; ``result.json`` last, since it says all is there.
+        """Write the result of a point; ``result.json`` last, since it marks completion.
 
-        `ranks` have written files of their own (`nbflow_experiments.store.hdf5_arrays`).
+        `ranks` have written their own files (`nbflow_experiments.store.hdf5_arrays`).
         """
         folder = self.folder(short)
         write_text(folder / "log.txt", log)
@@ -141,7 +141,7 @@ class ResultsFolder:
         write_json(folder / "result.json", dict(result))
 
     def result(self, short: str) -> dict[str, Any] | None:
-        """Return what was found at a point, or None if it has not finished."""
+        """Return the result of a point, None if unfinished."""
         return self._whole(self.folder(short) / "result.json", _read_result)
 
     def config(self, short: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class ResultsFolder:
         return read_object(path, _CONFIG)
 
     def _whole(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
-        """Return what a file holds; None, with a message once, if it is missing or damaged."""
+        """Read a file; None, with one warning, if it is missing or damaged."""
         if not path.is_file():
             return None
         try:
@@ -166,7 +166,7 @@ class ResultsFolder:
     def set_damaged_aside(self, points: Sequence[Point]) -> None:
         """Rename damaged files of the sweep and of these points to ``NAME.damaged``.
 
-        Called before a launch writes; what is damaged is written again.
+        Called before a launch writes; damaged files are rewritten.
         """
         checked: list[tuple[Path, Callable[[Path], dict[str, Any]]]]
         checked = [(self.path / "sweep.json", _read_sweep)]
@@ -181,7 +181,7 @@ class ResultsFolder:
                 path.replace(path.with_name(f"{path.name}.damaged"))
 
     def refuse_links(self, points: Sequence[Point]) -> None:
-        """Raise if a folder that will be written is a symbolic link, which leads elsewhere."""
+        """Raise if a folder to be written is a symbolic link."""
         folders = [self.path / name for name in ("points", "locks", "launches", "reference")]
         for folder in (*folders, *(self.folder(point.short) for point in points)):
             if folder.is_symlink():
@@ -191,7 +191,7 @@ class ResultsFolder:
                 )
 
     def is_finished(self, point: Point, retry_failed: bool) -> bool:
-        """Return whether a point need not be run again.
+        """Return whether a point can be skipped.
 
         Raises
         ------
@@ -223,17 +223,17 @@ class ResultsFolder:
         return sorted(names, key=lambda name: order.get(name, len(order)))
 
     def sweep(self) -> dict[str, Any]:
-        """Return the description of the sweep; empty if it was never written."""
+        """Return the description of the sweep; empty if missing."""
         return self._whole(self.path / "sweep.json", _read_sweep) or {}
 
     def launches(self) -> list[dict[str, Any]]:
-        """Return the provenance of every launch that wrote here, the first one first."""
+        """Return the provenance of every launch, in order of time."""
         files = sorted((self.path / "launches").glob("*.json"))  # names begin with the time
         found = (self.launch(file) for file in files)
         return [launch for launch in found if launch is not None]
 
     def launch(self, path: Path) -> dict[str, Any] | None:
-        """Return what the file of a launch says, or None if it is missing or damaged."""
+        """Read the file of a launch; None if it is missing or damaged."""
         return self._whole(path, _read_launch)
 
     def write_launch(self, name: str, launch: Mapping[str, Any]) -> None:
@@ -254,7 +254,7 @@ def _read_launch(path: Path) -> dict[str, Any]:
 
 
 def _read_result(path: Path) -> dict[str, Any]:
-    """Return a ``result.json`` in which everything that the tables need is there."""
+    """Read a ``result.json`` and check the fields that the tables need."""
     result = read_object(path, _RESULT)
     for reading in result["readings"]:
         check_fields(path, "a reading", reading, _READING)

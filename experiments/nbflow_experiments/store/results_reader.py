@@ -1,7 +1,7 @@
-"""The tables of a results folder, read back: every value with its type, by the name of its column.
+"""Reader of a results folder's tables, with typed values by column.
 
-A folder needs its ``points.csv`` and ``results.csv`` only, so results that were copied elsewhere
-are read as well.  Settings that did not exist when a sweep was recorded have their defaults.
+Only ``points.csv`` and ``results.csv`` are needed, so copied tables can be read.  Settings newer
+than the recorded sweep have their defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 TEXT = (
     "point", "status", "error_type", "error_message", "quality_shared_from", "partition_chosen"
 )  # fmt: skip
-"""Columns of ``points.csv`` that hold text, whatever it looks like, besides settings."""
+"""Text columns of ``points.csv`` other than settings."""
 _RESULT_TEXT, _RESULT_NUMBERS = ("point", "measure", "metric", "unit"), ("rank", "repeat", "n")
 _MOST_FIELD = 2**20  # characters of a field; an error message is the longest
 
@@ -34,7 +34,7 @@ def read_points(folder: Path) -> tuple[list[str], list[Row]]:
     Raises
     ------
     UsageError
-        If the folder has no such table, or the table cannot be what a sweep has written.
+        If the table is missing or was not written by a sweep.
     """
     columns, found = _read(folder, "points.csv")
     for name in ("point", "status", "weights"):
@@ -81,7 +81,7 @@ def results_frame(folder: Path) -> Any:
 
 
 def parse_where(text: str) -> dict[str, str]:
-    """Return the settings that ``name=value,name=value`` fixes.
+    """Parse settings of the form ``name=value,name=value``.
 
     Raises
     ------
@@ -100,12 +100,12 @@ def parse_where(text: str) -> dict[str, str]:
 
 
 def matches(row: Mapping[str, Any], fixed: Mapping[str, str]) -> bool:
-    """Return whether a point has all of these settings."""
+    """Return whether a point has all the given settings."""
     return all(_equal(row[name], value) for name, value in fixed.items())
 
 
 def _equal(found: Value, wanted: str) -> bool:
-    """Return whether a setting has the value that a text says."""
+    """Compare a setting's value with its textual form."""
     if isinstance(found, str):
         return found == wanted
     try:
@@ -160,7 +160,7 @@ def _point_value(folder: Path, name: str, text: str, words: Collection[str]) -> 
 
 
 def _number(path: Path, name: str, text: str, kind: type[int] | type[float]) -> float | int:
-    """Return a number, or raise naming the table and the column."""
+    """Parse a number; errors name the table and the column."""
     try:
         return kind(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The tables, the HDF5 file and the provenance of a sweep, made from the folders of its points."""
+"""Summary tables, HDF5 file and provenance of a sweep, built from its point folders."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ _BINS = np.logspace(-9, 2, 111)
 def write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json``.
 
-    Launches that end at the same time write one after the other, so that the last files hold all
-    points.
+    Concurrent launches write one after the other, so the last files hold all points.
 
     Parameters
     ----------
     folder : ResultsFolder
-        A results folder; points that have not finished are left out.
+        A results folder; unfinished points are skipped.
 
     Returns
     -------
@@ -104,12 +103,12 @@ def _long_rows(name: str, result: Mapping[str, Any]) -> Iterable[dict[str, Any]]
 
 
 def _number(value: float | None) -> float:
-    """Return a number as it was measured; JSON has no NaN and holds null."""
+    """Return a measured number; null in JSON stands for NaN."""
     return math.nan if value is None else value
 
 
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a table; floats keep all their digits, None is an empty field, NaN is ``nan``."""
+    """Write a table; floats keep round-trip precision, None is an empty field, NaN is ``nan``."""
     with (
         replace_atomically(path) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as stream,
@@ -145,7 +144,7 @@ def _copy_arrays(source: Path, group: Any) -> None:
     """Copy the arrays of one point, with a histogram of the divergence."""
     with open_arrays(source) as arrays:
         for key in arrays:
-            if not is_link(key):  # these hold for the folder of the point
+            if not is_link(key):  # relative to the folder of the point
                 arrays.copy(key, group, expand_refs=False)
         if ranks := linked_ranks(arrays):
             link_ranks(group, source.parent, ranks)
@@ -154,7 +153,7 @@ def _copy_arrays(source: Path, group: Any) -> None:
 
 
 def _write_histogram(group: Any, samples: np.ndarray) -> None:
-    """Write how many tokens have which divergence; the outer bins also count what lies beyond."""
+    """Write the histogram of per-token divergence; the outer bins are open."""
     finite = samples[np.isfinite(samples)]
     counts, _ = np.histogram(np.clip(finite, _BINS[0], _BINS[-1]), _BINS)
     dataset = group.create_dataset("kld_histogram", data=counts)

@@ -1,1 +1,1 @@
-"""Running a sweep: resume loop, points in this process, in a subprocess or under mpirun."""
+"""Sweep execution: resume loop; points in this process, in a subprocess or under mpirun."""

@@ -1,4 +1,4 @@
-"""Points in subprocesses, or on MPI ranks that this process starts.
+"""Execution of points in subprocesses, or on MPI ranks started by this process.
 
 The parent starts ``nbflow sweep --group JOB``, under mpirun for points with ``ranks``, and follows
 it in the results folder.  All points of one number of ranks run on the same ranks; isolated points
@@ -37,7 +37,7 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """Points for one process or one group of ranks, as a file."""
+    """Job file: points for one process or one group of ranks."""
 
     folder: Path
     """The results folder."""
@@ -57,7 +57,7 @@ class Job:
     """Earlier attempts, by the name of the point's folder, where there were any."""
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the job as JSON."""
         data = asdict(self) | {"folder": str(self.folder), "formats": [*map(str, self.formats)]}
         for point in data["points"]:
             point["text"] = None if point["text"] is None else str(point["text"])
@@ -65,7 +65,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        """Return the job that `write` has written."""
+        """Read a job written by `write`."""
         data = read_object(path)
         points = []
         for point in data.pop("points"):
@@ -78,12 +78,12 @@ class Job:
 
 
 def command_of(launcher: str | None, ranks: int) -> list[str]:
-    """Return the words that start a program on MPI ranks.
+    """Return the command prefix that starts a program on MPI ranks.
 
     Parameters
     ----------
     launcher : str, optional
-        A command with ``{ranks}`` in the place of their number, for example
+        A command with ``{ranks}`` in place of their number, for example
         ``"srun -n {ranks}"``; by default mpirun.
     ranks : int
         Number of ranks.
@@ -130,7 +130,7 @@ class ProcessRunner:
     stop: StopRequest = field(default_factory=StopRequest)
 
     def run(self, points: Sequence[Point]) -> End:
-        """Run points, those of one number of ranks together; return why it ended."""
+        """Run points, grouped by number of ranks; return the reason of the end."""
         groups: dict[object, list[Point]] = {}
         for point in points:
             key = point.id if self.policy.isolates else point.config["ranks"]
@@ -143,7 +143,7 @@ class ProcessRunner:
         return "all"
 
     def _run_group(self, waiting: list[Point]) -> End:
-        """Run points of one number of ranks, in as many processes as their deaths ask for."""
+        """Run points of one number of ranks, restarting the process after each crash."""
         tried = dict[str, int]()
         while waiting:
             if self.stop.asked:
@@ -152,7 +152,7 @@ class ProcessRunner:
             end = self._run_job(job)
             results = [self._result(p, job) for p in waiting]
             waiting = [p for p, result in zip(waiting, results, strict=True) if result is None]
-            if end.code in (0, 130):  # the points that are left are measured by another launch
+            if end.code in (0, 130):  # another launch measures the remaining points
                 failed = any(r and r["status"] != "done" for r in results)
                 stopped = self.stop.asked or end.code == 130
                 return (
@@ -171,17 +171,17 @@ class ProcessRunner:
         return "all"
 
     def _record(self, point: Point, job: Job, end: ProcessEnd, tried: dict[str, int]) -> bool:
-        """Record a point whose process died; return whether to try it again."""
+        """Record a point whose process died; return whether to retry it."""
         before = self.folder.result(point.short) or {}
         counted = before["attempt"] if before.get("launch") == job.launch else 0
         attempt = tried[point.short] = max(counted, tried.get(point.short, 0)) + 1
         last = attempt > self.policy.retries
-        who = f"the job of {job.ranks} MPI ranks" if job.ranks else "the process of the point"
-        cause = end.cause(who, self.policy.timeout_s)
+        subject = f"the job of {job.ranks} MPI ranks" if job.ranks else "the process of the point"
+        cause = end.cause(subject, self.policy.timeout_s)
         ranks = range(job.ranks or 1)
-        told = record_death(self.folder, point, job.launch, attempt, end, cause, ranks)
+        recorded = record_death(self.folder, point, job.launch, attempt, end, cause, ranks)
         self.before[point.short] = job.launch
-        self.reporter.ends(point, told, last=last)
+        self.reporter.ends(point, recorded, last=last)
         return not last
 
     def _job(self, points: Sequence[Point], tried: Mapping[str, int]) -> Job:
@@ -200,12 +200,12 @@ class ProcessRunner:
         )
 
     def _run_job(self, job: Job) -> ProcessEnd:
-        """Run a job to its end, showing what is recorded."""
+        """Run a job to its end and report recorded points."""
         locks = PointLocks(self.folder, job.launch, {})
         shown: set[str] = set()
         running: Point | None = None
 
-        def look() -> None:
+        def poll() -> None:
             nonlocal running
             for point in [p for p in job.points if p.short not in shown]:
                 if point != running and locks.was_measuring(point):
@@ -223,7 +223,7 @@ class ProcessRunner:
             ranks = command_of(self.launcher, job.ranks) if job.ranks else []
             words = [*ranks, *PROGRAM, "--group", str(path)]
             limit_s = None if limit is None else START_S + limit * (1 + self.policy.retries)
-            return run_process(words, path.parent, self.stop, look, limit_s)
+            return run_process(words, path.parent, self.stop, poll, limit_s)
 
     def _result(self, point: Point, job: Job) -> dict[str, Any] | None:
         """Return the result of the last attempt that a job made at a point."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import nbflow_kernels as nk
 from nbflow_experiments.backend import MEASURED, Comm
-from nbflow_experiments.measures.measure import Outcome, Reading
+from nbflow_experiments.measures.measure import MeasureResult, Reading
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from nbflow_experiments.config.points import Point
 
 PROBE_BYTES = 64 << 20
-"""Bytes that a rank reads in a pass when the machine is measured."""
+"""Bytes read per rank and pass when the machine is measured."""
 
 
 class Predictor:
-    """Predicts points; every rank makes one and asks it for the same points.
+    """Planner predictions of points; every rank calls it for the same points.
 
     Parameters
     ----------
@@ -39,8 +39,8 @@ class Predictor:
         self._comm = comm
         self._measured: dict[tuple[int, ...], Machine] = {}
 
-    def outcome(self, point: Point, model: LLM) -> Outcome:
-        """Return what is predicted of a point; nothing, with a warning, if that cannot be done."""
+    def predict_point(self, point: Point, model: LLM) -> MeasureResult:
+        """Predict a point; returns an empty result, with a warning, if that fails."""
         from nbflow.planner import Prediction, RunConfig, Workload, predict, stored_model
         from nbflow.spec import resolve
 
@@ -65,10 +65,10 @@ class Predictor:
             found: Prediction = predict(planned, model.plan.partition, machine, workload, setting)
         except UsageError as error:
             warnings.warn(f"nothing is predicted: {error}", stacklevel=1)
-            return Outcome()
+            return MeasureResult()
         weight_bytes = sum(rank.weight_bytes for rank in found.ranks)
         kv_bytes = sum(rank.kv_bytes for rank in found.ranks)
-        return Outcome(
+        return MeasureResult(
             [
                 Reading("predicted_prefill_tokens_per_s", found.prefill_tokens_per_s, "token/s"),
                 Reading("predicted_decode_tokens_per_s", found.decode_tokens_per_s, "token/s"),
@@ -88,8 +88,8 @@ class Predictor:
             if self._comm.size == 1:
                 machine = measure_machine(load, len(numbers), PROBE_BYTES)
             else:
-                part = self._comm.split(numbers)
-                machine = None if part is None else measure_ranks(load, part, PROBE_BYTES)
+                group = self._comm.split(numbers)
+                machine = None if group is None else measure_ranks(load, group, PROBE_BYTES)
                 machine = self._comm.bcast_object(machine, numbers[0])
             assert machine is not None
             self._measured[numbers] = _placed(machine, numbers)
@@ -104,7 +104,7 @@ def _described(name: str, numbers: tuple[int, ...]) -> Machine:
 
 
 def _placed(machine: Machine, numbers: tuple[int, ...]) -> Machine:
-    """Return a machine whose ranks have been measured in this order, in that of their numbers."""
+    """Reorder a machine's devices, measured in order of `numbers`, by rank."""
     devices = [machine.devices[0]] * (max(numbers) + 1)
     for device, number in zip(machine.devices, numbers, strict=True):
         devices[number] = device

@@ -21,12 +21,12 @@ from nbflow_experiments.store.results_folder import ResultsFolder
 
 
 class PointLocks:
-    """The locks of one launch; rank 0 only.
+    """Point locks of one launch; rank 0 only.
 
     Parameters
     ----------
     folder : ResultsFolder
-        Where the points are recorded.
+        Results folder of the points.
     launch : str
         Name of the launch.
     before : mapping
@@ -42,7 +42,7 @@ class PointLocks:
         self._held: tuple[Any, Path] | None = None
 
     def acquire(self, point: Point) -> bool:
-        """Lock a point, unless another launch measures it or has done so since the planning."""
+        """Lock a point, unless another launch measures it or has finished it since planning."""
         lock = self._lock(point)
         try:
             lock.acquire()
@@ -58,7 +58,7 @@ class PointLocks:
         return True
 
     def release(self) -> None:
-        """Release the lock that is held."""
+        """Release the held lock."""
         held, self._held = self._held, None
         if held is not None:
             held[1].unlink(missing_ok=True)

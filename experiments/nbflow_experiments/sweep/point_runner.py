@@ -1,9 +1,9 @@
-"""Runs points of a sweep, on every rank in step.
+"""Runner of sweep points, collective over the ranks.
 
-Rank 0 decides, tells the others and writes; all ranks load and measure together, and after each
-step they agree whether it succeeded (`nbflow_experiments.sweep.rank_barrier`).  A point that fails
+Rank 0 decides, broadcasts and writes; all ranks load and measure together, and after each step they
+agree whether it succeeded (`nbflow_experiments.sweep.rank_barrier`).  A point that fails
 is recorded and the sweep continues.  Consecutive points that differ only in batch and lengths reuse
-the loaded model and its quality measures, which do not depend on them; the record says so.
+the loaded model and its quality measures, which do not depend on them; the result records it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import numpy as np
 
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import FORMAT_SETTINGS, LOAD_SETTINGS, QUALITY_SETTINGS, Point
-from nbflow_experiments.measures import MEASURES, Array, Context, Measure, Outcome, needs_reference
+from nbflow_experiments.measures import (
+    MEASURES,
+    Array,
+    Context,
+    Measure,
+    MeasureResult,
+    needs_reference,
+)
 from nbflow_experiments.measures.evaluation import text_windows
 from nbflow_experiments.measures.reference_logits import reference_path, write_reference
 from nbflow_experiments.scoring.logits_file import is_complete
@@ -56,7 +63,7 @@ class _Log:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Note how long a step took."""
+        """Log the duration of a step."""
         start = time.perf_counter()
         self.write(f"{name} begins")
         try:
@@ -68,31 +75,31 @@ class _Log:
 
 @dataclass
 class _Loaded:
-    """The model in memory and what was already found with it."""
+    """Loaded model and its cached quality measures."""
 
     key: tuple[Any, ...]
     model: LLM
     leader: int
-    quality: dict[tuple[Any, ...], tuple[str, Outcome]] = field(default_factory=dict)
+    quality: dict[tuple[Any, ...], tuple[str, MeasureResult]] = field(default_factory=dict)
     shared: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
 class Runner:
-    """Runs points, one at a time; the next one uses the loaded model again where it can."""
+    """Runs points one at a time and reuses the loaded model where possible."""
 
     comm: backend.Comm
-    """All ranks; every rank makes a runner and gives it the same points."""
+    """All ranks; every rank creates a runner and passes it the same points."""
     folder: ResultsFolder
-    """Where rank 0 writes, and the rank that leads a point reads the reference."""
+    """Results folder: rank 0 writes, the leading rank of a point reads the reference."""
     reporter: Reporter
     """Shows progress on rank 0."""
     launch: str
     """Name of this launch in the provenance."""
     stop: StopRequest = field(default_factory=StopRequest)
-    """Asks it to stop after the present step."""
+    """Stop request, checked after each step."""
     _loaded: _Loaded | None = field(default=None, init=False)
-    _formats: dict[tuple[Any, ...], Outcome] = field(default_factory=dict, init=False)
+    _formats: dict[tuple[Any, ...], MeasureResult] = field(default_factory=dict, init=False)
     _windows: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict, init=False)
     _references: dict[Path, Path] = field(default_factory=dict, init=False)
     _rank_arrays: dict[str, Array] = field(default_factory=dict, init=False)
@@ -102,18 +109,18 @@ class Runner:
 
     def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
         """Measure and record one point; return its status on every rank."""
-        log, outcomes = _Log(), dict[str, Outcome]()
+        log, measured = _Log(), dict[str, MeasureResult]()
         result = new_result(point, self.launch, attempt)
         start = time.perf_counter()
         if attempt > 1:
-            self.close()  # what failed may have come with the loaded model
+            self.close()  # the loaded model may have caused the failure
         if self.comm.rank == 0:
             self.reporter.begins(point)
         self._on_root(log, "freeze", lambda: self.folder.write_config(point))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                self._measure(point, log, outcomes, result)
+                self._measure(point, log, measured, result)
             except StepFailed as failure:
                 note_failure(result, failure)
                 log.write(f"failed\n{failure.failures[0].traceback}")
@@ -124,7 +131,7 @@ class Runner:
         result["wall_s"] = time.perf_counter() - start
         result["steps_s"] = log.seconds
         ranks = self._write_rank_arrays(point, log)
-        self._on_root(log, "write", lambda: self._record(point, result, log, outcomes, ranks))
+        self._on_root(log, "write", lambda: self._record(point, result, log, measured, ranks))
         if self.comm.rank == 0:
             self.reporter.ends(point, result, last=last)
         return str(self.comm.bcast_object(result["status"]))
@@ -134,32 +141,32 @@ class Runner:
         point: Point,
         result: dict[str, Any],
         log: _Log,
-        outcomes: dict[str, Outcome],
+        measured: dict[str, MeasureResult],
         ranks: Sequence[int],
     ) -> None:
-        """Write a finished point, of which `ranks` have written files; rank 0 only."""
-        result["bits_per_weight"] = bits_per_weight(point, outcomes)
+        """Write a finished point; `ranks` have written array files; rank 0 only."""
+        result["bits_per_weight"] = bits_per_weight(point, measured)
         result["readings"] = [
-            reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
+            reading_row(name, reading) for name, o in measured.items() for reading in o.readings
         ]
         note_not_finite(result, result["readings"])
-        arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
+        arrays = {name: array for o in measured.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
         self.folder.write_result(point.short, result, text, arrays, ranks)
 
     def _write_rank_arrays(self, point: Point, log: _Log) -> list[int]:
-        """Write what this rank measured; return, on rank 0, which ranks have done so."""
+        """Write this rank's arrays; return, on rank 0, the ranks that wrote a file."""
         arrays, self._rank_arrays = self._rank_arrays, {}
         if self.comm.size == 1:
             return []
         folder, problem = self.folder.folder(point.short), ""
         if self.comm.rank == 0:
             remove_rank_files(folder)
-        self.comm.bcast_object(None)  # an earlier attempt's files are gone
+        self.comm.bcast_object(None)  # barrier: files of an earlier attempt are removed
         if arrays:
             try:
                 write_rank_file(folder, self.comm.rank, arrays)
-            except OSError as error:  # the point is worth recording all the same
+            except OSError as error:  # record the point nevertheless
                 problem = str(error)
         reports = self.comm.gather_object((bool(arrays), problem))
         for rank, (_, text) in enumerate(reports or ()):
@@ -168,7 +175,7 @@ class Runner:
         return [rank for rank, (wrote, text) in enumerate(reports or ()) if wrote and not text]
 
     def _measure(
-        self, point: Point, log: _Log, outcomes: dict[str, Outcome], result: dict[str, Any]
+        self, point: Point, log: _Log, measured: dict[str, MeasureResult], result: dict[str, Any]
     ) -> None:
         """Prepare, load and run every measure of a point."""
         windows = self._prepare_windows(point, log) if point.text else None
@@ -188,30 +195,32 @@ class Runner:
         for name in point.measures:
             measure = MEASURES[name]
             if measure.scope == "quality" and (*quality, name) in loaded.quality:
-                source, outcomes[name] = loaded.quality[(*quality, name)]
+                source, measured[name] = loaded.quality[(*quality, name)]
                 result["quality_shared_from"] = source
                 log.write(
                     f"{name} is that of point {source}, which differs in batch or lengths only"
                 )
                 continue
-            outcomes[name] = self._run_measure(measure, point, context, log)
+            measured[name] = self._run_measure(measure, point, context, log)
             if measure.scope == "quality":
-                loaded.quality[(*quality, name)] = point.short, outcomes[name]
+                loaded.quality[(*quality, name)] = point.short, measured[name]
         result["partition_chosen"] = loaded.model.plan.partition
         if point.config["machine"]:
             with log.timed("prediction"):
-                outcomes["prediction"] = in_step(
-                    self.comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
+                measured["prediction"] = in_step(
+                    self.comm, self.stop, lambda: self._predictor.predict_point(point, loaded.model)
                 )
 
-    def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
-        """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
+    def _run_measure(
+        self, measure: Measure, point: Point, context: Context, log: _Log
+    ) -> MeasureResult:
+        """Run one measure on all ranks; rank 0 gets the leading rank's result."""
         key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
 
-        def work() -> Outcome:
-            return measure.run(context) if context.model.participates else Outcome()
+        def work() -> MeasureResult:
+            return measure.run(context) if context.model.participates else MeasureResult()
 
         with log.timed(measure.name):
             if self.comm.rank == 0:
@@ -246,7 +255,7 @@ class Runner:
         return self._windows[key]
 
     def _prepare_reference(self, point: Point, windows: np.ndarray, log: _Log) -> Path:
-        """Return the file of the reference's logits; rank 0 writes it if it is not there yet."""
+        """Return the file of the reference's logits; rank 0 writes it if missing."""
         first = int(point.config["eval_context"])
         path = reference_path(self.folder.reference, point.model_digest, windows, first)
         if path not in self._references:
@@ -263,7 +272,7 @@ class Runner:
         return self._references[path]
 
     def _load(self, point: Point, log: _Log) -> _Loaded:
-        """Return the model of a point, loading it unless the last point left it in memory."""
+        """Return the model of a point; reuses the loaded one if the settings agree."""
         key = point.key(LOAD_SETTINGS)
         if self._loaded is not None and self._loaded.key == key:
             log.write("the model is still loaded from the point before")
@@ -287,13 +296,13 @@ class Runner:
                 for model in made:
                     model.close()
                 raise
-        takes_part = self.comm.gather_object(made[0].participates)
-        leader = self.comm.bcast_object(takes_part.index(True) if takes_part else None)
+        participating = self.comm.gather_object(made[0].participates)
+        leader = self.comm.bcast_object(participating.index(True) if participating else None)
         self._loaded = _Loaded(key, made[0], leader)
         return self._loaded
 
     def close(self) -> None:
-        """Give the memory of the model back."""
+        """Unload the model."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.model.close()

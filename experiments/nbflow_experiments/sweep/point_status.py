@@ -3,8 +3,8 @@
 ========== =================================================================================
 done       every measure ran, and every summary is a finite number
 nonfinite  every measure ran, but some summary is not finite
-oom        memory ran out
-timeout    it was ended after ``--timeout`` seconds
+oom        out of memory
+timeout    ended after ``--timeout`` seconds
 failed     anything else
 ========== =================================================================================
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import Point
-from nbflow_experiments.measures import Outcome
+from nbflow_experiments.measures import MeasureResult
 from nbflow_experiments.store import provenance
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION
 from nbflow_experiments.sweep.rank_barrier import StepFailed
@@ -27,7 +27,7 @@ OUTLIER_BITS = 64
 
 
 def new_result(point: Point, launch: str, attempt: int) -> dict[str, Any]:
-    """Return the result of a point that begins now, as if all went well."""
+    """Return the initial result of a starting point, with status done."""
     return {
         "schema_version": SCHEMA_VERSION,
         "id": point.id,
@@ -41,7 +41,7 @@ def new_result(point: Point, launch: str, attempt: int) -> dict[str, Any]:
 
 
 def note_failure(result: dict[str, Any], failure: StepFailed) -> None:
-    """Put the first rank's error into a result, and which ranks failed."""
+    """Record the first rank's error and the failed ranks in a result."""
     first = failure.failures[0]
     memory = "MemoryError" in first.type or "OUT_OF_MEMORY" in first.message.upper()
     result["status"] = "oom" if memory else "failed"
@@ -54,7 +54,7 @@ def note_failure(result: dict[str, Any], failure: StepFailed) -> None:
 
 
 def note_not_finite(result: dict[str, Any], readings: Iterable[Mapping[str, Any]]) -> None:
-    """Mark a result that succeeded if summaries of it are not finite numbers."""
+    """Mark a successful result as nonfinite if a summary is not finite."""
     names = [
         reading["metric"]
         for reading in readings
@@ -63,16 +63,16 @@ def note_not_finite(result: dict[str, Any], readings: Iterable[Mapping[str, Any]
         and not math.isfinite(reading["value"])
     ]
     if names and result["status"] == "done":
-        result["status"] = "nonfinite"  # pandas would read "nan" as a missing value
+        result["status"] = "nonfinite"  # pandas reads "nan" as a missing value
         message = f"not finite: {', '.join(names)}"
         result["error"] = {"type": "NotFinite", "message": message, "traceback": "", "ranks": []}
 
 
-def bits_per_weight(point: Point, outcomes: Mapping[str, Outcome]) -> float:
-    """Return the bits of a weight: the format's, and with outliers what was counted, if it was."""
+def bits_per_weight(point: Point, measured: Mapping[str, MeasureResult]) -> float:
+    """Return the bits per weight: the format's, or the measured ones if there are outliers."""
     bits, outliers = backend.bits_per_weight(str(point.config["weights"])), point.config["outliers"]
     if not outliers:
         return bits
-    counted = outcomes.get("weight_error", Outcome()).readings
+    counted = measured.get("weight_error", MeasureResult()).readings
     stored = [r.value for r in counted if r.metric == "stored_bits_per_weight"]
     return stored[0] if stored else bits + OUTLIER_BITS * float(outliers)

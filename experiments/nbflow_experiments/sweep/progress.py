@@ -53,7 +53,7 @@ def _failure(error: Mapping[str, Any]) -> str:
 
 
 class Reporter:
-    """Shows progress; this one is silent, for processes whose parent reports.
+    """Progress reporter; the base class is silent, for child processes.
 
     Parameters
     ----------
@@ -68,16 +68,16 @@ class Reporter:
         self.total = total
 
     def begins(self, point: Point) -> None:
-        """Show that a point begins."""
+        """Report the start of a point."""
 
     def step(self, name: str) -> None:
-        """Show the present step."""
+        """Report the current step."""
 
     def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
-        """Show how an attempt at a point ended; `last` if it is not repeated after a failure."""
+        """Report the end of an attempt; `last` if it will not be retried."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class PlainReporter(Reporter):
@@ -104,7 +104,7 @@ class PlainReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A progress bar with the present point and step; failures stay above it."""
+    """Progress bar with current point and step; failures are printed above it."""
 
     def __init__(self, factors: Sequence[str], total: int) -> None:
         super().__init__(factors, total)
@@ -131,7 +131,7 @@ class BarReporter(Reporter):
         self._bar.update(self._task, description=f"{self._label}: {name}")
 
     def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
-        """Move the bar on."""
+        """Advance the bar."""
         if result["error"]:
             text = f"{result['status']}: {self._label}: {_failure(result['error'])}"
             self._bar.console.print(text, markup=False)
@@ -145,7 +145,7 @@ class BarReporter(Reporter):
 
 
 def make_reporter(factors: Sequence[str], total: int) -> Reporter:
-    """Return the reporter that suits the output."""
+    """Return a bar on a terminal, plain lines otherwise."""
     if sys.stdout.isatty() and total:
         return BarReporter(factors, total)
     return PlainReporter(factors, total)
@@ -176,7 +176,7 @@ def print_summary(rows: Sequence[Mapping[str, Any]], factors: Sequence[str]) -> 
 
 
 def _cell(row: Mapping[str, Any], name: str, form: str, factor: float) -> str:
-    """Return one number as text, with its standard error where that is quoted."""
+    """Return one number as text, with its standard error if the table shows it."""
     value = row.get(name)
     if value is None:
         return "-"

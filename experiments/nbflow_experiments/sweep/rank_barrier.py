@@ -1,4 +1,4 @@
-"""Ranks in step: a step succeeds on all ranks or fails on all."""
+"""Collective steps: a step succeeds on all ranks or fails on all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbflow_experiments.backend import Comm
 T = TypeVar("T")
 
 GRACE_S = 300.0
-"""Longest wait of a rank whose step failed for the others to finish theirs."""
+"""Grace period of a failed rank for the others to finish the step."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepFailed(Exception):
 
 
 class Interrupted(Exception):
-    """A rank was asked to stop; raised on all of them between two steps."""
+    """Stop request on some rank; raised on all ranks between two steps."""
 
 
 class StopRequest:
@@ -56,9 +56,9 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[StopRequest]:
-        """Turn the first signal into a request and the second into the end of the process."""
+        """Handle signals: the first requests a stop, the second ends the process."""
         if threading.current_thread() is not threading.main_thread():
-            yield self  # only the main thread can hear signals
+            yield self  # only the main thread receives signals
             return
         before = {s: signal.signal(s, self._heard) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -69,7 +69,7 @@ class StopRequest:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            os._exit(130)  # files are whole at any time
+            os._exit(130)  # files are written atomically
         self.asked = True
         print("stopping after the present step; once more to stop now", file=sys.stderr, flush=True)
 
@@ -82,9 +82,9 @@ def in_step(comm: Comm, stop: StopRequest, work: Callable[[], T]) -> T:
     comm : Comm
         All ranks; each must call this.
     stop : StopRequest
-        Looked at when the step ends.
+        Checked when the step ends.
     work : callable
-        What this rank has to do; ranks with nothing to do pass a function that returns at once.
+        Work of this rank; idle ranks pass a no-op.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def in_step(comm: Comm, stop: StopRequest, work: Callable[[], T]) -> T:
     StepFailed
         If `work` raised on some rank.
     Interrupted
-        If some rank was asked to stop.
+        If a stop was requested on some rank.
     """
     failure: Failure | None = None
     result: T | None = None
@@ -121,7 +121,7 @@ def in_step(comm: Comm, stop: StopRequest, work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _end_all_if_late(comm: Comm, failure: Failure | None) -> Iterator[None]:
-    """After a failure, end all ranks if they do not come to agree: they may wait for this one."""
+    """After a failure, end all ranks unless they reach the barrier: they may be deadlocked."""
     abort = getattr(comm, "abort", None)
     if failure is None or comm.size == 1 or abort is None:
         yield

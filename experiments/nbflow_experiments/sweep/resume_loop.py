@@ -1,4 +1,4 @@
-"""The loop over the points of a launch: lock, measure, retry, stop."""
+"""Loop over the points of a launch: lock, measure, retry, stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbflow_experiments.sweep.rank_barrier import Interrupted, in_step
 from nbflow_kernels.errors import UsageError
 
 End = Literal["all", "interrupted", "failed"]
-"""Why a launch ended: every point was visited, it was asked to stop, or a point failed."""
+"""Reason of a launch's end: all points visited, stop requested, or a point failed."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Policy:
     """Handling of points that fail or hang."""
 
     retries: int = 0
-    """Further attempts at a point that fails, at once."""
+    """Immediate retries of a failed point."""
     fail_fast: bool = False
     """True: the first point that fails ends the launch."""
     isolate: bool = False
@@ -74,7 +74,7 @@ def run_points(
     Returns
     -------
     str
-        Why it ended.
+        Reason of the end.
     """
     with runner.stop.listen():
         try:

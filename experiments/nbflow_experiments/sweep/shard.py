@@ -12,16 +12,16 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` parts of a sweep."""
+    """One of `count` shards of a sweep."""
 
     index: int = 0
-    """Number of this part, from 0."""
+    """Index of the shard, from 0."""
     count: int = 1
-    """Number of parts."""
+    """Number of shards."""
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Return the shard that ``I/N`` names.
+        """Parse ``I/N``.
 
         Raises
         ------
@@ -41,10 +41,10 @@ class Shard:
         return cls(int(match[1]), int(match[2]))
 
     def select(self, points: Sequence[Point]) -> list[Point]:
-        """Return this shard's points, in their order; all shards together have every point once.
+        """Return this shard's points in order; the shards partition the sweep.
 
-        Points that can use one loaded model stay together if there are at least as many models to
-        load as shards; else the points are dealt out one by one.
+        Points that share a loaded model stay together if there are at least as many models as
+        shards; otherwise points are distributed round-robin.
         """
         loads = list(dict.fromkeys(point.key(LOAD_SETTINGS) for point in points))
         if len(loads) >= self.count:

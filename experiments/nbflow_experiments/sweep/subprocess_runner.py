@@ -23,7 +23,7 @@ from nbflow_experiments.sweep.rank_barrier import StopRequest
 
 POLL_S = 0.2
 STOP_S = 60.0
-"""Longest wait for a process that was asked to stop."""
+"""Grace period after a stop request."""
 END_S = 3.0
 """Pause between SIGTERM and SIGKILL."""
 TAIL_BYTES, _SEARCHED_BYTES = 8192, 2**20
@@ -42,24 +42,24 @@ class ProcessEnd:
     late: bool
     """True if it exceeded its time limit."""
     out_of_memory: bool
-    """True if the system killed a process for memory meanwhile."""
+    """True if the OOM killer ended a process meanwhile."""
 
-    def cause(self, who: str, timeout_s: float | None) -> tuple[str, str]:
-        """Return kind of error and message; `who` is the subject of the message."""
+    def cause(self, subject: str, timeout_s: float | None) -> tuple[str, str]:
+        """Return error type and message; `subject` names the process."""
         if self.late:
             return "Timeout", f"ended after {timeout_s:g} s (--timeout)"
         if self.out_of_memory:
-            return "OutOfMemory", f"the system ended {who}: memory ran out"
+            return "OutOfMemory", f"the system ended {subject}: memory ran out"
         if self.code < 0:
-            return "ProcessDied", f"{who} was killed by {signal.Signals(-self.code).name}"
-        return "ProcessDied", f"{who} ended with exit code {self.code}"
+            return "ProcessDied", f"{subject} was killed by {signal.Signals(-self.code).name}"
+        return "ProcessDied", f"{subject} ended with exit code {self.code}"
 
 
 def run_process(
     words: Sequence[str],
     folder: Path,
     stop: StopRequest,
-    look: Callable[[], None],
+    poll: Callable[[], None],
     limit_s: float | None,
 ) -> ProcessEnd:
     """Run a command to its end, in a new session so that Ctrl-C reaches this process only.
@@ -71,8 +71,8 @@ def run_process(
     folder : Path
         Temporary folder for its output.
     stop : StopRequest
-        Passed on to the process.
-    look : callable
+        Forwarded to the process.
+    poll : callable
         Called several times a second.
     limit_s : float, optional
         Time limit, in addition to the one inside the process (`Policy.timeout_s`).
@@ -88,7 +88,7 @@ def run_process(
     assert process.stdin is not None
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            look()
+            poll()
             if stop.asked and not asked:
                 asked, deadline = True, min(deadline, time.monotonic() + STOP_S)
                 with contextlib.suppress(BrokenPipeError):
@@ -99,7 +99,7 @@ def run_process(
         late = process.poll() is None and not asked
     finally:
         _end(process)
-    look()
+    poll()
     text = output.read_bytes()[-_SEARCHED_BYTES:].decode(errors="replace")
     late = late or re.search(r"^Timeout \(\d+:\d\d:\d\d", text, re.MULTILINE) is not None
     seconds, killed = time.monotonic() - start, _oom_kills() > kills
@@ -107,12 +107,12 @@ def run_process(
 
 
 def obey_parent(stop: StopRequest) -> None:
-    """Stop after the present step when the parent writes so; end when the parent is gone."""
+    """Stop after the current step on the parent's request; exit if the parent dies."""
 
     def wait() -> None:
         while os.read(0, 64):
             stop.asked = True
-        os._exit(1)  # files are whole at any time
+        os._exit(1)  # files are written atomically
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
@@ -126,7 +126,7 @@ def record_death(
     cause: tuple[str, str],
     ranks: Sequence[int],
 ) -> dict[str, Any]:
-    """Record a point whose process ended before it could; return the result."""
+    """Record a point whose process died; return the result."""
     kind, message = cause
     result = new_result(point, launch, attempt)
     result["status"] = {"Timeout": "timeout", "OutOfMemory": "oom"}.get(kind, "failed")
@@ -144,7 +144,7 @@ def record_death(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, if it has not ended."""
+    """Kill a running process and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -157,7 +157,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the system has killed for memory; 0 where it does not say."""
+    """Return the system's OOM-kill count; 0 if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, value = line.partition(" ")

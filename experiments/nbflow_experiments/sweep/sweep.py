@@ -1,4 +1,4 @@
-"""A sweep from its file to its results folder."""
+"""Execution of a sweep, from its file to its results folder."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class SweepOptions:
     """Options of ``nbflow sweep``."""
 
     file: Path | None
-    """The sweep file; None where `lists` says everything."""
+    """Sweep file; None if `lists` defines the sweep."""
     out: Path
-    """Folder in which the results folder is made."""
+    """Parent of the results folder."""
     overrides: tuple[str, ...] = ()
     """Replacements ``section.name=value``."""
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Settings given as options, which replace the file's: name -> texts."""
+    """Settings of command-line options, which override the file: name -> texts."""
     dry_run: bool = False
     """Print the points and stop."""
     resume: bool = False
@@ -58,7 +58,7 @@ class SweepOptions:
     formats: tuple[Path, ...] = ()
     """Files of weight formats to execute, besides those the sweep file names."""
     shard: Shard | None = None
-    """Part of the points to run; other launches may run the others at the same time."""
+    """Shard of the points to run; other launches may run the others concurrently."""
     merge: bool = False
     """Write the tables of the recorded points and run nothing."""
     policy: Policy = field(default_factory=Policy)
@@ -68,7 +68,7 @@ class SweepOptions:
     their number; by default mpirun."""
 
     def load(self) -> Sweep:
-        """Return the sweep that is asked for, narrowed as the options say."""
+        """Return the sweep, restricted by the options."""
         if self.file is None:
             return sweep_of_lists(self.lists, self.overrides, self.formats)
         return load_sweep(self.file, self.overrides, self.formats, self.lists)
@@ -81,7 +81,7 @@ class _Plan:
     folder: Path
     factors: tuple[str, ...]
     points: tuple[Point, ...]
-    """All points of this launch, also those that are done."""
+    """All points of this launch, finished ones included."""
     todo: tuple[Point, ...]
     before: dict[str, str | None]
     """See `PointLocks`."""
@@ -90,7 +90,7 @@ class _Plan:
 
 
 def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
-    """Run a sweep; every rank that mpirun started calls this.
+    """Run a sweep; collective over the ranks of mpirun.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
     _load_formats(plan.formats, comm)
     try:
         return _run_plan(plan, options, comm)
-    except StepFailed as failure:  # outside of a point's measures: most likely a full disk
+    except StepFailed as failure:  # outside of a measure: most likely a full disk
         if comm.rank != 0:
             return 2
         raise UsageError(
@@ -132,7 +132,7 @@ def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
 
 
 def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
-    """Run the points of a plan that are left and write the tables; return the exit code."""
+    """Run the remaining points of a plan and write the tables; return the exit code."""
     folder, policy = ResultsFolder(plan.folder), options.policy
     reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
     # under mpirun `ranks` can only be the number of ranks that are there (`check_world`)
@@ -157,7 +157,7 @@ def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
 
 
 def run_group(path: Path, comm: backend.Comm | None = None) -> int:
-    """Run the points of a job file; every process that `ProcessRunner` started calls this.
+    """Run the points of a job file; entry point of the processes of `ProcessRunner`.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def _run_here(
     tried: Mapping[str, int] = MappingProxyType({}),
     stop: StopRequest | None = None,
 ) -> End:
-    """Run points on the ranks of this launch; return why it ended."""
+    """Run points on the ranks of this launch; return the reason of the end."""
     folder = ResultsFolder(plan.folder)
     locks = PointLocks(folder, plan.launch, plan.before) if comm.rank == 0 else None
     runner = Runner(comm, folder, reporter, plan.launch, stop or StopRequest())
@@ -207,7 +207,7 @@ def _run_here(
 def _recorded(
     plan: _Plan, points: Sequence[Point], comm: backend.Comm, *, for_points: bool = False
 ) -> Iterator[None]:
-    """Write the provenance of a launch around the block; all ranks enter it.
+    """Write the provenance of a launch around the block; collective.
 
     `for_points`: its ranks were started for these points (`ranks` in the sweep).
     """
@@ -225,13 +225,13 @@ def _recorded(
 
 
 def _agree_on_plan(options: SweepOptions, comm: backend.Comm) -> tuple[_Plan | None, int]:
-    """Return the plan that rank 0 makes; where it cannot, rank 0 raises and the others get 2."""
+    """Broadcast rank 0's plan; on an error rank 0 raises and the others return 2."""
     message: _Plan | None = None
     problem: Exception | None = None
     if comm.rank == 0:
         try:
             message = _make_plan(options, comm.size)
-        except Exception as error:  # told to the others first, then raised
+        except Exception as error:  # broadcast first, then raised
             problem = error
     plan: _Plan | None = comm.bcast_object(message)
     if problem is not None:
@@ -254,7 +254,7 @@ def _load_formats(files: Sequence[Path], comm: backend.Comm) -> None:
 
 
 def _make_plan(options: SweepOptions, size: int) -> _Plan:
-    """Read the sweep, look at what is done already and open the results folder; rank 0 only."""
+    """Read the sweep, find finished points and open the results folder; rank 0 only."""
     for package in ("h5py", "rich", "filelock"):
         require(package)
     if options.policy.isolates and size > 1:
@@ -300,7 +300,7 @@ def _check_ranks(folder: ResultsFolder, size: int) -> None:
 
 
 def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -> None:
-    """Describe the sweep; points and factors of an earlier launch are kept."""
+    """Write ``sweep.json``; keeps points and factors of earlier launches."""
     before = folder.sweep()
     if before.get("metrics_version", METRICS_VERSION) != METRICS_VERSION:
         raise UsageError(
@@ -339,7 +339,7 @@ def _inputs(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Point]) -> int:
-    """Write and print the tables; return how many of `points` have failed."""
+    """Write and print the tables; return the number of failed points."""
     rows = write_summaries(folder)
     if rows:
         print_summary(rows, factors)
@@ -355,13 +355,13 @@ def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Po
 
 
 def _finish(plan: _Plan, end: End) -> int:
-    """Write and print the tables, and what this launch has left; return how many points failed."""
+    """Write and print the tables and the remaining work; return the number of failed points."""
     folder = ResultsFolder(plan.folder)
     failed = _conclude(folder, plan.factors, plan.points)
     left = [p for p in plan.todo if result_launch(folder, p) == plan.before[p.short]]
     holders = PointLocks(folder, plan.launch, plan.before).other_holders(left)
-    for who, n in Counter(holders).items():
-        print(f"{n} points are being run by another launch ({who})")
+    for holder, n in Counter(holders).items():
+        print(f"{n} points are being run by another launch ({holder})")
     if end == "failed":
         print("stopped at the first failure (--fail-fast); continue with --resume")
     if end == "interrupted":
@@ -371,7 +371,7 @@ def _finish(plan: _Plan, end: End) -> int:
 
 
 def _merge(options: SweepOptions) -> int:
-    """Write and print the tables of what is there; return the exit code."""
+    """Write and print the tables of finished points; return the exit code."""
     sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     folder = ResultsFolder(options.out.absolute() / sweep.name)
@@ -387,7 +387,7 @@ def _merge(options: SweepOptions) -> int:
 
 
 def _print_points(options: SweepOptions, size: int) -> int:
-    """Print what a sweep would run."""
+    """Print the points of a sweep without running them."""
     sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     check_world(points, size)
