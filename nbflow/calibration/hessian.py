@@ -67,7 +67,7 @@ def write_hessians(
     --------
     >>> import nbflow, tempfile
     >>> with nbflow.load("tiny_python") as model, tempfile.TemporaryDirectory() as folder:
-    ...     n = write_moments(f"{folder}/x.safetensors", model, [[0, 5, 7]], limit_bytes=3 << 20)
+    ...     n = write_hessians(f"{folder}/x.safetensors", model, [[0, 5, 7]], limit_bytes=3 << 20)
     >>> n  # in each of 4 layers 3 inputs of 256 columns, 1.5 MiB, and one of 768, 4.5 MiB; the head
     9
     """
