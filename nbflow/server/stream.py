@@ -238,7 +238,7 @@ class GenerationStream:
         The model.
     requests : sequence of GenerationRequest
         The requests.
-    mailbox : Mailbox
+    bridge : Mailbox
         The way from the engine's thread.
     metrics : Metrics
         Where times are noted.
@@ -248,11 +248,11 @@ class GenerationStream:
         self,
         served: ServedModel,
         requests: Sequence[GenerationRequest],
-        mailbox: LoopBridge,
+        bridge: LoopBridge,
         metrics: Metrics,
     ) -> None:
         self._served = served
-        self._mailbox = mailbox
+        self._bridge = bridge
         self.continuations: list[Continuation] = []
         self._of_choice: list[Continuation] = []
         for wanted in requests:
@@ -278,13 +278,13 @@ class GenerationStream:
             for continuation in self.continuations:
                 self._submit(continuation)
         except QueueFull as error:
-            self.leave()
+            self.close()
             raise busy(str(error)) from error
         except EngineClosed as error:
-            self.leave()
+            self.close()
             raise ApiError(503, str(error), retry_after_s=1) from error
         except BaseException:
-            self.leave()
+            self.close()
             raise
         return self
 
@@ -292,7 +292,7 @@ class GenerationStream:
         def on_events(
             _: RequestHandle, outputs: list[TokenOutput]
         ) -> None:  # on the engine's thread
-            self._mailbox.post(self._take, continuation, outputs)
+            self._bridge.post(self._take, continuation, outputs)
 
         continuation.handle = self._served.engine.submit(continuation.request, on_events)
 
@@ -302,9 +302,9 @@ class GenerationStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.leave()
+        self.close()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Cancel what has not ended."""
         for continuation in self.continuations:
             continuation.abandon()
@@ -312,7 +312,7 @@ class GenerationStream:
     def _take(self, continuation: Continuation, outputs: list[TokenOutput]) -> None:
         try:
             chunks = continuation.take(outputs)
-        except Exception as error:  # or this request would wait, and those behind it in the mailbox
+        except Exception as error:  # or this request would wait, and those behind it in the bridge
             chunks = continuation.failed(error)
         if chunks:
             self._chunks += chunks
@@ -328,7 +328,7 @@ class GenerationStream:
             chunks, self._chunks = self._chunks, []
             yield chunks
 
-    async def whole(self) -> list[OutputChunk]:
+    async def collect(self) -> list[OutputChunk]:
         """Return one chunk for each continuation, with all of it; raise if one failed."""
         results: dict[int, OutputChunk] = {}
         texts: dict[int, list[str]] = {}
@@ -415,7 +415,7 @@ class Stream(Response):
     ----------
     chunks : async iterator of bytes
         The body.
-    leave : callable
+    close : callable
         Called at the end in any case, also if nothing was sent.
     media_type : str
         Content-Type.
@@ -424,11 +424,11 @@ class Stream(Response):
     def __init__(
         self,
         chunks: AsyncIterator[bytes],
-        leave: Callable[[], None],
+        close: Callable[[], None],
         media_type: str = "text/event-stream",
     ) -> None:
         self.chunks = chunks
-        self.leave = leave
+        self.close = close
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -440,7 +440,7 @@ class Stream(Response):
             with contextlib.suppress(ClientDisconnect):
                 await unless_gone(receive, self._send(send))
         finally:
-            self.leave()
+            self.close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -56,9 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_plans(config)
         return 0
+    from nbflow.compat.inferflow import native_protocol
     from nbflow.server.lifecycle import serve
 
-    return serve(config)
+    return serve(config, [native_protocol.router])
 
 
 def need_extra() -> None:

@@ -87,13 +87,13 @@ async def process_query(
         if not body.text:
             return json_response({"ret_code": "error.empty_request", "error_text": "no text"}, 400)
         served = state.models.generating(None)
-        job = await _job(served, body, state, request)
-        note(request, model=served.name, prompt_tokens=len(job.request_of(0).prompt))
+        generation = await _start_generation(served, body, state, request)
+        note(request, model=served.name, prompt_tokens=len(generation.request_of(0).prompt))
         if body.is_streaming_mode:
-            await job.__aenter__()
-            return Stream(_chunks(job, started), job.leave, "application/json")
-        async with job:
-            (chunk,) = await unless_gone(request.receive, job.whole())
+            await generation.__aenter__()
+            return Stream(_chunks(generation, started), generation.close, "application/json")
+        async with generation:
+            (chunk,) = await unless_gone(request.receive, generation.collect())
     except (ApiError, UsageError) as error:
         return _refusal(error)
     seconds = time.monotonic() - started
@@ -106,7 +106,7 @@ async def get_stat(state: Annotated[ServerState, Depends(state_of)]) -> Response
     return json_response({"ret_code": "succ", **state.engine_stats()})
 
 
-async def _job(
+async def _start_generation(
     served: ServedModel, body: NativeBody, state: ServerState, request: Request
 ) -> GenerationStream:
     messages = [{"role": "user", "content": body.text}]
@@ -127,7 +127,7 @@ async def _job(
         return build_requests(served, sampling, [ids], most, limits, continues_text=False)
 
     wanted = await state.workers.run_for(request.receive, prepare)
-    return GenerationStream(served, wanted, state.mailbox, state.metrics)
+    return GenerationStream(served, wanted, state.bridge, state.metrics)
 
 
 def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
@@ -154,10 +154,10 @@ def _refusal(error: ApiError | UsageError) -> Response:
     return json_response({"ret_code": ret_code, "error_text": str(error)}, status, headers)
 
 
-async def _chunks(job: GenerationStream, started: float) -> AsyncIterator[bytes]:
+async def _chunks(generation: GenerationStream, started: float) -> AsyncIterator[bytes]:
     """Yield the answer in pieces of some bytes; the last one has `is_end`."""
     held: list[str] = []
-    async for chunks in job:
+    async for chunks in generation:
         for chunk in chunks:
             held.append(chunk.text)
             if chunk.error is not None or chunk.finish_reason is not None:
