@@ -246,7 +246,7 @@ def read_config(path: Path) -> ServerConfig:
             f"{path}: has no [models.NAME]; a server's file states its models (docs/server.md). "
             "To serve the model of a spec file, use nbflow serve MODEL --spec FILE"
         )
-    return beside(make_config(table, str(path)), path.parent)
+    return resolve_files(make_config(table, str(path)), path.parent)
 
 
 def make_config(table: dict[str, Any], where: str) -> ServerConfig:
@@ -257,17 +257,17 @@ def make_config(table: dict[str, Any], where: str) -> ServerConfig:
         raise UsageError(f"{where}: {_first(error)}") from None
 
 
-def beside(section: SectionT, folder: Path) -> SectionT:
+def resolve_files(section: SectionT, folder: Path) -> SectionT:
     """Return a configuration with the files that lie in `folder` as paths that lead there."""
     found: dict[str, Any] = {}
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
         mark = next((m for m in field.metadata if isinstance(m, MayBeFile)), None)
         if isinstance(value, Section):
-            found[key] = beside(value, folder)
+            found[key] = resolve_files(value, folder)
         elif isinstance(value, dict):
             found[key] = {
-                name: beside(v, folder) if isinstance(v, Section) else v
+                name: resolve_files(v, folder) if isinstance(v, Section) else v
                 for name, v in value.items()
             }
         elif mark is not None and isinstance(value, list):

@@ -1,8 +1,7 @@
-"""Generations of one HTTP request: from the engine's tokens to chunks of text and events.
+"""Streaming of one HTTP request: from the engine's tokens to text chunks and server-sent events.
 
-`LoopBridge` brings tokens from the engine's thread to the event loop, `GenerationStream` makes
-chunks of them, one stream for each choice, and `Stream` sends them until they end or the client
-is gone.
+`LoopBridge` posts tokens from the engine's thread to the event loop, `GenerationStream` turns them
+into chunks per choice, and `Stream` sends them until the end or until the client disconnects.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class OutputChunk:
     """New tokens and text of one choice."""
 
     index: int
-    """Number of the choice."""
+    """Index of the choice."""
     text: str = ""
     tokens: list[TokenOutput] = field(default_factory=list)
     finish_reason: str | None = None
     """"stop" or "length" with the last chunk."""
     stop_reason: str | None = None
-    """The stop text that ended it."""
+    """The stop text that was found."""
     error: ApiError | None = None
-    """The failure that ended it."""
+    """The failure of the request."""
 
     @property
     def ids(self) -> list[int]:
@@ -61,11 +60,11 @@ class OutputChunk:
         return [output.token for output in self.tokens if output.token is not None]
 
 
-_CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
+_CONTEXT = 8  # prompt tokens that the detokenizer needs for the first new one
 
 
 class Continuation:
-    """Choice of a request: makes chunks of its tokens, on the event loop's thread."""
+    """One choice of a request: turns its tokens into chunks, on the event loop's thread."""
 
     def __init__(
         self, index: int, wanted: GenerationRequest, served: ServedModel, metrics: Metrics
@@ -81,16 +80,16 @@ class Continuation:
         self._clock = Clock(metrics, served.name)
         self.handle: RequestHandle | None = None
         self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
-        """Tokens of the prompt; where there is an encoder, it reads the prompt."""
+        """Prompt tokens; those of the encoder in an encoder-decoder model."""
         self.n_tokens = 0
-        """New tokens so far."""
+        """Generated tokens so far."""
         self.finished = False
 
     def _text_stream(self) -> IncrementalDetokenizer | NoText:
         return self._served.text_stream(self._before)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
-        """Return the chunk that tokens of the engine make, if they make one."""
+        """Return the chunk of new engine outputs, or an empty list."""
         if self.finished:
             return []
         chunk, texts = OutputChunk(self.index), []
@@ -111,7 +110,7 @@ class Continuation:
         return [chunk] if chunk.text or chunk.tokens or self.finished else []
 
     def _text_of(self, output: TokenOutput) -> str:
-        """Return the text of a token: the engine's, where it looks for stop texts."""
+        """Return the text of a token: the engine's if it checks stop texts."""
         if self._text is None:
             return output.text or ""
         text = "" if output.token is None else self._text.push(output.token)
@@ -122,7 +121,7 @@ class Continuation:
         self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
 
     def failed(self, error: Exception) -> list[OutputChunk]:
-        """End because something else than the engine has failed."""
+        """End with an error raised outside the engine."""
         if self.finished:
             return []
         chunk = OutputChunk(self.index)
@@ -131,20 +130,20 @@ class Continuation:
         return [chunk]
 
     def _end_as(self, chunk: OutputChunk, output: TokenOutput) -> None:
-        """End as the engine says."""
+        """End with the engine's finish reason."""
         if output.finish_reason == "error":
             error = output.error or RuntimeError("unknown")
             logger.error("a sequence failed", exc_info=error)
             chunk.error = self._failure(error)
         elif output.finish_reason == "abort":
             chunk.error = ApiError(503, "the server is stopping", retry_after_s=1)
-        # a request that ran out of time has what there was time for
+        # past its deadline a request returns what it has generated
         reason = "length" if output.finish_reason == "deadline" else output.finish_reason
         self._end(chunk, reason if chunk.error is None else None)
 
     def _failure(self, error: Exception) -> ApiError:
-        """Return what the client is told of an error of the engine."""
-        if isinstance(error, StructureError):  # it was found out on the way
+        """Return the client's error for an engine error."""
+        if isinstance(error, StructureError):  # found during generation
             return ApiError(400, str(error), param=self._structure)
         what = str(error) if isinstance(error, UsageError) else "see the server's log"
         return ApiError(500, f"the model could not go on: {what}", code="step_failed")
@@ -162,12 +161,12 @@ class Continuation:
         return self.handle.timings.started - self.handle.timings.submitted
 
     def cancel(self) -> None:
-        """Tell the engine that no more is wanted."""
+        """Cancel the request in the engine."""
         if self.handle is not None and not self.handle.done:
             self.handle.cancel()
 
     def abandon(self) -> None:
-        """End without being asked for more, because the client is gone."""
+        """Cancel because the client disconnected."""
         if not self.finished and self.handle is not None:
             self.finished = True
             self.cancel()
@@ -175,7 +174,7 @@ class Continuation:
 
 
 class BeamContinuations(Continuation):
-    """All that a beam search finds, which comes at its end: the choices from `index` on."""
+    """Results of a beam search, which come at its end: the choices from `index` on."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
         """See `Continuation.take`."""
@@ -211,7 +210,7 @@ class BeamContinuations(Continuation):
 
 
 class PooledText(Continuation):
-    """A text that is embedded.  Nothing comes before its end; the vector is in the request."""
+    """Embedding of one text: one empty chunk at its end; the request holds the vector."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
         """See `Continuation.take`."""
@@ -219,7 +218,7 @@ class PooledText(Continuation):
         if self.finished or last.finish_reason is None:
             return []
         chunk = OutputChunk(self.index)
-        if last.finish_reason == "deadline":  # half a text has no vector
+        if last.finish_reason == "deadline":  # a partial text has no embedding
             chunk.error = ApiError(504, "the time for the request was over (limits.request_s)")
         self._end_as(chunk, last)
         self._note_end(chunk)
@@ -227,21 +226,21 @@ class PooledText(Continuation):
 
 
 class GenerationStream:
-    """All continuations of one request.
+    """Chunks of all choices of one HTTP request.
 
-    An asynchronous context manager: on leaving it, whatever has not ended is cancelled.  Iterating
-    gives lists of chunks: all that came since the last time.
+    An asynchronous context manager, which cancels unfinished choices on exit.  Iteration yields
+    lists of the chunks that have come since the previous one.
 
     Parameters
     ----------
-    served : Served
+    served : ServedModel
         The model.
     requests : sequence of GenerationRequest
-        The requests.
-    bridge : Mailbox
-        The way from the engine's thread.
+        Requests to submit to its engine.
+    bridge : LoopBridge
+        Posts calls from the engine's thread to the event loop.
     metrics : Metrics
-        Where times are noted.
+        Records latencies.
     """
 
     def __init__(
@@ -305,14 +304,14 @@ class GenerationStream:
         self.close()
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel unfinished choices."""
         for continuation in self.continuations:
             continuation.abandon()
 
     def _take(self, continuation: Continuation, outputs: list[TokenOutput]) -> None:
         try:
             chunks = continuation.take(outputs)
-        except Exception as error:  # or this request would wait, and those behind it in the bridge
+        except Exception as error:  # else this request, and later calls of the bridge, would hang
             chunks = continuation.failed(error)
         if chunks:
             self._chunks += chunks
@@ -329,7 +328,7 @@ class GenerationStream:
             yield chunks
 
     async def collect(self) -> list[OutputChunk]:
-        """Return one chunk for each continuation, with all of it; raise if one failed."""
+        """Return one complete chunk for each choice; raise if one failed."""
         results: dict[int, OutputChunk] = {}
         texts: dict[int, list[str]] = {}
         async for chunks in self:
@@ -346,7 +345,7 @@ class GenerationStream:
         return [results[index] for index in sorted(results)]
 
     def usage(self, n_prompts: int) -> dict[str, Any]:
-        """Return the numbers of tokens; a prompt with several continuations counts once."""
+        """Return OpenAI's usage object; a prompt with several choices counts once."""
         each = max(1, len(self.continuations) // max(1, n_prompts))
         firsts = self.continuations[::each]
         prompt = sum(c.n_prompt for c in firsts)
@@ -361,22 +360,21 @@ class GenerationStream:
 
 
 def mean_logprob(chunk: OutputChunk) -> float:
-    """Return the log-probability per token, by which the best of several is chosen."""
+    """Return the mean log-probability per token, the ranking of best_of."""
     if not chunk.tokens:
         return -math.inf
     return sum(output.logprob for output in chunk.tokens) / len(chunk.tokens)
 
 
 class LoopBridge:
-    """Calls that another thread wants to be made on the event loop, in order.
+    """Ordered queue of calls from other threads to the event loop.
 
-    A step of the engine has news for every sequence; waking the loop for each would cost a system
-    call each.
+    One wake-up serves all sequences of an engine step; each would cost a system call.
 
     Parameters
     ----------
     loop : asyncio.AbstractEventLoop
-        Where the calls are made.
+        The event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -385,7 +383,7 @@ class LoopBridge:
         self._woken = False
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Let the loop call ``call(*arguments)`` soon; from any thread."""
+        """Schedule ``call(*arguments)`` on the loop, from any thread."""
         self._calls.append((call, arguments))
         if not self._woken:
             self._woken = True
@@ -393,7 +391,7 @@ class LoopBridge:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: what is posted from here on wakes again
+        self._woken = False  # before the loop: later posts must wake it again
         while self._calls:
             call, arguments = self._calls.popleft()
             call(*arguments)
@@ -407,16 +405,14 @@ def event(data: Any) -> bytes:
 
 
 class Stream(Response):
-    """A response whose body is made while it is sent.
-
-    The work is cancelled when the client goes away, so that what it holds is freed.
+    """Streaming response, cancelled when the client disconnects.
 
     Parameters
     ----------
     chunks : async iterator of bytes
         The body.
     close : callable
-        Called at the end in any case, also if nothing was sent.
+        Called at the end, also if nothing was sent.
     media_type : str
         Content-Type.
     """
@@ -450,7 +446,7 @@ class Stream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do some work; if the client goes away meanwhile, cancel it and raise `ClientDisconnect`."""
+    """Await some work; if the client disconnects, cancel it and raise `ClientDisconnect`."""
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
@@ -468,6 +464,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -14,7 +14,7 @@ from configparser import DuplicateOptionError, DuplicateSectionError, Error, Raw
 from pathlib import Path
 from typing import Any
 
-from nbflow.server.config import ServerConfig, beside, make_config
+from nbflow.server.config import ServerConfig, resolve_files, make_config
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_BYTES = 1_000_000
@@ -57,7 +57,7 @@ def read_ini(path: Path) -> ServerConfig:
         if setters:
             _apply(keys, setters, table, f"{path}: [{name}]", macros, {})
     table["models"] = _models(sections, macros, str(path))
-    return beside(make_config(table, str(path)), path.parent)
+    return resolve_files(make_config(table, str(path)), path.parent)
 
 
 def read_sections(path: Path) -> Sections:
