@@ -52,9 +52,7 @@ async def chat_completions(
     generation = GenerationStream(served, wanted, state.bridge, state.metrics)
     note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wanted))
     if body.stream:
-        await (
-            generation.__aenter__()
-        )  # what is wrong is told by the status, before the stream begins
+        await generation.__aenter__()  # before the response starts: errors set the status
         return Stream(writer.stream(generation, request), generation.close)
     async with generation:
         chunks = await unless_gone(request.receive, generation.collect())

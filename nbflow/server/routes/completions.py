@@ -58,9 +58,7 @@ async def completions(
     n_prompt = sum(map(len, ids))
     note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wanted))
     if body.stream:
-        await (
-            generation.__aenter__()
-        )  # what is wrong is told by the status, before the stream begins
+        await generation.__aenter__()  # before the response starts: errors set the status
         return Stream(writer.stream(generation, request, state.workers), generation.close)
     async with generation:
         chunks = await unless_gone(request.receive, generation.collect())
