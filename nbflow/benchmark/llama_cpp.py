@@ -107,7 +107,7 @@ class LlamaCpp:
         return time.perf_counter() - started
 
     def _hold(self, tokens: np.ndarray, sequences: range) -> None:
-        """Fill the KV cache of each sequence with these tokens, and reuse it between repetitions."""
+        """Fill the KV cache of each sequence with tokens, kept between repetitions."""
         wanted = len(tokens), len(sequences)
         if wanted == self._held and len(tokens):
             for s in sequences:

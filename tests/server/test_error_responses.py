@@ -1,4 +1,4 @@
-"""What cannot be done is said, with the name of the field; and the server goes on."""
+"""Error responses: they name the field, and the server continues."""
 
 import json
 

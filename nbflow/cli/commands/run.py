@@ -1,4 +1,4 @@
-"""`nbflow run`: continue a prompt, printing as it goes."""
+"""`nbflow run`: generate text from a prompt and stream it to stdout."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
     add_memory_arguments(parser)
-    parser.add_argument("-p", "--prompt", help="text to continue (default: none)")
+    parser.add_argument("-p", "--prompt", help="prompt (empty)")
     add_chat_arguments(parser)
     add_options(parser, SamplingParams, ["max_tokens"])
     add_decoding_arguments(parser)
     add_search_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no line of statistics")
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not print statistics")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Shown:
-    """The text of a request on the screen, as it comes."""
+    """Streaming output of a request on stdout."""
 
     def __init__(self, model: LLM, request: Request, chat: bool, silent: bool) -> None:
         self._request, self._n = request, 0
@@ -100,13 +100,13 @@ class _Shown:
             )
 
     def update(self) -> None:
-        """Show what is new."""
+        """Print new text."""
         if self._stream is not None:
             _show("".join(self._stream.push(i) for i in self._request.ids[self._n :]))
             self._n = len(self._request.ids)
 
     def finish(self) -> None:
-        """Show the rest."""
+        """Print the rest."""
         if self._stream is not None:
             self.update()
             print(self._stream.finish())
@@ -142,7 +142,7 @@ def _print_json(arguments: argparse.Namespace, made: RequestOutput) -> None:
 
 
 def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[int]:
-    """Return the prompt's ids; an empty prompt begins with the first token the model knows."""
+    """Return the token ids of a prompt; of an empty one BOS, or token 0."""
     ids = tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
     return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
 
@@ -153,7 +153,7 @@ def _show(text: str) -> None:
 
 
 def _device(engine: Worker) -> None:
-    """Print how a rank's steps ran and what it holds, if it is on a device."""
+    """Print how a rank's steps ran and its memory, if it is on a device."""
     report, held = engine.executor.report(), engine.memory()
     if not report:
         return
@@ -173,7 +173,7 @@ def _statistics(request: Request, to_first_s: float, rest_s: float) -> None:
     rate = f", then {(n_new - 1) / rest_s:,.0f} tokens/s" if n_new > 1 and rest_s > 0 else ""
     drafted = ""
     if request.n_drafted:
-        drafted = f"; {request.n_accepted} of {request.n_drafted} proposed tokens accepted"
+        drafted = f"; {request.n_accepted} of {request.n_drafted} draft tokens accepted"
     print(
         f"[{n_prompt} prompt tokens, {n_new} new; first after {to_first_s * 1e3:.0f} ms{rate}"
         f"{drafted}]",
