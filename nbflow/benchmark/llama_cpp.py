@@ -79,7 +79,7 @@ class LlamaCpp:
         self._memory = self._lib.llama_get_memory(self._context)
         vocabulary = self._lib.llama_model_get_vocab(self._model)
         self._n_words = self._lib.llama_vocab_n_tokens(vocabulary)
-        self._held = (0, 0)
+        self._cached = (0, 0)
 
     def close(self) -> None:
         """Free the model."""
@@ -98,7 +98,7 @@ class LlamaCpp:
         tokens = np.random.default_rng(0).integers(3, self._n_words, test.context + STEP_TOKENS)
         sequences = range(test.batch)
         done = test.depth if not test.n_prompt else 0
-        self._hold(tokens[:done], sequences)
+        self._fill_cache(tokens[:done], sequences)
         started = time.perf_counter()
         self._prompt(tokens[: test.n_prompt], sequences, 0)
         done = max(done, test.n_prompt)
@@ -106,16 +106,16 @@ class LlamaCpp:
             self._decode([(int(tokens[done + i]), done + i, s, True) for s in sequences])
         return time.perf_counter() - started
 
-    def _hold(self, tokens: np.ndarray, sequences: range) -> None:
+    def _fill_cache(self, tokens: np.ndarray, sequences: range) -> None:
         """Fill the KV cache of each sequence with tokens, kept between repetitions."""
         wanted = len(tokens), len(sequences)
-        if wanted == self._held and len(tokens):
+        if wanted == self._cached and len(tokens):
             for s in sequences:
                 self._lib.llama_memory_seq_rm(self._memory, s, len(tokens), -1)
             return
         self._lib.llama_memory_clear(self._memory, True)
         self._prompt(tokens, sequences, 0)
-        self._held = wanted
+        self._cached = wanted
 
     def _prompt(self, tokens: np.ndarray, sequences: range, start: int) -> None:
         for s in sequences:

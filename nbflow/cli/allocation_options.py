@@ -46,15 +46,15 @@ def add_allocation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise unless the options fit either --to or --bits-per-weight."""
-    asked = arguments.bits_per_weight is not None
-    if asked == (arguments.to is not None):
+    mixed = arguments.bits_per_weight is not None
+    if mixed == (arguments.to is not None):
         raise UsageError("give --to FORMAT, or --bits-per-weight B with --formats F1,F2,...")
     names = split_formats(arguments.formats)[1]
-    if asked and not names:
+    if mixed and not names:
         raise UsageError("--bits-per-weight needs formats to choose from: --formats q2,q3,q3h,q4")
-    if names and not asked:
+    if names and not mixed:
         raise UsageError(f"--formats {','.join(names)}: names are for --bits-per-weight")
-    if not asked and (arguments.policy or arguments.check or arguments.sensitivity != "error"):
+    if not mixed and (arguments.policy or arguments.check or arguments.sensitivity != "error"):
         raise UsageError("--policy, --check and --sensitivity are for --bits-per-weight")
 
 
@@ -65,7 +65,7 @@ def split_formats(given: list[str]) -> tuple[list[str], list[str]]:
     return files, names
 
 
-class Chosen:
+class AllocationRun:
     """Allocation of the arguments, with its divergence probe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -143,7 +143,7 @@ def print_allocation(allocation: Allocation, check: AllocationReport | None) -> 
         print(f"predicted {check.predicted:.5f} nats; measured / predicted = {ratio:.2f}")
 
 
-def write_policy_of(chosen: Chosen, arguments: argparse.Namespace) -> None:
+def write_policy_of(chosen: AllocationRun, arguments: argparse.Namespace) -> None:
     """Write the policy file, with --policy."""
     if arguments.policy:
         path = Path(arguments.policy)

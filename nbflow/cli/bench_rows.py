@@ -14,7 +14,7 @@ from typing import Any
 
 import nbflow
 from nbflow.benchmark.timing import Test, Timed, make_requests, time_test
-from nbflow.cli.options import speaks
+from nbflow.cli.options import is_printing_rank
 from nbflow.engine.llm import BATCH_MULTI_STEP_S
 from nbflow.utils.system import processor_name
 from nbflow.utils.tables import text_table
@@ -45,7 +45,7 @@ def samples(
     from nbflow_kernels.benchmarks.roofline import ReadProbe
 
     taken = Samples(peer=None if peer is None else peer.name)
-    probe = ReadProbe(threads=n_ranks * model.threads) if speaks(model) else None
+    probe = ReadProbe(threads=n_ranks * model.threads) if is_printing_rank(model) else None
     time_test(model, test)  # compiles
     if peer is not None:
         peer.seconds(test)

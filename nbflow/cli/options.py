@@ -120,7 +120,7 @@ def _can_plan(arguments: argparse.Namespace) -> bool:
     return arguments.partition != "auto" and "/" not in arguments.partition
 
 
-def speaks(model: nbflow.LLM) -> bool:
+def is_printing_rank(model: nbflow.LLM) -> bool:
     """Return True on the rank that prints."""
     comm = world()
     return comm.size == 1 or comm.rank == min(model.plan.numbers)

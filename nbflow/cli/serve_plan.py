@@ -55,9 +55,9 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
         load = load.replaced({"max_step_tokens": engine.max_step_tokens})
     sequences = engine.max_sequences or MAX_SEQUENCES
     plan = plan_memory(options.path, load, max_sequences=sequences, measure=measure)
-    wanted = max(rank.kv_bytes for rank in plan.ranks)
+    needed = max(rank.kv_bytes for rank in plan.ranks)
     allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))
-    if engine.kv_bytes is None and wanted <= allowed:
+    if engine.kv_bytes is None and needed <= allowed:
         return plan
     partition = plan.partition if options.partition == "auto" else options.partition
     return plan_memory(

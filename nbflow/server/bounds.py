@@ -93,7 +93,7 @@ def check_field(name: str, value: Any) -> None:
     if isinstance(value, list):
         kinds = set(map(type, value))
         if bound.kind is not None and not kinds <= {bound.kind}:
-            _refuse_kind(name, f"must be a list of {_NAMES[bound.kind]}", kinds - {bound.kind})
+            _raise_kind(name, f"must be a list of {_NAMES[bound.kind]}", kinds - {bound.kind})
         if name in ("prompt", "input"):
             _check_prompts(name, value, kinds)
     elif name in ("prompt", "input") and not isinstance(value, str):
@@ -123,12 +123,12 @@ def _check_prompts(name: str, value: Any, kinds: set[type]) -> None:
     elif kinds == {str}:
         return
     if not isinstance(value, list) or not kinds <= {int}:
-        _refuse_kind(name, "must be a text, texts, token ids or lists of token ids", kinds)
+        _raise_kind(name, "must be a text, texts, token ids or lists of token ids", kinds)
 
 
-def _refuse_kind(name: str, wanted: str, found: set[type]) -> None:
+def _raise_kind(name: str, expected: str, found: set[type]) -> None:
     kinds = ", ".join(sorted("null" if k is type(None) else k.__name__ for k in found))
-    raise OutOfBounds(name, f"{wanted}, got {kinds}")
+    raise OutOfBounds(name, f"{expected}, got {kinds}")
 
 
 def _texts(name: str, value: Any, most: int | None) -> Iterator[tuple[str, str]]:

@@ -262,7 +262,7 @@ async def _run(
 ) -> int:
     """Serve until a signal, then drain; return the number of worker threads still running.
 
-    `stop_fd` is the file descriptor of `nbflow.server.signals.listen`.
+    `stop_fd` is the file descriptor of `nbflow.server.signals.listen_to_signals`.
     """
     loop = asyncio.get_running_loop()
     state = ServerState(config, models, LoopBridge(loop))

@@ -160,11 +160,11 @@ def _check_logprobs(
 
     `each` counts them in every choice instead of once.
     """
-    wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.n_top_logprobs}
+    requested = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.n_top_logprobs}
     if not echo:
-        del wanted["logprobs"]
+        del requested["logprobs"]
     n_tokens = sum(map(len, prompts)) * (body.n if each else 1)
-    for name, n_top in wanted.items():
+    for name, n_top in requested.items():
         if n_top is not None and n_tokens * (n_top + 1) > limits.logprobs:
             raise ApiError(
                 400,

@@ -63,20 +63,20 @@ class OutputChunk:
 _CONTEXT = 8  # prompt tokens that the detokenizer needs for the first new one
 
 
-class Continuation:
+class ChoiceStream:
     """One choice of a request: turns its tokens into chunks, on the event loop's thread."""
 
     def __init__(
-        self, index: int, wanted: GenerationRequest, served: ServedModel, metrics: Metrics
+        self, index: int, generation: GenerationRequest, served: ServedModel, metrics: Metrics
     ) -> None:
         self.index = index
-        self.request = wanted.request
-        self._structure = wanted.structure
+        self.request = generation.request
+        self._structure = generation.structure
         self._served = served
-        self._before = wanted.request.prompt[-_CONTEXT:] if wanted.continues_text else ()
+        self._before = generation.request.prompt[-_CONTEXT:] if generation.continues_text else ()
         self.request.text_before = tuple(self._before)
         self._text = None if self.request.stop_texts else self._text_stream()
-        self._offsets = served.offsets(self._before) if wanted.request.wants_logprobs else None
+        self._offsets = served.offsets(self._before) if generation.request.wants_logprobs else None
         self._clock = Clock(metrics, served.name)
         self.handle: RequestHandle | None = None
         self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
@@ -173,11 +173,11 @@ class Continuation:
             self._clock.end("abort", self.n_prompt, self.n_tokens, None)
 
 
-class BeamContinuations(Continuation):
+class BeamChoices(ChoiceStream):
     """Results of a beam search, which come at its end: the choices from `index` on."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
-        """See `Continuation.take`."""
+        """See `ChoiceStream.take`."""
         last = outputs[-1]
         if self.finished or last.finish_reason is None:
             return []
@@ -209,11 +209,11 @@ class BeamContinuations(Continuation):
         return OutputChunk(index, text, tokens, made.finish_reason)
 
 
-class PooledText(Continuation):
+class PooledText(ChoiceStream):
     """Embedding of one text: one empty chunk at its end; the request holds the vector."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
-        """See `Continuation.take`."""
+        """See `ChoiceStream.take`."""
         last = outputs[-1]
         if self.finished or last.finish_reason is None:
             return []
@@ -252,16 +252,18 @@ class GenerationStream:
     ) -> None:
         self._served = served
         self._bridge = bridge
-        self.continuations: list[Continuation] = []
-        self._of_choice: list[Continuation] = []
-        for wanted in requests:
-            searches = wanted.request.search is not None and not wanted.request.search.needs_hidden
-            kind = BeamContinuations if searches else Continuation
-            kind = kind if wanted.request.pooling is None else PooledText
-            self.continuations.append(kind(self.n_choices, wanted, served, metrics))
-            self._of_choice += [self.continuations[-1]] * wanted.n
+        self.continuations: list[ChoiceStream] = []
+        self._of_choice: list[ChoiceStream] = []
+        for generation in requests:
+            searches = (
+                generation.request.search is not None and not generation.request.search.needs_hidden
+            )
+            kind = BeamChoices if searches else ChoiceStream
+            kind = kind if generation.request.pooling is None else PooledText
+            self.continuations.append(kind(self.n_choices, generation, served, metrics))
+            self._of_choice += [self.continuations[-1]] * generation.n
         self._chunks: list[OutputChunk] = []
-        self._news = asyncio.Event()
+        self._ready = asyncio.Event()
 
     @property
     def n_choices(self) -> int:
@@ -287,7 +289,7 @@ class GenerationStream:
             raise
         return self
 
-    def _submit(self, continuation: Continuation) -> None:
+    def _submit(self, continuation: ChoiceStream) -> None:
         def on_events(
             _: RequestHandle, outputs: list[TokenOutput]
         ) -> None:  # on the engine's thread
@@ -308,22 +310,22 @@ class GenerationStream:
         for continuation in self.continuations:
             continuation.abandon()
 
-    def _take(self, continuation: Continuation, outputs: list[TokenOutput]) -> None:
+    def _take(self, continuation: ChoiceStream, outputs: list[TokenOutput]) -> None:
         try:
             chunks = continuation.take(outputs)
         except Exception as error:  # else this request, and later calls of the bridge, would hang
             chunks = continuation.failed(error)
         if chunks:
             self._chunks += chunks
-            self._news.set()
+            self._ready.set()
 
     async def __aiter__(self) -> AsyncIterator[list[OutputChunk]]:
         while True:
             if not self._chunks:
                 if all(c.finished for c in self.continuations):
                     return
-                self._news.clear()
-                await self._news.wait()
+                self._ready.clear()
+                await self._ready.wait()
             chunks, self._chunks = self._chunks, []
             yield chunks
 

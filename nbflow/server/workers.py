@@ -84,7 +84,7 @@ class Workers:
 
     def __init__(self, n_threads: int = N_THREADS) -> None:
         self._waiting: deque[_Task] = deque()
-        self._news = threading.Condition()
+        self._wakeup = threading.Condition()
         self._n_busy = 0
         self._closed = False
         for i in range(n_threads):
@@ -103,15 +103,15 @@ class Workers:
         """
         loop = asyncio.get_running_loop()
         task = _Task(partial(call, *args, **options), loop, loop.create_future())
-        with self._news:
+        with self._wakeup:
             self._waiting.append(task)
-            self._news.notify()
+            self._wakeup.notify()
         try:
             result: T = await task.future
             return result
         finally:
             if task.gone:
-                with self._news, contextlib.suppress(ValueError):
+                with self._wakeup, contextlib.suppress(ValueError):
                     self._waiting.remove(task)
 
     async def run_for(
@@ -123,9 +123,9 @@ class Workers:
 
     async def end(self, seconds: float) -> int:
         """Stop taking tasks; return the number of threads still busy after `seconds`."""
-        with self._news:
+        with self._wakeup:
             self._closed = True
-            self._news.notify_all()
+            self._wakeup.notify_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._n_busy:
@@ -134,9 +134,9 @@ class Workers:
 
     def _work(self) -> None:
         while True:
-            with self._news:
+            with self._wakeup:
                 while not self._waiting and not self._closed:
-                    self._news.wait()
+                    self._wakeup.wait()
                 if self._closed:
                     return
                 task = self._waiting.popleft()
@@ -148,5 +148,5 @@ class Workers:
             finally:
                 _present.task = None
                 del task
-                with self._news:
+                with self._wakeup:
                     self._n_busy -= 1

@@ -18,7 +18,7 @@ from typing import Any
 import nbflow
 from nbflow.benchmark.timing import Test
 from nbflow.cli.bench_rows import make_row, profile, samples, table
-from nbflow.cli.options import add_model_arguments, load_model, numbers, speaks
+from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model, numbers
 from nbflow_kernels.errors import UsageError, unknown_name
 
 PEERS = ("llama.cpp",)
@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
-    wanted = _tests(arguments)
+    cases = _tests(arguments)
     rows, profiles = [], []
     for weights in (arguments.weights or "").split(","):
         with load_model(arguments, weights=weights or None) as model:
             if not model.participates:
                 continue
-            tests = [_fitted(test, model.spec.max_context, arguments) for test in wanted]
+            tests = [_fitted(test, model.spec.max_context, arguments) for test in cases]
             peer = _peer(arguments, model, tests)
             memory = model.memory()
             for test in tests:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 profiles.append((weights or "as stored", profile(model)))
             if peer is not None:
                 peer.close()
-            if not speaks(model):
+            if not is_printing_rank(model):
                 rows, profiles = [], []
     if rows and arguments.json:
         print(json.dumps(rows, indent=2))

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from nbflow.cli.allocation_options import (
-    Chosen,
+    AllocationRun,
     add_allocation_arguments,
     allocation_facts,
     check_options,
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_options(arguments)
     for file in split_formats(arguments.formats)[0]:
         load_formats(file)
-    chosen = None if arguments.bits_per_weight is None else Chosen(arguments)
+    chosen = None if arguments.bits_per_weight is None else AllocationRun(arguments)
     done = quantize_checkpoint(
         arguments.model,
         arguments.out,

@@ -13,9 +13,9 @@ from nbflow.cli.option_arguments import add_options
 from nbflow.cli.options import (
     add_memory_arguments,
     add_model_arguments,
+    is_printing_rank,
     load_model,
     print_plan,
-    speaks,
 )
 from nbflow.cli.sampling_options import (
     add_decoding_arguments,
@@ -70,28 +70,28 @@ def run(arguments: argparse.Namespace) -> int:
         request.wants_logprobs = arguments.json
         started = time.perf_counter()
         first = None
-        text = _Shown(model, request, is_chat(arguments), arguments.json)
+        text = _StreamPrinter(model, request, is_chat(arguments), arguments.json)
         for _ in model.run_requests([request]):
             first = first or time.perf_counter()
             text.update()
         ended = time.perf_counter()
         text.finish()
-        if speaks(model) and arguments.json:
+        if is_printing_rank(model) and arguments.json:
             _print_json(arguments, model.generation(request))
-        elif speaks(model) and not arguments.quiet:
-            _statistics(request, (first or ended) - started, ended - (first or ended))
+        elif is_printing_rank(model) and not arguments.quiet:
+            _print_statistics(request, (first or ended) - started, ended - (first or ended))
             for engine in model.workers:
-                _device(engine)
+                _print_device_memory(engine)
     return 0
 
 
-class _Shown:
+class _StreamPrinter:
     """Streaming output of a request on stdout."""
 
     def __init__(self, model: LLM, request: Request, chat: bool, silent: bool) -> None:
         self._request, self._n = request, 0
         self._stream = None
-        if speaks(model) and not silent:
+        if is_printing_rank(model) and not silent:
             before = model.tokenizer.decode_stream()
             shown = "".join([*(before.push(i) for i in request.prompt), before.finish()])
             _show("" if chat else shown)
@@ -115,7 +115,7 @@ class _Shown:
 def _print_search(
     model: LLM, arguments: argparse.Namespace, prompt: list[int], found: RequestOutput
 ) -> None:
-    if not speaks(model):
+    if not is_printing_rank(model):
         return
     if arguments.json:
         _print_json(arguments, found)
@@ -152,7 +152,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _device(engine: Worker) -> None:
+def _print_device_memory(engine: Worker) -> None:
     """Print how a rank's steps ran and its memory, if it is on a device."""
     report, held = engine.executor.report(), engine.memory()
     if not report:
@@ -168,7 +168,7 @@ def _device(engine: Worker) -> None:
     print(f"[{report}; {total:,} bytes on the device: {parts}]", file=sys.stderr)
 
 
-def _statistics(request: Request, to_first_s: float, rest_s: float) -> None:
+def _print_statistics(request: Request, to_first_s: float, rest_s: float) -> None:
     n_prompt, n_new = len(request.prompt), len(request.ids)
     rate = f", then {(n_new - 1) / rest_s:,.0f} tokens/s" if n_new > 1 and rest_s > 0 else ""
     drafted = ""

@@ -125,8 +125,8 @@ async def _start_generation(
         limits = state.config.limits
         return build_requests(served, sampling, [ids], most, limits, continues_text=False)
 
-    wanted = await state.workers.run_for(request.receive, prepare)
-    return GenerationStream(served, wanted, state.bridge, state.metrics)
+    requests = await state.workers.run_for(request.receive, prepare)
+    return GenerationStream(served, requests, state.bridge, state.metrics)
 
 
 def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
@@ -155,16 +155,16 @@ def _refusal(error: ApiError | UsageError) -> Response:
 
 async def _chunks(generation: GenerationStream, started: float) -> AsyncIterator[bytes]:
     """Yield chunks of at least `_FLUSH_BYTES` bytes of text; the last one has `is_end`."""
-    held: list[str] = []
+    pending: list[str] = []
     async for chunks in generation:
         for chunk in chunks:
-            held.append(chunk.text)
+            pending.append(chunk.text)
             if chunk.error is not None or chunk.finish_reason is not None:
-                yield _chunk("".join(held), started, chunk)
+                yield _chunk("".join(pending), started, chunk)
                 return
-        if sum(len(text.encode()) for text in held) >= _FLUSH_BYTES:
-            yield _chunk("".join(held), started)
-            held.clear()
+        if sum(len(text.encode()) for text in pending) >= _FLUSH_BYTES:
+            yield _chunk("".join(pending), started)
+            pending.clear()
 
 
 def _chunk(text: str, started: float, last: OutputChunk | None = None) -> bytes:

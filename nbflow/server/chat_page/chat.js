@@ -31,7 +31,7 @@ async function loadModels() {
   at("rate").textContent = "";
 }
 
-// ---- what is asked ------------------------------------------------------------------------------
+// ---- request ---------------------------------------------------------------------------------
 
 function parameters() {
   const body = { model: at("model").value, stream: true, stream_options: { include_usage: true } };
@@ -52,7 +52,7 @@ function question() {
   return ["/v1/chat/completions", { ...parameters(), messages: all }];
 }
 
-// ---- what is answered ---------------------------------------------------------------------------
+// ---- response --------------------------------------------------------------------------------
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -154,7 +154,7 @@ function tell(usage, started, first) {
   ].filter(Boolean).join(" · ");
 }
 
-// ---- what is shown ------------------------------------------------------------------------------
+// ---- rendering -------------------------------------------------------------------------------
 
 function addArticle(message) {
   at("empty").hidden = true;
@@ -206,7 +206,7 @@ function grow() {
   input.style.height = `${input.scrollHeight + 2}px`;
 }
 
-// ---- what the user does -------------------------------------------------------------------------
+// ---- user input ------------------------------------------------------------------------------
 
 function send(event) {
   event.preventDefault();

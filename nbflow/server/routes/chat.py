@@ -47,10 +47,10 @@ async def chat_completions(
             served, body, [ids], limit, state.config.limits, continues_text=False
         )
 
-    ids, wanted = await state.workers.run_for(request.receive, prepare)
+    ids, requests = await state.workers.run_for(request.receive, prepare)
     writer = _ResponseWriter(served, body, body.request_id or request.state.request_id)
-    generation = GenerationStream(served, wanted, state.bridge, state.metrics)
-    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wanted))
+    generation = GenerationStream(served, requests, state.bridge, state.metrics)
+    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(requests))
     if body.stream:
         await generation.__aenter__()  # before the response starts: errors set the status
         return Stream(writer.stream(generation, request), generation.close)

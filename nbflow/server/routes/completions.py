@@ -50,13 +50,13 @@ async def completions(
             served, body, ids, most, state.config.limits, continues_text=True, echo=body.echo
         )
 
-    ids, wanted = await state.workers.run_for(request.receive, prepare)
+    ids, requests = await state.workers.run_for(request.receive, prepare)
     writer = _ResponseWriter(
         served, body, body.request_id or request.state.request_id, prompts, ids
     )
-    generation = GenerationStream(served, wanted, state.bridge, state.metrics)
+    generation = GenerationStream(served, requests, state.bridge, state.metrics)
     n_prompt = sum(map(len, ids))
-    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wanted))
+    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(requests))
     if body.stream:
         await generation.__aenter__()  # before the response starts: errors set the status
         return Stream(writer.stream(generation, request, state.workers), generation.close)
@@ -133,16 +133,16 @@ class _ResponseWriter:
     ) -> AsyncIterator[bytes]:
         """Yield server-sent events; chunks that are ready together go out in one write."""
         begun: set[int] = set()
-        held: list[OutputChunk] = []
+        pending: list[OutputChunk] = []
         async for chunks in generation:
             events = []
-            chunks, held = [*held, *chunks], []
+            chunks, pending = [*pending, *chunks], []
             for chunk in chunks:
                 if chunk.error is not None:
                     yield event(chunk.error.body()) + DONE
                     return
                 if self._lacks_prompt(chunk, generation):
-                    held.append(chunk)
+                    pending.append(chunk)
                     continue
                 first = chunk.index not in begun
                 begun.add(chunk.index)
