@@ -120,7 +120,7 @@ class _Exchange:
         if response.status >= 400:
             message = _message(response.read(_MAX_LINE_BYTES))
             self._connection.close()
-            raise UsageError(f"{where} answers {response.status}: {message}")
+            raise UsageError(f"{where} returned status {response.status}: {message}")
         return response
 
     def __exit__(self, *_: object) -> None:

@@ -225,7 +225,7 @@ class ServerConfig(Section):
         names = [name for key, m in models.items() for name in (key, *m.aliases)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"the name {twice[0]!r} is given to two models")
+            raise ValueError(f"the name {twice[0]!r} is used by two models")
         if not models:
             raise ValueError("there must be at least one [models.NAME]")
         return models

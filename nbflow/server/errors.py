@@ -162,9 +162,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 400:
         message = "the body is not valid JSON"
     elif error.status_code == 404:
-        message = f"there is nothing at {request.url.path}; see /openapi.json"
+        message = f"no route {request.url.path}; see /openapi.json"
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{request.url.path} does not support {request.method}"
     else:
         message = str(error.detail)
     answer = ApiError(error.status_code, message)

@@ -129,7 +129,7 @@ class AuthAndLimitMiddleware:
         is_open = (path in _OPEN and scope["method"] != "POST") or path.startswith(_OPEN_FOLDER)
         if self._digests and not is_open and not self._knows(_header(scope, b"authorization")):
             return ApiError(
-                401, "this server wants an API key: send the header Authorization: Bearer KEY"
+                401, "missing or unknown API key: send the header Authorization: Bearer KEY"
             )
         if scope["method"] != "POST":
             return None
@@ -140,7 +140,9 @@ class AuthAndLimitMiddleware:
         most = state.config.limits.requests
         if state.n_requests >= most:
             return ApiError(
-                429, f"the server works on {most} requests, its limit; try again", retry_after_s=1
+                429,
+                f"{most} requests are in flight, the limit (limits.requests); retry later",
+                retry_after_s=1,
             )
         return None
 

@@ -48,8 +48,8 @@ def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
     if n_prompts * width > limits.choices:
         raise ApiError(
             400,
-            f"{n_prompts} prompts x {width} continuations are more than {limits.choices}, the "
-            "most that one request may ask for (limits.choices); send several requests",
+            f"{n_prompts} prompts x {width} choices exceed the limit of {limits.choices} per request "
+            "(limits.choices); send several requests",
             param="n",
         )
 

@@ -146,7 +146,7 @@ class ChoiceStream:
         if isinstance(error, StructureError):  # found during generation
             return ApiError(400, str(error), param=self._structure)
         what = str(error) if isinstance(error, UsageError) else "see the server's log"
-        return ApiError(500, f"the model could not go on: {what}", code="step_failed")
+        return ApiError(500, f"the engine step failed: {what}", code="step_failed")
 
     def _end(self, chunk: OutputChunk, reason: str | None) -> None:
         chunk.finish_reason = reason
@@ -219,7 +219,7 @@ class PooledText(ChoiceStream):
             return []
         chunk = OutputChunk(self.index)
         if last.finish_reason == "deadline":  # a partial text has no embedding
-            chunk.error = ApiError(504, "the time for the request was over (limits.request_s)")
+            chunk.error = ApiError(504, "the request exceeded its deadline (limits.request_s)")
         self._end_as(chunk, last)
         self._note_end(chunk)
         return [chunk]

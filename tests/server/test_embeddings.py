@@ -73,7 +73,7 @@ def test_a_client_that_hangs_up_and_time_that_is_over(offline, tmp_path):
         aborted = 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 100.0'
         assert aborted in server.http.get("/metrics").text
         error = vectors(server, texts, status=504)
-        assert "the time for the request was over" in error["message"]
+        assert "the request exceeded its deadline" in error["message"]
         eventually(server.idle)
         assert vectors(server, [[1, 2, 3]])
         assert server.stop() == 0

@@ -29,7 +29,7 @@ async def page() -> Response:
 async def part(name: str) -> Response:
     """Return a static file of the page."""
     if name not in _NAMES:
-        raise ApiError(404, f"the page has no {name[:80]!r}")
+        raise ApiError(404, f"the chat page has no file {name[:80]!r}")
     return _file(name)
 
 
