@@ -48,7 +48,7 @@ def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
     if n_prompts * width > limits.choices:
         raise ApiError(
             400,
-            f"{n_prompts} prompts x {width} choices exceed the limit of {limits.choices} per request "
+            f"{n_prompts} prompts x {width} choices exceed the limit {limits.choices} of a request "
             "(limits.choices); send several requests",
             param="n",
         )
