@@ -1,7 +1,7 @@
-"""Fields of option sets: metadata, checks of values, JSON schema and documentation.
+"""Fields of option sets: metadata, validation, JSON schema and documentation.
 
-`nbflow.options` holds the options; here is what turns a dataclass field into a keyword, a key or an
-option of the command line, with one check and one message for all.
+The option sets are in `nbflow.options`.  Keywords, TOML keys, HTTP fields and command-line options
+share one validation and one message.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Option:
     more: str = ""
     """Further sentences for the documentation."""
     low: float | None = None
-    """Least value."""
+    """Minimum."""
     high: float | None = None
-    """Largest value."""
+    """Maximum."""
     above: bool = False
-    """Values must be greater than `low`, not equal."""
+    """Exclude `low` itself."""
     unit: str = ""
     """Unit of a number."""
     shown: str = ""
@@ -50,27 +50,27 @@ class Option:
     aliases: tuple[str, ...] = ()
     """Names in other programs that `OptionSet.parse` accepts."""
     flags: tuple[str, ...] = ()
-    """Spellings on the command line, where they are not the name alone."""
+    """Command-line flags; by default made from the name."""
     repeat: bool = False
-    """List whose items are given one at a time on the command line."""
+    """List option that is repeated on the command line, once for each item."""
     metavar: str = ""
     """Placeholder in ``--help``."""
     file: bool = False
-    """Texts may name files, which a TOML file states relative to itself."""
+    """The value may name a file, relative to the TOML file."""
     suffix: str = ""
-    """End of the names of such files; other texts are names of something else."""
+    """Suffix of such file names; other values are not file names."""
     size: bool = False
     """Number of bytes that may be given as text, e.g. "2GiB"."""
     cli: bool = True
-    """Option of the command line."""
+    """Available on the command line."""
     toml: bool = True
-    """Key of TOML files."""
+    """Available in TOML files."""
     http: str | None = None
     """Name in HTTP requests; None for the same, empty for none."""
     http_default: str = ""
-    """Meaning of the field's absence from an HTTP request, where it is not the default."""
+    """Meaning of an absent field in HTTP requests, where it differs from the default."""
     http_high: float | None = None
-    """Largest value in HTTP requests."""
+    """Maximum in HTTP requests."""
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -80,7 +80,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class OptionSet:
-    """Base class of frozen dataclasses of options; their values are checked when they are made."""
+    """Base class of frozen dataclasses of options, validated at construction."""
 
     def __post_init__(self) -> None:
         for known in fields(type(self)).values():
@@ -90,12 +90,12 @@ class OptionSet:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Return the options of a mapping, e.g. of keywords or of a JSON object.
+        """Return the options of a mapping, e.g. keywords or a JSON object.
 
         Parameters
         ----------
         values : mapping
-            Names of fields, or their names in other programs; None stands for the default.
+            Values by field name or alias; None stands for the default.
 
         Raises
         ------
@@ -137,7 +137,7 @@ class OptionSet:
 
 @dataclass(frozen=True)
 class OptionField:
-    """A field of an option set."""
+    """Field of an option set."""
 
     name: str
     hint: Any
@@ -154,7 +154,7 @@ class OptionField:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """Values that a field with a `Literal` type can have."""
+        """Values of a field with a `Literal` type."""
         return typing.get_args(self.hint) if typing.get_origin(self.hint) is Literal else ()
 
     @property
@@ -164,13 +164,13 @@ class OptionField:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Spellings on the command line."""
+        """Command-line flags."""
         return self.option.flags or (f"--{self.name.replace('_', '-')}",)
 
     def checked(
         self, value: Any, *, outside: bool = False, http: bool = False, name: str | None = None
     ) -> Any:
-        """Return a value that the field can have, a size as number of bytes.
+        """Return a validated value, with a size converted to bytes.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class OptionField:
         outside : bool
             True for a value from a file, a request or the command line.
         http : bool
-            True for a value of an HTTP request, whose bounds may be narrower.
+            True for a value of an HTTP request, which may have a lower maximum.
         name : str, optional
             Name in the message; by default the field's.
 
@@ -227,12 +227,12 @@ def _fields(kind: Any) -> dict[str, OptionField]:
 
 
 def aliases(kind: OptionSetType) -> dict[str, str]:
-    """Return names in other programs -> names of fields."""
+    """Return a mapping from aliases to names of fields."""
     return {other: f.name for f in fields(kind).values() for other in f.option.aliases}
 
 
 def toml_names(kind: OptionSetType) -> list[str]:
-    """Return the names of the fields that TOML files have."""
+    """Return the names of the fields that are TOML keys."""
     return [known.name for known in fields(kind).values() if known.option.toml]
 
 
@@ -246,7 +246,7 @@ def _union(hint: Any) -> tuple[Any, ...]:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Return whether a value has the type of an annotation; numbers of NumPy are numbers."""
+    """Return True if a value has the type of an annotation; NumPy scalars are numbers."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(accepts(kind, value) for kind in args)
@@ -275,7 +275,7 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def describe(hint: Any) -> str:
-    """Return the words for a type in messages."""
+    """Return a description of a type for messages."""
     found = []
     for kind in _union(hint):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -292,7 +292,7 @@ def describe(hint: Any) -> str:
 
 
 def describe_bounds(low: float | None, high: float | None, above: bool = False) -> str:
-    """Return the words for bounds in messages."""
+    """Return a description of bounds for messages."""
     if low is None:
         return f"at most {_shown(high)}"
     if high is None:
@@ -307,7 +307,7 @@ def _shown(value: float | None) -> str:
 
 
 def size_bytes(value: int | str, name: str = "size") -> int:
-    """Return a number of bytes, given as one or as text such as "2GiB"; at least 1."""
+    """Convert a size such as "2GiB" to bytes, at least 1."""
     match = _SIZE.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     if match is None:
         raise UsageError(
@@ -350,7 +350,7 @@ def _schema(hint: Any, bounds: Mapping[str, float | None] = types.MappingProxyTy
 
 
 def default_text(known: OptionField) -> str:
-    """Return the default of a field in words; empty for one that is off or absent."""
+    """Return the default of a field as text; empty for None and False."""
     if known.option.shown:
         return known.option.shown
     if known.default is None or known.default is False:
@@ -362,9 +362,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def documents(kind: OptionSetType) -> Callable[[FunctionT], FunctionT]:
-    """Give a function, or a class, whose ``**options`` are those of a set, their documentation.
+    """Return a decorator that documents ``**options`` of a function or class by an option set.
 
-    They become its signature, and replace a line ``{options}`` of its docstring.
+    The fields become part of its signature and replace the line ``{options}`` of its docstring.
     """
 
     def wrap(function: FunctionT) -> FunctionT:
@@ -385,7 +385,7 @@ def documents(kind: OptionSetType) -> Callable[[FunctionT], FunctionT]:
 
 
 def _entries(kind: OptionSetType) -> str:
-    """Return the entries of a NumPy-style section, indented as in a function of a module."""
+    """Return the entries of a NumPy-style section, indented for a module-level function."""
     lines = []
     for known in fields(kind).values():
         optional = "optional" if known.default is None else f"default {known.default!r}"

@@ -1,8 +1,8 @@
-"""Options of models, engines and requests: one dataclass field each, for every interface.
+"""Options of models, engines and requests, each a dataclass field.
 
-Python keywords, options of the command line (`nbflow.cli.options`), keys of TOML files
-(`nbflow.server.config`), fields of HTTP requests (`nbflow.server.schemas`) and docs/options.md are
-made from these fields.  A new option is one field here and the code that uses it.
+Python keywords, command-line options (`nbflow.cli.options`), TOML keys (`nbflow.server.config`),
+fields of HTTP requests (`nbflow.server.schemas`) and docs/options.md are made from these fields.  A
+new option is one field here and the code that uses it.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from nbflow_kernels.errors import UsageError
 MAX_STOP_BYTES = 4096
 """Longest stop text."""
 MAX_SEQUENCES = 256
-"""Most requests that run at once, unless given."""
+"""Default maximum of running sequences."""
 STRUCTURES = ("choice", "regex", "json_schema", "grammar")
-"""Fields of `SamplingParams` that constrain the whole output; a request has one of them."""
+"""Fields of `SamplingParams` that constrain the whole output; a request has at most one."""
 SERVER_MAX_LOGPROBS = 20
-"""Most alternatives of a token in an answer of the server, as OpenAI."""
+"""Maximum of top log-probabilities in HTTP requests, as OpenAI."""
 
 Objective = Literal["latency", "throughput"]
 Word = str | Sequence[int]
-"""A word as text, or as tokens."""
+"""Word as text or token ids."""
 
 
 @dataclass(frozen=True)
 class OffloadConfig(OptionSet):
-    """Parts of a model that the host holds or computes for a rank with a device.
+    """Offload of a device's rank to the host, as in Inferflow.
 
-    As in Inferflow: keys and values of the last layers of a rank, the token embedding, and the
-    first layers.  Kernels of the device access pages and embedding in pinned memory over the bus.
+    KV cache of a rank's last layers, token embedding, and computation of the first layers.  Device
+    kernels access offloaded pages and embeddings in pinned memory over the bus.
     """
 
     kv_host_percent: float = option(
-        0.0, "share of a device's layers, the last ones, whose keys and values lie in host memory",
+        0.0, "share of a device's layers, from the last, whose KV cache is in host memory",
         low=0, high=100, unit="%", metavar="P",
     )  # fmt: skip
     embeddings_on_host: bool = option(
-        False, "keep the token embedding of a device in host memory",
-        more="Only tables that are looked up; not those of a tied output head.",
+        False, "keep a device's token embedding in host memory",
+        more="Not an embedding that is also the output head.",
     )  # fmt: skip
     cpu_layers: int = option(
-        0, "first layers that the host computes, with a device for the others", low=0,
+        0, "first layers computed on the host, the others on the device", low=0,
         high=MAX_INT, unit="layers",
         more='Partition "0" becomes "0:2;1:6" on "cpu,cuda" for 2 of 8 layers.',
     )  # fmt: skip
@@ -58,7 +58,7 @@ class OffloadConfig(OptionSet):
 
     @property
     def unused_note(self) -> str:
-        """Note for a run without devices, where the given options have no effect; or empty."""
+        """Note that the given options have no effect without a device; or empty."""
         given = [
             f"{name}={value:g}" if not isinstance(value, bool) else name
             for name, value in asdict(self.offload).items()
@@ -67,12 +67,12 @@ class OffloadConfig(OptionSet):
         if not given:
             return ""
         return (
-            f"without a device the host holds and computes everything: {', '.join(given)} "
+            f"without a device everything runs on the host: {', '.join(given)} "
             f"{'has' if len(given) == 1 else 'have'} no effect"
         )
 
     def host_layers(self, n_layers: int) -> int:
-        """Return the number of a rank's layers whose keys and values lie in host memory.
+        """Return the number of a rank's layers with KV cache in host memory.
 
         Examples
         --------
@@ -93,48 +93,48 @@ class LoadOptions(OffloadConfig):
     weights: str | Path | object | None = option(
         None, "weight format, e.g. q4, or a policy file (.toml)", shown="as stored",
         metavar="FMT", file=True, suffix=".toml",
-        more="Of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
-        "policy that names one matrix by matrix (`nbflow.quantization.policy`).",
+        more="For attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
+        "policy with a format for each matrix (`nbflow.quantization.policy`).",
     )  # fmt: skip
     encoder: str = option(
         "best", "quantizer, e.g. best, plain, gptq, hqq, outliers, awq, hadamard+gptq",
         metavar="E",
-        more="awq and hadamard first transform the model in a way that preserves its results; "
-        "parts are joined by +.  Only with `weights`.  docs/quantization.md explains them.",
+        more="awq and hadamard are function-preserving transforms before quantization; + combines "
+        "names.  Only with `weights`.  See docs/quantization.md.",
     )  # fmt: skip
     importance: str | Path | object | None = option(
-        None, "file of nbflow imatrix or llama.cpp for the quantizer", metavar="FILE", file=True,
-        more="In Python also name -> mean squares (K,) or second moments (K, K) of the inputs of a "
-        "matrix; gptq needs the latter.",
+        None, "importance matrix of nbflow imatrix or llama.cpp", metavar="FILE", file=True,
+        more="In Python also a mapping from matrix names to mean squares (K,) or second moments "
+        "(K, K) of the inputs; gptq needs the latter.",
     )  # fmt: skip
-    act_order: bool = option(False, "GPTQ: columns with the largest inputs first")
+    act_order: bool = option(False, "GPTQ: quantize columns with the largest inputs first")
     damping: float = option(
-        0.01, "GPTQ: added to the diagonal of the second moments, in units of its mean",
+        0.01, "GPTQ: damping of the Hessian's diagonal, relative to its mean",
         low=0, high=1, metavar="D",
     )  # fmt: skip
     outliers: float = option(
-        0.0, "share of the weights kept exactly as outliers of the format", low=0, high=0.05,
+        0.0, "share of the weights kept unquantized as outliers", low=0, high=0.05,
         metavar="R", more="Only with `weights` in a block format.",
     )  # fmt: skip
     activations: Literal["f32", "bf16", "int8"] = option(
-        "f32", "arithmetic of products with weights: f32, bf16 or int8", metavar="A",
-        more='"f32" multiplies float32 activations with the decoded weights.  "bf16" rounds both '
-        'to bfloat16.  "int8" rounds activations to 8 bits in blocks of 32 columns, as llama.cpp, '
-        "for weights in a block format.  Sums are float32 (int32 within a block).",
+        "f32", "compute type of matrix products: f32, bf16 or int8", metavar="A",
+        more='"f32" multiplies float32 activations with dequantized weights.  "bf16" rounds both '
+        'to bfloat16.  "int8" quantizes activations in blocks of 32 columns, as llama.cpp, '
+        "for weights in a block format.  Accumulation is float32 (int32 within a block).",
     )  # fmt: skip
     kv: str = option(
-        "f16", "KV cache format: f16, q8_0, ...; two (q8_0/q4_0) are those of keys and of values",
+        "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
         metavar="FMT[/FMT]",
     )  # fmt: skip
     partition: str = option(
         "0",
-        "'0;1' by layer, '0&1' by tensor, '0&1;2&3' hybrid, '0:3;1' uneven, '0/1' replicas; auto: "
-        "the best by the planner for the ranks of mpirun",
+        "pipeline '0;1', tensor parallel '0&1', hybrid '0&1;2&3', uneven '0:3;1', replicas '0/1'; "
+        "auto: the planner's best for the ranks of mpirun",
         metavar="P",
         more="Numbers are MPI ranks under mpirun, else threads of this process.",
     )
     optimize: Objective = option(
-        "latency", 'aim of partition "auto": latency, or throughput, perhaps with replicas',
+        "latency", 'objective of partition "auto": latency, or throughput (may use replicas)',
         metavar="AIM",
     )  # fmt: skip
     machine: str | Path | None = option(
@@ -142,18 +142,18 @@ class LoadOptions(OffloadConfig):
         shown="measured", metavar="NAME|FILE", file=True,
     )  # fmt: skip
     exchange: Literal["f32", "q8"] = option(
-        "f32", "format of partial sums between ranks: f32 or q8", metavar="E",
-        more='"q8" sends bytes with a scale for 32 of them: 3.6 times fewer bytes, each part '
-        "rounded to 1/254 of the largest number of its block.",
+        "f32", "all-reduce format between ranks: f32 or q8", metavar="E",
+        more='"q8" sends 8-bit codes in blocks of 32 with a scale: 3.6 times fewer bytes, each '
+        "partial sum rounded to 1/254 of the largest number of its block.",
     )  # fmt: skip
     device: str = option(
         "auto", "auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
         more='One for all ranks, or one for each: "cpu,cuda" with partition "0;1".  Ranks on '
-        '"cuda" take the devices of the machine in turn; "cuda:1" names one.',
+        '"cuda" use the devices of the machine round-robin; "cuda:1" names one.',
     )  # fmt: skip
-    graphs: bool = option(True, "run steps of generation as CUDA graphs on devices")
+    graphs: bool = option(True, "run decode steps as CUDA graphs on devices")
     tokenizer: str | Path | None = option(
-        None, "tokenizer file, if it is not in the folder of the weights", metavar="FILE",
+        None, "tokenizer file, if not in the folder of the weights", metavar="FILE",
         file=True,
     )  # fmt: skip
     max_context: int | None = option(
@@ -163,7 +163,7 @@ class LoadOptions(OffloadConfig):
         None, "threads of each rank", shown="an even share of the cores", low=1, high=MAX_INT
     )
     max_step_tokens: int = option(
-        512, "most tokens in one step; longer prompts run in chunks, with the same result",
+        512, "maximum tokens of one step; longer prompts are prefilled in chunks, same result",
         low=1, high=MAX_INT, unit="tokens", cli=False, toml=False,
     )  # fmt: skip
 
@@ -173,26 +173,27 @@ class EngineOptions(OptionSet):
     """Options of `nbflow.LLMEngine`."""
 
     max_step_tokens: int | None = option(
-        None, "most tokens in one step; longer prompts run in chunks", shown="512", low=1,
-        high=MAX_INT, unit="tokens",
+        None, "maximum tokens of one step; longer prompts are prefilled in chunks", shown="512",
+        low=1, high=MAX_INT, unit="tokens",
     )  # fmt: skip
     max_sequences: int | None = option(
-        None, "most sequences that run at once", shown=str(MAX_SEQUENCES), low=1, high=MAX_INT,
-        more="At most as many as a step has tokens.",
+        None, "maximum running sequences", shown=str(MAX_SEQUENCES), low=1, high=MAX_INT,
+        more="At most the tokens of a step.",
     )  # fmt: skip
     max_waiting: int = option(
-        1024, "most sequences that wait; one more is refused (status 429)", low=1, high=MAX_INT
-    )
-    kv_bytes: int | None = option(
-        None, 'most memory of the KV cache on each rank, e.g. "2GiB"', low=1, high=2**60,
-        unit="bytes", size=True, metavar="SIZE",
-        shown="what the sequences can use, at most half of the free memory",
+        1024, "maximum waiting sequences; further ones are refused (status 429)", low=1,
+        high=MAX_INT,
     )  # fmt: skip
-    prefix_cache: bool = option(True, "share pages of prompts that begin alike")
+    kv_bytes: int | None = option(
+        None, 'maximum size of the KV cache on each rank, e.g. "2GiB"', low=1, high=2**60,
+        unit="bytes", size=True, metavar="SIZE",
+        shown="as much as the sequences can use, at most half of the free memory",
+    )  # fmt: skip
+    prefix_cache: bool = option(True, "share KV pages of common prompt prefixes")
     on_failure: Literal["continue", "stop"] = option(
-        "continue", "with replicas: continue with the others when one has failed, or stop",
+        "continue", "with replicas: continue on the others after one fails, or stop",
         metavar="POLICY",
-        more="Requests of the failed one end with an error either way.",
+        more="Requests of the failed replica end with an error either way.",
     )  # fmt: skip
 
 
@@ -217,8 +218,8 @@ class SpeculativeConfig(OptionSet):
         suffix=".toml",
     )  # fmt: skip
     draft_verify: Literal["same", "chain"] = option(
-        "same", "same: exactly the tokens without a draft; chain: rejection sampling, which "
-        "preserves the distribution and accepts more", metavar="HOW",
+        "same", "same: exactly the tokens generated without a draft; chain: rejection sampling, "
+        "which preserves the distribution and accepts more", metavar="HOW",
     )  # fmt: skip
 
 
@@ -230,15 +231,15 @@ class SearchParams(OptionSet):
         None, "beam search: beams", shown="4", low=1, high=4096, http="beam_width"
     )
     length_penalty: float | None = option(
-        None, "beam search: exponent of the length that divides the score", shown="1", low=-100,
+        None, "beam search: the score is divided by length ** this", shown="1", low=-100,
         high=100,
     )  # fmt: skip
     early_stopping: bool | Literal["never"] | None = option(
-        None, "beam search: when it ends, as in transformers: true, false or never", shown="false",
+        None, "beam search: stopping rule of transformers: true, false or never", shown="false",
         metavar="WHEN",
     )  # fmt: skip
     penalty_alpha: float | None = option(
-        None, "contrastive search with this degeneration penalty, over top_k (4) tokens", low=0,
+        None, "contrastive search: degeneration penalty, over top_k (4) tokens", low=0,
         high=1, shown="0.6", metavar="A",
     )  # fmt: skip
 
@@ -248,13 +249,13 @@ class SamplingParams(OptionSet):
     """Parameters of a request.  None leaves the default of the model, or else of the strategy."""
 
     decoding: str | None = option(
-        None, "strategy", shown="what the other parameters mean", metavar="NAME"
+        None, "decoding strategy", shown="implied by the other parameters", metavar="NAME"
     )
     max_tokens: int = option(
-        128, "most new tokens; 0 reads the prompt alone", low=0, high=MAX_INT, unit="tokens",
-        aliases=("max_completion_tokens", "n_predict", "max_new_tokens"), cli=False,
+        128, "maximum new tokens; 0 evaluates the prompt only", low=0, high=MAX_INT,
+        unit="tokens", aliases=("max_completion_tokens", "n_predict", "max_new_tokens"), cli=False,
         flags=("-n", "--max-tokens"),
-        http_default="what the context has room for; 16 for completions",
+        http_default="the rest of the context; 16 for completions",
     )  # fmt: skip
     temperature: float | None = option(
         None, "divide the logits by this; 0 is greedy", low=0, high=100, aliases=("temp",),
@@ -275,7 +276,7 @@ class SamplingParams(OptionSet):
         aliases=("typ_p", "typical"), flags=("--typical-p", "--typical"),
     )  # fmt: skip
     tfs_z: float | None = option(
-        None, "tail-free sampling: share of the second derivative that is kept", low=0, high=1,
+        None, "tail-free sampling: share of the second derivatives to keep", low=0, high=1,
         aliases=("tail_free",),
     )  # fmt: skip
     top_n_sigma: float | None = option(
@@ -289,7 +290,7 @@ class SamplingParams(OptionSet):
         None, "probability that XTC excludes the top choices", low=0, high=1
     )
     xtc_threshold: float | None = option(
-        None, "XTC: least probability of a top choice", low=0, high=1
+        None, "XTC: minimum probability of a top choice", low=0, high=1
     )
     dynatemp_range: float | None = option(
         None, "dynamic temperature: range around the temperature", low=0, high=100
@@ -302,10 +303,10 @@ class SamplingParams(OptionSet):
         flags=("--sampler-order", "--samplers"), metavar="ORDER",
     )  # fmt: skip
     min_keep: int | None = option(
-        None, "least number of tokens that a sampler keeps", low=0, high=MAX_INT
+        None, "minimum number of tokens that a sampler keeps", low=0, high=MAX_INT
     )
     repeat_last_n: int | None = option(
-        None, "window of the chain's penalties; -1: all", low=-1, high=MAX_INT, unit="tokens"
+        None, "window of the penalties; -1: all", low=-1, high=MAX_INT, unit="tokens"
     )
     repetition_penalty: float | None = option(
         None, "divide positive logits of tokens that occurred by this, multiply negative ones",
@@ -342,16 +343,16 @@ class SamplingParams(OptionSet):
     mirostat_m: int | None = option(
         None, "mirostat 1: tokens that estimate the distribution", low=2, high=MAX_INT,
     )  # fmt: skip
-    max_k: int | None = option(None, "inferflow: most tokens kept", low=1, high=MAX_INT)
+    max_k: int | None = option(None, "inferflow: maximum tokens to keep", low=1, high=MAX_INT)
     pool_size: int | None = option(None, "inferflow: candidate tokens", low=1, high=MAX_INT)
     eos_bypassing_max: int | None = option(
-        None, "inferflow.std: end tokens that are passed over", low=0, high=MAX_INT
+        None, "inferflow.std: sampled end tokens to replace", low=0, high=MAX_INT
     )
     k: int | None = option(None, "inferflow.fsd: candidate tokens", low=1, high=MAX_INT)
     alpha: float | None = option(None, "inferflow.fsd: weight of the penalty", low=0, high=1)
     order: int | None = option(None, "inferflow.fsd: order of the n-gram model", low=1, high=64)
-    beta: float | None = option(None, "inferflow.fsd: share of the longest context", low=0, high=1)
-    z: float | None = option(None, "inferflow.tfs: share that is kept", low=0, high=1)
+    beta: float | None = option(None, "inferflow.fsd: weight of the longest context", low=0, high=1)
+    z: float | None = option(None, "inferflow.tfs: share to keep", low=0, high=1)
     p: float | None = option(
         None, "inferflow.typical: total probability after the first token", low=0, high=1
     )
@@ -361,15 +362,16 @@ class SamplingParams(OptionSet):
     eta: float | None = option(None, "inferflow.mirostat: learning rate", low=0, high=100)
     logit_bias: Mapping[str, float] | Sequence[Sequence[float | bool]] | None = option(
         None, "added to the logit of a token id", metavar="ID=BIAS", repeat=True,
-        more='JSON spells token ids as texts: {"15": -2.5}; pairs work, and false forbids.',
+        more='In JSON token ids are text: {"15": -2.5}; or a list of pairs.  false bans a token.',
     )  # fmt: skip
-    allowed_token_ids: Sequence[int] | None = option(None, "draw from these tokens only")
-    banned_token_ids: Sequence[int] | None = option(None, "never draw these tokens")
+    allowed_token_ids: Sequence[int] | None = option(None, "sample from these tokens only")
+    banned_token_ids: Sequence[int] | None = option(None, "never sample these tokens")
     bad_words: Sequence[Word] | None = option(
         None, "text that must not occur", flags=("--bad-word",), repeat=True
     )
     choice: Sequence[str] | None = option(
-        None, "one of the texts that the output must be", http="guided_choice", repeat=True,
+        None, "text that the output may be; several are alternatives", http="guided_choice",
+        repeat=True,
         aliases=("guided_choice",),
     )  # fmt: skip
     regex: str | None = option(
@@ -385,10 +387,10 @@ class SamplingParams(OptionSet):
         aliases=("guided_grammar",), metavar="FILE",
     )  # fmt: skip
     seed: int = option(
-        0, "seed of the draws, modulo 2**64; continuation i draws with seed + i",
+        0, "seed of the sampling, modulo 2**64; choice i uses seed + i",
         low=-(2**63), high=2**64 - 1, http_default="a new one each time",
     )  # fmt: skip
-    n: int = option(1, "continuations of each prompt", low=1, high=2**16, cli=False)
+    n: int = option(1, "choices for each prompt", low=1, high=2**16, cli=False)
     stop: str | Sequence[str] | None = option(
         None, "text that ends the output", aliases=("stop_strings",), repeat=True
     )
@@ -402,7 +404,7 @@ class SamplingParams(OptionSet):
         aliases=("min_new_tokens",),
     )  # fmt: skip
     logprobs: int | None = option(
-        None, "report this many of the most probable tokens (--json)", low=0, high=2**20,
+        None, "report this many top log-probabilities per token (--json)", low=0, high=2**20,
         http_high=SERVER_MAX_LOGPROBS, aliases=("n_probs",), http="",
     )  # fmt: skip
     prompt_logprobs: int | None = option(
@@ -428,10 +430,10 @@ class SamplingParams(OptionSet):
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """The texts that end the output."""
+        """Texts that end the output."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def structure(self) -> str | None:
-        """Name of the structure that the output must have."""
+        """Name of the given constraint of `STRUCTURES`, or None."""
         return next((name for name in STRUCTURES if getattr(self, name) is not None), None)

@@ -1,1 +1,1 @@
-"""Timing, llama.cpp as a peer, and measuring a machine for the planner."""
+"""Timing of loaded models, and llama.cpp as a peer."""

@@ -1,8 +1,8 @@
-"""llama.cpp, in this process, on the same GGUF file: the peer of `nbflow bench`.
+"""llama.cpp in this process on the same GGUF file, the peer of `nbflow bench`.
 
-It comes from the package ``llama-cpp-python`` (extra ``bench``).  What is timed is what llama-bench
-times: ``llama_decode`` of the prompt in batches of 512, then one decode per generated token with
-its logits computed; nothing is sampled (ours draws greedily).
+It needs the package ``llama-cpp-python`` (extra ``bench``) and times the same calls as llama-bench:
+``llama_decode`` of the prompt in batches of 512, then one decode per generated token with logits,
+without sampling (ours samples greedily).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LlamaCpp:
     threads : int
         Threads for prompts and for generation.
     context : int
-        Most tokens of a sequence.
+        Maximum tokens of a sequence.
     sequences : int
-        Most sequences at once.
+        Maximum concurrent sequences.
     exact : bool
-        Keep keys and values in float32, and do without flash attention, which takes them to
-        float16: for comparing results, not speed.
+        Use a float32 KV cache and no flash attention, which rounds to float16: for comparing
+        results, not speed.
 
     Raises
     ------
@@ -79,7 +79,7 @@ class LlamaCpp:
         self._memory = self._lib.llama_get_memory(self._context)
         vocabulary = self._lib.llama_model_get_vocab(self._model)
         self._n_words = self._lib.llama_vocab_n_tokens(vocabulary)
-        self._held = (0, 0)
+        self._cached = (0, 0)
 
     def close(self) -> None:
         """Free the model."""
@@ -94,11 +94,11 @@ class LlamaCpp:
         return np.array([np.ctypeslib.as_array(row, (self._n_words,)).copy() for row in rows])
 
     def seconds(self, test: Test) -> float:
-        """Return how long one repetition of a test takes."""
+        """Return the seconds of one repetition of a test."""
         tokens = np.random.default_rng(0).integers(3, self._n_words, test.context + STEP_TOKENS)
         sequences = range(test.batch)
         done = test.depth if not test.n_prompt else 0
-        self._hold(tokens[:done], sequences)
+        self._fill_cache(tokens[:done], sequences)
         started = time.perf_counter()
         self._prompt(tokens[: test.n_prompt], sequences, 0)
         done = max(done, test.n_prompt)
@@ -106,31 +106,31 @@ class LlamaCpp:
             self._decode([(int(tokens[done + i]), done + i, s, True) for s in sequences])
         return time.perf_counter() - started
 
-    def _hold(self, tokens: np.ndarray, sequences: range) -> None:
-        """Let each sequence hold these tokens; they stay from one repetition to the next."""
+    def _fill_cache(self, tokens: np.ndarray, sequences: range) -> None:
+        """Fill the KV cache of each sequence with tokens, kept between repetitions."""
         wanted = len(tokens), len(sequences)
-        if wanted == self._held and len(tokens):
+        if wanted == self._cached and len(tokens):
             for s in sequences:
                 self._lib.llama_memory_seq_rm(self._memory, s, len(tokens), -1)
             return
         self._lib.llama_memory_clear(self._memory, True)
         self._prompt(tokens, sequences, 0)
-        self._held = wanted
+        self._cached = wanted
 
     def _prompt(self, tokens: np.ndarray, sequences: range, start: int) -> None:
         for s in sequences:
             for first in range(0, len(tokens), STEP_TOKENS):
-                piece = tokens[first : first + STEP_TOKENS].tolist()
-                last = first + len(piece) == len(tokens)
+                chunk = tokens[first : first + STEP_TOKENS].tolist()
+                last = first + len(chunk) == len(tokens)
                 self._decode(
                     [
-                        (token, start + first + i, s, last and i + 1 == len(piece))
-                        for i, token in enumerate(piece)
+                        (token, start + first + i, s, last and i + 1 == len(chunk))
+                        for i, token in enumerate(chunk)
                     ]
                 )
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Run rows of (token, position, sequence, whether its logits are wanted)."""
+        """Decode a batch of (token, position, sequence, compute logits)."""
         batch = self._lib.llama_batch_init(len(rows), 0, 1)
         try:
             batch.n_tokens = len(rows)

@@ -1,9 +1,9 @@
-"""Time a loaded model: prompt processing and generation.
+"""Time prompt processing and generation of a loaded model.
 
-What is timed: whole steps as `LLM.generate` runs them (scheduling, kernels, communication,
-drawing greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up
-run comes first), making the requests.  Token ids are random with a fixed seed; end tokens are
-ignored; log-probabilities are not asked for.
+Timings include whole steps as `LLM.generate` runs them (scheduling, kernels, communication, greedy
+sampling), from the first to the last.  They exclude loading, compilation (a warm-up run comes
+first) and building requests.  Prompts are random tokens with a fixed seed; end tokens are ignored;
+log-probabilities are off.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from nbflow.engine.request import Request
 
 @dataclass(frozen=True)
 class Test:
-    """One thing to time, called as llama-bench calls it."""
+    """Benchmark case, with llama-bench's names."""
 
     n_prompt: int
     """Prompt tokens, timed."""
     n_gen: int
-    """Tokens each sequence draws, timed."""
+    """Generated tokens of each sequence, timed."""
     batch: int = 1
-    """Sequences at once."""
+    """Concurrent sequences."""
     depth: int = 0
-    """Tokens each sequence holds before it generates, not timed; only without a prompt."""
+    """Tokens in each sequence before generation, not timed; only without a prompt."""
 
-    __test__ = False  # for pytest: not a test
+    __test__ = False  # keeps pytest from collecting it
 
     @property
     def name(self) -> str:
@@ -42,27 +42,27 @@ class Test:
 
     @property
     def n_tokens(self) -> int:
-        """Return the tokens the rate counts."""
+        """Return the number of timed tokens."""
         return self.batch * (self.n_prompt + self.n_gen)
 
     @property
     def context(self) -> int:
-        """Return the tokens a sequence holds at the end."""
+        """Return the length of a sequence at the end."""
         return max(self.depth + self.n_prompt, 1) + self.n_gen
 
 
 class Timed(Protocol):
-    """Another program that can run the same tests (`nbflow.benchmark.llama_cpp`)."""
+    """Peer program that runs the same tests (`nbflow.benchmark.llama_cpp`)."""
 
     name: str
-    """What it is, with its version."""
+    """Name and version."""
 
     def seconds(self, test: Test) -> float:
-        """Return how long one repetition takes."""
+        """Return the seconds of one repetition."""
 
 
 def time_test(model: LLM, test: Test) -> float:
-    """Return the seconds of one repetition; every rank of the model calls it alike."""
+    """Return the seconds of one repetition; collective over the model's ranks."""
     to_first, rest = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
     return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
 
@@ -70,10 +70,10 @@ def time_test(model: LLM, test: Test) -> float:
 def time_prefill(
     model: LLM, n_prompt: int, batch: int = 1, repeats: int = 5, warmup: int = 1
 ) -> list[float]:
-    """Return the seconds to run `batch` prompts of `n_prompt` tokens and draw one token each.
+    """Return the seconds to process `batch` prompts of `n_prompt` tokens and sample one token each.
 
-    Every rank of the model calls it alike.  One entry per repetition; divide ``batch * n_prompt``
-    by it for tokens per second.
+    Collective over the model's ranks.  One entry per repetition; ``batch * n_prompt`` divided by
+    it is tokens per second.
     """
     test = Test(n_prompt, 0, batch)
     return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
@@ -82,21 +82,20 @@ def time_prefill(
 def time_decode(
     model: LLM, n_prompt: int, n_gen: int, batch: int = 1, repeats: int = 5, warmup: int = 1
 ) -> list[float]:
-    """Return the seconds for `n_gen` steps that each draw one token for `batch` sequences.
+    """Return the seconds of `n_gen` decode steps of `batch` sequences.
 
-    Every rank of the model calls it alike.  The sequences begin with `n_prompt` tokens, whose time
-    is not counted.  One entry per repetition; divide ``batch * n_gen`` by it for tokens per
-    second.
+    Collective over the model's ranks.  The sequences begin with `n_prompt` tokens, whose prefill is
+    not timed.  One entry per repetition; ``batch * n_gen`` divided by it is tokens per second.
     """
     test = Test(0, n_gen, batch, depth=n_prompt)
     return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
 
 
 def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:
-    """Return the seconds of a prefill and of the `n_gen` steps behind it, of one repetition.
+    """Return the seconds of a prefill and of the `n_gen` decode steps after it.
 
-    The first end when every sequence has its first token; the steps draw `n_gen` more for each.
-    Every rank of the model calls it alike.
+    The prefill ends when every sequence has its first token; the steps add `n_gen` to each.
+    Collective over the model's ranks.
     """
     requests = make_requests(model, n_prompt, n_gen + 1, batch)
     started = time.perf_counter()
@@ -108,7 +107,7 @@ def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[fl
 
 
 def make_requests(model: LLM, n_prompt: int, n_new: int, batch: int) -> list[Request]:
-    """Return requests with random prompts that draw exactly `n_new` tokens each."""
+    """Return requests with random prompts that generate exactly `n_new` tokens each."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.spec.vocab_size, (batch, n_prompt))
     requests = [model.make_request(row, n_new, "greedy", 0, ignore_eos=True) for row in ids]

@@ -1,4 +1,4 @@
-"""The command line: one table of commands, imported when used.
+"""Command line: table of commands, imported on use.
 
 A command is a module with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit code).
 Exit codes: 0 done, 1 some points failed, 2 wrong usage or input, 130 interrupted.
@@ -17,24 +17,24 @@ from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 
 COMMANDS = {
     "run": ("nbflow.cli.commands.run", "continue a prompt"),
-    "serve": ("nbflow.cli.commands.serve", "answer requests over HTTP"),
-    "client": ("nbflow.cli.commands.client", "talk to a server"),
+    "serve": ("nbflow.cli.commands.serve", "serve models over HTTP"),
+    "client": ("nbflow.cli.commands.client", "chat with a server"),
     "bench": ("nbflow.cli.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
     "export": ("nbflow_experiments.commands.export", "print a table of a recorded sweep"),
     "analyze": ("nbflow_experiments.commands.analyze", "errors of tensors, layers, matrices"),
-    "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
+    "perplexity": ("nbflow_experiments.commands.perplexity", "perplexity and divergence of a text"),
     "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
-    "pull": ("nbflow.cli.commands.pull", "download a model of the Hugging Face Hub"),
+    "pull": ("nbflow.cli.commands.pull", "download a model from the Hugging Face Hub"),
     "compare": ("nbflow_experiments.commands.compare", "compare measured points"),
     "inspect": ("nbflow.cli.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.cli.commands.quantize", "write a checkpoint in a weight format"),
-    "imatrix": ("nbflow_experiments.commands.imatrix", "find which columns of weights matter"),
+    "imatrix": ("nbflow_experiments.commands.imatrix", "collect an importance matrix"),
     "launch": ("nbflow.cli.commands.launch", "run a command on several MPI ranks"),
     "plan": ("nbflow.cli.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.cli.commands.spec", "show or check a model specification"),
-    "tokenize": ("nbflow.cli.commands.tokenize", "show how text is cut into tokens"),
+    "tokenize": ("nbflow.cli.commands.tokenize", "show the tokens of a text"),
     "env": ("nbflow.cli.commands.env", "show versions, processor and MPI"),
 }
 
@@ -66,7 +66,7 @@ def _overview() -> str:
             "commands:",
             *lines,
             "",
-            "nbflow COMMAND --help says more",
+            "nbflow COMMAND --help lists the options of a command",
         ]
     )
 
@@ -80,13 +80,13 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _guarded(name: str, arguments: list[str]) -> int:
-    """Run a command; turn errors into messages and exit codes."""
+    """Run a command; convert errors to messages and exit codes."""
     try:
         if name not in COMMANDS:
             raise unknown_name("command", name, COMMANDS)
         parsed = make_parser(name).parse_args(arguments)
         return int(import_module(COMMANDS[name][0]).run(parsed))
-    except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
+    except BrokenPipeError:  # the reader of stdout has closed it, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UsageError, MissingExtraError, OSError) as error:
@@ -96,7 +96,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
 
 
 def _refused(name: str, error: Exception) -> int:
-    """Print what is wrong once, and end all ranks if only some of them found it."""
+    """Print an error once, and stop all ranks if only some of them raised it."""
     from nbflow.distributed import world
     from nbflow.distributed.mpi import MpiComm
 

@@ -1,4 +1,4 @@
-"""Options of `nbflow quantize` that choose a format for each matrix, and what is printed of it."""
+"""Mixed-precision options of `nbflow quantize`, and the printed allocation."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ from nbflow_kernels.errors import UsageError
 
 def add_allocation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    group = parser.add_argument_group("a format for each matrix")
+    group = parser.add_argument_group("mixed precision")
     group.add_argument(
         "--bits-per-weight",
         type=float,
         metavar="B",
-        help="stored bits of a weight over all matrices: each gets one of the --formats so that "
-        "the model loses least (instead of --to)",
+        help="average stored bits per weight over all matrices: choose one of the --formats for "
+        "each so that the model loses least (instead of --to)",
     )
     group.add_argument(
         "--sensitivity",
         choices=("error", "kld"),
         default="error",
-        help="error: relative errors of outputs count alike in all matrices; kld: as much as they "
-        "move what the model says on --text, measured one matrix at a time (error)",
+        help="error: relative output errors have equal weight in all matrices; kld: weighted by "
+        "the KL divergence on --text, measured one matrix at a time (error)",
     )
     group.add_argument(
         "--text", metavar="FILE", help="text for kld and --check (the model's own eval.txt)"
     )
     group.add_argument(
-        "--tokens", type=int, default=2048, metavar="N", help="tokens of it that are read (2048)"
+        "--tokens", type=int, default=2048, metavar="N", help="tokens of --text to use (2048)"
     )
     group.add_argument("--policy", metavar="FILE", help="also write the choice to a policy file")
     group.add_argument(
         "--check",
         action="store_true",
-        help="measure the divergence afterwards, beside single formats that are no larger",
+        help="measure the KL divergence afterwards, and that of single formats of at most its size",
     )
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise if options of an allocation are given without one, or the other way round."""
-    asked = arguments.bits_per_weight is not None
-    if asked == (arguments.to is not None):
+    """Raise unless the options fit either --to or --bits-per-weight."""
+    mixed = arguments.bits_per_weight is not None
+    if mixed == (arguments.to is not None):
         raise UsageError("give --to FORMAT, or --bits-per-weight B with --formats F1,F2,...")
     names = split_formats(arguments.formats)[1]
-    if asked and not names:
+    if mixed and not names:
         raise UsageError("--bits-per-weight needs formats to choose from: --formats q2,q3,q3h,q4")
-    if names and not asked:
+    if names and not mixed:
         raise UsageError(f"--formats {','.join(names)}: names are for --bits-per-weight")
-    if not asked and (arguments.policy or arguments.check or arguments.sensitivity != "error"):
+    if not mixed and (arguments.policy or arguments.check or arguments.sensitivity != "error"):
         raise UsageError("--policy, --check and --sensitivity are for --bits-per-weight")
 
 
 def split_formats(given: list[str]) -> tuple[list[str], list[str]]:
-    """Return files that register formats (``.py``), and names of formats, of ``--formats``."""
+    """Split ``--formats`` into files that register formats (``.py``) and names of formats."""
     files = [text for text in given if text.endswith(".py")]
     names = [n for text in given if text not in files for n in text.split(",") if n]
     return files, names
 
 
-class Chosen:
-    """An allocation and what measured it, made as the arguments say."""
+class AllocationRun:
+    """Allocation of the arguments, with its divergence probe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         _, self._names = split_formats(arguments.formats)
@@ -90,7 +90,7 @@ class Chosen:
         )
 
     def check(self) -> AllocationReport | None:
-        """Measure what the allocation promised, if that is asked for."""
+        """Measure the allocation, with --check."""
         if not self._arguments.check or self._probe is None:
             return None
         return check_allocation(self.allocation, self._probe, self._names, **self._options)
@@ -118,7 +118,7 @@ def allocation_facts(allocation: Allocation, check: AllocationReport | None) -> 
 
 
 def print_allocation(allocation: Allocation, check: AllocationReport | None) -> None:
-    """Print what was chosen, and what came of it."""
+    """Print the allocation and its check."""
     counts: dict[str, int] = {}
     for format in allocation.formats.values():
         counts[format] = counts.get(format, 0) + 1
@@ -143,8 +143,8 @@ def print_allocation(allocation: Allocation, check: AllocationReport | None) -> 
         print(f"predicted {check.predicted:.5f} nats; measured / predicted = {ratio:.2f}")
 
 
-def write_policy_of(chosen: Chosen, arguments: argparse.Namespace) -> None:
-    """Write the policy file, if it is asked for."""
+def write_policy_of(chosen: AllocationRun, arguments: argparse.Namespace) -> None:
+    """Write the policy file, with --policy."""
     if arguments.policy:
         path = Path(arguments.policy)
         if path.exists() and not arguments.force:

@@ -1,4 +1,4 @@
-"""The rows of `nbflow bench`: measured, with their limit and peer, and printed."""
+"""Rows of `nbflow bench`: measurement, read bandwidth, peer, and table."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import Any
 
 import nbflow
 from nbflow.benchmark.timing import Test, Timed, make_requests, time_test
-from nbflow.cli.options import speaks
+from nbflow.cli.options import is_printing_rank
 from nbflow.engine.llm import BATCH_MULTI_STEP_S
 from nbflow.utils.system import processor_name
 from nbflow.utils.tables import text_table
 
 PAUSE_S = 0.02
-"""Between a peer's repetition and ours, for its threads to stop spinning."""
+"""Pause between a peer's repetition and ours, for its threads to stop spinning."""
 
 
 @dataclass
 class Samples:
-    """What was measured for one test, an entry per round."""
+    """Measurements of one test, an entry per round."""
 
     seconds: list[float] = field(default_factory=list)
-    """Ours."""
+    """Seconds of nbflow."""
     peer_seconds: list[float] = field(default_factory=list)
-    """The peer's, if there is one."""
+    """Seconds of the peer."""
     bandwidths: list[float] = field(default_factory=list)
-    """Bytes per second that as many threads read, right before and after our repetition.  Of
-    several ranks one reads, before the first round: the others wait for it with their cores."""
+    """Read bandwidth of as many threads in bytes per second, right before and after a repetition.
+    With several ranks, one measures it once, before the first round, while the others wait."""
     peer: str | None = None
-    """Who the peer is."""
+    """Name of the peer."""
 
 
 def samples(
     model: nbflow.LLM, test: Test, repeats: int, peer: Timed | None, n_ranks: int
 ) -> Samples:
-    """Run a test `repeats` times, in turn with the read probe and the peer."""
+    """Run a test `repeats` times, alternating with the read probe and the peer."""
     from nbflow_kernels.benchmarks.roofline import ReadProbe
 
     taken = Samples(peer=None if peer is None else peer.name)
-    probe = ReadProbe(threads=n_ranks * model.threads) if speaks(model) else None
+    probe = ReadProbe(threads=n_ranks * model.threads) if is_printing_rank(model) else None
     time_test(model, test)  # compiles
     if peer is not None:
         peer.seconds(test)
@@ -57,7 +57,7 @@ def samples(
         if probe and probes:
             after = probe.bandwidth() if n_ranks == 1 else before
             taken.bandwidths.append((before + after) / 2)
-        if peer is not None:  # like ours, it starts with a cache full of something else
+        if peer is not None:  # like ours, it starts with cold caches
             taken.peer_seconds.append(peer.seconds(test))
     return taken
 
@@ -70,7 +70,7 @@ def make_row(
     test: Test,
     taken: Samples,
 ) -> dict[str, Any]:
-    """Return one row; times in seconds, sizes in bytes."""
+    """Return one row, with times in seconds and sizes in bytes."""
     rates = [test.n_tokens / s for s in taken.seconds]
     row = {
         "model": model.spec.name,
@@ -96,13 +96,13 @@ def make_row(
 
 
 def _spread(values: list[float]) -> float:
-    """Return half the distance between the quartiles."""
+    """Return half the interquartile range."""
     quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return (quartiles[2] - quartiles[0]) / 2
 
 
 def _limit(row: dict[str, Any], test: Test, taken: Samples) -> dict[str, Any]:
-    """Return bytes per second and their share of the machine's read bandwidth (generation only)."""
+    """Return bytes read per second and their share of the read bandwidth (generation only)."""
     bandwidth = statistics.median(taken.bandwidths) if taken.bandwidths else None
     rate = share = None
     if test.n_gen and not test.n_prompt:
@@ -133,7 +133,7 @@ def _peer(test: Test, taken: Samples) -> dict[str, Any]:
 
 
 def profile(model: nbflow.LLM) -> str:
-    """Generate 64 tokens and return a table of where the time of this rank went."""
+    """Generate 64 tokens and return a table of this rank's time by kind of op."""
     from nbflow_kernels.cpu.parallel_for import kernel_seconds
 
     if len(model.workers) != 1:
@@ -151,7 +151,7 @@ def profile(model: nbflow.LLM) -> str:
     in_ops, in_kernels = sum(by_kind.values()), sum(kernels)
     lines = [(f"  {kind}", s) for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])] + [
         ("all ops", in_ops),
-        ("outside ops (scheduling, drawing)", total - in_ops),
+        ("outside ops (scheduling, sampling)", total - in_ops),
         ("inside compiled kernels", in_kernels),
         ("outside compiled kernels", total - in_kernels),
     ]
@@ -191,5 +191,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     bandwidth = statistics.median(r["read_bandwidth_bytes_per_s"] for r in rows) / 1e9
     note = f"{rows[0]['processor']}; read bandwidth {bandwidth:.1f} GB/s"
     if "peer" in rows[0]:
-        note += f"; peer: {rows[0]['peer']}, in turn with ours"
+        note += f"; peer: {rows[0]['peer']}, alternating with ours"
     return f"{made}\n\n{note}"

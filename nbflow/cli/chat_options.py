@@ -15,30 +15,30 @@ _MAX_MESSAGES_BYTES = 100_000_000
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --chat and what belongs to it."""
+    """Add --chat and its options."""
     parser.add_argument(
-        "--chat", action="store_true", help="put the text into the model's chat template"
+        "--chat", action="store_true", help="apply the model's chat template to the text"
     )
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_argument(
         "--messages",
         metavar="FILE",
-        help="JSON list of messages with role and content that come before the text (- is stdin)",
+        help="JSON list of messages (role, content) before the text; - is stdin",
     )
     parser.add_argument(
         "--template",
         metavar="T",
-        help="for --chat: a name (simple, chatml, vicuna-1.1, ...), a file, or the template itself",
+        help="chat template: a name (simple, chatml, vicuna-1.1, ...), a file, or its text",
     )
     parser.add_argument(
         "--parse-special",
         action="store_true",
-        help="special tokens spelt out in the text are tokens",
+        help="parse special tokens in the text",
     )
 
 
 def is_chat(arguments: argparse.Namespace) -> bool:
-    """Return whether a conversation is meant; refuse its options without --chat."""
+    """Return True with --chat; refuse its options without it."""
     given = [
         option
         for option in ("system", "messages", "template")
@@ -50,7 +50,7 @@ def is_chat(arguments: argparse.Namespace) -> bool:
 
 
 def chat_ids(tokenizer: Tokenizer, arguments: argparse.Namespace, text: str | None) -> list[int]:
-    """Return the ids of the conversation that the arguments describe."""
+    """Return the token ids of the arguments' conversation."""
     from nbflow.tokenization.chat import encode_chat
 
     return encode_chat(
@@ -62,7 +62,7 @@ def chat_ids(tokenizer: Tokenizer, arguments: argparse.Namespace, text: str | No
 
 
 def _messages(arguments: argparse.Namespace, text: str | None) -> list[dict[str, Any]]:
-    """Return system message, earlier messages and the new one."""
+    """Return system message, messages of the file, and user message."""
     messages: list[dict[str, Any]] = []
     if arguments.system is not None:
         messages.append({"role": "system", "content": arguments.system})
@@ -91,7 +91,7 @@ def _read(name: str) -> str:
 
 
 def _template(given: str | None) -> str | None:
-    """Return a template's name or text; a file's text if there is such a file."""
+    """Return the text of a template file, or else the given name or text."""
     if given is None or "{" in given or not Path(given).is_file():
         return given
     return read_template(Path(given))

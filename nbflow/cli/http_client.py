@@ -1,4 +1,4 @@
-"""A small client of OpenAI's API, for the command line: the standard library is enough."""
+"""HTTP client of OpenAI's API on the standard library."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_LINE_BYTES = 10_000_000
 
 
 class HttpClient:
-    """Sends requests to one server.
+    """Client of one server.
 
     Parameters
     ----------
     url : str
-        Of the API, e.g. ``http://127.0.0.1:8000/v1``.
+        Base URL of the API, e.g. ``http://127.0.0.1:8000/v1``.
     key : str, optional
         API key.
     timeout_s : float
@@ -30,7 +30,7 @@ class HttpClient:
     Raises
     ------
     UsageError
-        If the URL is none of http or https.
+        If the URL is not an http or https URL.
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -47,22 +47,22 @@ class HttpClient:
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> Any:
-        """Return what is at a path, from JSON."""
+        """Return the JSON response of GET."""
         with _Exchange(self._connect(), "GET", self._path + path, None, self._headers) as response:
             return _json(response.read(_MAX_ANSWER_BYTES))
 
     def post(self, path: str, body: Any) -> Any:
-        """Send a body and return the answer, both JSON."""
+        """Return the JSON response of POST with a JSON body."""
         with self._sent(path, body) as response:
             return _json(response.read(_MAX_ANSWER_BYTES))
 
     def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        """Send a body and yield the server-sent events of the answer.
+        """Post a body and yield the server-sent events of the response.
 
         Raises
         ------
         UsageError
-            If the server refuses, an event is an error, or the answer breaks off.
+            If the server refuses, an event is an error, or the connection closes early.
         """
         with self._sent(path, body) as response:
             for line in _lines(response):
@@ -76,7 +76,7 @@ class HttpClient:
         raise UsageError("the connection ended before the answer did")
 
     def lines(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        """Send a body and yield the lines of JSON of the answer."""
+        """Post a body and yield the JSON lines of the response."""
         with self._sent(path, body) as response:
             for line in _lines(response):
                 if line:
@@ -96,7 +96,7 @@ class HttpClient:
 
 
 class _Exchange:
-    """A request and its response; the connection ends with it."""
+    """Request and response on a connection of their own."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Exchange:
         if response.status >= 400:
             message = _message(response.read(_MAX_LINE_BYTES))
             self._connection.close()
-            raise UsageError(f"{where} answers {response.status}: {message}")
+            raise UsageError(f"{where} returned status {response.status}: {message}")
         return response
 
     def __exit__(self, *_: object) -> None:
@@ -149,7 +149,7 @@ def _json(data: bytes) -> Any:
 
 
 def _message(data: bytes) -> str:
-    """Return the message in the body of an error."""
+    """Return the message of an error response."""
     try:
         body = json.loads(data)
         return str(body.get("error_text") or body["error"]["message"])

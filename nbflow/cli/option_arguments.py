@@ -1,4 +1,4 @@
-"""Options of the command line made from the fields of option sets."""
+"""Command-line options made from the fields of option sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_options(
     unset: bool = False,
     http: bool = False,
 ) -> None:
-    """Add an option for each field of an option set that the command line has.
+    """Add a command-line option for each field of an option set.
 
     Parameters
     ----------
@@ -30,11 +30,11 @@ def add_options(
     names : collection of str
         Fields to add; by default all.
     converters : mapping
-        Field -> function from the text on the command line to the value.
+        Field -> function from the argument's text to the value.
     unset : bool
-        True to leave options that are not given at None instead of the field's default.
+        Default to None instead of the field's default.
     http : bool
-        True for options that become fields of an HTTP request, with its bounds and defaults.
+        Use the bounds and defaults of HTTP requests.
     """
     for known in fields(kind).values():
         if (known.name in names) if names else known.option.cli:
@@ -63,7 +63,7 @@ def _argument(
 
 
 class _Checked(argparse.Action):
-    """Store a value that its field accepts; else raise the field's `UsageError`."""
+    """Action that stores a validated value, or raises the field's `UsageError`."""
 
     def __init__(
         self,
@@ -84,6 +84,6 @@ class _Checked(argparse.Action):
 
 
 def given_options(kind: type[OptionSet], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a set that arguments have, without those that are None."""
+    """Return the arguments that are fields of an option set and not None."""
     found = {name: getattr(arguments, name, None) for name in fields(kind)}
     return {name: value for name, value in found.items() if value is not None}

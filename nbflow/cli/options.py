@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
+        help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, or name of a spec",
     )
     add_options(parser, LoadOptions)
     _add_kv_sides(parser)
@@ -36,7 +36,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the format of the KV cache, with llama.cpp's names for its two sides."""
+    """Add the KV cache format, with llama.cpp's options for keys and values."""
     add_options(parser, LoadOptions, ["kv"])
     _add_kv_sides(parser)
 
@@ -46,12 +46,12 @@ def _add_kv_sides(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"-ct{name[0]}", f"--cache-type-{name[0]}", metavar="FMT", dest="kv",
             default=LoadOptions.kv, action=_OneSide, side=side,
-            help=f"format of the {name}, in place of that of --kv",
+            help=f"KV cache format of the {name}, overriding --kv",
         )  # fmt: skip
 
 
 class _OneSide(argparse.Action):
-    """Put one side's format into ``keys/values``, and leave the other one as it is."""
+    """Action that replaces one side of ``keys/values``."""
 
     def __init__(self, *, side: int, **options: Any) -> None:
         super().__init__(**options)
@@ -65,19 +65,19 @@ class _OneSide(argparse.Action):
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option that shows what memory is taken."""
+    """Add the option that prints the memory plan."""
     parser.add_argument(
         "--plan",
         type=int,
         nargs="?",
         const=1,
         metavar="N",
-        help="print the memory that each rank takes for N requests at once (1), and load nothing",
+        help="print the memory plan of each rank for N concurrent requests (1), without loading",
     )
 
 
 def print_plan(arguments: argparse.Namespace) -> bool:
-    """Print the memory plan if it is asked for; return whether it is."""
+    """Print the memory plan with --plan; return True if it was printed."""
     if arguments.plan is None:
         return False
     if arguments.plan < 1:
@@ -91,7 +91,7 @@ def print_plan(arguments: argparse.Namespace) -> bool:
 
 
 def _plan(arguments: argparse.Namespace) -> MemoryPlan:
-    """Return the memory plan for as many requests as asked for, or one."""
+    """Return the memory plan for the requests of --plan, or one."""
     from nbflow.engine.load import measure
 
     sequences = getattr(arguments, "plan", None) or 1
@@ -101,12 +101,12 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
 
 
 def load_options(arguments: argparse.Namespace) -> LoadOptions:
-    """Return the options of `nbflow.load` that arguments have."""
+    """Return the options of `nbflow.load` from the arguments."""
     return LoadOptions(**given_options(LoadOptions, arguments))
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
-    """Load the model that the arguments describe, after the formats it may be stored in."""
+    """Register the formats of --formats and load the model."""
     for file in arguments.formats:
         load_formats(file)
     options = load_options(arguments).replaced(changes)
@@ -116,12 +116,12 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
 
 
 def _can_plan(arguments: argparse.Namespace) -> bool:
-    """Return whether the checkpoint and the arguments alone say who holds what."""
+    """Return True if the arguments determine the partition, without replicas."""
     return arguments.partition != "auto" and "/" not in arguments.partition
 
 
-def speaks(model: nbflow.LLM) -> bool:
-    """Return whether this process is the one that prints."""
+def is_printing_rank(model: nbflow.LLM) -> bool:
+    """Return True on the rank that prints."""
     comm = world()
     return comm.size == 1 or comm.rank == min(model.plan.numbers)
 

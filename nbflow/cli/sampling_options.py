@@ -1,4 +1,4 @@
-"""Command-line options of decoding: `SamplingParams`, `SearchParams` and `SpeculativeConfig`."""
+"""Options of decoding: `SamplingParams`, `SearchParams` and `SpeculativeConfig`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CONSTRAINTS = {f.name for f in dataclasses.fields(LogitsProcessors)} | {
     *STRUCTURES,
     "stop_token_ids",
 }
-"""Parameters that any strategy goes with."""
+"""Parameters valid with every strategy."""
 _FREE = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos"}
-"""Parameters that leave the choice of tokens as it is."""
+"""Parameters that do not change the distribution of tokens."""
 _SEARCHES = {
     "beam": ("num_beams", "length_penalty", "early_stopping"),
     "contrastive": ("penalty_alpha",),
@@ -33,7 +33,7 @@ _SEARCHES = {
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for every sampling parameter but the number of tokens."""
+    """Add options of all sampling parameters except the number of tokens."""
     names = ", ".join((*STRATEGIES, *SEARCHES))
     group = parser.add_argument_group("decoding", f"see docs/decoding.md; strategies: {names}")
     converters = {"json_schema": _schema, "grammar": _read, "logit_bias": _bias}
@@ -53,12 +53,12 @@ def add_draft_arguments(group: argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def search_name(arguments: argparse.Namespace) -> str | None:
-    """Return the search that is asked for, or None.
+    """Return the name of the search, or None.
 
     Raises
     ------
     UsageError
-        If an option is given that belongs to another one.
+        If an option of another search is given.
     """
     given = [n for n, f in _SEARCHES.items() if any(getattr(arguments, o) is not None for o in f)]
     name = arguments.decoding if arguments.decoding in SEARCHES else next(iter(given), None)
@@ -76,7 +76,7 @@ def search_name(arguments: argparse.Namespace) -> str | None:
 
 
 def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the given options, for `nbflow.engine.search.api.search`."""
+    """Return the given options for `nbflow.engine.search.api.search`."""
     values = decoding_values(arguments)
     values.pop("decoding", None)
     own = given_options(SearchParams, arguments)
@@ -85,7 +85,7 @@ def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def load_draft(arguments: argparse.Namespace) -> Iterator[LLM | str | None]:
-    """Yield the proposer of draft tokens."""
+    """Yield the draft model, "ngram" or None."""
     if arguments.draft in (None, "ngram"):
         yield arguments.draft
         return
@@ -94,7 +94,7 @@ def load_draft(arguments: argparse.Namespace) -> Iterator[LLM | str | None]:
 
 
 def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options, for `LLM.make_request`; greedy without sampling parameters."""
+    """Return the given options for `LLM.make_request`; greedy without sampling parameters."""
     values = decoding_values(arguments)
     if "decoding" not in values:
         values["decoding"] = "auto" if set(values) - CONSTRAINTS - _FREE else "greedy"
@@ -102,7 +102,7 @@ def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options, for `SamplingParams.parse`."""
+    """Return the given options for `SamplingParams.parse`."""
     given = given_options(SamplingParams, arguments)
     given.pop("max_tokens", None)  # the command's own option
     return given

@@ -1,4 +1,4 @@
-"""`nbflow serve --plan`: what a server's models will take, and how fast they are."""
+"""`nbflow serve --plan`: predicted memory and speed of a server's models."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from nbflow.utils.tables import text_table
 from nbflow_kernels import load_formats
 
 PROMPT, GENERATE = 512, 128
-"""Tokens of the requests that speed is predicted for, where the context holds them."""
+"""Tokens of the predicted requests, where the context holds them."""
 
 
 def print_plans(config: ServerConfig) -> None:
-    """Print the plan of every model of a server; every rank must call it.
+    """Print the plan of every model of a server; collective over MPI ranks.
 
     Raises
     ------
     UsageError
-        If a model's description is not there, or its partition does not fit.
+        If a model is not found, or its partition is invalid.
     """
     for file in config.formats:
         load_formats(file)
@@ -40,7 +40,7 @@ def print_plans(config: ServerConfig) -> None:
         print(f"{name}: {options.path}, weights {options.weights or 'as stored'}, kv {options.kv}")
         print(plan)
         if options.draft not in (None, "ngram"):
-            print(f"\n{name}, draft: {options.draft}, beside it on the first rank")
+            print(f"\n{name}, draft: {options.draft}, on the first rank as well")
             print(draft_plan(options))
         print()
         for line in steps(options, plan):
@@ -48,16 +48,16 @@ def print_plans(config: ServerConfig) -> None:
 
 
 def model_plan(options: ModelOptions) -> MemoryPlan:
-    """Return what a model takes, with the memory for keys and values that its engine will take."""
+    """Return the memory plan of a model with the KV cache of its engine."""
     engine = options.engine.options()
     load = options.load_options()
     if engine.max_step_tokens is not None:
         load = load.replaced({"max_step_tokens": engine.max_step_tokens})
     sequences = engine.max_sequences or MAX_SEQUENCES
     plan = plan_memory(options.path, load, max_sequences=sequences, measure=measure)
-    wanted = max(rank.kv_bytes for rank in plan.ranks)
+    needed = max(rank.kv_bytes for rank in plan.ranks)
     allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))
-    if engine.kv_bytes is None and wanted <= allowed:
+    if engine.kv_bytes is None and needed <= allowed:
         return plan
     partition = plan.partition if options.partition == "auto" else options.partition
     return plan_memory(
@@ -66,7 +66,7 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
 
 
 def draft_plan(options: ModelOptions) -> MemoryPlan:
-    """Return what the model that proposes tokens takes, if all requests fill its context."""
+    """Return the memory plan of the draft model, with every request at full context."""
     assert options.draft is not None
     return plan_memory(
         options.draft, weights=options.draft_weights, activations=options.activations,
@@ -75,10 +75,10 @@ def draft_plan(options: ModelOptions) -> MemoryPlan:
 
 
 def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
-    """Return the predicted speed with one request, eight, and all there may be, a line for each."""
+    """Return lines with the predicted speed of 1, 8, and max_sequences requests."""
     if options.machine is None:
         known = ", ".join(known_machines())
-        return [f"for its speed name a --machine: {known}, or a file (nbflow plan --measure)"]
+        return [f"to predict speed, name a --machine: {known}, or a file (nbflow plan --measure)"]
     machine = load_machine(options.machine)
     model = planned_model(options.path, options.weights, options.spec).encoded_by(options.encoder)
     context = min(options.max_context or model.spec.max_context, model.spec.max_context)

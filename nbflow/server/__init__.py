@@ -1,7 +1,7 @@
-"""The service: OpenAI's API, Inferflow's, metrics, and a chat page.
+"""HTTP server: OpenAI's API, metrics, and a chat page.
 
-`config` is what it is told, `serving` starts and ends it, `app` lists the endpoints (`chat`,
-`completions`, `embeddings`, `tokens`, `status`, `native`), `fields` is what their bodies hold,
-`requests` and `job` lead to the engine and back, `middleware` holds the limits of every request.
-Needs the extra `serve`; nothing outside this package imports it but the command.
+`config` reads the configuration, `lifecycle` starts and stops the server, `app` assembles `routes`,
+`schemas` defines request bodies, `requests` builds engine requests from them, `stream` turns the
+engine's tokens into responses, `middleware` enforces authentication and limits.  Needs the extra
+`serve`; only `nbflow.compat` and `nbflow.cli` import this package.
 """

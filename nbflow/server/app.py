@@ -1,7 +1,8 @@
-"""The application: endpoints, errors, and what is around them."""
+"""FastAPI application: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -9,7 +10,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import nbflow
-from nbflow.compat.inferflow import native_protocol
 from nbflow.server.errors import ErrorBody, add_handlers
 from nbflow.server.middleware import (
     AuthAndLimitMiddleware,
@@ -30,25 +30,25 @@ from nbflow.server.state import ServerState
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody, "description": text}
     for code, text in {
-        400: "The request is wrong; the error names the field.",
-        401: "No key, or an unknown one.",
-        404: "No such model.",
-        413: "The body is too long.",
-        415: "The body is not JSON.",
-        429: "The server has enough to do; try again after Retry-After.",
-        500: "Something failed in the server.",
-        503: "The server is stopping.",
+        400: "Invalid request; the error names the field.",
+        401: "Missing or unknown API key.",
+        404: "Unknown model.",
+        413: "Body too long.",
+        415: "Body is not JSON.",
+        429: "Too many requests; retry after Retry-After.",
+        500: "Internal error.",
+        503: "Server is stopping.",
     }.items()
 }
 
 
-def make_app(state: ServerState) -> FastAPI:
-    """Return the endpoints; `around` puts keys and limits in front of them."""
+def make_app(state: ServerState, extra_routers: Sequence[APIRouter] = ()) -> FastAPI:
+    """Return the application with its routes; `with_middleware` adds keys and limits."""
     app = FastAPI(
         title="nbflow",
         version=nbflow.__version__,
-        description="OpenAI's API, and what belongs to it.",
-        docs_url=None,  # these pages are made of files from elsewhere
+        description="OpenAI-compatible API, tokenization, health and metrics.",
+        docs_url=None,  # these pages load scripts from a CDN
         redoc_url=None,
         responses=_ERRORS,
     )
@@ -59,25 +59,25 @@ def make_app(state: ServerState) -> FastAPI:
         openai.include_router(module.router)
     app.include_router(openai, prefix="/v1")
     app.include_router(openai, include_in_schema=False)  # for clients that leave out /v1
-    for module in (tokenize, health, native_protocol):
-        app.include_router(module.router)
+    for router in (tokenize.router, health.router, *extra_routers):
+        app.include_router(router)
     if state.config.page:
         app.include_router(chat_page.router)
     _without_422(app)
     return app
 
 
-def around(app: FastAPI, state: ServerState, digests: list[bytes]) -> ASGIApp:
-    """Return the application with everything that a request goes through first.
+def with_middleware(app: FastAPI, state: ServerState, digests: list[bytes]) -> ASGIApp:
+    """Wrap the application in request log, CORS, authentication and limits.
 
     Parameters
     ----------
     app : FastAPI
-        The endpoints.
+        The application of `make_app`.
     state : ServerState
-        Their state.
+        State of the server.
     digests : list of bytes
-        SHA-256 of the keys; empty if there are none.
+        SHA-256 of the API keys; empty to accept every client.
     """
     inner: ASGIApp = AuthAndLimitMiddleware(
         BodyLimitMiddleware(app, state.config.limits), state, digests
@@ -94,7 +94,7 @@ def around(app: FastAPI, state: ServerState, digests: list[bytes]) -> ASGIApp:
 
 
 def _without_422(app: FastAPI) -> None:
-    """Take out of the document a status that the server does not use."""
+    """Remove FastAPI's status 422, which the server never sends, from the OpenAPI document."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Limits of the fields of a request, checked before anything is done with them.
+"""Limits on request fields, checked before validation.
 
-A body has at most ``limits.body_bytes``, but a little of it can ask for much work: a list of a
-million wrong items is a million findings, a thousand breakers are a thousand searches of the
-vocabulary.  Fields that are not named here are texts of at most `TEXT_BYTES`.
+A body is at most ``limits.body_bytes`` long, but a small one can cause much work: a list of a
+million wrong items gives a million validation errors, a thousand DRY breakers a thousand searches
+of the vocabulary.  Fields not listed here are texts of at most `TEXT_BYTES`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from nbflow.options import MAX_STOP_BYTES
 from nbflow.sampling.dry_breakers import MAX_BREAKERS, MAX_BYTES
 
 TEXT_BYTES = 4096
-"""Longest text of a field that has no limit of its own."""
+"""Longest text of a field that is not in `BOUNDS`."""
 MIN_PROMPT_BYTES = 1 << 16
-"""Texts of this length are tokenized, whatever the context."""
+"""Texts up to this length are tokenized for any context."""
 _KIB = 1024
 
 
 class OutOfBounds(ValueError):
-    """A field holds too much, or text that is not Unicode.
+    """A field exceeds its limit, or holds text that is not valid Unicode.
 
     Parameters
     ----------
     where : str
-        The field, with the place in it: ``stop.3``.
+        Path of the field, e.g. ``stop.3``.
     message : str
-        What is allowed and what was found.
+        Limit and value.
     """
 
     def __init__(self, where: str, message: str) -> None:
@@ -40,19 +40,16 @@ class OutOfBounds(ValueError):
 
 @dataclass(frozen=True)
 class Bound:
-    """Limits of a field; None for those that follow from others."""
+    """Limits of a field; None for no limit."""
 
     items: int | None = None
-    """Most entries of a list or an object."""
+    """Maximum entries of a list or an object."""
     text_bytes: int | None = None
     """Longest text, or entry, in UTF-8."""
     all_bytes: int | None = None
-    """Longest value as JSON."""
+    """Longest value as JSON, in UTF-8."""
     kind: type | None = None
-    """Type of the entries of a list.
-
-    pydantic reports each wrong entry, of which a body has room for a million.
-    """
+    """Type of the entries of a list, since pydantic would report each wrong one."""
 
 
 _IDS = Bound(1 << 18, kind=int)
@@ -61,7 +58,7 @@ _SCHEMA = Bound(text_bytes=256 * _KIB, all_bytes=256 * _KIB)
 _CHOICES = Bound(4096, 4 * _KIB, 128 * _KIB, str)
 _PROMPTS = Bound()
 BOUNDS: dict[str, Bound] = {
-    # texts of prompts: `nbflow.server.served_model` knows how long they may be for a model
+    # prompts: `ServedModel.check_size` has the limit of a model
     "prompt": _PROMPTS, "input": _PROMPTS, "text": _PROMPTS, "system_prompt": _PROMPTS,
     "res_prefix": _PROMPTS, "tokens": Bound(kind=int), "documents": Bound(1 << 14, kind=dict),
     "messages": Bound(1 << 14, kind=dict), "chat_template_kwargs": Bound(all_bytes=64 * _KIB),
@@ -81,14 +78,14 @@ _OTHERS = Bound(text_bytes=TEXT_BYTES)
 
 
 def check_field(name: str, value: Any) -> None:
-    """Raise `OutOfBounds` if a field holds too much, or a text that UTF-8 cannot write.
+    """Raise `OutOfBounds` if a field exceeds its limits or cannot be encoded as UTF-8.
 
     Parameters
     ----------
     name : str
-        Name of the field as clients write it.
+        Name of the field in JSON.
     value : object
-        What the body says, from JSON.
+        Its value, from JSON.
     """
     bound = BOUNDS.get(name, _OTHERS)
     if isinstance(value, list | dict) and bound.items is not None and len(value) > bound.items:
@@ -96,7 +93,7 @@ def check_field(name: str, value: Any) -> None:
     if isinstance(value, list):
         kinds = set(map(type, value))
         if bound.kind is not None and not kinds <= {bound.kind}:
-            _refuse_kind(name, f"must be a list of {_NAMES[bound.kind]}", kinds - {bound.kind})
+            _raise_kind(name, f"must be a list of {_NAMES[bound.kind]}", kinds - {bound.kind})
         if name in ("prompt", "input"):
             _check_prompts(name, value, kinds)
     elif name in ("prompt", "input") and not isinstance(value, str):
@@ -126,18 +123,18 @@ def _check_prompts(name: str, value: Any, kinds: set[type]) -> None:
     elif kinds == {str}:
         return
     if not isinstance(value, list) or not kinds <= {int}:
-        _refuse_kind(name, "must be a text, texts, token ids or lists of token ids", kinds)
+        _raise_kind(name, "must be a text, texts, token ids or lists of token ids", kinds)
 
 
-def _refuse_kind(name: str, wanted: str, found: set[type]) -> None:
+def _raise_kind(name: str, expected: str, found: set[type]) -> None:
     kinds = ", ".join(sorted("null" if k is type(None) else k.__name__ for k in found))
-    raise OutOfBounds(name, f"{wanted}, got {kinds}")
+    raise OutOfBounds(name, f"{expected}, got {kinds}")
 
 
 def _texts(name: str, value: Any, most: int | None) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a value with their places, and the names of objects.
+    """Yield the texts and object keys of a value with their paths.
 
-    Left out are those of a list that are all ASCII and not longer than `most`.
+    Lists of ASCII texts of at most `most` bytes are skipped.
     """
     waiting: list[tuple[str, Any]] = [(name, value)]
     while waiting:  # no recursion: the value may be nested as deeply as JSON can be
@@ -152,7 +149,7 @@ def _texts(name: str, value: Any, most: int | None) -> Iterator[tuple[str, str]]
 
 
 def _is_plain(items: list[Any], most: int | None) -> bool:
-    """Return whether a list holds numbers, or short ASCII texts."""
+    """Return True for a list of numbers or short ASCII texts."""
     kinds = set(map(type, items))
     if kinds <= {int, float, bool}:
         return True

@@ -1,4 +1,4 @@
-"""Configuration of a server: models, limits, keys.  A TOML file of this form, checked whole.
+"""Server configuration: the TOML file with models, limits and keys, validated by pydantic.
 
 Options of models and engines are the fields of `nbflow.options`.
 """
@@ -40,11 +40,11 @@ PER_REQUEST = {
     "max_tokens", "seed", "n", "stop", "include_stop_str_in_output", "logprobs", "prompt_logprobs",
     *STRUCTURES,
 }  # fmt: skip
-"""Sampling parameters that do not choose tokens, which have no default of the model."""
+"""Parameters that only requests state; a model has no default of them."""
 
 
 class Section(BaseModel):
-    """A table of the file: unknown keys are errors."""
+    """Table of the file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -53,17 +53,17 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Auth(Section):
-    """Who may use the server: whoever sends one of the keys as ``Authorization: Bearer KEY``."""
+    """API keys, which clients send as ``Authorization: Bearer KEY``."""
 
     keys: list[str] = []
     """Keys, in the file itself."""
     keys_file: FileName = None
-    """A file with one key per line."""
+    """File with one key per line."""
     keys_env: str | None = None
-    """An environment variable with keys, separated by commas."""
+    """Environment variable with comma-separated keys."""
 
     def digests(self) -> list[bytes]:
-        """Return the SHA-256 of every key; an empty list means that anyone may use the server."""
+        """Return the SHA-256 of every key; an empty list disables authentication."""
         keys = list(self.keys)
         if self.keys_file is not None:
             keys += _lines(Path(self.keys_file))
@@ -82,27 +82,27 @@ class Auth(Section):
 
 
 class Limits(Section):
-    """What a request and a connection may take."""
+    """Limits of requests and connections."""
 
     body_bytes: int | str = 4 * 2**20
-    """Longest body of a request, e.g. "4MiB"; more is refused before it is read."""
+    """Maximum size of a request body, e.g. "4MiB"; larger ones are refused unread."""
     requests: int = Field(default=256, ge=1)
-    """Requests that are worked on at once; the next one gets status 429."""
+    """Requests in flight; the next one gets status 429."""
     connections: int = Field(default=2048, ge=1)
-    """Open connections; with more, requests get status 503."""
+    """Open connections; requests on further ones get status 503."""
     choices: int = Field(default=128, ge=1)
-    """Most continuations that one request may ask for: prompts times n."""
+    """Maximum number of choices of one request: prompts times n."""
     logprobs: int = Field(default=2**20, ge=1)
-    """Most log-probabilities of prompts in one answer: their tokens times the alternatives and 1,
-    in each choice."""
+    """Maximum number of prompt log-probabilities in one response: prompt tokens times
+    (alternatives + 1), in each choice."""
     body_s: float = Field(default=30.0, gt=0)
     """Seconds for the body of a request to arrive."""
     slow_reader_s: float = Field(default=30.0, gt=0)
-    """Seconds for a client with full buffers to read; then it is disconnected."""
+    """Seconds that a write may block before the client is disconnected."""
     request_s: float = Field(default=0.0, ge=0)
-    """Seconds until a request ends with what it has; 0: as long as it takes."""
+    """Deadline of a request in seconds, which then returns its tokens so far; 0: none."""
     drain_s: float = Field(default=60.0, ge=0)
-    """Seconds that accepted requests have to finish after SIGTERM."""
+    """Seconds for accepted requests to finish after SIGTERM."""
 
     @field_validator("body_bytes")
     @classmethod
@@ -111,21 +111,21 @@ class Limits(Section):
 
 
 class Cors(Section):
-    """Which web pages of other origins may call the server."""
+    """Cross-origin requests of web pages."""
 
     origins: list[str] = []
     """Origins such as "https://example.org"; ["*"] allows any."""
 
 
 class Logging(Section):
-    """Where and how the server writes what it does."""
+    """Log format, level and file."""
 
     format: Literal["text", "json"] = "text"
-    """Lines for people, or one JSON object per line."""
+    """Text, or one JSON object per line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level that is written."""
+    """Minimum level."""
     file: str | None = None
-    """A file to append to; by default standard error."""
+    """File to append to; by default standard error."""
 
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class EngineSection(_EngineFields):
 
 
 class ModelOptions(_LoadFields):
-    """A model: ``[models.NAME]``, where NAME is its name for clients.
+    """Model ``[models.NAME]``, where NAME is its name for clients.
 
     Its keys are the fields of `nbflow.options.LoadOptions` and `SpeculativeConfig`, and these.
     """
@@ -163,11 +163,11 @@ class ModelOptions(_LoadFields):
     path: Annotated[str, MayBeFile()]
     """MODEL as for `nbflow run`: a folder, a file, or the name of a spec."""
     aliases: list[str] = Field(default=[])
-    """Other names it answers to, e.g. "gpt-4o-mini" for clients that insist."""
+    """Further names, e.g. "gpt-4o-mini" for clients with a fixed model name."""
     chat_template: FileName = None
-    """Name, file or text of the template for conversations, instead of the model's own."""
+    """Name, file or text of a chat template that replaces the model's own."""
     defaults: dict[str, Any] = Field(default={})
-    """Sampling parameters for requests that do not state them, e.g. temperature = 0.7."""
+    """Default sampling parameters of requests, e.g. temperature = 0.7."""
     engine: EngineSection = EngineSection()
     """``[models.NAME.engine]``."""
 
@@ -194,23 +194,22 @@ class ModelOptions(_LoadFields):
 
 
 class ServerConfig(Section):
-    """The whole file."""
+    """Whole configuration file."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; "0.0.0.0" for all: think of keys, and of TLS in front."""
+    """Address to listen on; "0.0.0.0" for all: then set keys and terminate TLS in a proxy."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 chooses a free one."""
     models: dict[str, ModelOptions]
     """The models."""
     formats: Annotated[list[str], MayBeFile()] = []
     """Python files that register weight formats; they are executed."""
     warmup: bool = True
-    """Whether each model generates two tokens before requests are taken, so that its kernels are
-    compiled."""
+    """Generate a few tokens with each model before accepting requests, to compile its kernels."""
     page: bool = True
-    """Whether the chat page is at ``/``."""
+    """Serve the chat page at ``/``."""
     request_templates: bool = False
-    """Whether a request may bring its own chat template (run in a sandbox)."""
+    """Allow requests to bring their own chat template (run in a sandbox)."""
     auth: Auth = Auth()
     """``[auth]``."""
     limits: Limits = Limits()
@@ -226,14 +225,14 @@ class ServerConfig(Section):
         names = [name for key, m in models.items() for name in (key, *m.aliases)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"the name {twice[0]!r} is given to two models")
+            raise ValueError(f"the name {twice[0]!r} is used by two models")
         if not models:
             raise ValueError("there must be at least one [models.NAME]")
         return models
 
 
 def read_config(path: Path) -> ServerConfig:
-    """Read a server's TOML file; the files it names are relative to it.
+    """Read a server's TOML file; file names in it are relative to its folder.
 
     Raises
     ------
@@ -246,28 +245,28 @@ def read_config(path: Path) -> ServerConfig:
             f"{path}: has no [models.NAME]; a server's file states its models (docs/server.md). "
             "To serve the model of a spec file, use nbflow serve MODEL --spec FILE"
         )
-    return beside(make_config(table, str(path)), path.parent)
+    return resolve_files(make_config(table, str(path)), path.parent)
 
 
 def make_config(table: dict[str, Any], where: str) -> ServerConfig:
-    """Return a checked configuration, or raise `UsageError` that names the key."""
+    """Return a validated configuration, or raise `UsageError` that names the key."""
     try:
         return ServerConfig.model_validate(table)
     except ValidationError as error:
         raise UsageError(f"{where}: {_first(error)}") from None
 
 
-def beside(section: SectionT, folder: Path) -> SectionT:
-    """Return a configuration with the files that lie in `folder` as paths that lead there."""
+def resolve_files(section: SectionT, folder: Path) -> SectionT:
+    """Return a configuration with file names resolved against `folder`, where they exist."""
     found: dict[str, Any] = {}
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
         mark = next((m for m in field.metadata if isinstance(m, MayBeFile)), None)
         if isinstance(value, Section):
-            found[key] = beside(value, folder)
+            found[key] = resolve_files(value, folder)
         elif isinstance(value, dict):
             found[key] = {
-                name: beside(v, folder) if isinstance(v, Section) else v
+                name: resolve_files(v, folder) if isinstance(v, Section) else v
                 for name, v in value.items()
             }
         elif mark is not None and isinstance(value, list):
@@ -278,7 +277,7 @@ def beside(section: SectionT, folder: Path) -> SectionT:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a small file that are neither empty nor comments."""
+    """Return the lines of a key file without empty lines and comments."""
     try:
         if path.stat().st_size > _MAX_KEYS_BYTES:
             raise UsageError(f"{path}: a file of keys may have at most {_MAX_KEYS_BYTES} bytes")
@@ -289,7 +288,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _first(error: ValidationError) -> str:
-    """Return the first finding in words."""
+    """Return the message of the first validation error."""
     found = error.errors()[0]
     *parents, last = found["loc"] or ("",)
     where = ".".join(map(str, (*parents, last)))
@@ -302,7 +301,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _section(parents: list[int | str]) -> type[BaseModel]:
-    """Return the section that a path of keys leads to."""
+    """Return the section at a path of keys."""
     if parents[:1] == ["models"]:
         return EngineSection if parents[2:] == ["engine"] else ModelOptions
     kinds: dict[str, type[BaseModel]] = {

@@ -1,4 +1,4 @@
-"""Errors as clients of the OpenAI API expect them: a status and an error object."""
+"""OpenAI-style errors: HTTP status and error object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CODES = {401: "invalid_api_key", 413: "body_too_large", 429: "server_busy", 503:
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """OpenAI's error object."""
 
     message: str
     type: str
@@ -50,20 +50,20 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An error to be sent to the client.
+    """Error response.
 
     Parameters
     ----------
     status : int
         HTTP status.
     message : str
-        What was wrong, wanted and found, and what to do.
+        Message for people.
     param : str, optional
-        The field of the request it is about.
+        Field of the request.
     code : str, optional
-        A word for programs; by default that of the status.
+        Machine-readable code; by default that of the status.
     retry_after_s : int, optional
-        When trying again may help; sent as ``Retry-After``.
+        Value of the header ``Retry-After``.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ def error_object(
     Parameters
     ----------
     status : int
-        HTTP status, which the type follows from.
+        HTTP status, which determines the type.
     message : str
-        What was wrong, wanted and found, and what to do.
+        Message for people.
     param : str, optional
-        The field of the request it is about.
+        Field of the request.
     code : str, optional
-        A word for programs; by default that of the status.
+        Machine-readable code; by default that of the status.
     """
     kind = TYPES.get(status, "server_error")
     error = {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
@@ -117,22 +117,22 @@ def error_object(
 def json_response(
     body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a JSON response in ASCII: whatever a client sent can be quoted in it."""
+    """Return a JSON response in ASCII, so that it can quote any client input."""
     return Response(json.dumps(body), status, headers, "application/json")
 
 
 def usage(error: UsageError, param: str | None = None) -> ApiError:
-    """Return the error for something the client did wrong."""
+    """Return 400 Bad Request with the message of a `UsageError`."""
     return ApiError(400, str(error), param=param)
 
 
 def busy(message: str) -> ApiError:
-    """Return the error of a server that has enough to do."""
+    """Return 429 Too Many Requests with ``Retry-After``."""
     return ApiError(429, message, retry_after_s=1)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Let an application answer every error with an error object."""
+    """Register handlers that answer every exception with an error object."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(UsageError, _usage_error)
     app.add_exception_handler(MissingExtraError, _missing_extra)
@@ -157,14 +157,14 @@ async def _missing_extra(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer what the router or the reader of bodies refuses."""
+    """Answer errors of the router and the JSON parser."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         message = "the body is not valid JSON"
     elif error.status_code == 404:
-        message = f"there is nothing at {request.url.path}; see /openapi.json"
+        message = f"no route {request.url.path}; see /openapi.json"
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{request.url.path} does not support {request.method}"
     else:
         message = str(error.detail)
     answer = ApiError(error.status_code, message)
@@ -173,7 +173,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """Answer a body that is not what the endpoint takes, with the first finding."""
+    """Answer a body that fails validation with the first finding."""
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -205,11 +205,11 @@ def _short(value: Any) -> bool:
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    """Answer a client that is not there any more."""
+    """Response for a disconnected client."""
     return Response(status_code=499)
 
 
 async def _crash(request: Request, error: Exception) -> Response:
-    """Answer what should not happen; the log has the traceback."""
+    """Answer an unexpected exception; the log has the traceback."""
     logger.error("internal error", exc_info=error, extra={"path": request.url.path})
     return ApiError(500, "internal error; the server's log has it", code="internal").response()

@@ -1,4 +1,4 @@
-"""Request of the engine with the facts that its HTTP response needs."""
+"""Engine request with what its HTTP response needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from nbflow.options import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request of the engine, and what its answer needs to know."""
+    """Engine request and the parameters of its response."""
 
     request: Request
     params: SamplingParams = field(default_factory=SamplingParams)
-    """Its parameters."""
+    """Sampling parameters."""
     continues_text: bool = False
-    """The text continues the prompt, with a space if its first token begins a word."""
+    """Detokenize as a continuation of the prompt, so that a word keeps its leading space."""
     n: int = 1
-    """Results of a search."""
+    """Number of results, of a search."""
     structure: str | None = None
-    """Field of the body that asks for a structure."""
+    """Body field that constrains the output."""

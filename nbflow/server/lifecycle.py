@@ -1,4 +1,4 @@
-"""From a configuration to a server that runs, and to its end without losing what it accepted."""
+"""Start, serve, and drain: from a configuration to an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -10,45 +10,49 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
+from fastapi import APIRouter
 
 import nbflow
 from nbflow.distributed import Comm, SelfComm, world
 from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.speculative.config import check_draft
-from nbflow.server.addresses import listen, url_of
-from nbflow.server.app import around, make_app
+from nbflow.server.app import make_app, with_middleware
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.logs import logger, set_up
 from nbflow.server.served_model import Models, ServedModel
-from nbflow.server.signals import listen as listen_to_signals
+from nbflow.server.signals import listen_to_signals
 from nbflow.server.state import ServerState
 from nbflow.server.stream import LoopBridge
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
-_LAST_S = 5.0
-"""Seconds for connections to take what has been sent, after the last request has ended."""
-_WORKERS_END_S = 1.0
-"""Seconds for threads to see that what they prepare is not wanted any more."""
+_UNREAD_MS = 30_000
+"""Milliseconds that sent data may stay unacknowledged before the kernel drops the connection."""
+_FLUSH_S = 5.0
+"""Seconds for clients to read their responses after the last request has finished."""
+_WORKERS_STOP_S = 1.0
+"""Seconds for worker threads to notice cancellation."""
 _KEEP_ALIVE_S = 30
-"""Seconds a connection is kept between requests; clients pool theirs for about as long."""
-_HEAD_BYTES = 64 * 1024
-"""Longest head of a request."""
+"""Idle seconds before a keep-alive connection is closed; connection pools use about as much."""
+_MAX_HEADER_BYTES = 64 * 1024
+"""Maximum size of the request line and headers."""
 
 
-def serve(config: ServerConfig) -> int:
-    """Serve until a signal says to stop; return the exit code.
+def serve(config: ServerConfig, extra_routers: Sequence[APIRouter] = ()) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit code.
 
-    Under mpirun every rank calls it.  Rank 0 takes the requests; the others do its steps.
+    Under mpirun every rank calls it.  Rank 0 accepts requests; the others execute its steps.
 
     Parameters
     ----------
     config : ServerConfig
-        What to serve and how.
+        Models, limits and addresses.
+    extra_routers : sequence of APIRouter
+        Routes of other protocols, added to the application.
 
     Raises
     ------
@@ -61,50 +65,85 @@ def serve(config: ServerConfig) -> int:
     comm = world()
     if comm.size > 1 and len(config.models) > 1:
         raise UsageError("with several MPI ranks one model can be served; start a server for each")
-    listener, url = _begin(config, comm)
+    listener, url = _open_listener(config, comm)
     if listener is None:
-        _follow(config)
+        _serve_worker_rank(config)
         return 0
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         models = Models([stack.enter_context(_served(n, config)) for n in config.models])
-        _spare_collector()
-        listener.listen(config.limits.connections)  # who reads the next line can connect
-        told = listen_to_signals()
+        _freeze_gc()
+        listener.listen(config.limits.connections)  # before the line below announces the URL
+        stop_fd = listen_to_signals()
         logger.info("serving", extra={"url": url, "keys": len(digests)})
         print(f"nbflow serves {', '.join(models.by_name)} at {url}", flush=True)
-        n_stuck = asyncio.run(_run(config, models, digests, listener, told))
+        n_stuck = asyncio.run(_run(config, models, digests, listener, stop_fd, extra_routers))
     logger.info("stopped")
     if n_stuck:
-        _leave(comm)
+        _exit_now(comm)
     return 0
 
 
-def _leave(comm: Comm) -> None:
-    """End the process without its threads: some are still at work for clients that are gone."""
+def _exit_now(comm: Comm) -> None:
+    """Exit without joining worker threads that still run for disconnected clients."""
     if comm.size > 1:
         from mpi4py import MPI
 
-        MPI.Finalize()  # as at an ordinary end, or the launcher takes this for a failure
+        MPI.Finalize()  # otherwise the launcher reports a failure
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _begin(config: ServerConfig, comm: Comm) -> tuple[socket.socket | None, str]:
-    """Open the log and take the address, on rank 0; raise on every rank if that fails."""
+def _open_listener(config: ServerConfig, comm: Comm) -> tuple[socket.socket | None, str]:
+    """Set up logging and bind the address on rank 0; raise on every rank if that fails."""
     listener, url, failure = None, "", None
     if comm.rank == 0:
         try:
             set_up(config.log)
-            listener = listen(config.host, config.port)
-            url = url_of(listener)
+            listener = _listen(config.host, config.port)
+            url = _url_of(listener)
         except (UsageError, OSError) as error:
             failure = str(error)
     failure = comm.bcast_object(failure)
     if failure is not None:
         raise UsageError(failure)
     return listener, url
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address; it does not listen yet.
+
+    Raises
+    ------
+    UsageError
+        If the host does not resolve, or the port is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"host {host!r}: {error.strerror}") from error
+    if sys.platform != "win32":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # bounds how long unread data keeps a socket alive
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"{host}:{port} is not free ({error.strerror}); choose another --port"
+        ) from error
+    return sock
+
+
+def _url_of(sock: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
@@ -114,7 +153,7 @@ def _served(name: str, config: ServerConfig) -> Iterator[ServedModel]:
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(nbflow.load(options.path, options.load_options()))
-        _check_ranks(model)
+        _check_first_rank(model)
         draft = stack.enter_context(_draft(options, model))
         engine = LLMEngine(model, options.engine.options())
         engine.start()
@@ -138,7 +177,7 @@ def _served(name: str, config: ServerConfig) -> Iterator[ServedModel]:
 
 @contextlib.contextmanager
 def _draft(options: ModelOptions, model: nbflow.LLM) -> Iterator[nbflow.LLM | str | None]:
-    """Load the model that proposes tokens, if there is one, in this process alone."""
+    """Load the draft model, if configured, on one rank: this process."""
     if options.draft is None or options.draft == "ngram":
         yield options.draft
         return
@@ -155,30 +194,30 @@ def _draft(options: ModelOptions, model: nbflow.LLM) -> Iterator[nbflow.LLM | st
         yield draft
 
 
-def _spare_collector() -> None:
-    """Keep Python's garbage collector from going through what was loaded, which stays.
+def _freeze_gc() -> None:
+    """Exempt loaded objects from garbage collection.
 
-    These are some 300,000 objects, and all requests would wait for it for a quarter of a second.
+    A full collection would traverse about 300,000 of them and stall requests for 0.25 s.
     """
     gc.collect()
     gc.freeze()
 
 
 def _warm_up(served: ServedModel) -> None:
-    """Let everything that most requests need be compiled."""
+    """Compile the kernels that most requests need."""
     prompt = [0, 0]
     greedy = served.model.make_request(
         prompt, 4, "greedy", 0, True, draft=served.draft, n_draft=served.options.n_draft
     )
     drawn = served.model.make_request(prompt, 2, "filters", 0, True, top_p=0.9)
-    told = served.model.make_request(prompt, 2, "greedy", 0, True)
-    told.n_top_logprobs = told.prompt_logprobs = 1
-    for request in (greedy, drawn, told):
+    scored = served.model.make_request(prompt, 2, "greedy", 0, True)
+    scored.n_top_logprobs = scored.prompt_logprobs = 1
+    for request in (greedy, drawn, scored):
         served.engine.submit(request).result()
 
 
-def _check_ranks(model: nbflow.LLM) -> None:
-    """Rank 0 takes the requests: every model must begin there.  Every rank checks it."""
+def _check_first_rank(model: nbflow.LLM) -> None:
+    """Check on every rank that the partition begins with rank 0, which accepts requests."""
     if model.plan.numbers[0] != 0:
         raise UsageError(
             f"rank 0 takes the requests and must be the first of the partition, got "
@@ -186,18 +225,17 @@ def _check_ranks(model: nbflow.LLM) -> None:
         )
 
 
-def _follow(config: ServerConfig) -> None:
-    """Do the steps that rank 0 says, until it says that there are no more."""
+def _serve_worker_rank(config: ServerConfig) -> None:
+    """Execute rank 0's steps until it shuts down."""
     (options,) = config.models.values()
     with nbflow.load(options.path, options.load_options()) as model:
-        _check_ranks(model)
-        # launchers send signals to every rank; the first one is rank 0's to answer, which then
-        # ends the others
+        _check_first_rank(model)
+        # launchers signal every rank: rank 0 drains and then stops the others
         listen_to_signals()
         if not model.participates:
             return
         engine = LLMEngine(model, options.engine.options())
-        _spare_collector()
+        _freeze_gc()
         if isinstance(engine, ReplicaRouter) and engine.leads_replica:
             with _draft(options, model) as draft:
                 engine.follow(draft if isinstance(draft, nbflow.LLM) else None)
@@ -206,7 +244,7 @@ def _follow(config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with signals left to us."""
+    """uvicorn's server without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -219,19 +257,20 @@ async def _run(
     models: Models,
     digests: list[bytes],
     listener: socket.socket,
-    told: int,
+    stop_fd: int,
+    extra_routers: Sequence[APIRouter],
 ) -> int:
-    """Serve until told to stop, then finish what was accepted; return how many threads are left.
+    """Serve until a signal, then drain; return the number of worker threads still running.
 
-    `told` is the file descriptor of `nbflow.server.signals.listen`.
+    `stop_fd` is the file descriptor of `nbflow.server.signals.listen_to_signals`.
     """
     loop = asyncio.get_running_loop()
     state = ServerState(config, models, LoopBridge(loop))
     limits = config.limits
     settings = uvicorn.Config(
-        around(make_app(state), state, digests),
+        with_middleware(make_app(state, extra_routers), state, digests),
         http="h11",  # the parser of uvicorn that bounds the head
-        h11_max_incomplete_event_size=_HEAD_BYTES,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         limit_concurrency=limits.connections + 1,  # uvicorn refuses from this number on
         ws="none",
         loop="none",
@@ -241,44 +280,44 @@ async def _run(
         server_header=False,
         backlog=limits.connections,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        proxy_headers=False,  # any client could send them
-        timeout_graceful_shutdown=round(_LAST_S),
+        proxy_headers=False,  # any client could forge them
+        timeout_graceful_shutdown=round(_FLUSH_S),
     )
     server = _Server(settings)
     stopping = asyncio.Event()
-    _when_ended(loop, told, lambda: _stop(state, stopping))
+    _on_eof(loop, stop_fd, lambda: _stop(state, stopping))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    told_to_stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait([serving, told_to_stop], return_when=asyncio.FIRST_COMPLETED)
-    told_to_stop.cancel()
+    stop_requested = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait([serving, stop_requested], return_when=asyncio.FIRST_COMPLETED)
+    stop_requested.cancel()
     if not serving.done():
         await _drain(state, server)
     await serving
-    return await state.workers.end(_WORKERS_END_S)
+    return await state.workers.end(_WORKERS_STOP_S)
 
 
 def _stop(state: ServerState, stopping: asyncio.Event) -> None:
-    """Begin to stop."""
+    """Refuse new requests and start draining."""
     state.draining = True
     stopping.set()
 
 
 async def _drain(state: ServerState, server: uvicorn.Server) -> None:
-    """Let accepted requests finish, then the server stop."""
+    """Wait for accepted requests, at most `limits.drain_s`, then stop the server."""
     logger.info("draining", extra={"requests": state.n_requests})
     deadline = time.monotonic() + state.config.limits.drain_s
     while state.n_requests and time.monotonic() < deadline and not server.should_exit:
         await asyncio.sleep(0.02)
     if state.n_requests:
         logger.warning("stopping with requests under way", extra={"requests": state.n_requests})
-    for served in state.models.all:  # what is left ends with an error that says why
-        await _in_own_thread(served.engine.close)
+    for served in state.models.all:  # unfinished requests get an error response
+        await _run_in_thread(served.engine.close)
     await asyncio.sleep(0.05)
     server.should_exit = True
 
 
-async def _in_own_thread(call: Callable[[], None]) -> None:
-    """Make a call in a thread that nothing else has work for."""
+async def _run_in_thread(call: Callable[[], None]) -> None:
+    """Run a call in a dedicated thread and wait for it."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
@@ -291,8 +330,8 @@ async def _in_own_thread(call: Callable[[], None]) -> None:
     await done.wait()
 
 
-def _when_ended(loop: asyncio.AbstractEventLoop, file: int, call: Callable[[], None]) -> None:
-    """Make a call on the loop when a file descriptor comes to its end."""
+def _on_eof(loop: asyncio.AbstractEventLoop, file: int, call: Callable[[], None]) -> None:
+    """Schedule a call on the event loop for when a file descriptor reaches its end."""
 
     def ended() -> None:
         loop.remove_reader(file)

@@ -1,4 +1,4 @@
-"""Log-probabilities as the two OpenAI endpoints write them."""
+"""Log-probabilities in the forms of OpenAI's chat and completion endpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CompletionLogprobs:
         self._offsets: list[int] = []
 
     def first(self, token: int, offset: int) -> None:
-        """Add the first token of a prompt, which nothing predicts."""
+        """Add the first token of a prompt, which has no log-probability."""
         self._tokens.append(spell(self._served, token, self._as_ids))
         self._logprobs.append(None)
         self._top.append(None)
@@ -70,12 +70,12 @@ class CompletionLogprobs:
         self.add_token(output.token, output.logprob, output.top_logprobs or [], offset)
 
     def add_token(self, token: int, logprob: float, top: TopLogprobs, offset: int) -> None:
-        """Add a token with what might have been in its place."""
+        """Add a token with its alternatives."""
         name = spell(self._served, token, self._as_ids)
         self._tokens.append(name)
         self._logprobs.append(number(logprob))
         best: dict[str, float] = {}
-        for other, value in top[: self._n_top]:  # most probable first: of two alike it stays
+        for other, value in top[: self._n_top]:  # of equal texts the most probable stays
             best.setdefault(spell(self._served, other, self._as_ids), number(value))
         if self._n_top:
             best.setdefault(name, number(logprob))

@@ -1,4 +1,4 @@
-"""What the server writes about itself: one line per event, for people or for programs."""
+"""Logging: one line per event, as text or JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nbflow.server.config import Logging
 logger = logging.getLogger("nbflow.server")
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""Of the request that is being worked on; part of every line."""
+"""Id of the current request, part of every line."""
 
 _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 
 
 def set_up(config: Logging) -> None:
-    """Let nbflow's and uvicorn's loggers write as configured."""
+    """Configure nbflow's and uvicorn's loggers."""
     handler: logging.Handler = (
         logging.StreamHandler(sys.stderr)
         if config.file is None
@@ -32,20 +32,20 @@ def set_up(config: Logging) -> None:
         log.handlers = [handler]
         log.propagate = False
         log.setLevel(config.level.upper())
-    if config.level == "info":  # its starting and stopping is told in our own words
+    if config.level == "info":  # start and stop have events of ours
         logging.getLogger("uvicorn.error").setLevel("WARNING")
-    logging.getLogger("asyncio").setLevel("ERROR")  # clients that hang up are no news
+    logging.getLogger("asyncio").setLevel("ERROR")  # it warns of every disconnected client
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what a line says beside its message."""
+    """Return the extra fields of a record."""
     given = {k: v for k, v in record.__dict__.items() if k not in _STANDARD and v is not None}
     ours = request_id.get()
     return {"request_id": ours, **given} if ours else given
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, event, and what belongs to the event."""
+    """One JSON object per line: time, level, event, and the event's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -77,5 +77,5 @@ def _shown(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that cannot end a line or colour a terminal."""
+    """Escape control characters."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

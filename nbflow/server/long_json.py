@@ -1,4 +1,4 @@
-"""JSON of long answers, in slices: the encoder holds the interpreter's lock, and streams wait."""
+"""JSON of long responses, encoded in slices: the encoder holds the GIL, which stalls streams."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from starlette.responses import Response
 
 _SLICE = 64
-"""Entries that are written in one go: a token's log-probabilities may be two kilobytes."""
+"""Entries per slice: the log-probabilities of one token may take two kilobytes."""
 
 
 def long_response(body: dict[str, Any]) -> Response:
-    """Return a JSON response in ASCII; call it in a worker."""
+    """Return a JSON response in ASCII; call it in a worker thread."""
     return Response(_written(body), 200, None, "application/json")
 
 

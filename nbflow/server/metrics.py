@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, under the names that vLLM gave them."""
+"""Prometheus metrics under vLLM's names."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 _LABELS = ("model_name",)
 
 Stats = Mapping[str, float]
-"""Numbers of an engine, by the names in `GAUGES` and `COUNTERS`."""
+"""Statistics of an engine, by the names in `GAUGES` and `COUNTERS`."""
 
 GAUGES = {
-    "num_requests_running": "Sequences that are worked on.",
-    "num_requests_waiting": "Sequences that wait.",
-    "kv_cache_usage_perc": "Share of the pages of the key/value cache that are in use, 0 to 1.",
+    "num_requests_running": "Running sequences.",
+    "num_requests_waiting": "Waiting sequences.",
+    "kv_cache_usage_perc": "Share of KV cache pages in use, 0 to 1.",
 }
 COUNTERS = {
-    "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens of prompts that were found there.",
-    "num_preemptions": "How often a sequence gave up its pages for another.",
-    "spec_decode_num_draft_tokens": "Tokens that were proposed to sequences that have ended.",
-    "spec_decode_num_accepted_tokens": "Those of them that were right.",
-    "iteration_steps": "Steps of the engine.",
-    "iteration_seconds": "Seconds spent in them.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Preempted sequences.",
+    "spec_decode_num_draft_tokens": "Draft tokens of finished sequences.",
+    "spec_decode_num_accepted_tokens": "Accepted draft tokens of finished sequences.",
+    "iteration_steps": "Engine steps.",
+    "iteration_seconds": "Seconds spent in engine steps.",
 }
 
 
 class Metrics:
-    """What is counted and timed.
+    """Registry of counters, gauges and histograms.
 
     Parameters
     ----------
     engines : callable
-        Returns the `Stats` of every model; called when somebody looks.
+        Returns the `Stats` of every model; called at each scrape.
     """
 
     def __init__(self, engines: Callable[[], dict[str, Stats]]) -> None:
@@ -54,10 +54,10 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self.registry.register(_Engines(engines))
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.generation_tokens = self._counter("generation_tokens", "New tokens.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.finished = self._counter(
-            "request_success", "Sequences that ended, by reason.", "finished_reason"
+            "request_success", "Finished sequences by reason.", "finished_reason"
         )
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
@@ -79,7 +79,7 @@ class Metrics:
         )
         self.http = Counter(
             "nbflow:http_requests",
-            "Requests by what they asked for and how that ended.",
+            "HTTP requests by path and status.",
             ("path", "status"),
             registry=self.registry,
         )
@@ -91,18 +91,18 @@ class Metrics:
         return Histogram(f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
 
     def text(self) -> bytes:
-        """Return everything in Prometheus's text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self.registry)
 
 
 class _Engines(Collector):
-    """Asks the engines when somebody looks."""
+    """Collector that reads the engines' statistics at each scrape."""
 
     def __init__(self, engines: Callable[[], dict[str, Stats]]) -> None:
         self._engines = engines
 
     def describe(self) -> Iterable[Metric]:
-        return []  # so that registering asks no engine
+        return []  # registration would otherwise collect
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engines()
@@ -115,7 +115,7 @@ class _Engines(Collector):
 
 
 class Clock:
-    """The times of one sequence."""
+    """Latencies of one sequence."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
@@ -124,7 +124,7 @@ class Clock:
         self._first = self._last = 0.0
 
     def tokens(self, n: int) -> None:
-        """Note that `n` tokens came."""
+        """Record the arrival of `n` tokens."""
         now, metrics = time.monotonic(), self._metrics
         if not self._first:
             self._first = self._last = now
@@ -135,7 +135,7 @@ class Clock:
         self._last = now
 
     def end(self, reason: str, n_prompt: int, n_new: int, queued_s: float | None) -> None:
-        """Note that it ended."""
+        """Record the end of the sequence."""
         now, metrics, model = time.monotonic(), self._metrics, self._model
         metrics.finished.labels(model, reason).inc()
         metrics.prompt_tokens.labels(model).inc(n_prompt)

@@ -1,4 +1,4 @@
-"""ASGI middleware of every request: id and log line, keys, limits, timeouts, body.
+"""ASGI middleware: request id and log, authentication, concurrency limit, body limits.
 
 From the outside in: `RequestLogMiddleware` (id, log, errors, slow readers), CORS,
 `AuthAndLimitMiddleware` (draining, keys, concurrent requests), `BodyLimitMiddleware` (size, time).
@@ -25,13 +25,13 @@ from nbflow.server.logs import logger, request_id
 from nbflow.server.state import ServerState
 
 _OPEN = frozenset({"/", "/health", "/ready", "/favicon.ico"})
-"""Paths that need no key: they tell nothing and cost nothing."""
+"""Paths without authentication: they are cheap and disclose nothing."""
 _OPEN_FOLDER = "/page/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LINGER_BYTES = 256 * 2**20
 _LINGER_S = 20.0
 _SILENCE_S = 2.0
-"""Bounds of reading a refused body: its size, the time for it, and a pause within it."""
+"""Bounds on draining a refused body: its size, its total time, and a pause within it."""
 
 
 class RequestLogMiddleware:
@@ -72,19 +72,19 @@ class RequestLogMiddleware:
             await self._app(scope, receive, named)
         except Exception as error:
             if complete or stalled:
-                return  # answered and logged, or nobody reads it
+                return  # the response is complete, or the client has stopped reading
             logger.error("internal error", exc_info=error, extra={"path": scope["path"]})
             if status:
-                raise  # the response has begun: all that is left is to break it off
+                raise  # the response has started: close the connection
             answer = ApiError(500, "internal error; the server's log has it", code="internal")
             await answer.response()(scope, receive, named)
         finally:
             self._note(scope, status or 499, time.monotonic() - started)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        """Write the line and count."""
+        """Log and count the request."""
         route = scope.get("route")
-        path = getattr(route, "path", "other")  # no label for every path that somebody tries
+        path = getattr(route, "path", "other")  # bounds the number of labels
         self._state.metrics.http.labels(path, str(status)).inc()
         level = "info" if scope["method"] == "POST" or status >= 400 else "debug"
         getattr(logger, level)(
@@ -101,7 +101,7 @@ class RequestLogMiddleware:
 
 
 class AuthAndLimitMiddleware:
-    """Refuses whom it does not know, and what is too much."""
+    """Authentication and concurrency limit."""
 
     def __init__(self, app: ASGIApp, state: ServerState, digests: Sequence[bytes]) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class AuthAndLimitMiddleware:
         self._digests = digests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
+        """Pass a request on, or refuse it."""
         state = self._state
         refusal = self._refusal(scope)
         if refusal is not None:
@@ -123,13 +123,13 @@ class AuthAndLimitMiddleware:
             state.n_requests -= counts
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return why a request is not taken, if it is not."""
+        """Return the error that refuses a request, or None."""
         state = self._state
         path: str = scope["path"]
         is_open = (path in _OPEN and scope["method"] != "POST") or path.startswith(_OPEN_FOLDER)
         if self._digests and not is_open and not self._knows(_header(scope, b"authorization")):
             return ApiError(
-                401, "this server wants an API key: send the header Authorization: Bearer KEY"
+                401, "missing or unknown API key: send the header Authorization: Bearer KEY"
             )
         if scope["method"] != "POST":
             return None
@@ -140,12 +140,14 @@ class AuthAndLimitMiddleware:
         most = state.config.limits.requests
         if state.n_requests >= most:
             return ApiError(
-                429, f"the server works on {most} requests, its limit; try again", retry_after_s=1
+                429,
+                f"{most} requests are in flight, the limit (limits.requests); retry later",
+                retry_after_s=1,
             )
         return None
 
     def _knows(self, authorization: str) -> bool:
-        """Return whether a header has one of the keys; how long it takes does not tell which."""
+        """Return True for a known key; constant-time comparison with every key."""
         scheme, _, key = authorization.partition(" ")
         given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
@@ -153,7 +155,7 @@ class AuthAndLimitMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Reads bodies, up to a size and within a time."""
+    """Limits on the size of a body and the time for it to arrive."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
@@ -161,7 +163,7 @@ class BodyLimitMiddleware:
         self._seconds = limits.body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with its body, or answer it."""
+        """Read the body and pass the request on, or refuse it."""
         try:
             stated = _header(scope, b"content-length")
             if stated.isdigit() and int(stated[:20]) > self._most:
@@ -176,7 +178,7 @@ class BodyLimitMiddleware:
             await _closing(error).response()(scope, receive, _lingering(receive, send))
             return
         if body is None:
-            return  # the client is gone
+            return  # the client has disconnected
         given = False
 
         async def replay() -> Message:
@@ -206,9 +208,9 @@ class BodyLimitMiddleware:
 
 
 def _lingering(receive: Receive, send: Send) -> Send:
-    """Return a `send` that reads on for a while before it ends the response.
+    """Return a `send` that drains the request body before it ends the response.
 
-    Clients that send all of the body first would find the connection reset, and no answer.
+    A client that sends its whole body first would otherwise see a reset instead of the response.
     """
 
     async def end_late(message: Message) -> None:
@@ -225,7 +227,7 @@ def _lingering(receive: Receive, send: Send) -> Send:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read what a client sends, up to a size, and forget it."""
+    """Read and discard a body, up to a size."""
     size = 0
     while size < _LINGER_BYTES:
         async with asyncio.timeout(_SILENCE_S):
@@ -236,13 +238,13 @@ async def _discard(receive: Receive) -> None:
 
 
 def _closing(error: ApiError) -> ApiError:
-    """Let the connection end with the response: the rest of the body is not wanted."""
+    """Close the connection after the response."""
     error.headers["connection"] = "close"
     return error
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    """Return a header, "" if there is none."""
+    """Return a header, or ""."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value.decode("latin-1"))
@@ -250,5 +252,5 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 def _request_name(given: str) -> str:
-    """Return the id of a request: its client's, if that is a plain word."""
+    """Return the client's request id if it is well-formed, else a new one."""
     return given if _ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Fields of option sets as fields of pydantic models, with the option's own check and message."""
+"""Pydantic fields made from the fields of option sets, with the option's own check and message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbflow_kernels.errors import UsageError
 
 
 class Checked:
-    """Type annotation whose values an option accepts.
+    """Type annotation that validates values by an option.
 
     Parameters
     ----------
@@ -48,26 +48,26 @@ class Checked:
 
 @dataclass(frozen=True)
 class MayBeFile:
-    """Mark of fields that may name files: those that lie beside the configuration are meant."""
+    """Annotation of fields that may name files, relative to the configuration's folder."""
 
     suffix: str = ""
-    """End of such names; others are names of something else."""
+    """Suffix of such names; other values are not file names."""
 
     def found(self, name: str, folder: Path) -> str:
-        """Return the path of a file in a folder; the name as it is if there is none."""
+        """Return the path of a file in a folder; the name unchanged if the file is missing."""
         if len(name) > 4096 or "\n" in name or "{" in name or not name.endswith(self.suffix):
             return name
         return str(folder / name) if (folder / name).exists() else name
 
 
 def http_option(kind: type[OptionSet], option: str, name: str | None = None) -> Checked:
-    """Return the annotation of a field of HTTP requests, called `name` there."""
+    """Return the annotation of an option as the field `name` of HTTP requests."""
     known = fields(kind)[option]
     return Checked(known, name or known.http_name, True)
 
 
 def http_fields(kind: type[OptionSet]) -> dict[str, Any]:
-    """Return the fields of an option set that HTTP requests have, for `pydantic.create_model`."""
+    """Return the HTTP fields of an option set for `pydantic.create_model`."""
     found: dict[str, Any] = {}
     for known in fields(kind).values():
         if name := known.http_name:
@@ -77,7 +77,7 @@ def http_fields(kind: type[OptionSet]) -> dict[str, Any]:
 
 
 def toml_fields(kind: type[OptionSet]) -> dict[str, Any]:
-    """Return the fields of an option set that TOML files have, for `pydantic.create_model`."""
+    """Return the TOML keys of an option set for `pydantic.create_model`."""
     found: dict[str, Any] = {}
     for known in fields(kind).values():
         if known.option.toml:
@@ -89,7 +89,7 @@ def toml_fields(kind: type[OptionSet]) -> dict[str, Any]:
 
 
 def out_of_bounds(text: str, param: str, kind: Any = "out_of_bounds") -> Exception:
-    """Return pydantic's error for a field, with a message that is told as it is."""
-    # pydantic wants valid Unicode, and would fill in braces in the text itself
+    """Return pydantic's error for a field with a literal message."""
+    # pydantic needs valid Unicode, and formats braces in the template
     text, param = (t.encode("utf-8", "backslashreplace").decode() for t in (text, param[:100]))
     return PydanticCustomError(kind, "{text}", {"text": text, "param": param})

@@ -1,4 +1,4 @@
-"""From the body of a request to requests of the engine."""
+"""Build engine requests from the body of an HTTP request."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from nbflow.server.served_model import ServedModel
 from nbflow.server.workers import check_wanted
 
 DEFAULT_BEAMS = 4
-"""Beams of a body that has neither beam_width nor n."""
+"""Beams of a body with neither beam_width nor n."""
 _GUIDED = {fields(SamplingParams)[name].http_name: name for name in STRUCTURES}
-"""Field of a body -> structure."""
+"""Body field -> structure."""
 _BEAM = ("beam_width", "length_penalty", "early_stopping")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "min_tokens": (0,),
@@ -32,24 +32,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,), "logit_bias": ({},), "bad_words": ([],), "stop": ([],),
     "best_of": (1,),
 }  # fmt: skip
-"""Values without an effect, which clients are known to send with searches."""
+"""Values without an effect, which some clients send with searches."""
 _WITH_DEFAULT = set(fields(SamplingParams)) - PER_REQUEST
-"""Parameters that a model can have a default of."""
+"""Parameters with a default per model."""
 _DRAWN = {fields(SamplingParams)[name].http_name for name in _WITH_DEFAULT} | {"best_of"}
 _DRAWN -= {"decoding", "ignore_eos", "stop_token_ids"}
-"""Fields that a search does not take."""
+"""Fields that a search refuses."""
 _STOPS = {"stop", "include_stop_str_in_output"}
 
 
 def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
-    """Raise `ApiError` for a body with too many continuations; before anything is tokenized."""
+    """Raise `ApiError` for a body with too many continuations, before tokenization."""
     search = search_of(body)
     width = body.n_drawn if search is None else max(body.n_drawn, search.n_sequences)
     if n_prompts * width > limits.choices:
         raise ApiError(
             400,
-            f"{n_prompts} prompts x {width} continuations are more than {limits.choices}, the "
-            "most that one request may ask for (limits.choices); send several requests",
+            f"{n_prompts} prompts x {width} choices exceed the limit {limits.choices} of a request "
+            "(limits.choices); send several requests",
             param="n",
         )
 
@@ -64,31 +64,31 @@ def build_requests(
     continues_text: bool,
     echo: bool = False,
 ) -> list[GenerationRequest]:
-    """Return the continuations that a body asks for: prompt by prompt, n of each.
+    """Return the engine requests of a body in prompt-major order, n for each prompt.
 
-    It may take a while (a schema becomes a grammar): call it in a thread.
+    Compiling a schema may take long: call it in a worker thread.
 
     Parameters
     ----------
-    served : Served
+    served : ServedModel
         The model.
     body : GenerationBody
         The body.
     prompts : sequence of sequence of int
-        Token ids of each prompt; for a model with an encoder, the encoder's.
+        Token ids of each prompt; in an encoder-decoder model, the encoder's.
     max_tokens : int or None
-        Most new tokens; None for what the context has room for.
+        Maximum number of new tokens; None for the rest of the context.
     limits : Limits
         Limits of one request.
     continues_text : bool
         See `GenerationRequest`.
     echo : bool
-        Report the prompt's log-probabilities with the tokens'.
+        With log-probabilities, also compute those of the prompt.
 
     Raises
     ------
     ApiError, UsageError
-        If the model cannot do what the body asks for.
+        If the model does not support the body's parameters.
     """
     check_number(body, len(prompts), limits)
     _check_logprobs(body, prompts, limits, echo, continues_text)
@@ -113,7 +113,7 @@ def build_requests(
             attach(served.draft, served.model, first, speculative.n_draft, speculative.draft_verify)
         for i in range(n_drawn):
             request = first.copy()
-            if i:  # the prompt's are known from the first
+            if i:  # the first request computes those of the prompt
                 request.prompt_logprobs = None
             request.seed, request.drafter = (first.seed + i) % 2**64, first.drafter
             found.append(
@@ -125,9 +125,9 @@ def build_requests(
 def _sampling_params(
     served: ServedModel, body: GenerationBody, max_tokens: int | None, search: Search | None
 ) -> SamplingParams:
-    """Return the parameters of a body, with the model's defaults where it states none.
+    """Return the parameters of a body over the model's defaults.
 
-    Without a default the temperature is 1, as in OpenAI's API.
+    The temperature defaults to 1, as in OpenAI's API.
     """
     given = {name: v for name, v in body.sampling_values().items() if name not in STRUCTURES}
     given |= structure_of(body)
@@ -144,8 +144,8 @@ def _sampling_params(
 
 
 def _strategy(served: ServedModel, body: GenerationBody, params: SamplingParams) -> Strategy:
-    """Return the strategy of a body with its constraints."""
-    defaults = {} if body.decoding is None else served.defaults  # else they are in `params`
+    """Return the decoding strategy of a body with its constraints."""
+    defaults = {} if body.decoding is None else served.defaults  # `params` has them without one
     n_vocab = served.model.spec.vocab_size
     try:
         return build_strategy(params, n_vocab, served.tokenizer, served.end_ids, defaults)
@@ -156,15 +156,15 @@ def _strategy(served: ServedModel, body: GenerationBody, params: SamplingParams)
 def _check_logprobs(
     body: GenerationBody, prompts: Sequence[Sequence[int]], limits: Limits, echo: bool, each: bool
 ) -> None:
-    """Raise `ApiError` if the answer would have too many log-probabilities of prompts.
+    """Raise `ApiError` if the response would have too many prompt log-probabilities.
 
-    `each` says that they are part of every choice, not reported once.
+    `each` counts them in every choice instead of once.
     """
-    wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.n_top_logprobs}
+    requested = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.n_top_logprobs}
     if not echo:
-        del wanted["logprobs"]
+        del requested["logprobs"]
     n_tokens = sum(map(len, prompts)) * (body.n if each else 1)
-    for name, n_top in wanted.items():
+    for name, n_top in requested.items():
         if n_top is not None and n_tokens * (n_top + 1) > limits.logprobs:
             raise ApiError(
                 400,
@@ -180,13 +180,13 @@ def _check_logprobs(
 
 
 def structure_field(body: GenerationBody) -> str | None:
-    """Return the field that asks for a structure, if one does."""
+    """Return the body field that constrains the output, or None."""
     names = (*_GUIDED, "structured_outputs", "response_format")
     return next((name for name in names if getattr(body, name) is not None), None)
 
 
 def structure_of(body: GenerationBody) -> dict[str, Any]:
-    """Return the structure of a body, under its name in `SamplingParams`."""
+    """Return the structured output of a body under its name in `SamplingParams`."""
     found = [
         (kind, getattr(body, name))
         for name, kind in _GUIDED.items()
@@ -211,13 +211,13 @@ def structure_of(body: GenerationBody) -> dict[str, Any]:
 def search_of(body: GenerationBody) -> Search | None:
     """Return the search of a body, or None.
 
-    Names are those of vLLM (beams) and transformers (contrastive).  A search draws nothing: fields
-    of sampling are refused by name, unless their value has no effect.
+    Names are those of vLLM (beams) and transformers (contrastive).  A search does not sample:
+    sampling fields are refused by name unless their value is neutral.
 
     Raises
     ------
     ApiError
-        If a field belongs to another search, or to none.
+        If a field does not belong to the search.
     UsageError
         If a value is out of range.
     """
@@ -251,7 +251,7 @@ def search_of(body: GenerationBody) -> Search | None:
 def _check_search_fields(
     body: GenerationBody, given: set[str], search: str, refused: set[str]
 ) -> None:
-    """Raise unless everything that is given goes with the search."""
+    """Raise `ApiError` for a given field that the search does not support."""
     if body.decoding not in (None, "beam", "contrastive"):
         raise ApiError(400, f"decoding {body.decoding!r} is not a {search}", param="decoding")
     if structure_of(body):

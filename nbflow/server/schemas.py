@@ -1,9 +1,8 @@
-"""Bodies of requests: OpenAI's fields, and those of vLLM and llama.cpp for what OpenAI lacks.
+"""Request bodies: OpenAI's fields, with extensions of vLLM and llama.cpp.
 
-Sampling parameters are the fields of `nbflow.options`.  An unknown field is refused, none ignored.
-
-A field that exists elsewhere and not here is refused with what to use instead, unless it says what
-happens anyway (``tools: []``); so a client never gets something else than it asked for.
+Sampling parameters are the fields of `nbflow.options`.  Unknown fields are refused, never ignored.
+An unsupported field of another API is refused with an alternative, unless its value is neutral
+(``tools: []``).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "service_tier": (("auto", "default"), "there is one tier; use priority"),
     "store": ((False,), "nothing is stored"),
     "metadata": (({},), "nothing is stored"),
-    "moderation": ((), "there is no moderation"),
+    "moderation": ((), "moderation is not offered"),
     "safety_identifier": ((), "use user, which is written to the log"),
     "prompt_cache_key": ((), "prompts share their beginnings anyway; use cache_salt to keep apart"),
     "prompt_cache_retention": ((), "prompts share their beginnings while there is room"),
@@ -73,7 +72,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "return_tensors": ((), "use logprobs or prompt_logprobs"),
 }
-"""Name of a field -> values that ask for nothing, and what to do instead of any other."""
+"""Unsupported field -> its neutral values, and the alternative to any other."""
 _OF_FIELDS = {f.name: f.http_name or f.name for f in fields(SamplingParams).values()}
 _ALIASES = {other: _OF_FIELDS[name] for other, name in aliases(SamplingParams).items()}
 REFUSED |= {
@@ -84,16 +83,16 @@ REFUSED |= {
 
 
 class Body(BaseModel):
-    """The body of a request."""
+    """Body of a request."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     instead: ClassVar[dict[str, str]] = {}
-    """More names that are refused, and what to use."""
+    """Further unsupported fields -> the alternative."""
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        """Refuse fields that there are not; drop those that are null."""
+        """Reject unknown fields; drop nulls."""
         if not isinstance(value, dict):
             return value
         known, result = cls.names(), {}
@@ -110,12 +109,12 @@ class Body(BaseModel):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return the names of the fields as clients write them."""
+        """Return the names of the fields in JSON."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     @classmethod
     def _check(cls, name: str, given: Any) -> None:
-        """Raise if a field holds too much, or text that is not Unicode."""
+        """Raise if a field exceeds its limits or is not valid Unicode."""
         try:
             check_field(name, given)
         except OutOfBounds as error:
@@ -123,7 +122,7 @@ class Body(BaseModel):
 
     @classmethod
     def _refuse(cls, name: str, given: Any) -> None:
-        """Raise, unless the field asks for nothing."""
+        """Raise for an unsupported field unless its value is neutral."""
         if name in cls.instead:
             message = f"{name} is not a field here: {cls.instead[name]}"
         elif name in REFUSED:
@@ -138,26 +137,26 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """Usage statistics in a stream."""
 
     include_usage: bool = False
-    """One more chunk at the end with the numbers of tokens."""
+    """Send a final chunk with token counts."""
     continuous_usage_stats: bool = False
-    """The numbers of tokens so far in every chunk."""
+    """Send token counts so far in every chunk."""
 
 
 class JsonSchema(Body):
-    """A JSON schema by the name it has with the client."""
+    """JSON schema with a name."""
 
     name: str = ""
     description: str = ""
     strict: bool = True
-    """Accepted either way: the answer always follows the schema."""
+    """Ignored: the output always follows the schema."""
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(Body):
-    """What the answer is to be: text, any JSON object, or JSON of a schema."""
+    """Output format: text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -165,11 +164,11 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and must be there")
+            raise ValueError("type json_schema requires json_schema, and other types exclude it")
         return self
 
     def structure(self) -> dict[str, Any]:
-        """Return the structure under its name in `SamplingParams`, if there is one."""
+        """Return the constraint under its name in `SamplingParams`, or an empty mapping."""
         if self.type == "text":
             return {}
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -177,7 +176,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of these structures, as in vLLM."""
+    """Constraint of the output, as in vLLM: one of these."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool = False
@@ -186,7 +185,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
     def structure(self) -> dict[str, Any]:
-        """Return the structure under its name in `SamplingParams`."""
+        """Return the constraint under its name in `SamplingParams`."""
         given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice}
         given |= {"grammar": self.grammar}
         if self.json_object:
@@ -209,7 +208,7 @@ TemplateVariables = Annotated[dict[str, Any], AfterValidator(_free)]
 """Variables for a chat template."""
 
 Text = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
-"""One text, several, the token ids of one, or of several; `nbflow.server.bounds` has checked it."""
+"""Text, texts, token ids, or lists of token ids; `nbflow.server.bounds` checks the types."""
 
 
 if TYPE_CHECKING:
@@ -227,34 +226,34 @@ else:
 
 
 class GenerationBody(_OptionFields):
-    """Fields of all requests that continue texts; an absent one is the model's default."""
+    """Fields of all generation requests; absent ones take the model's defaults."""
 
     model: str | None = None
-    """Name or alias of a model; without it the first one."""
+    """Name or alias of a model; by default the first one."""
     best_of: int | None = Field(default=None, ge=1)
-    """Draw so many and return the n with the highest log-probability per token."""
+    """Number of samples, of which the n with the highest mean log-probability are returned."""
     stream: bool = False
-    """Send the text as it comes, as server-sent events."""
+    """Send tokens as server-sent events as they are generated."""
     stream_options: StreamOptions | None = None
     use_beam_search: bool = False
-    """Beam search over `beam_width` continuations; they come at the end."""
+    """Beam search with `beam_width` beams; results come at the end."""
     response_format: ResponseFormat | None = None
     """Text, JSON, or JSON of a schema."""
     structured_outputs: StructuredOutputs | None = None
     """JSON of a schema, a regular expression, a choice, or a grammar."""
     return_token_ids: bool = False
-    """Send token ids, too."""
+    """Also send token ids."""
     return_tokens_as_token_ids: bool = False
-    """Spell tokens in log-probabilities as ``token_id:123``."""
+    """Show tokens in log-probabilities as ``token_id:123``."""
 
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
-    """Smaller numbers go first."""
+    """Scheduling priority; smaller numbers go first."""
     cache_salt: str = Field(default="", max_length=256)
-    """Beginnings of prompts are shared only with requests of the same salt."""
+    """Salt of the prefix cache: only requests with the same salt share pages."""
     user: str | None = None
-    """Written to the log."""
+    """User name for the log."""
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
-    """Name of the request, instead of a new one."""
+    """Id of the request; by default a new one."""
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationBody:
@@ -267,7 +266,7 @@ class GenerationBody(_OptionFields):
         return self
 
     def sampling_values(self) -> dict[str, Any]:
-        """Return the given sampling parameters, under the names of `SamplingParams`."""
+        """Return the given sampling parameters under their names in `SamplingParams`."""
         values = {
             known.name: getattr(self, known.http_name)
             for known in fields(SamplingParams).values()
@@ -279,41 +278,41 @@ class GenerationBody(_OptionFields):
 
     @property
     def n_drawn(self) -> int:
-        """Continuations of each prompt that are drawn."""
+        """Number of samples for each prompt."""
         n: int = self.best_of or self.n
         return n
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """How many alternatives are wanted with each token; None without log-probabilities."""
+        """Number of alternatives with each token; None without log-probabilities."""
         return None
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """True for a stream that ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has the numbers of tokens."""
+        """True for a stream with token counts in every chunk."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ChatBody(GenerationBody):
-    """The body of ``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    """The conversation."""
+    """Conversation."""
     max_completion_tokens: Annotated[
         int | None, http_option(SamplingParams, "max_tokens", "max_completion_tokens")
     ] = None
-    """The newer name of max_tokens."""
+    """Newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: Annotated[int | None, http_option(SamplingParams, "logprobs", "top_logprobs")] = (
         None
     )
     chat_template: str | None = None
-    """A template instead of the model's, if the server allows that."""
+    """Chat template instead of the model's, if the server allows it."""
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables for the template, e.g. enable_thinking."""
     add_generation_prompt: bool = True
@@ -339,14 +338,14 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """The body of ``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: Text
     logprobs: Annotated[int | None, http_option(SamplingParams, "logprobs", "logprobs")] = None
     echo: bool = False
-    """Begin the text with the prompt; with logprobs, tell those of its tokens, too."""
+    """Begin the text with the prompt, and logprobs with those of the prompt."""
     add_special_tokens: bool = True
-    """Whether text gets the special tokens the model was trained with, e.g. BOS."""
+    """Add the special tokens that the model was trained with, e.g. BOS."""
 
     instead: ClassVar[dict[str, str]] = {"messages": "use prompt, or /v1/chat/completions"}
 
@@ -362,42 +361,42 @@ class CompletionBody(GenerationBody):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or token ids."""
+        """Return the prompts, each as text or token ids."""
         return split_texts(self.prompt)
 
 
 class EmbeddingBody(Body):
-    """The body of ``POST /v1/embeddings``."""
+    """Body of ``POST /v1/embeddings``."""
 
     model: str | None = None
     input: Text
     encoding_format: str = Field(default="float", pattern="^(float|base64)$")
     dimensions: int | None = Field(default=None, ge=1)
-    """Must be the model's, if it is stated."""
+    """Size of the vectors; must be the model's."""
     pooling: str | None = None
     """mean, first or last; by default mean for encoders, last for decoders."""
     normalize: bool = True
     add_special_tokens: bool = True
     user: str | None = None
-    """Written to the log."""
+    """User name for the log."""
 
     instead: ClassVar[dict[str, str]] = {"messages": "use input", "prompt": "use input"}
 
 
 class TokenizeBody(Body):
-    """The body of ``POST /tokenize``: a text or a conversation."""
+    """Body of ``POST /tokenize``: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     parse_special: bool = False
-    """Special tokens spelt out in the text are tokens."""
+    """Encode the spelling of a special token in the text as that token."""
     add_generation_prompt: bool = True
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False
-    """Send how the vocabulary spells the tokens, too."""
+    """Also send the tokens as text of the vocabulary."""
 
     instead: ClassVar[dict[str, str]] = {"content": "use prompt", "text": "use prompt"}
 
@@ -409,14 +408,14 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The body of ``POST /detokenize``."""
+    """Body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: list[int]
 
 
 class TemplateBody(Body):
-    """The body of ``POST /apply-template``."""
+    """Body of ``POST /apply-template``."""
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -427,7 +426,7 @@ class TemplateBody(Body):
 
 
 def split_texts(given: Text) -> list[str | list[int]]:
-    """Return one text or several, or the ids of one or several, as a list."""
+    """Return a list of prompts, each as text or token ids."""
     if isinstance(given, str):
         return [given]
     ids = [item for item in given if isinstance(item, int)]

@@ -1,4 +1,4 @@
-"""A model that is served: its engine, its names, and how prompts become token ids."""
+"""Served model: engine, names, and tokenization of prompts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 
 class ServedModel:
-    """A model behind a name.
+    """A model with its engine under the name that clients use.
 
     Parameters
     ----------
     name : str
-        What clients call it.
+        Name for clients.
     options : ModelOptions
-        Its part of the configuration.
+        Section ``[models.NAME]`` of the configuration.
     model : nbflow.LLM
         The model.
     engine : nbflow.LLMEngine
-        What runs it; started.
+        Its engine, started.
     draft : nbflow.LLM or str, optional
-        Who proposes tokens to its requests.
+        Draft model, or "ngram".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ServedModel:
         self.draft = draft
         self.created = int(time.time())
         self.defaults: dict[str, Any] = {**model.defaults, **options.defaults}
-        """Decoding parameters where a request states none."""
+        """Sampling parameters of requests that do not state them."""
         try:
             self.tokenizer: Tokenizer | None = model.tokenizer
         except UsageError:
@@ -61,25 +61,25 @@ class ServedModel:
         """Tokens that end a continuation."""
         self.spell = TokenTexts(self.tokenizer)
         self.max_prompt_bytes = self._max_prompt_bytes()
-        """Longest text that is tokenized: a longer one cannot fit the context."""
+        """Longest text to tokenize: more bytes cannot fit the context."""
         self._template = options.chat_template
         if self._template is not None and Path(self._template).is_file():
             self._template = read_template(Path(self._template))
 
     @property
     def generates(self) -> bool:
-        """Whether it continues texts."""
+        """True for a decoder with an output head; False for an encoder."""
         return self.model.spec.causal and self.model.spec.head
 
     def _max_prompt_bytes(self) -> int:
-        """Return the context's tokens times the bytes of the longest one, and not too few."""
+        """Return max_context times the longest token in bytes, at least `MIN_PROMPT_BYTES`."""
         if self.tokenizer is None:
             return MIN_PROMPT_BYTES
         longest = max((len(text) for text in vocabulary_bytes(self.tokenizer) if text), default=1)
         return max(MIN_PROMPT_BYTES, self.model.spec.max_context * longest)
 
     def check_size(self, text: str, param: str) -> str:
-        """Return a text that may be tokenized; raise `ApiError` for one that is too long."""
+        """Return the text; raise `ApiError` if it exceeds `max_prompt_bytes`."""
         size = len(text) if text.isascii() else len(text.encode())
         if size > self.max_prompt_bytes:
             raise ApiError(
@@ -93,7 +93,7 @@ class ServedModel:
     def text_ids(
         self, text: str, add_special_tokens: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Return the ids of a text; of an empty one the first token the model knows."""
+        """Return the token ids of a text; of an empty text BOS, or token 0."""
         tokenizer = self.model.tokenizer  # raises if there is none
         ids = tokenizer.encode(
             text, add_special_tokens=add_special_tokens, parse_special=parse_special
@@ -103,7 +103,7 @@ class ServedModel:
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
     ) -> list[int]:
-        """Return the ids of a conversation."""
+        """Return the token ids of a conversation."""
         chosen = self._chosen(template)
         return encode_chat(
             self.model.tokenizer, flat(messages), chosen, max_bytes=self.max_prompt_bytes, **more
@@ -112,12 +112,12 @@ class ServedModel:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
     ) -> str:
-        """Return a conversation as the text of a prompt."""
+        """Return a conversation as prompt text."""
         chosen = self._chosen(template)
         return format_chat(self.model.tokenizer, flat(messages), chosen, **more)
 
     def _chosen(self, template: str | None) -> str | None:
-        """Return the template to use, None for the model's own."""
+        """Return the chat template to use; None for the model's own."""
         chosen, own = template or self._template, self.model.tokenizer
         if chosen is None and not own.chat_templates and own.prompt_template is None:
             raise UsageError(
@@ -135,11 +135,11 @@ class ServedModel:
         )
 
     def offsets(self, before: Sequence[int] = ()) -> Offsets:
-        """Return what tells where in the text tokens begin."""
+        """Return the offset counter of new tokens after those `before`."""
         return Offsets(self.tokenizer, before)
 
     def card(self, name: str) -> dict[str, Any]:
-        """Return what /v1/models says of it."""
+        """Return the entry in /v1/models."""
         return {
             "id": name,
             "object": "model",
@@ -151,7 +151,7 @@ class ServedModel:
 
 
 class Models:
-    """The models of a server by their names."""
+    """Models of a server by name and alias."""
 
     def __init__(self, served: Sequence[ServedModel]) -> None:
         self.all = list(served)
@@ -167,7 +167,7 @@ class Models:
         return self.by_name[name]
 
     def generating(self, name: str | None) -> ServedModel:
-        """Return the model of that name if it continues texts."""
+        """Return the model of that name; raise `ApiError` 400 for an encoder."""
         served = self.find(name)
         if not served.generates:
             raise ApiError(
@@ -179,7 +179,7 @@ class Models:
 
 
 def flat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose content is text: the text parts of a list are lines of it.
+    """Return messages with content lists joined into text, one line for each part.
 
     Raises
     ------

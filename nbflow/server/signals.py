@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT: the first asks for an orderly end, the second ends the process at once.
+"""SIGTERM and SIGINT: the first starts an orderly shutdown, the second exits at once.
 
-Python runs its own handlers between two instructions of the main thread, so that they never run
-where a thread is stuck in C code and holds the interpreter's lock.  This handler is machine code
-and needs no Python: it counts signals, wakes the event loop by closing a pipe, and calls ``_exit``.
+Python runs signal handlers between bytecodes of the main thread, hence never while a thread in C
+code holds the GIL.  This handler is compiled and does not need the interpreter: it counts signals,
+wakes the event loop by closing a pipe, and calls ``_exit``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from nbflow_kernels.cpu.interpreter import numba_config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _N_SEEN = ctypes.c_int64(0)
-"""Signals that have come."""
+"""Number of signals received."""
 _KEPT: list[Any] = []
-"""The handler, which must live as long as the process."""
+"""Keeps the compiled handler alive."""
 
 
-def listen() -> int:
-    """Take SIGTERM and SIGINT until the process ends; call it once.
+def listen_to_signals() -> int:
+    """Install the handler of SIGTERM and SIGINT for the rest of the process; call it once.
 
     Returns
     -------
     int
-        A file descriptor that comes to its end with the first signal.  The second one ends the
-        process with the exit code 128 + its number.
+        File descriptor that reaches its end with the first signal.  The second signal exits the
+        process with code 128 + its number.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -63,7 +63,7 @@ def _listen_in_c(writer: int) -> None:
 
 
 def _listen_in_python(writer: int) -> None:
-    """Do the same where nothing is compiled."""
+    """Python handler for runs with the JIT disabled."""
 
     def handle(number: int, _: FrameType | None) -> None:
         _N_SEEN.value += 1

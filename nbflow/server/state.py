@@ -1,4 +1,4 @@
-"""What a running server knows; every endpoint gets it."""
+"""State of a running server, a dependency of every route."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from nbflow.server.workers import Workers
 
 
 class ServerState:
-    """Configuration, models and numbers of a server."""
+    """Configuration, models and metrics of a server."""
 
-    def __init__(self, config: ServerConfig, models: Models, mailbox: LoopBridge) -> None:
+    def __init__(self, config: ServerConfig, models: Models, bridge: LoopBridge) -> None:
         self.config = config
         self.models = models
-        self.mailbox = mailbox
+        self.bridge = bridge
         self.workers = Workers()
         self.metrics = Metrics(self.engine_stats)
         self.started = time.time()
         self.draining = False
-        """Whether the server finishes what it has and takes nothing new."""
+        """True while the server finishes accepted requests and refuses new ones."""
         self.n_requests = 0
-        """Requests that are worked on."""
+        """POST requests in flight."""
 
     def engine_stats(self) -> dict[str, Stats]:
-        """Return the numbers of every model's engine."""
+        """Return the statistics of every model's engine."""
         return {served.name: _stats(served.engine.stats()) for served in self.models.all}
 
 
 def _stats(stats: Any) -> Mapping[str, float]:
-    """Return an engine's numbers under the names of `nbflow.server.metrics`."""
+    """Return an engine's statistics under the names of `nbflow.server.metrics`."""
     return {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
@@ -52,14 +52,14 @@ def _stats(stats: Any) -> Mapping[str, float]:
 
 
 async def state_of(request: Request) -> ServerState:
-    """Return the state of the server that a request came to; a FastAPI dependency.
+    """Return the server state of a request; a FastAPI dependency.
 
-    It is a coroutine so that FastAPI does not call it in a thread.
+    FastAPI would run a plain function in a thread.
     """
     state: ServerState = request.app.state.server
     return state
 
 
 def note(request: Request, **facts: Any) -> None:
-    """Add facts to the request's line in the log."""
+    """Add fields to the request's log line."""
     request.state.log.update(facts)

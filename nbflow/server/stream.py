@@ -1,8 +1,7 @@
-"""Generations of one HTTP request: from the engine's tokens to chunks of text and events.
+"""Streaming of one HTTP request: from the engine's tokens to text chunks and server-sent events.
 
-`LoopBridge` brings tokens from the engine's thread to the event loop, `GenerationStream` makes
-chunks of them, one stream for each choice, and `Stream` sends them until they end or the client
-is gone.
+`LoopBridge` posts tokens from the engine's thread to the event loop, `GenerationStream` turns them
+into chunks per choice, and `Stream` sends them until the end or until the client disconnects.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class OutputChunk:
     """New tokens and text of one choice."""
 
     index: int
-    """Number of the choice."""
+    """Index of the choice."""
     text: str = ""
     tokens: list[TokenOutput] = field(default_factory=list)
     finish_reason: str | None = None
     """"stop" or "length" with the last chunk."""
     stop_reason: str | None = None
-    """The stop text that ended it."""
+    """The stop text that was found."""
     error: ApiError | None = None
-    """The failure that ended it."""
+    """The failure of the request."""
 
     @property
     def ids(self) -> list[int]:
@@ -61,36 +60,36 @@ class OutputChunk:
         return [output.token for output in self.tokens if output.token is not None]
 
 
-_CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
+_CONTEXT = 8  # prompt tokens that the detokenizer needs for the first new one
 
 
-class Continuation:
-    """Choice of a request: makes chunks of its tokens, on the event loop's thread."""
+class ChoiceStream:
+    """One choice of a request: turns its tokens into chunks, on the event loop's thread."""
 
     def __init__(
-        self, index: int, wanted: GenerationRequest, served: ServedModel, metrics: Metrics
+        self, index: int, generation: GenerationRequest, served: ServedModel, metrics: Metrics
     ) -> None:
         self.index = index
-        self.request = wanted.request
-        self._structure = wanted.structure
+        self.request = generation.request
+        self._structure = generation.structure
         self._served = served
-        self._before = wanted.request.prompt[-_CONTEXT:] if wanted.continues_text else ()
+        self._before = generation.request.prompt[-_CONTEXT:] if generation.continues_text else ()
         self.request.text_before = tuple(self._before)
         self._text = None if self.request.stop_texts else self._text_stream()
-        self._offsets = served.offsets(self._before) if wanted.request.wants_logprobs else None
+        self._offsets = served.offsets(self._before) if generation.request.wants_logprobs else None
         self._clock = Clock(metrics, served.name)
         self.handle: RequestHandle | None = None
         self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
-        """Tokens of the prompt; where there is an encoder, it reads the prompt."""
+        """Prompt tokens; those of the encoder in an encoder-decoder model."""
         self.n_tokens = 0
-        """New tokens so far."""
+        """Generated tokens so far."""
         self.finished = False
 
     def _text_stream(self) -> IncrementalDetokenizer | NoText:
         return self._served.text_stream(self._before)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
-        """Return the chunk that tokens of the engine make, if they make one."""
+        """Return the chunk of new engine outputs, or an empty list."""
         if self.finished:
             return []
         chunk, texts = OutputChunk(self.index), []
@@ -111,7 +110,7 @@ class Continuation:
         return [chunk] if chunk.text or chunk.tokens or self.finished else []
 
     def _text_of(self, output: TokenOutput) -> str:
-        """Return the text of a token: the engine's, where it looks for stop texts."""
+        """Return the text of a token: the engine's if it checks stop texts."""
         if self._text is None:
             return output.text or ""
         text = "" if output.token is None else self._text.push(output.token)
@@ -122,7 +121,7 @@ class Continuation:
         self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
 
     def failed(self, error: Exception) -> list[OutputChunk]:
-        """End because something else than the engine has failed."""
+        """End with an error raised outside the engine."""
         if self.finished:
             return []
         chunk = OutputChunk(self.index)
@@ -131,23 +130,23 @@ class Continuation:
         return [chunk]
 
     def _end_as(self, chunk: OutputChunk, output: TokenOutput) -> None:
-        """End as the engine says."""
+        """End with the engine's finish reason."""
         if output.finish_reason == "error":
             error = output.error or RuntimeError("unknown")
             logger.error("a sequence failed", exc_info=error)
             chunk.error = self._failure(error)
         elif output.finish_reason == "abort":
             chunk.error = ApiError(503, "the server is stopping", retry_after_s=1)
-        # a request that ran out of time has what there was time for
+        # past its deadline a request returns what it has generated
         reason = "length" if output.finish_reason == "deadline" else output.finish_reason
         self._end(chunk, reason if chunk.error is None else None)
 
     def _failure(self, error: Exception) -> ApiError:
-        """Return what the client is told of an error of the engine."""
-        if isinstance(error, StructureError):  # it was found out on the way
+        """Return the client's error for an engine error."""
+        if isinstance(error, StructureError):  # found during generation
             return ApiError(400, str(error), param=self._structure)
         what = str(error) if isinstance(error, UsageError) else "see the server's log"
-        return ApiError(500, f"the model could not go on: {what}", code="step_failed")
+        return ApiError(500, f"the engine step failed: {what}", code="step_failed")
 
     def _end(self, chunk: OutputChunk, reason: str | None) -> None:
         chunk.finish_reason = reason
@@ -162,23 +161,23 @@ class Continuation:
         return self.handle.timings.started - self.handle.timings.submitted
 
     def cancel(self) -> None:
-        """Tell the engine that no more is wanted."""
+        """Cancel the request in the engine."""
         if self.handle is not None and not self.handle.done:
             self.handle.cancel()
 
     def abandon(self) -> None:
-        """End without being asked for more, because the client is gone."""
+        """Cancel because the client disconnected."""
         if not self.finished and self.handle is not None:
             self.finished = True
             self.cancel()
             self._clock.end("abort", self.n_prompt, self.n_tokens, None)
 
 
-class BeamContinuations(Continuation):
-    """All that a beam search finds, which comes at its end: the choices from `index` on."""
+class BeamChoices(ChoiceStream):
+    """Results of a beam search, which come at its end: the choices from `index` on."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
-        """See `Continuation.take`."""
+        """See `ChoiceStream.take`."""
         last = outputs[-1]
         if self.finished or last.finish_reason is None:
             return []
@@ -210,59 +209,61 @@ class BeamContinuations(Continuation):
         return OutputChunk(index, text, tokens, made.finish_reason)
 
 
-class PooledText(Continuation):
-    """A text that is embedded.  Nothing comes before its end; the vector is in the request."""
+class PooledText(ChoiceStream):
+    """Embedding of one text: one empty chunk at its end; the request holds the vector."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
-        """See `Continuation.take`."""
+        """See `ChoiceStream.take`."""
         last = outputs[-1]
         if self.finished or last.finish_reason is None:
             return []
         chunk = OutputChunk(self.index)
-        if last.finish_reason == "deadline":  # half a text has no vector
-            chunk.error = ApiError(504, "the time for the request was over (limits.request_s)")
+        if last.finish_reason == "deadline":  # a partial text has no embedding
+            chunk.error = ApiError(504, "the request exceeded its deadline (limits.request_s)")
         self._end_as(chunk, last)
         self._note_end(chunk)
         return [chunk]
 
 
 class GenerationStream:
-    """All continuations of one request.
+    """Chunks of all choices of one HTTP request.
 
-    An asynchronous context manager: on leaving it, whatever has not ended is cancelled.  Iterating
-    gives lists of chunks: all that came since the last time.
+    An asynchronous context manager, which cancels unfinished choices on exit.  Iteration yields
+    lists of the chunks that have come since the previous one.
 
     Parameters
     ----------
-    served : Served
+    served : ServedModel
         The model.
     requests : sequence of GenerationRequest
-        The requests.
-    mailbox : Mailbox
-        The way from the engine's thread.
+        Requests to submit to its engine.
+    bridge : LoopBridge
+        Posts calls from the engine's thread to the event loop.
     metrics : Metrics
-        Where times are noted.
+        Records latencies.
     """
 
     def __init__(
         self,
         served: ServedModel,
         requests: Sequence[GenerationRequest],
-        mailbox: LoopBridge,
+        bridge: LoopBridge,
         metrics: Metrics,
     ) -> None:
         self._served = served
-        self._mailbox = mailbox
-        self.continuations: list[Continuation] = []
-        self._of_choice: list[Continuation] = []
-        for wanted in requests:
-            searches = wanted.request.search is not None and not wanted.request.search.needs_hidden
-            kind = BeamContinuations if searches else Continuation
-            kind = kind if wanted.request.pooling is None else PooledText
-            self.continuations.append(kind(self.n_choices, wanted, served, metrics))
-            self._of_choice += [self.continuations[-1]] * wanted.n
+        self._bridge = bridge
+        self.continuations: list[ChoiceStream] = []
+        self._of_choice: list[ChoiceStream] = []
+        for generation in requests:
+            searches = (
+                generation.request.search is not None and not generation.request.search.needs_hidden
+            )
+            kind = BeamChoices if searches else ChoiceStream
+            kind = kind if generation.request.pooling is None else PooledText
+            self.continuations.append(kind(self.n_choices, generation, served, metrics))
+            self._of_choice += [self.continuations[-1]] * generation.n
         self._chunks: list[OutputChunk] = []
-        self._news = asyncio.Event()
+        self._ready = asyncio.Event()
 
     @property
     def n_choices(self) -> int:
@@ -278,21 +279,21 @@ class GenerationStream:
             for continuation in self.continuations:
                 self._submit(continuation)
         except QueueFull as error:
-            self.leave()
+            self.close()
             raise busy(str(error)) from error
         except EngineClosed as error:
-            self.leave()
+            self.close()
             raise ApiError(503, str(error), retry_after_s=1) from error
         except BaseException:
-            self.leave()
+            self.close()
             raise
         return self
 
-    def _submit(self, continuation: Continuation) -> None:
+    def _submit(self, continuation: ChoiceStream) -> None:
         def on_events(
             _: RequestHandle, outputs: list[TokenOutput]
         ) -> None:  # on the engine's thread
-            self._mailbox.post(self._take, continuation, outputs)
+            self._bridge.post(self._take, continuation, outputs)
 
         continuation.handle = self._served.engine.submit(continuation.request, on_events)
 
@@ -302,34 +303,34 @@ class GenerationStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.leave()
+        self.close()
 
-    def leave(self) -> None:
-        """Cancel what has not ended."""
+    def close(self) -> None:
+        """Cancel unfinished choices."""
         for continuation in self.continuations:
             continuation.abandon()
 
-    def _take(self, continuation: Continuation, outputs: list[TokenOutput]) -> None:
+    def _take(self, continuation: ChoiceStream, outputs: list[TokenOutput]) -> None:
         try:
             chunks = continuation.take(outputs)
-        except Exception as error:  # or this request would wait, and those behind it in the mailbox
+        except Exception as error:  # else this request, and later calls of the bridge, would hang
             chunks = continuation.failed(error)
         if chunks:
             self._chunks += chunks
-            self._news.set()
+            self._ready.set()
 
     async def __aiter__(self) -> AsyncIterator[list[OutputChunk]]:
         while True:
             if not self._chunks:
                 if all(c.finished for c in self.continuations):
                     return
-                self._news.clear()
-                await self._news.wait()
+                self._ready.clear()
+                await self._ready.wait()
             chunks, self._chunks = self._chunks, []
             yield chunks
 
-    async def whole(self) -> list[OutputChunk]:
-        """Return one chunk for each continuation, with all of it; raise if one failed."""
+    async def collect(self) -> list[OutputChunk]:
+        """Return one complete chunk for each choice; raise if one failed."""
         results: dict[int, OutputChunk] = {}
         texts: dict[int, list[str]] = {}
         async for chunks in self:
@@ -346,7 +347,7 @@ class GenerationStream:
         return [results[index] for index in sorted(results)]
 
     def usage(self, n_prompts: int) -> dict[str, Any]:
-        """Return the numbers of tokens; a prompt with several continuations counts once."""
+        """Return OpenAI's usage object; a prompt with several choices counts once."""
         each = max(1, len(self.continuations) // max(1, n_prompts))
         firsts = self.continuations[::each]
         prompt = sum(c.n_prompt for c in firsts)
@@ -361,22 +362,21 @@ class GenerationStream:
 
 
 def mean_logprob(chunk: OutputChunk) -> float:
-    """Return the log-probability per token, by which the best of several is chosen."""
+    """Return the mean log-probability per token, the ranking of best_of."""
     if not chunk.tokens:
         return -math.inf
     return sum(output.logprob for output in chunk.tokens) / len(chunk.tokens)
 
 
 class LoopBridge:
-    """Calls that another thread wants to be made on the event loop, in order.
+    """Ordered queue of calls from other threads to the event loop.
 
-    A step of the engine has news for every sequence; waking the loop for each would cost a system
-    call each.
+    One wake-up serves all sequences of an engine step; each would cost a system call.
 
     Parameters
     ----------
     loop : asyncio.AbstractEventLoop
-        Where the calls are made.
+        The event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -385,7 +385,7 @@ class LoopBridge:
         self._woken = False
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Let the loop call ``call(*arguments)`` soon; from any thread."""
+        """Schedule ``call(*arguments)`` on the loop, from any thread."""
         self._calls.append((call, arguments))
         if not self._woken:
             self._woken = True
@@ -393,7 +393,7 @@ class LoopBridge:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: what is posted from here on wakes again
+        self._woken = False  # before the loop: later posts must wake it again
         while self._calls:
             call, arguments = self._calls.popleft()
             call(*arguments)
@@ -407,16 +407,14 @@ def event(data: Any) -> bytes:
 
 
 class Stream(Response):
-    """A response whose body is made while it is sent.
-
-    The work is cancelled when the client goes away, so that what it holds is freed.
+    """Streaming response, cancelled when the client disconnects.
 
     Parameters
     ----------
     chunks : async iterator of bytes
         The body.
-    leave : callable
-        Called at the end in any case, also if nothing was sent.
+    close : callable
+        Called at the end, also if nothing was sent.
     media_type : str
         Content-Type.
     """
@@ -424,11 +422,11 @@ class Stream(Response):
     def __init__(
         self,
         chunks: AsyncIterator[bytes],
-        leave: Callable[[], None],
+        close: Callable[[], None],
         media_type: str = "text/event-stream",
     ) -> None:
         self.chunks = chunks
-        self.leave = leave
+        self.close = close
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -440,7 +438,7 @@ class Stream(Response):
             with contextlib.suppress(ClientDisconnect):
                 await unless_gone(receive, self._send(send))
         finally:
-            self.leave()
+            self.close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -450,7 +448,7 @@ class Stream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do some work; if the client goes away meanwhile, cancel it and raise `ClientDisconnect`."""
+    """Await some work; if the client disconnects, cancel it and raise `ClientDisconnect`."""
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
@@ -468,6 +466,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

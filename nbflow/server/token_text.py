@@ -1,4 +1,4 @@
-"""How tokens are written, one by one."""
+"""Text, bytes and offsets of single tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbflow.tokenization.token_bytes import vocabulary_bytes
 
 
 class NoText:
-    """Stands for `nbflow.engine.detokenizer.TextStream` where there is no tokenizer."""
+    """Detokenizer of a model without a tokenizer: empty text."""
 
     stopped: str | None = None
 
@@ -23,14 +23,14 @@ class NoText:
 
 
 class Offsets:
-    """Where in a text its tokens begin, in characters.
+    """Character offsets of tokens in their text.
 
     Parameters
     ----------
     tokenizer : Tokenizer or None
-        Without one the text is empty.
+        Tokenizer; without one the text is empty.
     before : sequence of int
-        Tokens before the text.
+        Tokens that precede the text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
@@ -49,17 +49,17 @@ class Offsets:
 
 
 class TokenTexts:
-    """How single tokens are shown in log-probabilities; remembers what it was asked."""
+    """Cached text of single tokens in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        # now: a tokenizer at work on a long text would hold up the event loop
+        # encoded here, not later: a worker may hold the tokenizer while it encodes a long text
         self._anchor = [] if tokenizer is None else tokenizer.encode("a")
-        """Tokens of a letter, so that what follows is not the beginning of a text."""
+        """Tokens of a letter, decoded first so that no token begins a text."""
 
     def __call__(self, token: int) -> str:
-        """Return the text of a token as it is in the middle of a text; "" without a tokenizer."""
+        """Return the text of a token inside a text; "" without a tokenizer."""
         if self._tokenizer is None:
             return ""
         if token not in self._known:
@@ -76,7 +76,7 @@ class TokenTexts:
         return text or tokenizer.piece(token)
 
     def utf8(self, token: int) -> list[int] | None:
-        """Return the bytes of a token; None where it is no text."""
+        """Return the bytes of a token; None for a special or unknown token."""
         if self._tokenizer is None or token >= self._tokenizer.vocab_size:
             return None
         known = vocabulary_bytes(self._tokenizer)[token]

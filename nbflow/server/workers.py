@@ -1,8 +1,7 @@
-"""Threads that prepare requests and write long answers, so that the event loop is never held up.
+"""Worker threads that tokenize requests and serialize long responses off the event loop.
 
-They are few, because much of this work holds Python's interpreter lock: a stream waits for it at
-most as long as all of them have it once.  A client that hangs up frees its place in the queue, and
-the end of the server waits for none of them.
+The pool is small, because much of this work holds the GIL and would delay streams.  A disconnected
+client's task leaves the queue, and shutdown does not wait for running tasks.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ N_THREADS = 4
 
 
 class Gone(Exception):
-    """The request that a worker works for is not wanted any more."""
+    """The client of the current task has disconnected."""
 
 
 @dataclass(eq=False)
 class _Task:
-    """A call, and where its result goes."""
+    """A call and the future of its result."""
 
     call: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
@@ -40,11 +39,11 @@ class _Task:
 
     @property
     def gone(self) -> bool:
-        """True once the result is not wanted any more."""
+        """True once the task is cancelled."""
         return self.future.cancelled()
 
     def run(self) -> None:
-        """Make the call and send what comes of it to the event loop."""
+        """Run the call and post its result or exception to the event loop."""
         result, error = None, None
         try:
             result = self.context.run(self.call)
@@ -68,65 +67,65 @@ _present = threading.local()
 
 
 def check_wanted() -> None:
-    """Raise `Gone` if the client that this thread works for has hung up."""
+    """Raise `Gone` if the client of this thread's task has disconnected."""
     task: _Task | None = getattr(_present, "task", None)
     if task is not None and task.gone:
         raise Gone
 
 
 class Workers:
-    """A few threads and one queue.
+    """Thread pool with one queue.
 
     Parameters
     ----------
     n_threads : int
-        How many threads.
+        Number of threads.
     """
 
     def __init__(self, n_threads: int = N_THREADS) -> None:
         self._waiting: deque[_Task] = deque()
-        self._news = threading.Condition()
+        self._wakeup = threading.Condition()
         self._n_busy = 0
         self._closed = False
         for i in range(n_threads):
-            # the interpreter does not wait for a daemon at its end
+            # daemons: the interpreter does not join them at exit
             threading.Thread(target=self._work, name=f"nbflow-prepare-{i}", daemon=True).start()
 
     @property
     def n_waiting(self) -> int:
-        """Number of calls that no thread has begun."""
+        """Number of queued tasks."""
         return len(self._waiting)
 
     async def run(self, call: Callable[..., T], /, *args: Any, **options: Any) -> T:
-        """Return ``call(*args, **options)``, made by a thread.
+        """Return ``call(*args, **options)``, computed by a worker thread.
 
-        A cancelled call leaves the queue; one that has begun may ask `check_wanted`.
+        A cancelled task leaves the queue; a running one can poll `check_wanted`.
         """
         loop = asyncio.get_running_loop()
         task = _Task(partial(call, *args, **options), loop, loop.create_future())
-        with self._news:
+        with self._wakeup:
             self._waiting.append(task)
-            self._news.notify()
+            self._wakeup.notify()
         try:
             result: T = await task.future
             return result
         finally:
             if task.gone:
-                with self._news, contextlib.suppress(ValueError):
+                with self._wakeup, contextlib.suppress(ValueError):
                     self._waiting.remove(task)
 
     async def run_for(
         self, receive: Receive, call: Callable[..., T], /, *args: Any, **options: Any
     ) -> T:
-        """Do as `run`; raise `ClientDisconnect` as soon as the client of `receive` is gone."""
+        """`run` that raises `ClientDisconnect` as soon as the client of `receive` disconnects."""
         work: Coroutine[Any, Any, T] = self.run(call, *args, **options)
         return await unless_gone(receive, work)
 
     async def end(self, seconds: float) -> int:
-        """Begin no further calls; return how many threads are within one after so many seconds."""
-        with self._news:
+        """Stop taking tasks; return the number of threads still busy after `seconds`."""
+        with self._wakeup:
             self._closed = True
-            self._news.notify_all()
+            self._wakeup.notify_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._n_busy:
@@ -135,9 +134,9 @@ class Workers:
 
     def _work(self) -> None:
         while True:
-            with self._news:
+            with self._wakeup:
                 while not self._waiting and not self._closed:
-                    self._news.wait()
+                    self._wakeup.wait()
                 if self._closed:
                     return
                 task = self._waiting.popleft()
@@ -149,5 +148,5 @@ class Workers:
             finally:
                 _present.task = None
                 del task
-                with self._news:
+                with self._wakeup:
                     self._n_busy -= 1

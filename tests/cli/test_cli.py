@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and one clear line for bad input."""
+"""Command line: output, exit codes, and one-line errors for bad input."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_one_message(server, client_answer):
 
 
 def test_conversation(server, client_answer):
-    lines = ["/help", "/set temperature 0", "/set max_tokens 8", "def f(x):", "/model nobody",
+    lines = ["/help", "/set temperature 0", "/set max_tokens 8", "def f(x):", "/model missing",
              "/new", "/system import", "def \\", "g(x):", "/undo", "/quit"]  # fmt: skip
     done = client(server, "-q", text="\n".join(lines))
     assert done.returncode == 0
@@ -43,8 +43,8 @@ def test_requests_from_files(server, tmp_path, streams):
 
 
 def test_failures(server):
-    nobody = client(server, "-p", "x", url="http://127.0.0.1:9/v1")
-    assert (nobody.returncode, "is the server running" in nobody.stderr) == (2, True)
+    offline = client(server, "-p", "x", url="http://127.0.0.1:9/v1")
+    assert (offline.returncode, "is the server running" in offline.stderr) == (2, True)
     wrong = client(server, "-p", "x", "-m", "none")
     assert (wrong.returncode, "unknown model" in wrong.stderr) == (2, True)
     assert client(server, "-p", "x", url="ftp://x").returncode == 2

@@ -1,4 +1,4 @@
-"""`nbflow inspect`: the same table for every format."""
+"""`nbflow inspect` for every checkpoint format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in has the options of `nbflow.options`: names, defaults, bounds and messages."""
+"""Options of `nbflow.options` in every interface: names, defaults, bounds and messages."""
 
 import argparse
 import ast
@@ -29,7 +29,7 @@ COMMANDS = {
     run: {LoadOptions: False, SpeculativeConfig: False, SamplingParams: True, SearchParams: True},
     serve: {LoadOptions: False, EngineOptions: False, SpeculativeConfig: False},
 }
-"""Command -> its option sets, and whether an option that is not given is None."""
+"""Command -> its option sets, and True if options default to None."""
 OF_REQUESTS = (SamplingParams, SearchParams)
 OF_FILES = (LoadOptions, EngineOptions, SpeculativeConfig)
 
@@ -41,7 +41,7 @@ def parser_of(command):
 
 
 def wrong_values(known):
-    """Values just outside the bounds, with those of HTTP requests apart."""
+    """Return values just outside the bounds; HTTP requests have their own."""
     low, high = known.option.low, known.option.high
     found = [] if low is None else [low if known.option.above else low - 1]
     found += [] if high is None else [high + 1]
@@ -196,7 +196,7 @@ def test_changes_and_copies():
 
 
 def test_the_same_choices_and_bounds_as_below():
-    """Rooms that do not import the options have constants of their own."""
+    """Packages that do not import the options have constants of their own."""
     from nbflow.distributed.plan import EXCHANGES
     from nbflow_kernels.quantized_matmul import ACTIVATIONS
     from nbflow_kernels.quantizers import DAMPING

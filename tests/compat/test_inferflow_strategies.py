@@ -1,4 +1,4 @@
-"""Inferflow's strategies against its rules worked out by hand and against the kernels."""
+"""Inferflow's strategies against results worked out by hand and against the kernels."""
 
 from __future__ import annotations
 

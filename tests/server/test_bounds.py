@@ -1,4 +1,4 @@
-"""Limits of requests, and the answers to requests beyond them."""
+"""Limits of request fields, and errors for requests beyond them."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_too_much_is_refused_with_the_field_the_limit_and_what_was_found(server,
 
 
 def test_what_clients_send_is_allowed(server):
-    """As many as the limits allow, and as llama.cpp's and vLLM's clients send."""
+    """Accept fields at their limits, in the forms of llama.cpp's and vLLM's clients."""
     body = {
         **ASKED,
         "stop": [f"stop {i}" for i in range(64)],
@@ -106,7 +106,7 @@ def test_structures_that_cannot_be_are_the_clients_error(server, field, value):
 
 
 def test_a_structure_that_turns_out_too_complex_is_the_clients_error(server):
-    """It can be begun; what follows the first letters is too much for the engine."""
+    """The grammar compiles, but exceeds the grammar engine's limits after the first letters."""
     body = {**ASKED, "guided_regex": "abcdefgh" + "(x|y)" * 4 + "z{1000000}", "max_tokens": 60}
     answer = server.http.post("/v1/completions", json=body)
     error = answer.json()["error"]
@@ -119,7 +119,7 @@ def test_a_structure_that_turns_out_too_complex_is_the_clients_error(server):
     [("prompt", [1.5]), ("prompt", [[1.5]]), ("allowed_token_ids", [1.5]), ("stop", [[]])],
 )
 def test_a_million_wrong_items_are_one_finding(field, value):
-    """pydantic made an object of each: a minute in which nothing else ran."""
+    """pydantic would build an object for each and block the event loop for a minute."""
     body = {"prompt": "x", field: value * 250_000}
     with pytest.raises(ValidationError) as refused:
         CompletionBody.model_validate(body)
@@ -128,7 +128,7 @@ def test_a_million_wrong_items_are_one_finding(field, value):
 
 
 def test_limits_of_texts(server):
-    """The same for /tokenize, embeddings and conversations, before anything is tokenized."""
+    """/tokenize, embeddings and conversations are refused before tokenization."""
     long = "x" * 70_000
     for path, body in (
         ("/tokenize", {"prompt": long}),

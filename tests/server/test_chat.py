@@ -1,4 +1,4 @@
-"""The official client and conversations."""
+"""Chat completions with the official client."""
 
 import asyncio
 import json

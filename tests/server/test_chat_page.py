@@ -1,4 +1,4 @@
-"""The chat page, in a browser."""
+"""Chat page in a browser."""
 
 import re
 from collections.abc import Iterator

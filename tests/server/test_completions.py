@@ -1,4 +1,4 @@
-"""The official client, texts and token ids; scoring as lm-evaluation-harness does it."""
+"""Completions with the official client; scoring as in lm-evaluation-harness."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_offsets_are_where_tokens_begin(client):
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_scoring(client, offline, max_tokens, as_ids):
-    """What lm-evaluation-harness asks, and how it reads the answer."""
+    """Request and response parsing of lm-evaluation-harness."""
     texts = ["import os, sys\n", "for i in range(10):"]
     ids = [offline.tokenizer.encode(t, add_special_tokens=True) for t in texts]
     answer = complete(

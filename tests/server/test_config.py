@@ -1,4 +1,4 @@
-"""Files that say what to serve."""
+"""Configuration files of the server: TOML, and Inferflow's ini."""
 
 import argparse
 import inspect
@@ -71,7 +71,7 @@ def test_files_are_beside_the_configuration(tmp_path):
 
 
 def test_every_file_of_a_model_is_beside_the_configuration(tmp_path):
-    """Formats are names, even where a folder has the same; a policy ends in .toml."""
+    """A format is a name even if a folder is called so; a policy file ends in .toml."""
     names = {
         "path": "m.gguf", "spec": "s.toml", "tokenizer": "t.json", "weights": "p.toml",
         "importance": "i.dat", "machine": "box.toml", "chat_template": "chat.jinja",
@@ -213,7 +213,7 @@ def test_wrong_inferflow_files(tmp_path, old, new, words):
 
 
 def test_ini_syntax(tmp_path):
-    """Indented lines are keys, ``;`` within a value belongs to it, no section has defaults."""
+    """Indented lines are keys, ``;`` in a value is literal, no section holds defaults."""
     text = '\ufeff[ A ] ; 1\n  k = v ; x # y\n\n   K2 = {"a": [1], "b": "x = y"}\n # c\nEmpty =\n'
     text += "[default]\n%(x)s = [1] 100%\n"
     assert read_sections(write(tmp_path, text, "s.ini")) == {
@@ -258,7 +258,7 @@ def test_the_plan(tmp_path):
     speeds = lines[lines.index(next(line for line in lines if line.startswith("requests"))) + 1 :]
     assert [line.split()[0] for line in speeds[:3]] == ["1", "8", "16"]
     unnamed = serve("tiny_python", "--plan", "--partition", "auto")
-    assert "for its speed name a --machine" in unnamed.stdout
+    assert "to predict speed, name a --machine" in unnamed.stdout
     assert "partition '0'" in unnamed.stdout
     missing = serve("no_such_model", "--plan")
     assert missing.returncode == 2

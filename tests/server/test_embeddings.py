@@ -1,4 +1,4 @@
-"""Embeddings over HTTP: they wait for their turn like other requests, and end with their client."""
+"""Embeddings over HTTP: scheduled like other requests, and cancelled with their client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = "def __init__(self"
 
 
 def config_of(offline, partition, pages, step=32):
-    """Return a configuration with so many pages of keys and values, and tokens in a step."""
+    """Return a configuration with a number of KV pages and tokens of a step."""
     ranks = partition.count("&") + 1
     kv_bytes = pages * offline.workers[0].storage.page_bytes // ranks
     model = f'path = "tiny_python"\npartition = "{partition}"'
@@ -73,7 +73,7 @@ def test_a_client_that_hangs_up_and_time_that_is_over(offline, tmp_path):
         aborted = 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 100.0'
         assert aborted in server.http.get("/metrics").text
         error = vectors(server, texts, status=504)
-        assert "the time for the request was over" in error["message"]
+        assert "the request exceeded its deadline" in error["message"]
         eventually(server.idle)
         assert vectors(server, [[1, 2, 3]])
         assert server.stop() == 0

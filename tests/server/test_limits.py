@@ -1,4 +1,4 @@
-"""Keys, sizes, times, and how many at once."""
+"""Authentication, body limits, timeouts and concurrency limits."""
 
 import contextlib
 import http.client
@@ -76,7 +76,7 @@ def test_long_bodies_are_refused_before_they_are_read(limited):
 
 
 def test_clients_that_send_all_of_the_body_first_see_the_refusal(server):
-    """Python's http.client does: a connection closed at once would be reset under it."""
+    """Python's http.client sends the whole body first; an early close would reset it."""
     host, port = server.url.removeprefix("http://").split(":")
     for head in ({}, {"transfer-encoding": "chunked"}):
         connection = http.client.HTTPConnection(host, int(port), timeout=60)
@@ -120,7 +120,7 @@ def test_too_many_requests(limited):
 
 
 def send(server, body) -> socket.socket:
-    """Send a request and read nothing."""
+    """Send a request without reading the response."""
     connection = raw(server)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
@@ -130,7 +130,7 @@ def send(server, body) -> socket.socket:
 
 
 def aborted(server) -> float:
-    """Return how many sequences were given up."""
+    """Return the number of aborted sequences."""
     lines = server.http.get("/metrics").text.splitlines()
     name = 'vllm:request_success_total{finished_reason="abort"'
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

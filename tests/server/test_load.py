@@ -1,4 +1,4 @@
-"""Many clients at once, some of them rude; afterwards nothing is left of them."""
+"""Concurrent clients, some of which disconnect or send garbage; no page leaks."""
 
 import asyncio
 import json

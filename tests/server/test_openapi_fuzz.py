@@ -1,4 +1,4 @@
-"""Whatever is sent that fits the description of the endpoints, or nearly, the server answers."""
+"""Fuzzing of the endpoints with valid and nearly valid requests of the OpenAPI document."""
 
 import pytest
 import schemathesis

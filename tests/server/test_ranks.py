@@ -1,4 +1,4 @@
-"""A model on two ranks, or two replicas of it: rank 0 takes the requests.  What if one fails."""
+"""Server on two ranks or two replicas: requests, shutdown, and failure of a rank."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def check(server, offline):
     with server.http.stream(
         "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 400, "stream": True}
     ):
-        pass  # hang up
+        pass  # disconnect
     eventually(server.idle)
 
 
@@ -53,7 +53,7 @@ def test_threads(offline, tmp_path):
 
 
 def check_wrong_requests(server):
-    """They are refused, and the ranks go on."""
+    """The request is refused, and the ranks continue."""
     body = {"prompt": PROMPT, "max_tokens": 4}
     for wrong, words in (
         ({"use_beam_search": True, "n": 4}, "follows 4 continuations, but at most 3"),
@@ -65,7 +65,7 @@ def check_wrong_requests(server):
 
 
 def check_searches(server, offline):
-    """Beams and a draft model, whichever replica or rank does them."""
+    """Beam search and a draft model on any replica or rank."""
     found = nbflow.beam_search(offline, PROMPT, 8, num_beams=3, n=2)
     body = {"prompt": PROMPT, "max_tokens": 8, "use_beam_search": True, "beam_width": 3, "n": 2}
     for _ in range(2):
@@ -84,7 +84,7 @@ def drafted(partition: str, **engine: str) -> str:
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 @pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("auto", 2)])
 def test_mpi(offline, tmp_path, partition, n):
-    """By tensor; and where an exchange takes long, the planner takes replicas for throughput."""
+    """Tensor parallel; with slow links the planner chooses replicas for throughput."""
     device = Device("d", 1e9, 1e9, {"f32": 1e12})
     slow = Machine("slow", (device,) * 2, 2, {"host": Link(1.0, 1e6)})
     (tmp_path / "slow.toml").write_text(machine_toml(slow))
@@ -102,7 +102,7 @@ def test_mpi(offline, tmp_path, partition, n):
 
 
 def check_sigterm(server):
-    """It comes to the launcher, which tells the rank that takes requests: none is lost."""
+    """The launcher forwards the signal to rank 0, which finishes all accepted requests."""
     body, statuses = {"prompt": PROMPT, "max_tokens": 60, "n": 16}, []
 
     def ask():
@@ -127,7 +127,7 @@ SERVE = (sys.executable, "-m", "nbflow", "serve")
 def test_mpirun_passes_a_signal_to_every_rank_and_all_streams_end_whole(
     tmp_path, partition, number
 ):
-    """The other ranks go on with rank 0's steps until it has finished."""
+    """The other ranks execute rank 0's steps until it has drained."""
     with Server(partitioned(partition), tmp_path, (str(MPIRUN), "-n", "2", *SERVE)) as server:
         body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
         with contextlib.ExitStack() as stack:
@@ -191,7 +191,7 @@ def test_a_rank_that_is_killed_ends_the_server_with_a_report(tmp_path):
 
 
 def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
-    """Ranks that share a model cannot go on without each other: 500 for whom it hits, then 503."""
+    """Tensor-parallel ranks fail together: running requests get 500, later ones 503."""
     with Server(partitioned("0&1"), tmp_path, FAILING) as server:
         assert server.http.get("/health").status_code == 200
         body = {"prompt": [20, 666, 22], "max_tokens": 5}
@@ -214,7 +214,7 @@ def test_a_replica_that_fails(tmp_path):
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
             fatal = server.http.post("/v1/completions", json={"prompt": [20, 667, 22]})
             assert fatal.status_code == 500
-            assert "could not go on" not in stream.read().decode()  # the other replica's
+            assert "step failed" not in stream.read().decode()  # the other replica's
         eventually(lambda: server.http.get("/health").status_code == 503)
         assert server.http.post("/v1/completions", json=body).status_code == 503
         os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Beam search, contrastive search and draft models behind the OpenAI endpoints."""
+"""Beam search, contrastive search and draft models in the OpenAI endpoints."""
 
 import json
 

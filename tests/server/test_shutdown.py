@@ -1,4 +1,4 @@
-"""How a server ends, and how it survives: SIGTERM under load, failing steps."""
+"""Shutdown under load, and recovery from failing steps."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def test_sigterm_loses_no_accepted_request(tmp_path):
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) <= {200, 503}
         assert statuses.count(200) > 4
-        # whoever was accepted got all of it, whoever came later was told so
+        # accepted requests are complete, later ones are refused
         for answer in answers:
             if answer.status_code == 200:
                 assert answer.json()["choices"][0]["text"] == expected
@@ -65,7 +65,7 @@ STUCK = (sys.executable, str(Path(__file__).parents[1] / "helpers" / "stuck_serv
     ("text", "second"), [("stuck", signal.SIGINT), ("stuck in C", signal.SIGTERM)]
 )
 def test_the_second_signal_ends_the_server_whatever_its_threads_do(tmp_path, text, second):
-    """A thread in C that keeps the interpreter's lock lets no Python handler run."""
+    """Python signal handlers cannot run while a thread in C code holds the GIL."""
     with Server(CONFIG, tmp_path, STUCK) as server:
         body = json.dumps({"prompt": text}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
@@ -84,7 +84,7 @@ def test_the_second_signal_ends_the_server_whatever_its_threads_do(tmp_path, tex
 
 
 def test_a_stuck_thread_does_not_keep_the_server_from_ending(tmp_path):
-    """After one signal, once the time to drain is over; who hung up is not waited for."""
+    """One signal suffices once drain_s is over; disconnected clients do not delay it."""
     with Server(CONFIG + "[limits]\ndrain_s = 0.5\n", tmp_path, STUCK) as server:
         with contextlib.suppress(httpx.ReadTimeout):
             server.http.post("/v1/completions", json={"prompt": "stuck"}, timeout=1)
@@ -111,7 +111,7 @@ def test_a_failing_step_fails_its_requests_and_no_others(tmp_path):
             with pytest.raises(openai.InternalServerError) as failed:
                 ask([20, 666, 22])
             assert failed.value.code == "step_failed"
-        with pytest.raises(openai.APIError, match="could not go on"):
+        with pytest.raises(openai.APIError, match="step failed"):
             list(ask([20, 666, 22], stream=True))
         assert ask([20, 21, 22]).choices[0].text == expected
         assert server.http.get("/health").status_code == 200

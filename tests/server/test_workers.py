@@ -1,4 +1,4 @@
-"""The threads that prepare requests."""
+"""Worker threads of the server."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ async def waits(condition):
 
 
 def test_who_hangs_up_frees_his_place():
-    """Nothing of what had not begun is done, and what had begun can see it."""
+    """Queued tasks of a disconnected client are dropped; running ones can notice it."""
 
     async def main():
         workers, begun, done = Workers(1), threading.Event(), []

@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nbflow.cli.options import add_model_arguments, load_model, speaks
+from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model
 from nbflow_experiments.scoring.multiple_choice import accuracies, ask, read_questions
 
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not model.participates:
             return 0
         answers = list(ask(model, questions))
-        if not speaks(model):
+        if not is_printing_rank(model):
             return 0
     found = accuracies(answers)
     if arguments.json:

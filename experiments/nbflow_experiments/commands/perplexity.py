@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.cli.options import add_model_arguments, load_model, speaks
+from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model
 from nbflow.distributed import SelfComm
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.estimates import estimate_perplexity
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = stack.enter_context(load_model(arguments))
         if not model.participates:
             return 0
-        leads = speaks(model)
+        leads = is_printing_rank(model)
         companion = _companion(arguments, stack) if leads else None
         reference = _reference(arguments, companion, stack) if leads else None
         save = None

@@ -1,11 +1,11 @@
-"""`nbflow bench`: time a model, rows as llama-bench prints them, beside the machine's limit.
+"""`nbflow bench`: time a model, with llama-bench's rows and the machine's read bandwidth.
 
-``ppN`` runs a prompt of N tokens, ``tgN`` generates N tokens after an empty context (``@ dD``:
+``ppN`` processes a prompt of N tokens, ``tgN`` generates N tokens after an empty context (``@ dD``:
 after D tokens), ``ppN+tgM`` both.  The rate is the median over the repetitions, the spread half the
-distance between the quartiles.  ``GB/s`` is bytes of matrices that generation must read per second
-(each step reads them once, whatever the batch).  ``% read`` is the median, over the repetitions, of
-its share of the bandwidth at which as many threads read memory right before and after.  With a
-peer, its repetitions alternate with ours, and ``x peer`` is the median of the rounds' ratios.
+interquartile range.  ``GB/s`` is the bytes of matrices that generation reads per second (each step
+reads them once for the whole batch).  ``% read`` is the median of its share of the read bandwidth
+of as many threads, measured right before and after each repetition.  With a peer, its repetitions
+alternate with ours, and ``x peer`` is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import nbflow
 from nbflow.benchmark.timing import Test
 from nbflow.cli.bench_rows import make_row, profile, samples, table
-from nbflow.cli.options import add_model_arguments, load_model, numbers, speaks
+from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model, numbers
 from nbflow_kernels.errors import UsageError, unknown_name
 
 PEERS = ("llama.cpp",)
 N_PROMPT = 512
-"""Prompt tokens without --n-prompt, where the context holds them and one more."""
+"""Default of --n-prompt, where the context holds it and one more token."""
 MAX_BATCH = 65_536
-"""Most sequences at once."""
+"""Maximum of --batch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "-p", "--n-prompt",
-        help="prompt lengths, e.g. 128,512 (512, or what the context holds; 0: none)",
+        help="prompt lengths, e.g. 128,512 (512, or as long as the context allows; 0: none)",
     )  # fmt: skip
     parser.add_argument(
         "-n", "--n-gen", default="128", help="tokens to generate, e.g. 32,128 (128; 0: none)"
@@ -44,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-d", "--depth", default="0", help="tokens before generation starts, e.g. 0,4096 (0)"
     )
-    parser.add_argument("-b", "--batch", default="1", help="sequences at once, e.g. 1,8 (1)")
+    parser.add_argument("-b", "--batch", default="1", help="batch sizes, e.g. 1,8 (1)")
     parser.add_argument("-r", "--repeats", type=int, default=5, help="repetitions (5)")
     parser.add_argument(
         "--peer",
         metavar="NAME",
-        help="run the same tests with another program in turn: llama.cpp (extra 'bench', a .gguf)",
+        help="alternate with another program: llama.cpp (needs extra 'bench' and a .gguf)",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="show where the time of generation goes"
+        "--profile", action="store_true", help="show the time of generation by kind of op"
     )
     parser.add_argument("--json", action="store_true", help="print JSON rows")
 
@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
-    wanted = _tests(arguments)
+    cases = _tests(arguments)
     rows, profiles = [], []
     for weights in (arguments.weights or "").split(","):
         with load_model(arguments, weights=weights or None) as model:
             if not model.participates:
                 continue
-            tests = [_fitted(test, model.spec.max_context, arguments) for test in wanted]
+            tests = [_fitted(test, model.spec.max_context, arguments) for test in cases]
             peer = _peer(arguments, model, tests)
             memory = model.memory()
             for test in tests:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 profiles.append((weights or "as stored", profile(model)))
             if peer is not None:
                 peer.close()
-            if not speaks(model):
+            if not is_printing_rank(model):
                 rows, profiles = [], []
     if rows and arguments.json:
         print(json.dumps(rows, indent=2))
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _peer(arguments: argparse.Namespace, model: nbflow.LLM, tests: list[Test]) -> Any:
-    """Return the other program with the same model loaded, or None."""
+    """Return the peer with the same model loaded, or None."""
     if arguments.peer is None:
         return None
     if arguments.peer not in PEERS:
@@ -107,7 +107,7 @@ def _peer(arguments: argparse.Namespace, model: nbflow.LLM, tests: list[Test]) -
 
 
 def _tests(arguments: argparse.Namespace) -> list[Test]:
-    """Return what is asked for."""
+    """Return the benchmark cases of the arguments."""
     tests = []
     prompts = str(N_PROMPT) if arguments.n_prompt is None else arguments.n_prompt
     for batch in numbers(arguments.batch, "--batch"):
@@ -133,7 +133,7 @@ def _tests(arguments: argparse.Namespace) -> list[Test]:
 
 
 def _fitted(test: Test, context: int, arguments: argparse.Namespace) -> Test:
-    """Refuse a test that does not fit into the context; a default prompt is shortened."""
+    """Return a test that fits the context: shorten the default prompt, refuse others."""
     if test.context < context:
         return test
     if arguments.n_prompt is None and test == Test(N_PROMPT, 0, test.batch) and context > 1:

@@ -1,4 +1,4 @@
-"""`nbflow client`: talk to a server that speaks OpenAI's API, or send one Inferflow request."""
+"""`nbflow client`: chat with a server over OpenAI's API, or send one Inferflow request."""
 
 from __future__ import annotations
 
@@ -25,28 +25,31 @@ _NUMBERS = {
 _HELP = """\
 /system TEXT   set the system message     /new         begin a new conversation
 /set NAME X    temperature, top_p, ...    /model NAME  use another model
-/undo          take back the last turn    /quit        end (or Ctrl+D)
-Ctrl+C stops an answer.  A line that ends with \\ goes on."""
+/undo          remove the last turn       /quit        end (or Ctrl+D)
+Ctrl+C stops a response.  A trailing \\ continues the line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description = "Talk to a server; without -p and --request, a conversation."
+    parser.description = "Chat with a server; interactive without -p and --request."
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000/v1", help="of the API (http://127.0.0.1:8000/v1)"
+        "--url", default="http://127.0.0.1:8000/v1", help="base URL (http://127.0.0.1:8000/v1)"
     )
     parser.add_argument("-m", "--model", help="name of the model (the server's first)")
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="one message; prints the answer")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="send one message and end")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_options(parser, SamplingParams, _NUMBERS, unset=True, http=True)
     parser.add_argument(
         "--request", metavar="FILE",
-        help="send the JSON in FILE (- is stdin): with text in it, it is Inferflow's protocol",
+        help="send a JSON body (- is stdin); with a field text, by Inferflow's protocol",
     )  # fmt: skip
     parser.add_argument("--key-env", metavar="VAR", default="NBFLOW_API_KEY",
                         help="environment variable with the API key (NBFLOW_API_KEY)")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds (600)")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no line of statistics")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S",
+        help="seconds to wait for further bytes (600)",
+    )  # fmt: skip
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not print statistics")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,12 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A conversation.
+    """Conversation with a server.
 
     Parameters
     ----------
     client : HttpClient
-        The server.
+        Client of the server.
     arguments : argparse.Namespace
         Model and parameters.
     """
@@ -89,10 +92,12 @@ class Chat:
         try:
             return [str(card["id"]) for card in self._client.get("/models")["data"]]
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{self._client.url}/models is no list of models") from error
+            raise UsageError(
+                f"{self._client.url}/models did not return a list of models; check --url"
+            ) from error
 
     def say(self, text: str) -> None:
-        """Send a message and print the answer as it comes."""
+        """Send a message and print the response as it streams."""
         messages = [*self.messages, {"role": "user", "content": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         body = {
@@ -122,7 +127,7 @@ class Chat:
 
 
 def _converse(chat: Chat) -> int:
-    """Read lines and answer them until there are no more."""
+    """Read and answer lines until /quit or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and editing
     print(f"{chat.model} at {chat._client.url}; /help lists the commands")
@@ -147,7 +152,7 @@ def _converse(chat: Chat) -> int:
 
 
 def _line() -> str:
-    """Return a line, with those that it goes on in."""
+    """Read a line with its continuations."""
     line = input("> ")
     while line.endswith("\\"):
         line = f"{line[:-1]}\n{input('. ')}"
@@ -155,7 +160,7 @@ def _line() -> str:
 
 
 def _command(chat: Chat, line: str) -> None:
-    """Do what a line that begins with a slash says."""
+    """Execute a slash command."""
     name, _, rest = line[1:].partition(" ")
     rest = rest.strip()
     if name == "new":
@@ -182,7 +187,7 @@ def _command(chat: Chat, line: str) -> None:
 
 
 def _send_file(client: HttpClient, arguments: argparse.Namespace) -> int:
-    """Send a request from a file and print what comes."""
+    """Send a request from a file and print the response."""
     name = arguments.request
     text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     try:
@@ -208,7 +213,7 @@ def _send_file(client: HttpClient, arguments: argparse.Namespace) -> int:
 
 
 def _send_native(client: HttpClient, body: dict[str, Any]) -> int:
-    """Send an Inferflow request; print the text as it comes; return 1 if it failed."""
+    """Send an Inferflow request and print its text as it streams; return the exit code."""
     last: dict[str, Any] = {}
     for last in client.lines("/", body):
         _show(str(last.get("text", "")))

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a result depends on besides the code and the data."""
+    """Return versions, hardware and environment variables that affect results."""
     from nbflow_kernels.cuda import detect
     from nbflow_kernels.jit_cache import cache_root
 

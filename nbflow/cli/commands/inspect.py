@@ -1,4 +1,4 @@
-"""`nbflow inspect`: what a weight file holds, the same table for every format."""
+"""`nbflow inspect`: tensors of a weight file in any readable format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
-    """Print a line per tensor; the last column but the hash is the place in the file."""
+    """Print a line for each tensor."""
     if not tensors:
         return
     columns = ["name", "dtype", "shape", "bytes", "file:offset"]
@@ -63,12 +63,12 @@ def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
 
 
 def printable(text: object) -> str:
-    """Return text of a file with everything escaped that could move the cursor or fail to print."""
+    """Return text with control and unprintable characters escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]:
-    """Return what the file holds as plain data."""
+    """Return the contents of the file as plain data."""
     names = [name for name in _names(weights) if fnmatchcase(name, pattern)]
     if not names and weights.names():
         raise UsageError(f"{weights.path}: no tensor matches {pattern!r}")
@@ -83,7 +83,7 @@ def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]
 
 
 def _names(weights: WeightFile) -> list[str]:
-    """Return the names of all tensors but scales, which count with what they belong to."""
+    """Return the names of all tensors except scales that belong to another tensor."""
     entries = [weights.entry(name) for name in weights.names()]
     joined = {entry.scaled.scales.name for entry in entries if entry.scaled is not None}
     return [*weights.names(), *(name for name in weights.scales() if name not in joined)]

@@ -25,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="launcher and its options, e.g. 'mpirun -hosts a,b -ppn 2' (mpirun)",
     )
     parser.add_argument("command", help="command of nbflow: serve, sweep, run, ...")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replace this process by the launcher."""
+    """Replace this process with the launcher."""
     from nbflow.cli import COMMANDS
 
     if arguments.ranks < 1:

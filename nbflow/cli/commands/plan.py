@@ -1,9 +1,9 @@
-"""`nbflow plan`: what partitions of a model hold, send and reach on a machine, without running it.
+"""`nbflow plan`: predict memory, communication and speed of a model's partitions on a machine.
 
-Every sensible partition of the ranks is predicted, or the ones named with ``--partition``; the best
-for each batch is marked.  No weights are needed: the name of a model, a ``config.json`` or the
-header of a weight file is enough.  ``nbflow plan --measure -o FILE`` describes this machine: under
-mpirun its ranks, otherwise ``--ranks N`` threads.
+It predicts every sensible partition of the ranks, or those of ``--partition``, and marks the best
+for each batch.  It needs no weights: the name of a model, a ``config.json`` or the header of a
+weight file is enough.  ``nbflow plan --measure -o FILE`` describes this machine: under mpirun its
+ranks, otherwise ``--ranks N`` threads.
 """
 
 from __future__ import annotations
@@ -50,40 +50,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help=f"what it runs on: {', '.join(known_machines())}, or a file",
+        help=f"machine description: {', '.join(known_machines())}, or a file",
     )
     parser.add_argument(
-        "--ranks", metavar="N", type=int, help="ranks to use (all that the machine has)"
+        "--ranks", metavar="N", type=int, help="number of ranks (all of the machine)"
     )
     parser.add_argument(
         "--partition",
         metavar="P",
         action="append",
         default=[],
-        help="look at this one (repeatable); by default at all that make sense",
+        help="partition to predict (all sensible ones); repeatable",
     )
     parser.add_argument(
-        "--shares", metavar="BY", help="uneven parts that suit the devices: speed or memory"
+        "--shares", metavar="BY", help="uneven shares in proportion to the devices' speed or memory"
     )
     parser.add_argument(
         "--weights", metavar="FMT",
-        help="weight format, e.g. q4 (as stored); with --measure those to time, e.g. q4,q8_0",
+        help="weight format, e.g. q4 (as stored); with --measure, formats to time, e.g. q4,q8_0",
     )  # fmt: skip
     add_kv_arguments(parser)
     parser.add_argument(
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
     )
     add_options(parser, LoadOptions, ["exchange", "kv_host_percent", "embeddings_on_host"])
-    parser.add_argument("--batch", default="1,8,64", help="sequences at once (1,8,64)")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (512)")
-    parser.add_argument("--generate", type=int, default=128, help="tokens each draws (128)")
-    parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens the cache holds for each sequence"
-    )
+    parser.add_argument("--batch", default="1,8,64", help="batch sizes (1,8,64)")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (512)")
+    parser.add_argument("--generate", type=int, default=128, help="generated tokens (128)")
+    parser.add_argument("--context", type=int, metavar="N", help="KV cache tokens of each sequence")
     parser.add_argument(
         "--measure", action="store_true", help="measure this machine and describe it"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="where --measure writes (stdout)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="output of --measure (stdout)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -133,7 +131,7 @@ def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    """Describe this machine."""
+    """Measure and describe this machine."""
     from nbflow.engine.load import load
     from nbflow.planner.measure_machine import FORMATS, measure_machine
 
@@ -168,7 +166,7 @@ def _facts(model: PlannedModel, machine: Machine, plans: Plans) -> dict[str, Any
 
 
 def row(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as plain data, with what follows from it."""
+    """Return a prediction as plain data with derived numbers."""
     return {
         **dataclasses.asdict(prediction),
         "fits": prediction.fits,
@@ -195,7 +193,7 @@ def _print(model: PlannedModel, machine: Machine, plans: Plans, detailed: bool) 
 
 
 def _print_table(predictions: list[Prediction]) -> None:
-    """Print a line for each partition, the best for each aim marked."""
+    """Print a line for each partition; mark the best for each objective."""
     marks = _marks(predictions)
     columns = (
         "partition", "kind", "GB/rank", "free", "prefill/s", "decode/s", "ms/token", "groups",
@@ -213,7 +211,7 @@ def _print_table(predictions: list[Prediction]) -> None:
 
 
 def _marks(predictions: list[Prediction]) -> dict[str, str]:
-    """Return what to write behind each partition."""
+    """Return the last column of each partition."""
     marks = {p.partition: "" if p.fits else "does not fit" for p in predictions}
     if any(p.fits for p in predictions) and len(predictions) > 1:
         marks[best(predictions, "latency").partition] = "<- latency"
@@ -223,7 +221,7 @@ def _marks(predictions: list[Prediction]) -> dict[str, str]:
 
 
 def _print_ranks(prediction: Prediction) -> None:
-    """Print what each rank holds."""
+    """Print layers, heads and bytes of each rank."""
     columns = (
         "rank", "layers", "heads", "kv heads", "ffn", "weights GB", "cache GB", "host GB",
         "sent MB/token",

@@ -1,4 +1,4 @@
-"""`nbflow pull`: download a model of the Hugging Face Hub."""
+"""`nbflow pull`: download a model from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file",
         metavar="PATTERN",
-        help="weights that are meant, e.g. '*Q4_K_M.gguf' (default: safetensors, else torch, else "
-        "the only GGUF)",
+        help="weight files, e.g. '*Q4_K_M.gguf' (safetensors, else torch, else the only GGUF)",
     )
     parser.add_argument("--revision", default="main", help="branch, tag or commit (main)")
-    parser.add_argument(
-        "--to", metavar="FOLDER", help="where to put the files (default: the Hub's cache)"
-    )
+    parser.add_argument("--to", metavar="FOLDER", help="destination folder (the Hub's cache)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`nbflow quantize`: write a checkpoint with its matrices in a weight format."""
+"""`nbflow quantize`: write a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from nbflow.cli.allocation_options import (
-    Chosen,
+    AllocationRun,
     add_allocation_arguments,
     allocation_facts,
     check_options,
@@ -25,7 +25,7 @@ from nbflow_kernels import load_formats
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="what nbflow run takes")
+    parser.add_argument("model", metavar="MODEL", help="model, as for nbflow run")
     parser.add_argument(
         "--to", metavar="FORMAT", help="weight format, e.g. q4 or q4_k, or a policy file (.toml)"
     )
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN=FORMAT",
-        help="format of the matrices whose name matches; the first match wins (repeatable)",
+        help="format of matrices whose name matches; the first match wins (repeatable)",
     )
     add_options(parser, LoadOptions, ["encoder", "importance", "act_order", "damping"])
     parser.add_argument(
@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE|F1,F2,...",
-        help="Python file (.py) that registers weight formats; it is executed.  Or names of "
-        "formats that --bits-per-weight chooses from (repeatable)",
+        help="Python file (.py) that registers weight formats; it is executed.  Or candidate "
+        "formats of --bits-per-weight (repeatable)",
     )
     add_options(parser, LoadOptions, ["spec"])
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_options(arguments)
     for file in split_formats(arguments.formats)[0]:
         load_formats(file)
-    chosen = None if arguments.bits_per_weight is None else Chosen(arguments)
+    chosen = None if arguments.bits_per_weight is None else AllocationRun(arguments)
     done = quantize_checkpoint(
         arguments.model,
         arguments.out,

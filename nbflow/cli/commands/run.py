@@ -1,4 +1,4 @@
-"""`nbflow run`: continue a prompt, printing as it goes."""
+"""`nbflow run`: generate text from a prompt and stream it to stdout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nbflow.cli.option_arguments import add_options
 from nbflow.cli.options import (
     add_memory_arguments,
     add_model_arguments,
+    is_printing_rank,
     load_model,
     print_plan,
-    speaks,
 )
 from nbflow.cli.sampling_options import (
     add_decoding_arguments,
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
     add_memory_arguments(parser)
-    parser.add_argument("-p", "--prompt", help="text to continue (default: none)")
+    parser.add_argument("-p", "--prompt", help="prompt (empty)")
     add_chat_arguments(parser)
     add_options(parser, SamplingParams, ["max_tokens"])
     add_decoding_arguments(parser)
     add_search_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no line of statistics")
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not print statistics")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,28 +70,28 @@ def run(arguments: argparse.Namespace) -> int:
         request.wants_logprobs = arguments.json
         started = time.perf_counter()
         first = None
-        text = _Shown(model, request, is_chat(arguments), arguments.json)
+        text = _StreamPrinter(model, request, is_chat(arguments), arguments.json)
         for _ in model.run_requests([request]):
             first = first or time.perf_counter()
             text.update()
         ended = time.perf_counter()
         text.finish()
-        if speaks(model) and arguments.json:
+        if is_printing_rank(model) and arguments.json:
             _print_json(arguments, model.generation(request))
-        elif speaks(model) and not arguments.quiet:
-            _statistics(request, (first or ended) - started, ended - (first or ended))
+        elif is_printing_rank(model) and not arguments.quiet:
+            _print_statistics(request, (first or ended) - started, ended - (first or ended))
             for engine in model.workers:
-                _device(engine)
+                _print_device_memory(engine)
     return 0
 
 
-class _Shown:
-    """The text of a request on the screen, as it comes."""
+class _StreamPrinter:
+    """Streaming output of a request on stdout."""
 
     def __init__(self, model: LLM, request: Request, chat: bool, silent: bool) -> None:
         self._request, self._n = request, 0
         self._stream = None
-        if speaks(model) and not silent:
+        if is_printing_rank(model) and not silent:
             before = model.tokenizer.decode_stream()
             shown = "".join([*(before.push(i) for i in request.prompt), before.finish()])
             _show("" if chat else shown)
@@ -100,13 +100,13 @@ class _Shown:
             )
 
     def update(self) -> None:
-        """Show what is new."""
+        """Print new text."""
         if self._stream is not None:
             _show("".join(self._stream.push(i) for i in self._request.ids[self._n :]))
             self._n = len(self._request.ids)
 
     def finish(self) -> None:
-        """Show the rest."""
+        """Print the rest."""
         if self._stream is not None:
             self.update()
             print(self._stream.finish())
@@ -115,7 +115,7 @@ class _Shown:
 def _print_search(
     model: LLM, arguments: argparse.Namespace, prompt: list[int], found: RequestOutput
 ) -> None:
-    if not speaks(model):
+    if not is_printing_rank(model):
         return
     if arguments.json:
         _print_json(arguments, found)
@@ -142,7 +142,7 @@ def _print_json(arguments: argparse.Namespace, made: RequestOutput) -> None:
 
 
 def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[int]:
-    """Return the prompt's ids; an empty prompt begins with the first token the model knows."""
+    """Return the token ids of a prompt; of an empty one BOS, or token 0."""
     ids = tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
     return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
 
@@ -152,8 +152,8 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _device(engine: Worker) -> None:
-    """Print how a rank's steps ran and what it holds, if it is on a device."""
+def _print_device_memory(engine: Worker) -> None:
+    """Print how a rank's steps ran and its memory, if it is on a device."""
     report, held = engine.executor.report(), engine.memory()
     if not report:
         return
@@ -168,12 +168,12 @@ def _device(engine: Worker) -> None:
     print(f"[{report}; {total:,} bytes on the device: {parts}]", file=sys.stderr)
 
 
-def _statistics(request: Request, to_first_s: float, rest_s: float) -> None:
+def _print_statistics(request: Request, to_first_s: float, rest_s: float) -> None:
     n_prompt, n_new = len(request.prompt), len(request.ids)
     rate = f", then {(n_new - 1) / rest_s:,.0f} tokens/s" if n_new > 1 and rest_s > 0 else ""
     drafted = ""
     if request.n_drafted:
-        drafted = f"; {request.n_accepted} of {request.n_drafted} proposed tokens accepted"
+        drafted = f"; {request.n_accepted} of {request.n_drafted} draft tokens accepted"
     print(
         f"[{n_prompt} prompt tokens, {n_new} new; first after {to_first_s * 1e3:.0f} ms{rate}"
         f"{drafted}]",

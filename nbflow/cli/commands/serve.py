@@ -1,4 +1,4 @@
-"""`nbflow serve`: answer requests over HTTP."""
+"""`nbflow serve`: serve models over HTTP."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ if TYPE_CHECKING:
     from nbflow.server.config import ServerConfig
 
 _OF_MODEL = (*toml_names(LoadOptions), *fields(SpeculativeConfig), "chat_template")
-"""Keys of ``[models.NAME]`` that are options of the command, too."""
+"""Keys of ``[models.NAME]`` that are also options of the command."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Serve a model, or what a file says (docs/server.md): .toml, or an Inferflow .ini."
+        "Serve a model, or the models of a configuration file (docs/server.md): .toml, or an "
+        "Inferflow .ini."
     )
     add_model_arguments(parser)
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (8000); 0 takes a free one")
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model")
-    parser.add_argument("--chat-template", metavar="T", help="name, file or text of a template")
+    parser.add_argument("--port", type=int, help="port to listen on (8000); 0 chooses a free one")
+    parser.add_argument("--name", metavar="NAME", help="name of the model for clients")
+    parser.add_argument("--chat-template", metavar="T", help="chat template: name, file or text")
     add_options(parser, EngineOptions)
     add_options(parser, SpeculativeConfig)
     parser.add_argument("--keys-file", metavar="FILE", help="API keys, one per line")
     parser.add_argument("--keys-env", metavar="VAR", help="environment variable with API keys")
-    parser.add_argument("--log-format", choices=("text", "json"), help="lines of the log (text)")
+    parser.add_argument("--log-format", choices=("text", "json"), help="log format (text)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="start at once")
+    parser.add_argument(
+        "--no-warmup", dest="warmup", action="store_false", help="do not compile kernels at start"
+    )
     parser.add_argument(
         "--plan", action="store_true",
-        help="print what each rank will hold and, with --machine, how fast it is; load nothing",
+        help="print the memory plan and, with --machine, predicted speed, without loading",
     )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="read the configuration, and end")
+    parser.add_argument("--check", action="store_true", help="validate the configuration and end")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,31 +59,32 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_plans(config)
         return 0
+    from nbflow.compat.inferflow import native_protocol
     from nbflow.server.lifecycle import serve
 
-    return serve(config)
+    return serve(config, [native_protocol.router])
 
 
 def need_extra() -> None:
-    """Raise `MissingExtraError` unless everything that serving needs is there."""
+    """Raise `MissingExtraError` unless the packages of the extra `serve` are installed."""
     for name in ("fastapi", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
             raise MissingExtraError(f"nbflow serve needs {name}: {install_command('serve')}")
 
 
 def configuration(arguments: argparse.Namespace) -> ServerConfig:
-    """Return the configuration that the command's arguments describe.
+    """Return the server configuration of the command's arguments.
 
     Raises
     ------
     UsageError
-        If it is wrong, or a file cannot be read.
+        If it is invalid, or a file cannot be read.
     """
     return _config(_given(arguments))
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return MODEL and the options that differ from what they are when left out."""
+    """Return MODEL and the options that differ from their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     usual = vars(parser.parse_args([arguments.model])) | {"model": None}
@@ -88,7 +92,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(given: dict[str, Any]) -> ServerConfig:
-    """Return the configuration that the arguments describe."""
+    """Return the server configuration of given arguments."""
     from nbflow.compat.inferflow.ini_config import read_ini
     from nbflow.server.config import make_config, read_config
 
@@ -105,7 +109,7 @@ def _config(given: dict[str, Any]) -> ServerConfig:
 
 
 def _table(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the file that would say the same as the arguments."""
+    """Return the TOML table equivalent to the arguments."""
     name = given.get("name") or Path(given["model"]).name or given["model"]
     model: dict[str, Any] = {"path": given["model"]}
     model |= {key: given[key] for key in _OF_MODEL if key in given}
@@ -115,7 +119,7 @@ def _table(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_server(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of the arguments that is not about a model."""
+    """Return the table of the server's own arguments."""
     table: dict[str, Any] = {k: given[k] for k in ("host", "port", "warmup") if k in given}
     table["auth"] = {k: given[k] for k in ("keys_file", "keys_env") if k in given}
     table["log"] = {k: given[f"log_{k}"] for k in ("format", "level") if f"log_{k}" in given}
@@ -123,7 +127,7 @@ def _of_server(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `more` put in, table by table."""
+    """Return `base` recursively updated with `more`."""
     result = dict(base)
     for key, value in more.items():
         old = result.get(key)

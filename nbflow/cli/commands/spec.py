@@ -1,4 +1,4 @@
-"""`nbflow spec`: what a model is made of, and whether its checkpoint fits."""
+"""`nbflow spec`: show a model specification and check its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL|FILE",
-        help="Hugging Face folder, weight file or name of a model; a family or spec file (.toml) "
-        "without weights is checked and explained, or computed if it has a [config]",
+        help="Hugging Face folder, weight file, name of a model, or a family or spec file (.toml) "
+        "without weights to check and explain",
     )
     parser.add_argument(
-        "--spec", metavar="FILE", help="spec file or name: the family and what differs"
+        "--spec", metavar="FILE", help="spec file or name, instead of the checkpoint's own"
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor and its name")
     parser.add_argument("--program", action="store_true", help="print the op records of every rank")
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _without_weights(model: str) -> Path | None:
-    """Return the spec or family file that is meant, if it names no weights."""
+    """Return the path of a spec or family file without weights, or None."""
     path = Path(model)
     if path.suffix != ".toml" and not path.exists():
         path = known_models().get(model, path)
@@ -73,7 +73,7 @@ def _without_weights(model: str) -> Path | None:
 
 
 def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
-    """Say what a model is made of from the configuration in its file."""
+    """Print the specification of a model file with a ``[config]``."""
     spec = published(model_file)
     if arguments.program:
         return _programs(spec, arguments.partition)
@@ -117,7 +117,7 @@ def _print(rows: list[tuple[str, Any]]) -> None:
 
 
 def _explain(path: Path, *, as_json: bool) -> int:
-    """Say where a model of this family, or spec file, gets every field from."""
+    """Print the source of every field of a family or spec file."""
     model_file, rows = explain(path)
     family = model_file.family
     if as_json:
@@ -147,12 +147,12 @@ def _explain(path: Path, *, as_json: bool) -> int:
 
 
 def _names(spec: ModelSpec) -> dict[str, str]:
-    """Return our name -> the checkpoint's of every tensor."""
+    """Return the checkpoint's name of every tensor by ours."""
     return {name: spec.checkpoint_name(name) for name in spec.tensor_shapes()}
 
 
 def _facts(resolved: ResolvedModel, dtypes: dict[str, str]) -> dict[str, Any]:
-    """Return everything as plain data."""
+    """Return specification and tensors as plain data."""
     shapes, names = resolved.spec.tensor_shapes(), _names(resolved.spec)
     return {
         "spec": resolved.spec.as_dict(),
@@ -170,7 +170,7 @@ def _facts(resolved: ResolvedModel, dtypes: dict[str, str]) -> dict[str, Any]:
 
 
 def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
-    """Return what a specification says, as lines of the printed form."""
+    """Return the printed rows of a specification."""
     fields = (
         "name", "family", "vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads",
         "n_kv_heads", "head_dim", "max_context", "norm", "norm_eps", "activation", "gated",
@@ -201,7 +201,7 @@ def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> Any:
-    """Return a part of a specification as words, sets of layers as ranges."""
+    """Return a value as text, with sets of layers as ranges."""
     if isinstance(value, frozenset):
         return ranges(list(value)) if value else "none"
     if dataclasses.is_dataclass(value):
@@ -211,11 +211,11 @@ def _shown(value: Any) -> Any:
 
 
 def _file_rows(resolved: ResolvedModel, dtypes: dict[str, str]) -> list[tuple[str, Any]]:
-    """Return where the parts of a model are, as lines of the printed form."""
+    """Return the printed rows of a model's files."""
     return [
         ("stored as", ", ".join(sorted(set(dtypes.values())))),
         ("weights", resolved.path),
-        ("tokenizer", resolved.tokenizer or "none beside the weights"),
+        ("tokenizer", resolved.tokenizer or "not found"),
         ("prompt template", repr(resolved.prompt_template)),
         ("defaults", resolved.defaults or "none"),
         ("checkpoint", f"fits: {len(dtypes)} tensors"),

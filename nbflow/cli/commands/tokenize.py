@@ -1,4 +1,4 @@
-"""`nbflow tokenize`: the token ids of a text, or of a conversation."""
+"""`nbflow tokenize`: show the tokens of a text or a conversation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.model)
     if is_chat(arguments):
         if arguments.add_special_tokens:
-            raise UsageError("--add-special-tokens: the template of --chat says what is added")
+            raise UsageError(
+                "--add-special-tokens does not go with --chat, whose template adds special tokens"
+            )
         ids = chat_ids(tokenizer, arguments, arguments.text)
     elif arguments.text is None:
         raise UsageError("TEXT is missing")

@@ -1,4 +1,4 @@
-"""FSD: frustratingly simple decoding, which penalizes what an n-gram model of the text expects.
+"""FSD (frustratingly simple decoding): n-gram model of the text as an anti-language model.
 
 H. Yang et al., "A Frustratingly Simple Decoding Method for Neural Text Generation", LREC-COLING
 2024, arXiv:2305.12675.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class NgramModel:
-    """Counts of what followed the last 0..n - 1 tokens, smoothed over the orders.
+    """Back-off n-gram model with counts of orders 1 to n.
 
     Parameters
     ----------
@@ -27,14 +27,14 @@ class NgramModel:
         self._after: dict[tuple[int, ...], Counter[int]] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Count more text."""
+        """Add tokens to the counts."""
         for token in tokens:
             for i in range(min(self.n, len(self.tokens) + 1)):
                 self._after.setdefault(self._context(i), Counter())[token] += 1
             self.tokens.append(token)
 
     def penalty(self, token: int) -> float:
-        """Return how much the model expects `token` next; 0 where the text is too short.
+        """Return the model's probability of `token`; 0 while the text is shorter than n - 1.
 
         For i = n - 1 .. 0, with c the count of the token after the last i tokens and t the count of
         all tokens there: ``rest * beta * c / (t + 1)``, or ``rest * c / t`` for i = 0; each order

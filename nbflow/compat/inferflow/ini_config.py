@@ -1,7 +1,7 @@
-"""Inferflow's ``inferflow_service.ini`` as a configuration of this server.
+"""Convert Inferflow's ``inferflow_service.ini`` to a configuration of this server.
 
-Every key it knows is put in its place here, or has no effect for a reason that is told, or is
-refused with what to use instead; an unknown key is an error.  docs/server.md has the table.
+A known key is converted, or ignored with a note that gives the reason, or refused with an
+alternative; an unknown key is an error.  docs/server.md has the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from configparser import DuplicateOptionError, DuplicateSectionError, Error, Raw
 from pathlib import Path
 from typing import Any
 
-from nbflow.server.config import ServerConfig, beside, make_config
+from nbflow.server.config import ServerConfig, make_config, resolve_files
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_BYTES = 1_000_000
@@ -25,7 +25,7 @@ _MAX_VALUE = 100_000
 Sections = dict[str, dict[str, str]]
 Table = dict[str, Any]
 Setter = Callable[[Table, str, str], None]
-"""``set(table, value, where)``: put a key's value into a table, or raise."""
+"""``set(table, value, where)``: store a key's value in a table, or raise."""
 
 _WEIGHTS = ("attn_wq", "attn_wk", "attn_wv", "attn_wo", "ffn_w1", "ffn_w2", "ffn_w3")
 
@@ -36,7 +36,7 @@ def read_ini(path: Path) -> ServerConfig:
     Raises
     ------
     UsageError
-        If it is not of that form, or asks for what is not offered.
+        If the file is malformed, or a key asks for an unsupported feature.
     """
     sections = read_sections(path)
     main = sections.get("main", {})
@@ -57,16 +57,16 @@ def read_ini(path: Path) -> ServerConfig:
         if setters:
             _apply(keys, setters, table, f"{path}: [{name}]", macros, {})
     table["models"] = _models(sections, macros, str(path))
-    return beside(make_config(table, str(path)), path.parent)
+    return resolve_files(make_config(table, str(path)), path.parent)
 
 
 def read_sections(path: Path) -> Sections:
-    """Read sections and keys, in lower case; macros are not replaced.
+    """Read sections and keys, in lower case, without expanding macros.
 
     Raises
     ------
     UsageError
-        If a line is neither section, ``key = value`` nor comment, or one is stated twice.
+        If a line is not a section, ``key = value`` or comment, or a section or key is repeated.
     """
     try:
         data = path.read_bytes()[: MAX_BYTES + 1]
@@ -77,7 +77,7 @@ def read_sections(path: Path) -> Sections:
         raise UsageError(f"{path}: not UTF-8: {error}") from error
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path}: an ini file may have at most {MAX_BYTES} bytes")
-    # Inferflow knows neither default sections nor continued lines: indented lines are keys
+    # Inferflow has neither default sections nor line continuation: indented lines are keys
     parser = RawConfigParser(delimiters=("=",), default_section="")
     lines = (
         line.lower() if line[:1] == "[" else line for line in map(str.strip, text.splitlines())
@@ -101,18 +101,18 @@ def _apply(
     macros: Macros,
     more: Mapping[str, str],
 ) -> None:
-    """Put the keys of a section into a table."""
+    """Convert the keys of a section."""
     for key, value in keys.items():
         if key not in setters:
             raise UsageError(f"{where}: {unknown_name('key', key, setters)}")
         setters[key](table, macros(value, more), f"{where} {key}")
 
 
-# ---- what becomes of a key ------------------------------------------------------------------
+# ---- setters --------------------------------------------------------------------------------
 
 
 def _to(name: str, read: Callable[[str, str], Any] = lambda value, _: value) -> Setter:
-    """Put the value into the table, at a path of names."""
+    """Return a setter that stores the value at a dotted path."""
     *parents, last = name.split(".")
 
     def put(table: Table, value: str, where: str) -> None:
@@ -124,11 +124,11 @@ def _to(name: str, read: Callable[[str, str], Any] = lambda value, _: value) -> 
 
 
 def _elsewhere(_: Table, __: str, ___: str) -> None:
-    """Leave a key to the function that reads its section as a whole."""
+    """Ignore a key that another function reads."""
 
 
 def _no_effect(reason: str) -> Setter:
-    """Tell the user why a key changes nothing here."""
+    """Return a setter that prints why a key is ignored."""
 
     def tell(_: Table, value: str, where: str) -> None:
         if value:
@@ -138,7 +138,7 @@ def _no_effect(reason: str) -> Setter:
 
 
 def _only(allowed: tuple[str, ...], instead: str) -> Setter:
-    """Refuse any value but those that ask for nothing."""
+    """Return a setter that refuses any value except the neutral ones."""
 
     def check(_: Table, value: str, where: str) -> None:
         if value.strip().lower() not in allowed:
@@ -171,7 +171,7 @@ def _whole(value: str, where: str) -> int:
 
 
 def _format(value: str, _: str) -> str | None:
-    """Return a weight format by Inferflow's name; "auto" is as stored."""
+    """Return a format by Inferflow's name; None for "auto", the stored format."""
     name = value.strip().lower()
     return None if name in ("", "auto") else name
 
@@ -260,8 +260,8 @@ _LOGGING: dict[str, Setter] = {
     "enable_logging": _no_effect("the log goes to standard error; see [log]"),
     "log_dir": _no_effect("the log goes to standard error; see [log] file"),
     "log_name": _no_effect("the log goes to standard error; see [log] file"),
-    "max_size_per_file": _no_effect("let logrotate see to it"),
-    "max_file_count": _no_effect("let logrotate see to it"),
+    "max_size_per_file": _no_effect("use logrotate"),
+    "max_file_count": _no_effect("use logrotate"),
     "color_console": _no_effect("the log has no colours"),
 }
 _STATUS: dict[str, Setter] = {
@@ -279,7 +279,7 @@ _SECTIONS = {
 
 
 def _setters(section: str) -> Mapping[str, Setter] | None:
-    """Return the keys of a section; none of their own for what is read elsewhere."""
+    """Return the setters of a section; empty for models and templates, None if unknown."""
     if section == "prompt_templates" or section.startswith(("model.", "prompt_template.")):
         return {}
     return _SECTIONS.get(section)
@@ -289,7 +289,7 @@ def _setters(section: str) -> Mapping[str, Setter] | None:
 
 
 def _models(sections: Sections, macros: Macros, where: str) -> Table:
-    """Return the tables of the models that the file lists."""
+    """Return the ``[models.NAME]`` tables of the listed models."""
     engine = sections.get("transformer_engine", {})
     listed = macros(engine.get("models", "")).replace(";", ",").split(",")
     names = [name.strip() for name in listed if name.strip()]
@@ -325,7 +325,7 @@ def _models(sections: Sections, macros: Macros, where: str) -> Table:
 
 
 def _templates(sections: Sections, where: str) -> dict[str, str]:
-    """Return the file's own templates by name: their lines, joined."""
+    """Return the templates that the file defines, by name."""
     listed = sections.get("prompt_templates", {})
     unknown = [k for k in listed if not k.startswith("prompt_template")]
     if unknown:
@@ -351,16 +351,16 @@ def _templates(sections: Sections, where: str) -> dict[str, str]:
 
 
 class Macros:
-    """Replaces ``${name}`` and ``$(name)``.
+    """Expansion of the macros ``${name}`` and ``$(name)``.
 
     Parameters
     ----------
     sections : Sections
-        For names of the form ``section/key``.
+        Values of names of the form ``section/key``.
     known : mapping of str to str
-        Other names.
+        Values of other names.
     where : str
-        The file, for messages.
+        File name for messages.
     """
 
     def __init__(self, sections: Sections, known: Mapping[str, str], where: str) -> None:
@@ -369,7 +369,7 @@ class Macros:
         self._where = where
 
     def __call__(self, value: str, more: Mapping[str, str] | None = None, depth: int = 0) -> str:
-        """Return `value` with its macros replaced; `more` are further names."""
+        """Return `value` with its macros expanded; `more` defines further names."""
         if depth > _MAX_DEPTH:
             raise UsageError(f"{self._where}: macros refer to each other: {value!r:.80}")
 

@@ -1,4 +1,4 @@
-"""The random numbers of Java's ``java.util.Random``, which Inferflow draws with."""
+"""Generator of Java's ``java.util.Random``, with which Inferflow samples."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ _MULTIPLIER, _INCREMENT, _MASK = 0x5DEECE66D, 0xB, (1 << 48) - 1
 
 
 class JavaRandom:
-    """A linear congruential generator of 48 bits (the documentation of ``java.util.Random``).
+    """Linear congruential generator of 48 bits, as documented for ``java.util.Random``.
 
     Parameters
     ----------
     seed : int
-        Of 64 bits; the lower 48 count.
+        Seed, of which the lower 48 bits count.
 
     Examples
     --------
@@ -28,5 +28,5 @@ class JavaRandom:
         return self._state >> (48 - bits)
 
     def next_double(self) -> float:
-        """Return a number in [0, 1) of 53 bits."""
+        """Return a number in [0, 1) with 53 random bits."""
         return ((self.next(26) << 27) + self.next(27)) / (1 << 53)

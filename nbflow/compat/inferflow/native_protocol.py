@@ -1,9 +1,8 @@
-"""Inferflow's own protocol: ``POST /`` or ``/process_query`` with ``text``; lines of JSON.
+"""Inferflow's HTTP protocol: ``POST /`` or ``/process_query`` with ``text``; JSON lines.
 
-The protocol is the published one (https://github.com/inferflow/inferflow, its service).  What
-differs: an answer always ends, also a failed one, with a chunk that has ``is_end``; no text is
-dropped at the end; requests that cannot be answered have a status and a ``ret_code`` instead of an
-empty answer.
+It follows the service of https://github.com/inferflow/inferflow, except that every stream ends
+with a chunk that has ``is_end``, also after an error; that no text is dropped at the end; and that
+refused requests get an error status and a ``ret_code`` instead of an empty response.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 router = APIRouter(tags=["Inferflow"])
 
-_FLUSH_BYTES = 16  # text is sent when so much of it is there
+_FLUSH_BYTES = 16  # minimum text of a chunk, except the last
 _RET_CODES = {429: "error.busy", 503: "error.busy", 400: "error.invalid_request_format"}
 
 
 class Header(Body):
-    """Who asks, and for what."""
+    """Function name and user of a request."""
 
     fn: str = Field(default="process_query", pattern="^(process_query|get_stat|)$")
     user: str = ""
     passcode: str = ""
-    """Not a password here: keys are sent as Authorization."""
+    """Ignored: API keys are sent as Authorization."""
 
 
 class NativeBody(Body):
-    """The body of an Inferflow request."""
+    """Body of an Inferflow request."""
 
     header: Header = Header()
     text: str | None = None
-    """The query."""
+    """User message."""
     system_prompt: str = ""
     res_prefix: str = ""
-    """The beginning of the answer, which it continues."""
+    """Prefix of the response, which the model continues."""
     decoder_input_template: str | None = None
-    """A template instead of the model's, if the server allows that."""
+    """Query template instead of the model's, if the server allows it."""
     max_output_len: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """The same as max_output_len; 1024 by default."""
+    """Same as max_output_len; 1024 by default."""
     decoding_alg: str = ""
-    """Name of a strategy; by default the model's."""
+    """Decoding strategy; by default the model's."""
     random_seed: int = Field(default=0, ge=0, lt=2**63)
-    """0 for another one each time."""
+    """Seed; 0 for a new one each time."""
     temperature: Annotated[float, http_option(SamplingParams, "temperature")] = 1.0
     is_streaming_mode: bool | int = True
 
@@ -87,13 +86,13 @@ async def process_query(
         if not body.text:
             return json_response({"ret_code": "error.empty_request", "error_text": "no text"}, 400)
         served = state.models.generating(None)
-        job = await _job(served, body, state, request)
-        note(request, model=served.name, prompt_tokens=len(job.request_of(0).prompt))
+        generation = await _start_generation(served, body, state, request)
+        note(request, model=served.name, prompt_tokens=len(generation.request_of(0).prompt))
         if body.is_streaming_mode:
-            await job.__aenter__()
-            return Stream(_chunks(job, started), job.leave, "application/json")
-        async with job:
-            (chunk,) = await unless_gone(request.receive, job.whole())
+            await generation.__aenter__()
+            return Stream(_chunks(generation, started), generation.close, "application/json")
+        async with generation:
+            (chunk,) = await unless_gone(request.receive, generation.collect())
     except (ApiError, UsageError) as error:
         return _refusal(error)
     seconds = time.monotonic() - started
@@ -102,11 +101,11 @@ async def process_query(
 
 @router.post("/get_stat", include_in_schema=False)
 async def get_stat(state: Annotated[ServerState, Depends(state_of)]) -> Response:
-    """Return the engines' numbers."""
+    """Return the engines' statistics."""
     return json_response({"ret_code": "succ", **state.engine_stats()})
 
 
-async def _job(
+async def _start_generation(
     served: ServedModel, body: NativeBody, state: ServerState, request: Request
 ) -> GenerationStream:
     messages = [{"role": "user", "content": body.text}]
@@ -126,12 +125,12 @@ async def _job(
         limits = state.config.limits
         return build_requests(served, sampling, [ids], most, limits, continues_text=False)
 
-    wanted = await state.workers.run_for(request.receive, prepare)
-    return GenerationStream(served, wanted, state.mailbox, state.metrics)
+    requests = await state.workers.run_for(request.receive, prepare)
+    return GenerationStream(served, requests, state.bridge, state.metrics)
 
 
 def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
-    """Return how the answer is drawn: as Inferflow does, unless the model has a default."""
+    """Return the sampling fields: Inferflow's default strategy unless the model has one."""
     name = body.decoding_alg.lower().removeprefix("sample.")
     if not name and "decoding" not in served.defaults:
         name = "auto"
@@ -154,18 +153,18 @@ def _refusal(error: ApiError | UsageError) -> Response:
     return json_response({"ret_code": ret_code, "error_text": str(error)}, status, headers)
 
 
-async def _chunks(job: GenerationStream, started: float) -> AsyncIterator[bytes]:
-    """Yield the answer in pieces of some bytes; the last one has `is_end`."""
-    held: list[str] = []
-    async for chunks in job:
+async def _chunks(generation: GenerationStream, started: float) -> AsyncIterator[bytes]:
+    """Yield chunks of at least `_FLUSH_BYTES` bytes of text; the last one has `is_end`."""
+    pending: list[str] = []
+    async for chunks in generation:
         for chunk in chunks:
-            held.append(chunk.text)
+            pending.append(chunk.text)
             if chunk.error is not None or chunk.finish_reason is not None:
-                yield _chunk("".join(held), started, chunk)
+                yield _chunk("".join(pending), started, chunk)
                 return
-        if sum(len(text.encode()) for text in held) >= _FLUSH_BYTES:
-            yield _chunk("".join(held), started)
-            held.clear()
+        if sum(len(text.encode()) for text in pending) >= _FLUSH_BYTES:
+            yield _chunk("".join(pending), started)
+            pending.clear()
 
 
 def _chunk(text: str, started: float, last: OutputChunk | None = None) -> bytes:

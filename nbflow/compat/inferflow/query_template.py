@@ -1,21 +1,21 @@
-r"""Inferflow's template language: one line with the query in braces.
+r"""Inferflow's query templates: a prompt with fields in braces.
 
 ===================================  ==========================================================
-``{query}``, ``{question}``          the user's text
-``{_query}``, ``{_question}``        the same behind a space
-``{system_prompt}``                  the system's text, empty if there is none
-``{res_prefix}``, ``{answer}``       where the answer begins; what follows is dropped
-``{bos}``, ``{eos}``                 these tokens
-``{user_token}``,                    the tokens that generation_config.json names
+``{query}``, ``{question}``          user message
+``{_query}``, ``{_question}``        user message after a space
+``{system_prompt}``                  system message, or nothing
+``{res_prefix}``, ``{answer}``       start of the response; the template ends here
+``{bos}``, ``{eos}``                 BOS and EOS tokens
+``{user_token}``,                    tokens of these names in generation_config.json
 ``{assistant_token}``
-``{#123}``                           a token by its id
-``{<s>}``, ``{[CLS]}``, ``{__en__}`` any token by its spelling
-``{\n}``, ``{\r}``, ``{\t}``         these characters
+``{#123}``                           token by id
+``{<s>}``, ``{[CLS]}``, ``{__en__}`` token by its text
+``{\n}``, ``{\r}``, ``{\t}``         control character
 ===================================  ==========================================================
 
-Everything else is text, in which the spellings of special tokens are these tokens; the query and
-the system's text are never read for tokens.  A template has a query and is one turn: a
-conversation of several needs a Jinja template.
+Everything else is text, in which special tokens are recognized; user and system messages are
+encoded as plain text.  A template must have a query and holds one turn; conversations of several
+turns need a Jinja template.
 
 The named templates are those of Inferflow's service configuration
 (https://github.com/inferflow/inferflow/blob/14ff95e/bin/inferflow_service.ini), with their line
@@ -64,18 +64,18 @@ NAMED = {
     "chatml": "<|im_start|>system\n{system_prompt}<|im_end|>\n<|im_start|>user\n{query}<|im_end|>\n"
     "<|im_start|>assistant\n",
 }
-"""Templates that can be asked for by name."""
+"""Templates by name."""
 
 
 class Parts:
-    """Text, in which no special token is meant, and tokens between.
+    """Prompt of plain text and token ids.
 
     Attributes
     ----------
     items : list of str or int
-        For `nbflow.tokenization.Tokenizer.encode_parts`.
+        Arguments of `nbflow.tokenization.Tokenizer.encode_parts`.
     shown : str
-        The same as text, tokens as they are spelt.
+        The prompt as text.
     """
 
     def __init__(self) -> None:
@@ -89,28 +89,28 @@ class Parts:
             self.shown += text
 
     def token(self, token: tuple[int, str]) -> None:
-        """Add a token: its id and its spelling."""
+        """Add a token by id and text."""
         self.items.append(token[0])
         self.shown += token[1]
 
 
 def is_template(text: str) -> bool:
-    """Return whether a text is a template of this language: it has a query."""
+    """Return True for a text with a query field."""
     return any(name in _QUERY for name in _FIELD.findall(text))
 
 
 def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Parts:
-    """Put a conversation of one turn into a template.
+    """Fill a template with a conversation of one turn.
 
     Parameters
     ----------
     template : str
         The template.
     messages : list of dict
-        A system message or none, a user message, and perhaps the beginning of the answer as an
-        assistant message.
+        Optional system message, user message, and optional start of the response as an assistant
+        message.
     tokenizer : Tokenizer
-        Its vocabulary gives tokens by their spelling.
+        Tokenizer that looks up tokens by text.
     where : str
         Name of the template, for messages.
 
@@ -150,7 +150,7 @@ def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, wh
 
 
 def _own_text(parts: Parts, text: str, tokenizer: Tokenizer) -> None:
-    """Add the template's own text, with the special tokens spelt out in it."""
+    """Add literal text of the template, with its special tokens."""
     for part in tokenizer.split_special(text):
         if isinstance(part, str):
             parts.text(part)
@@ -159,7 +159,7 @@ def _own_text(parts: Parts, text: str, tokenizer: Tokenizer) -> None:
 
 
 def _one_turn(messages: list[dict[str, Any]], where: str) -> tuple[str, str, str]:
-    """Return the system's text, the query and the beginning of the answer."""
+    """Return system message, query, and start of the response."""
     texts = {"system": "", "user": "", "assistant": ""}
     roles = [message["role"] for message in messages]
     rest = roles[1:] if roles[0] == "system" else roles
@@ -176,7 +176,7 @@ def _one_turn(messages: list[dict[str, Any]], where: str) -> tuple[str, str, str
 
 
 def _token(name: str, tokenizer: Tokenizer, where: str) -> tuple[int, str]:
-    """Return a token by name, id or spelling, and how it is spelt."""
+    """Return id and text of a token given by name, id or text."""
     found: int | None
     if name == "bos":
         found = tokenizer.bos_id

@@ -1,10 +1,10 @@
-"""Inferflow's ten strategies, by its rules, defaults and random numbers.
+"""Inferflow's decoding strategies with its rules, defaults and random number generator.
 
-All of them look at a pool of the best tokens; the temperature comes before every truncation, and
-what is truncated is relative to the mass of the pool.  The draws are those of Java's ``Random``, so
-equal logits and seeds give Inferflow's tokens, except that seed 0 is a seed like others here (there
-it means the time of day), and that the n-gram model of `RandomFsd` knows the prompt from the first
-token on (there a sampled first token is counted before the model exists).
+Every strategy samples from a pool of the most probable tokens: temperature first, then truncation
+relative to the probability mass of the pool.  With Java's ``Random``, equal logits and seeds give
+Inferflow's tokens, with two exceptions: seed 0 is an ordinary seed (there, the time of day), and
+the n-gram model of `RandomFsd` contains the prompt from the first token on (there, a sampled first
+token is counted before the model exists).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from nbflow.sampling.samplers import least_typical_last, tail_free_count
 from nbflow.sampling.strategy import Strategy, check_range
 
 LEAST_TEMPERATURE = 0.001
-"""Lower temperatures become this one."""
+"""Lower bound of temperatures."""
 N_RANDOM = 10
-"""The first new tokens of randomised FSD, which may be sampled."""
+"""Number of first new tokens that randomised FSD may sample."""
 
 
 @dataclass(frozen=True)
 class Pooled(Strategy):
-    """What they share: a pool of the best tokens, a temperature, a rule, a draw."""
+    """Base class: a pool of the most probable tokens, temperature, truncation, sampling."""
 
     temperature: float = 1.0
-    """Logits are divided by it before anything else; at least 0.001."""
+    """Divisor of the logits, before truncation; at least 0.001."""
     pool_size: int = 50
-    """How many of the best tokens are looked at."""
+    """Size of the pool."""
 
     compiled: ClassVar[bool] = False
 
@@ -58,25 +58,25 @@ class Pooled(Strategy):
         return PoolState(self, prompt_ids, seed)
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
-        """Cut the pool, which is sorted, down to what may be drawn."""
+        """Truncate the sorted pool."""
 
     def number(self, state: PoolState) -> float:
-        """Return the number in [0, 1) that a token is drawn with."""
+        """Return the uniform number in [0, 1) that samples a token."""
         return state.random.next_double()
 
 
 @dataclass(frozen=True)
 class Std(Pooled):
-    """The best tokens until they have mass `top_p` or are `max_k`."""
+    """Top-p of at most `max_k` tokens."""
 
     max_k: int = 8
-    """Most tokens that are kept, at least 1."""
+    """Maximum number of tokens to keep, at least 1."""
     top_p: float = 0.9
-    """Mass that is kept."""
+    """Probability mass to keep."""
     eos_bypassing_max: int = 0
-    """How often a drawn end token is replaced by the best other token that is kept."""
+    """Number of sampled end tokens to replace by the most probable other token."""
     eos_ids: tuple[int, ...] = ()
-    """The end tokens."""
+    """End tokens."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         _top_p(pool, self.top_p, self.max_k)
@@ -84,20 +84,20 @@ class Std(Pooled):
 
 @dataclass(frozen=True)
 class Auto(Std):
-    """`Std` with all of the mass: the best `max_k`."""
+    """`Std` with top_p 1: the `max_k` most probable tokens."""
 
     top_p: float = 1.0
-    """Mass that is kept."""
+    """Probability mass to keep."""
 
 
 @dataclass(frozen=True)
 class TopPMaxK(Pooled):
-    """The best tokens until they have mass `top_p` or are `max_k`."""
+    """Top-p of at most `max_k` tokens."""
 
     max_k: int = 8
-    """Most tokens that are kept, at least 1."""
+    """Maximum number of tokens to keep, at least 1."""
     top_p: float = 0.9
-    """Mass that is kept."""
+    """Probability mass to keep."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         _top_p(pool, self.top_p, self.max_k)
@@ -105,10 +105,10 @@ class TopPMaxK(Pooled):
 
 @dataclass(frozen=True)
 class MaxK(Pooled):
-    """The best `max_k` tokens."""
+    """Top-k: the `max_k` most probable tokens."""
 
     max_k: int = 8
-    """How many tokens are kept."""
+    """Number of tokens to keep."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         pool.first(self.max_k)
@@ -116,10 +116,10 @@ class MaxK(Pooled):
 
 @dataclass(frozen=True)
 class Best(Pooled):
-    """The best token."""
+    """Greedy: the most probable token."""
 
     pool_size: int = 1
-    """How many of the best tokens are looked at."""
+    """Size of the pool."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         pool.first(1)
@@ -127,16 +127,16 @@ class Best(Pooled):
 
 @dataclass(frozen=True)
 class Fsd(Pooled):
-    """Of the best `k` tokens the one of greatest ``(1 - alpha) p - alpha penalty``; no draw."""
+    """Argmax of ``(1 - alpha) p - alpha penalty`` over the `k` most probable tokens."""
 
     k: int = 6
-    """How many tokens are compared."""
+    """Number of candidate tokens."""
     alpha: float = 0.5
     """Weight of the penalty."""
     order: int = 3
     """Order of the n-gram model."""
     beta: float = 0.9
-    """Share of the longest context in the model's estimate."""
+    """Weight of the longest context in the n-gram model."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         probs = pool.probs()[: self.k]
@@ -152,15 +152,15 @@ class Fsd(Pooled):
 
 @dataclass(frozen=True)
 class RandomFsd(Fsd):
-    """`Fsd`, but the first 10 new tokens are drawn as by `TopPMaxK` half of the time."""
+    """`Fsd` that samples each of the first 10 new tokens by `TopPMaxK` with probability 0.5."""
 
     top_p: float = 0.93
-    """Mass that is kept where a token is drawn."""
+    """Probability mass to keep where a token is sampled."""
     max_k: int = 8
-    """Most tokens that are kept there."""
+    """Maximum number of tokens to keep where a token is sampled."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
-        state.ngrams(self.order, self.beta)  # the model knows the prompt before a token is counted
+        state.ngrams(self.order, self.beta)  # counts the prompt before the first new token
         if self._tosses(state):
             _top_p(pool, self.top_p, self.max_k)
         else:
@@ -172,7 +172,7 @@ class RandomFsd(Fsd):
         return state.random.next_double()
 
     def _tosses(self, state: PoolState) -> bool:
-        """Return whether the next token is drawn; the coin is tossed once for each token."""
+        """Return True if the next token is sampled; one random decision for each token."""
         if state.n_new >= N_RANDOM:
             return False
         if state.coin is None or state.coin[0] != state.n_new:
@@ -182,10 +182,10 @@ class RandomFsd(Fsd):
 
 @dataclass(frozen=True)
 class MinPShare(Pooled):
-    """The tokens at least `min_p` times as probable as the best."""
+    """Min-p: tokens at least `min_p` times as probable as the best one."""
 
     min_p: float = 0.05
-    """Least probability kept, relative to the best."""
+    """Minimum probability relative to the best token."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         probs = pool.probs()
@@ -194,10 +194,10 @@ class MinPShare(Pooled):
 
 @dataclass(frozen=True)
 class TailFree(Pooled):
-    """The tokens before the flat tail; the first bend does not count."""
+    """Tail-free sampling without the first second derivative."""
 
     z: float = 0.95
-    """Share of the bends that is kept."""
+    """Share of the second derivatives to keep."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         pool.first(tail_free_count(pool.probs(), self.z, first_counts=False))
@@ -205,10 +205,10 @@ class TailFree(Pooled):
 
 @dataclass(frozen=True)
 class Typical(Pooled):
-    """The most typical token, and those after it until their mass, without its, passes `p`."""
+    """Typical sampling whose mass `p` does not count the most typical token."""
 
     p: float = 0.95
-    """Mass that is kept besides the most typical token."""
+    """Probability mass to keep after the most typical token."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         probs = pool.probs()
@@ -220,12 +220,12 @@ class Typical(Pooled):
 
 @dataclass(frozen=True)
 class MirostatPool(Pooled):
-    """The tokens whose surprise is below a bound that follows the text (version 2)."""
+    """Mirostat 2: tokens with a surprise below an adaptive bound."""
 
     tau: float = 5.0
-    """Wanted surprise of a token in bits."""
+    """Target surprise in bits."""
     eta: float = 0.1
-    """How fast the bound follows."""
+    """Learning rate of the bound."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         bits = -np.log2(np.maximum(pool.probs(), np.finfo(np.float64).tiny))
@@ -233,7 +233,7 @@ class MirostatPool(Pooled):
 
 
 class PoolState:
-    """The random numbers, the text, and what single strategies remember."""
+    """State of one sequence: random numbers, text, mirostat's bound and the n-gram model."""
 
     takes_device_rows = False
 
@@ -241,13 +241,13 @@ class PoolState:
         self._strategy = strategy
         self._text = list(prompt_ids)
         self.n_new = 0
-        """New tokens."""
+        """Number of new tokens."""
         self.random = JavaRandom(seed)
-        """The request's numbers."""
+        """Random number generator of the request."""
         self.mu = 2.0 * getattr(strategy, "tau", 0.0)
-        """Mirostat's bound of surprise."""
+        """Mirostat's bound on the surprise."""
         self.coin: tuple[int, bool] | None = None
-        """What randomised FSD tossed for which new token."""
+        """Randomised FSD: index of a new token, and True if it is sampled."""
         self._ngrams: NgramModel | None = None
         self._bypassed = 0
         self._drawn: tuple[Candidates, int, bool] | None = None
@@ -266,14 +266,14 @@ class PoolState:
         return self._drawn[1]
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
-        """See `nbflow.sampling.State.probs`; not for strategies that toss a coin."""
+        """See `nbflow.sampling.State.probs`; not for `RandomFsd`."""
         pool = self._pool(logits)
         self._strategy.truncate(pool, self)
         return pool.dense()
 
     def accept(self, token: int) -> None:
         """See `nbflow.sampling.State.accept`."""
-        if self._drawn is None:  # a replayed text: its draw is passed over
+        if self._drawn is None:  # replayed text: skip its random number
             self._strategy.number(self)
         elif self._drawn[1] == token:
             self._follow(*self._drawn)
@@ -301,7 +301,7 @@ class PoolState:
         return pool
 
     def _past_end(self, pool: Candidates, token: int) -> tuple[int, bool]:
-        """Return the token, or the best other one if it is an end token to be passed over."""
+        """Return the token, or the best other one for an end token to bypass."""
         strategy = self._strategy
         if not isinstance(strategy, Std) or token not in strategy.eos_ids:
             return token, False
@@ -336,4 +336,4 @@ INFERFLOW: dict[str, type[Pooled]] = {
     "typical": Typical,
     "mirostat": MirostatPool,
 }
-"""Strategies by Inferflow's names; here they begin with ``inferflow.``."""
+"""Strategies by Inferflow's names; `SamplingParams.decoding` prefixes them with ``inferflow.``."""

@@ -31,7 +31,7 @@ async function loadModels() {
   at("rate").textContent = "";
 }
 
-// ---- what is asked ------------------------------------------------------------------------------
+// ---- request ---------------------------------------------------------------------------------
 
 function parameters() {
   const body = { model: at("model").value, stream: true, stream_options: { include_usage: true } };
@@ -52,19 +52,19 @@ function question() {
   return ["/v1/chat/completions", { ...parameters(), messages: all }];
 }
 
-// ---- what is answered ---------------------------------------------------------------------------
+// ---- response --------------------------------------------------------------------------------
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let buffer = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) throw new Error("the connection ended before the answer did");
-    held += value;
+    buffer += value;
     let end;
-    while ((end = held.indexOf("\n\n")) >= 0) {
-      const line = held.slice(0, end);
-      held = held.slice(end + 2);
+    while ((end = buffer.indexOf("\n\n")) >= 0) {
+      const line = buffer.slice(0, end);
+      buffer = buffer.slice(end + 2);
       if (line === "data: [DONE]") return;
       if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
     }
@@ -75,7 +75,7 @@ async function answer() {
   const message = { role: "assistant", content: "" };
   const article = addArticle(message);
   const body = article.querySelector(".body");
-  const [path, asked] = question();
+  const [path, request] = question();
   running = new AbortController();
   busy(true);
   const started = performance.now();
@@ -91,7 +91,7 @@ async function answer() {
     const response = await fetch(path, {
       method: "POST",
       headers: headers(),
-      body: JSON.stringify(asked),
+      body: JSON.stringify(request),
       signal: running.signal,
     });
     if (!response.ok) throw new Error(await problem(response));
@@ -154,7 +154,7 @@ function tell(usage, started, first) {
   ].filter(Boolean).join(" · ");
 }
 
-// ---- what is shown ------------------------------------------------------------------------------
+// ---- rendering -------------------------------------------------------------------------------
 
 function addArticle(message) {
   at("empty").hidden = true;
@@ -206,7 +206,7 @@ function grow() {
   input.style.height = `${input.scrollHeight + 2}px`;
 }
 
-// ---- what the user does -------------------------------------------------------------------------
+// ---- user input ------------------------------------------------------------------------------
 
 function send(event) {
   event.preventDefault();

@@ -1,4 +1,4 @@
-// A model's text as elements.  Only text nodes are made of it: nothing a model writes can run.
+// Render a model's text as DOM elements, from text nodes only: its output cannot run scripts.
 
 export function show(target, text) {
   const fresh = document.createDocumentFragment();

@@ -47,28 +47,28 @@ async def chat_completions(
             served, body, [ids], limit, state.config.limits, continues_text=False
         )
 
-    ids, wanted = await state.workers.run_for(request.receive, prepare)
-    answer = _Answer(served, body, body.request_id or request.state.request_id)
-    job = GenerationStream(served, wanted, state.mailbox, state.metrics)
-    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wanted))
+    ids, requests = await state.workers.run_for(request.receive, prepare)
+    writer = _ResponseWriter(served, body, body.request_id or request.state.request_id)
+    generation = GenerationStream(served, requests, state.bridge, state.metrics)
+    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(requests))
     if body.stream:
-        await job.__aenter__()  # what is wrong is told by the status, before the stream begins
-        return Stream(answer.stream(job, request), job.leave)
-    async with job:
-        chunks = await unless_gone(request.receive, job.whole())
+        await generation.__aenter__()  # before the response starts: errors set the status
+        return Stream(writer.stream(generation, request), generation.close)
+    async with generation:
+        chunks = await unless_gone(request.receive, generation.collect())
     if body.n_drawn > body.n:
         chunks = sorted(chunks, key=mean_logprob, reverse=True)[: body.n]
-    usage = job.usage(1)
+    usage = generation.usage(1)
     note(request, completion_tokens=usage["completion_tokens"])
     if not body.logprobs and body.prompt_logprobs is None:
-        return json_response(answer.whole(chunks, job, usage))
+        return json_response(writer.collect(chunks, generation, usage))
     return await state.workers.run_for(
-        request.receive, lambda: long_response(answer.whole(chunks, job, usage))
+        request.receive, lambda: long_response(writer.collect(chunks, generation, usage))
     )
 
 
 def chat_ids(served: ServedModel, body: ChatBody, template: str | None) -> list[int]:
-    """Return the prompt of a conversation."""
+    """Return the prompt token ids of a conversation."""
     return served.chat_ids(
         body.messages,
         template,
@@ -78,8 +78,8 @@ def chat_ids(served: ServedModel, body: ChatBody, template: str | None) -> list[
     )
 
 
-class _Answer:
-    """How an answer is written."""
+class _ResponseWriter:
+    """Response writer of one request."""
 
     def __init__(self, served: ServedModel, body: ChatBody, name: str) -> None:
         self._served = served
@@ -90,10 +90,10 @@ class _Answer:
             "model": body.model or served.name,
         }
 
-    def whole(
-        self, chunks: list[OutputChunk], job: GenerationStream, usage: dict[str, Any]
+    def collect(
+        self, chunks: list[OutputChunk], generation: GenerationStream, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the answer as one object."""
+        """Return the response body."""
         choices = [
             self._choice(
                 i, chunk, message={"role": "assistant", "content": chunk.text, "refusal": None}
@@ -107,7 +107,7 @@ class _Answer:
             "usage": usage,
             "system_fingerprint": None,
         }
-        request = job.request_of(0)
+        request = generation.request_of(0)
         if self._body.prompt_logprobs is not None:
             results = request.prompt_results
             answer["prompt_logprobs"] = of_prompt(
@@ -135,25 +135,29 @@ class _Answer:
             choice["token_ids"] = chunk.ids
         return choice
 
-    async def stream(self, job: GenerationStream, request: Request) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events, those of one moment together."""
+    async def stream(self, generation: GenerationStream, request: Request) -> AsyncIterator[bytes]:
+        """Yield server-sent events; chunks that are ready together go out in one write."""
         first = {"role": "assistant", "content": ""}
-        choices = [self._choice(i, OutputChunk(i), delta=first) for i in range(job.n_choices)]
-        yield b"".join(self._event([choice], job) for choice in choices)
-        async for chunks in job:
+        choices = [
+            self._choice(i, OutputChunk(i), delta=first) for i in range(generation.n_choices)
+        ]
+        yield b"".join(self._event([choice], generation) for choice in choices)
+        async for chunks in generation:
             failed = next((chunk.error for chunk in chunks if chunk.error is not None), None)
             if failed is not None:
                 yield event(failed.body()) + DONE
                 return
             yield b"".join(
-                self._event([choice], job) for chunk in chunks for choice in self._deltas(chunk)
+                self._event([choice], generation)
+                for chunk in chunks
+                for choice in self._deltas(chunk)
             )
-        usage = job.usage(1)
+        usage = generation.usage(1)
         note(request, completion_tokens=usage["completion_tokens"])
-        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+        yield (self._event([], generation, usage) if self._body.includes_usage else b"") + DONE
 
     def _deltas(self, chunk: OutputChunk) -> Iterator[dict[str, Any]]:
-        """Yield a chunk's text, if there is some; then the end, with an empty delta."""
+        """Yield a choice with the chunk's text, if any, then one with the finish reason."""
         if chunk.text or chunk.tokens:
             text = dataclasses.replace(chunk, finish_reason=None)
             yield self._choice(chunk.index, text, delta={"content": chunk.text})
@@ -164,12 +168,12 @@ class _Answer:
     def _event(
         self,
         choices: list[dict[str, Any]],
-        job: GenerationStream,
+        generation: GenerationStream,
         usage: dict[str, Any] | None = None,
     ) -> bytes:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         if self._body.continuous_usage:
-            chunk["usage"] = usage or job.usage(1)
+            chunk["usage"] = usage or generation.usage(1)
         elif self._body.includes_usage:
             chunk["usage"] = usage
         return event(chunk)

@@ -1,4 +1,4 @@
-"""The chat page: three files of the package, nothing from elsewhere."""
+"""Chat page: static files of this package, without external resources."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ async def page() -> Response:
 
 @router.get("/page/{name}")
 async def part(name: str) -> Response:
-    """Return a part of the page."""
+    """Return a static file of the page."""
     if name not in _NAMES:
-        raise ApiError(404, f"the page has no {name[:80]!r}")
+        raise ApiError(404, f"the chat page has no file {name[:80]!r}")
     return _file(name)
 
 

@@ -50,22 +50,24 @@ async def completions(
             served, body, ids, most, state.config.limits, continues_text=True, echo=body.echo
         )
 
-    ids, wanted = await state.workers.run_for(request.receive, prepare)
-    answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
-    job = GenerationStream(served, wanted, state.mailbox, state.metrics)
+    ids, requests = await state.workers.run_for(request.receive, prepare)
+    writer = _ResponseWriter(
+        served, body, body.request_id or request.state.request_id, prompts, ids
+    )
+    generation = GenerationStream(served, requests, state.bridge, state.metrics)
     n_prompt = sum(map(len, ids))
-    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wanted))
+    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(requests))
     if body.stream:
-        await job.__aenter__()  # what is wrong is told by the status, before the stream begins
-        return Stream(answer.stream(job, request, state.workers), job.leave)
-    async with job:
-        chunks = await unless_gone(request.receive, job.whole())
-    usage = job.usage(len(prompts))
+        await generation.__aenter__()  # before the response starts: errors set the status
+        return Stream(writer.stream(generation, request, state.workers), generation.close)
+    async with generation:
+        chunks = await unless_gone(request.receive, generation.collect())
+    usage = generation.usage(len(prompts))
     note(request, completion_tokens=usage["completion_tokens"])
     if body.logprobs is None and body.prompt_logprobs is None:
-        return json_response(answer.whole(chunks, job, usage))
+        return json_response(writer.collect(chunks, generation, usage))
     return await state.workers.run_for(
-        request.receive, lambda: long_response(answer.whole(chunks, job, usage))
+        request.receive, lambda: long_response(writer.collect(chunks, generation, usage))
     )
 
 
@@ -75,7 +77,7 @@ def prompt_ids(
     add_special_tokens: bool,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """Return the token ids of prompts; `param` is the field that they come from."""
+    """Return the token ids of prompts; error messages name the field `param`."""
     if not prompts:
         raise ApiError(400, "there must be at least one text", param=param)
     for prompt in prompts:
@@ -89,8 +91,8 @@ def prompt_ids(
     return found
 
 
-class _Answer:
-    """How an answer is written."""
+class _ResponseWriter:
+    """Response writer of one request."""
 
     def __init__(
         self,
@@ -112,10 +114,10 @@ class _Answer:
             "model": body.model or served.name,
         }
 
-    def whole(
-        self, chunks: list[OutputChunk], job: GenerationStream, usage: dict[str, Any]
+    def collect(
+        self, chunks: list[OutputChunk], generation: GenerationStream, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the answer as one object; the choices are prompt-major."""
+        """Return the response body; choices are in prompt-major order."""
         kept: list[OutputChunk] = []
         n_drawn, n = self._body.n_drawn, self._body.n
         for start in range(0, len(chunks), n_drawn):
@@ -123,75 +125,75 @@ class _Answer:
             if n_drawn > n:
                 some = sorted(some, key=mean_logprob, reverse=True)[:n]
             kept += some
-        choices = [self._choice(i, chunk, job, True) for i, chunk in enumerate(kept)]
+        choices = [self._choice(i, chunk, generation, True) for i, chunk in enumerate(kept)]
         return {**self._head, "choices": choices, "usage": usage}
 
     async def stream(
-        self, job: GenerationStream, request: Request, workers: Workers
+        self, generation: GenerationStream, request: Request, workers: Workers
     ) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events, those of one moment together."""
+        """Yield server-sent events; chunks that are ready together go out in one write."""
         begun: set[int] = set()
-        held: list[OutputChunk] = []
-        async for chunks in job:
+        pending: list[OutputChunk] = []
+        async for chunks in generation:
             events = []
-            chunks, held = [*held, *chunks], []
+            chunks, pending = [*pending, *chunks], []
             for chunk in chunks:
                 if chunk.error is not None:
                     yield event(chunk.error.body()) + DONE
                     return
-                if self._lacks_prompt(chunk, job):
-                    held.append(chunk)
+                if self._lacks_prompt(chunk, generation):
+                    pending.append(chunk)
                     continue
                 first = chunk.index not in begun
                 begun.add(chunk.index)
                 if first and self._body.echo and self._body.logprobs is not None:
-                    events.append(await workers.run(self._chunk_event, chunk, job, first))
+                    events.append(await workers.run(self._chunk_event, chunk, generation, first))
                 else:
-                    events.append(self._chunk_event(chunk, job, first))
+                    events.append(self._chunk_event(chunk, generation, first))
             yield b"".join(events)
-        usage = job.usage(len(self._prompts))
+        usage = generation.usage(len(self._prompts))
         note(request, completion_tokens=usage["completion_tokens"])
-        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+        yield (self._event([], generation, usage) if self._body.includes_usage else b"") + DONE
 
-    def _lacks_prompt(self, chunk: OutputChunk, job: GenerationStream) -> bool:
-        """Return whether a chunk must wait for the prompt's log-probabilities."""
-        asked = self._first_request(chunk, job)
+    def _lacks_prompt(self, chunk: OutputChunk, generation: GenerationStream) -> bool:
+        """Return True while the prompt's log-probabilities that a chunk echoes are pending."""
+        asked = self._first_request(chunk, generation)
         return self._body.echo and asked.needs_prompt_logits
 
-    def _first_request(self, chunk: OutputChunk, job: GenerationStream) -> EngineRequest:
-        """Return the request that is told the log-probabilities of a choice's prompt."""
-        return job.request_of(chunk.index - chunk.index % self._body.n_drawn)
+    def _first_request(self, chunk: OutputChunk, generation: GenerationStream) -> EngineRequest:
+        """Return the request that computes the prompt log-probabilities of a choice."""
+        return generation.request_of(chunk.index - chunk.index % self._body.n_drawn)
 
-    def _chunk_event(self, chunk: OutputChunk, job: GenerationStream, first: bool) -> bytes:
-        return self._event([self._choice(chunk.index, chunk, job, first)], job)
+    def _chunk_event(self, chunk: OutputChunk, generation: GenerationStream, first: bool) -> bytes:
+        return self._event([self._choice(chunk.index, chunk, generation, first)], generation)
 
     def _event(
         self,
         choices: list[dict[str, Any]],
-        job: GenerationStream,
+        generation: GenerationStream,
         usage: dict[str, Any] | None = None,
     ) -> bytes:
         chunk: dict[str, Any] = {**self._head, "choices": choices}
         if self._body.continuous_usage:
-            chunk["usage"] = usage or job.usage(len(self._prompts))
+            chunk["usage"] = usage or generation.usage(len(self._prompts))
         elif self._body.includes_usage:
             chunk["usage"] = usage
         return event(chunk)
 
     def _choice(
-        self, index: int, chunk: OutputChunk, job: GenerationStream, first: bool
+        self, index: int, chunk: OutputChunk, generation: GenerationStream, first: bool
     ) -> dict[str, Any]:
-        """Return a choice; `first` is whether it is the place for the prompt's part."""
-        body, request = self._body, self._first_request(chunk, job)
+        """Return a choice; `first` adds the echoed prompt."""
+        body, request = self._body, self._first_request(chunk, generation)
         echoed = self._text_of(chunk.index // body.n_drawn) if body.echo else ""
         logprobs = None
         if body.logprobs is not None:
-            lines = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
+            found = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
             if body.echo and first:
-                self._add_prompt(lines, request.prompt, request.prompt_results)
-            for e in chunk.tokens:
-                lines.add(e, len(echoed))
-            logprobs = lines.body()
+                self._add_prompt(found, request.prompt, request.prompt_results)
+            for output in chunk.tokens:
+                found.add(output, len(echoed))
+            logprobs = found.body()
         choice: dict[str, Any] = {
             "index": index,
             "text": (echoed if first else "") + chunk.text,
@@ -221,12 +223,12 @@ class _Answer:
 
     def _add_prompt(
         self,
-        lines: CompletionLogprobs,
+        logprobs: CompletionLogprobs,
         prompt: Sequence[int],
         results: Sequence[tuple[float, list[tuple[int, float]]]],
     ) -> None:
         """Add the prompt's tokens."""
         offset = self._served.offsets()
-        lines.first(prompt[0], offset(prompt[0]))
+        logprobs.first(prompt[0], offset(prompt[0]))
         for token, (logprob, top) in zip(prompt[1:], results, strict=False):
-            lines.add_token(token, logprob, top, offset(token))
+            logprobs.add_token(token, logprob, top, offset(token))

@@ -46,11 +46,11 @@ async def embeddings(
     requests = served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
     for text in requests:
         text.deadline = state.config.limits.request_s or None
-    job = GenerationStream(
-        served, [GenerationRequest(text) for text in requests], state.mailbox, state.metrics
+    generation = GenerationStream(
+        served, [GenerationRequest(text) for text in requests], state.bridge, state.metrics
     )
-    async with job:
-        await unless_gone(request.receive, job.whole())
+    async with generation:
+        await unless_gone(request.receive, generation.collect())
     as_base64 = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": _written(text.vector, as_base64)}
@@ -68,7 +68,7 @@ async def embeddings(
 
 def _written(vector: np.ndarray | None, as_base64: bool) -> Any:
     """Return a vector as a list of numbers, or as base64 of little-endian float32."""
-    assert vector is not None  # its request has ended in order
+    assert vector is not None  # set when the request finished
     if as_base64:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
     return vector.tolist()

@@ -1,4 +1,4 @@
-"""How the server is: health, metrics, version."""
+"""Health, readiness, metrics and version."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ router = APIRouter(tags=["server"])
 State = Annotated[ServerState, Depends(state_of)]
 
 
-@router.get("/health", summary="Whether the server works")
+@router.get("/health", summary="Liveness of the engines")
 async def health(state: State) -> Response:
-    """Return 200 while the engines run, also while the server finishes its last requests."""
+    """Return 200 while the engines run, also while draining."""
     dead = [served.name for served in state.models.all if not served.engine.alive]
     if dead:
         return json_response({"status": "failed", "models": dead}, 503)
     return json_response({"status": "draining" if state.draining else "ok"})
 
 
-@router.get("/ready", summary="Whether the server takes requests")
+@router.get("/ready", summary="Readiness for new requests")
 async def ready(state: State) -> Response:
-    """Return 200 if a request would be taken now."""
+    """Return 200 if the server accepts new requests."""
     if state.draining:
         return json_response({"status": "draining"}, 503)
     return await health(state)
 
 
-@router.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
+@router.get("/metrics", summary="Metrics in Prometheus text format", response_class=Response)
 async def metrics(state: State) -> Response:
-    """Return numbers for Prometheus."""
+    """Return metrics in Prometheus text format."""
     return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -47,9 +47,9 @@ async def version() -> Response:
     return json_response({"version": nbflow.__version__})
 
 
-@router.get("/server_info", summary="What the server runs")
+@router.get("/server_info", summary="Models, limits and machine")
 async def server_info(state: State) -> Response:
-    """Return models, limits and machine; no keys."""
+    """Return models, limits and machine, without API keys."""
     config = state.config
     return json_response(
         {
@@ -67,7 +67,7 @@ async def server_info(state: State) -> Response:
 
 
 def _about(served: Any) -> dict[str, Any]:
-    """Return what a model is and how it is held."""
+    """Return a model's size, formats, partition and engine options."""
     spec, options = served.model.spec, served.options
     return {
         "spec": spec.name,

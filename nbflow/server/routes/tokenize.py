@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/apply-template``: what a prompt is made of."""
+"""``/tokenize``, ``/detokenize`` and ``/apply-template``."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def apply_template(
 
 
 def own_template(given: str | None, state: ServerState) -> str | None:
-    """Return a request's own template if the server takes such."""
+    """Return a request's chat template; raise `ApiError` if the server allows none."""
     if given is not None and not state.config.request_templates:
         raise ApiError(
             400,
