@@ -41,8 +41,8 @@ def test_there_are_examples():
     ]
     for name in (
         "nbflow.engine.load.load",
-        "nbflow.engine.llm.Model.logits",
-        "nbflow.engine.llm.Model.generate",
+        "nbflow.engine.llm.LLM.logits",
+        "nbflow.engine.llm.LLM.generate",
         "nbflow.checkpoint.open_weights",
     ):
         assert name in with_examples
