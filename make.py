@@ -27,7 +27,7 @@ BIN = ROOT / ".venv" / "bin"
 RESULTS = "runs"
 QUICK_TESTS = (
     *("tests/test_imports.py", "tests/docs/test_site.py", "tests/docs/test_architecture_page.py"),
-    *("tests/utils", "tests/spec", "tests/program", "tests/planner", "tests/kv_cache"),
+    *("tests/utils", "tests/spec", "tests/planner", "tests/checkpoint"),
     *("tests/tokenization", "tests/compat", "tests/cli"),
 )
 """Folders of `make.py check`: every package of nbflow, no long compilation."""
