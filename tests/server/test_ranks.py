@@ -56,7 +56,7 @@ def check_wrong_requests(server):
     """The request is refused, and the ranks continue."""
     body = {"prompt": PROMPT, "max_tokens": 4}
     for wrong, words in (
-        ({"use_beam_search": True, "n": 4}, "follows 4 continuations, but at most 3"),
+        ({"use_beam_search": True, "n": 4}, "needs 4 sequences, but at most 3"),
         ({"stop_token_ids": [2**63]}, "stop_token_ids must hold ids in 0..2047"),
     ):
         answer = server.http.post("/v1/completions", json=body | wrong)

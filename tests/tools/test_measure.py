@@ -146,7 +146,7 @@ def test_invariance(tool, monkeypatch, tmp_path):
     assert (decode["sequences"], decode["keys"], product["rows"]) == (2, 600, 4)
     assert 0 < decode["best_us"] <= decode["fixed_us"]
     assert 0 < product["best_us"] <= product["fixed_us"]
-    assert product["fixed"] == "few_rows"
+    assert product["fixed"] == "gemv"
     assert "## products" in (tmp_path / "table.md").read_text()
     # one accumulator has the engine's bits, two have others
     rng = np.random.default_rng(0)
