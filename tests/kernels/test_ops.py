@@ -75,7 +75,8 @@ def test_op_has_docstring_with_example_and_variants(family: str, op: str) -> Non
     public = getattr(nk, op)
     examples = doctest.DocTestFinder(recurse=True).find(public, op)
     assert any(test.examples for test in examples), f"{op} has no example"
-    assert public.__module__.startswith(f"nbflow_kernels.{family}")
+    modules = (f"nbflow_kernels.{family}", "nbflow_kernels.formats.csr")  # weights may be sparse
+    assert public.__module__.startswith(modules)
     for part in ("cpu", "cuda"):
         assert op_registry.load(family, part).__doc__
 
@@ -124,9 +125,8 @@ def _environment() -> dict[str, str]:
 
 
 def test_names_for_type_checkers_are_the_public_names() -> None:
-    tree = ast.parse(Path(nk.__path__[0], "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    tree = ast.parse(Path(nk.__path__[0], "__init__.pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     written = set()
     for node in imports:
         for alias in node.names:
@@ -183,8 +183,8 @@ def test_check_notices_nan_a_changed_argument_and_another_array(
     for function, message in (
         (leaves_nan, "is nan"),
         (changes_weight, "weight was changed"),
-        (ignores_out, "something else was returned"),
+        (ignores_out, "returned another array than out="),
     ):
-        monkeypatch.setattr(nk, "rmsnorm", function)
+        monkeypatch.setattr("nbflow_kernels.norm.rmsnorm", function)
         with pytest.raises(checks.CheckError, match=message):
             checks.check(_broken())

@@ -67,7 +67,11 @@ def check_wrong_requests(engine, model, expected) -> None:
     wide = model.make_request(PROMPTS[0], 12, BeamSearch(4))
     drawn = model.make_request(PROMPTS[0], 12, Failing(), 0, True)
     sent = model.make_request(PROMPTS[0], 12, "greedy", 0, True, draft=lambda ids, n: [])
-    for request, words in ((wide, "at most 3"), (drawn, "planted where"), (sent, "cannot be sent")):
+    for request, words in (
+        (wide, "at most 3"),
+        (drawn, "planted where"),
+        (sent, "cannot send"),
+    ):
         with pytest.raises(UsageError, match=words):
             engine.submit(request).result(300)
     with pytest.raises(UsageError, match="at most 3"):  # refused by every rank alike

@@ -16,10 +16,9 @@ from golden_weights import bell, importances, inputs, integers
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_rows
-from nbflow_kernels.formats.block_format import BlockFormat
+from nbflow_kernels.formats.block_format import E4M3, E8M0, BlockFormat
 from nbflow_kernels.formats.codec_spec import weights
 from nbflow_kernels.formats.ggml import iq_grids as grids
-from nbflow_kernels.formats.ggml import mxfp4_nvfp4 as fp4
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.registry import quantize_rows
 
@@ -303,7 +302,7 @@ def test_best_finds_the_best_of_all_scales_there_are(name, size, weighted):
     found = (np.square(y - x) * counts).reshape(-1, size).sum(axis=1)
     # all scales between 2**-20 and 2**5 that can be stored, nearest levels
     levels = np.unique(weights_of_all_codes(name)).astype(np.float64)
-    scales = {"mxfp4": fp4.E8M0, "nvfp4": fp4.E4M3[:127]}[name].astype(np.float64)
+    scales = {"mxfp4": E8M0, "nvfp4": E4M3[:127]}[name].astype(np.float64)
     least = np.full(len(found), np.inf)
     for scale in scales[(scales > 2.0**-20) & (scales < 2.0**5)]:
         off = np.abs(x.reshape(-1, size, 1) - scale * levels).min(axis=2)
