@@ -212,15 +212,24 @@ def write_field(numbers, block, field):
 
 
 def byte_table(table: FieldTable) -> str:
-    """Return the table of a block's bytes in reStructuredText, as format docstrings show it."""
-    rows = sorted(
-        (plane.at, plane.n_bytes(field.n_stored), _described(field, plane))
+    """Return the byte table of a block in reStructuredText, as in the docstrings of formats.
+
+    Planes that interleave, such as the scales and minima of q4_k, share one row.
+    """
+    rows: list[tuple[int, int, str]] = []
+    for at, end, text in sorted(
+        (plane.at, plane.at + plane.n_bytes(field.n_stored), _described(field, plane))
         for field in table.fields
         for plane in field.planes
-    )
+    ):
+        if rows and at < rows[-1][1]:
+            first, last, others = rows.pop()
+            rows.append((first, max(last, end), f"{others}; {text}"))
+        else:
+            rows.append((at, end, text))
     rule = "======  =====  " + 82 * "="
     lines = [rule, "offset  bytes  field", rule]
-    lines += [f"{at:<6}  {n:<5}  {text}" for at, n, text in rows]
+    lines += [f"{at:<6}  {end - at:<5}  {text}" for at, end, text in rows]
     return "\n".join([*lines, rule])
 
 

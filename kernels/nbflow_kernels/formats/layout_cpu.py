@@ -66,7 +66,7 @@ FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
     ),
     8: tuple((v, 0, 8, v, 0) for v in range(8)),
 }
-"""Code bits to bit fields of a unit: code vector, first bit, width, word, bit offset in the word."""
+"""Code bits to bit fields of a unit: (code vector, first bit, width, word, bit offset in word)."""
 D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1}
 
 
