@@ -159,7 +159,7 @@ def fma64(a: Any, b: Any, c: Any, mode: str = "rn") -> Any:
         th, tl = two_sum(c, pl)
         vh, vl = two_sum(ph, th)
         r = vh + add_to_odd(tl, vl)
-        # Where nothing can overflow or underflow on the way the steps above are exact.
+        # Without intermediate overflow or underflow the steps above are exact.
         size_p, size_c = np.abs(ph), np.abs(c)
         safe = ((size_p > 1e-200) | (a == 0) | (b == 0)) & (size_p < 1e280)
         safe &= (np.abs(a) < 1e280) & (np.abs(b) < 1e280)

@@ -201,7 +201,7 @@ class _Scheduler:
             notes=notes,
         )
 
-    # Where a group splits or waits -------------------------------------------------------------
+    # Divergence and barriers of a group --------------------------------------------------------
 
     def control(self, c: Control, i: Any, lanes: Any) -> None:
         m = self.m

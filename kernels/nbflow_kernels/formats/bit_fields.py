@@ -238,13 +238,13 @@ def _described(field: Field, plane: Plane) -> str:
     if plane.bits == 16:
         return f"{field.name}, float16"
     what = "pair code" if field.radix else "code" if field.name == "code" else field.name
-    if field.n == 1:
-        return f"{what}, uint8"
     whole = plane.bits == field.bits
-    if whole and plane.bits == 8:
-        return f"{what}s, {'int8' if field.signed else 'uint8'}"
     top = plane.shift + plane.bits - 1
     which = f"bit {top}" if plane.bits == 1 else f"bits {plane.shift}-{top}"
+    if field.n == 1:
+        return f"{what}, uint8" if whole else f"{which} of {what}"
+    if whole and plane.bits == 8:
+        return f"{what}s, {'int8' if field.signed else 'uint8'}"
     head = f"{what}s" if whole else f"{which} of the {what}s"
     if plane.per_group == 1:
         return f"{head}: one in each byte"

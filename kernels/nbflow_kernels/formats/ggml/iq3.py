@@ -9,8 +9,8 @@ offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
 2       64     points, one byte per quad
-66      32     one 32-bit integer per 32 weights: signs of weights 8l .. 8l + 6 in bits 7l .. 7l + 6,
-               scale in bits 28..31
+66      32     one 32-bit integer per 32 weights: signs of weights 8l .. 8l + 6 of these in bits
+               7l .. 7l + 6, scale in bits 28..31
 ======  =====  ==================================================================================
 
 Only 7 signs of 8 are stored: the eighth follows from even parity.  Magnitudes are 4 12 20 28 36 44
