@@ -106,7 +106,7 @@ def mul32(a: Any, b: Any, mode: str) -> Any:
 
 
 def _with_zero_sign(s: Any, p: Any, c: Any, mode: str) -> Any:
-    """Give an exact cancellation the sign IEEE 754 asks for: -0 when rounding down."""
+    """Give an exact cancellation its IEEE 754 sign: -0 when rounding down."""
     if mode != "rm":
         return s
     return np.where((s == 0) & ((p != 0) | (np.signbit(p) != np.signbit(c))), -0.0, s)

@@ -95,7 +95,7 @@ class FieldFormat(QuantFormat):
 
     Subclasses add the decode formula: `AffineFormat` (base + scale * code), `BlockFormat` (codebook
     and integer scales, no base) and `KQuantFormat` (super-blocks).  A new packing needs one
-    instance in a module of its own and an entry in the list of `nbflow_kernels.formats`; all
+    instance in a new module and an entry in the list of `nbflow_kernels.formats`; all
     kernels derive from the table and the formula.
 
     Examples
