@@ -60,7 +60,7 @@ def _stored(form: Any, at: Any, base: bool) -> Vector:
     numbers = read(at, np.uint8, LANES)
     if form.d_type == "e8m0":
         return np.ldexp(np.float32(1), numbers.astype(np.int32) - 128).astype(np.float32)
-    if form.d_type == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+    if form.d_type == "e4m3":  # a truncated float16 with another exponent bias
         return (numbers.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(
             128
         )
