@@ -49,7 +49,7 @@ class Binder:
         self.kinds = list(kernel.registers.values())
         self.plan = RegisterPlan(kernel)
 
-    # What an instruction names ----------------------------------------------------------------
+    # Operands of an instruction ---------------------------------------------------------------
 
     def unsupported(self, ins: Instruction, why: str = "") -> UnsupportedInstruction:
         """Return the error for an instruction the emulator does not execute."""

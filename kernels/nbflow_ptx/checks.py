@@ -1,4 +1,4 @@
-"""Which checks run, and what they cost to leave out."""
+"""Switches of the emulator's checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checks:
     barrier : bool
         A barrier that threads of the block left the kernel without reaching, or that one warp
         reached at two places.  Off: threads that left count as arrived.  (A deadlock is always
-        reported: there is nothing to go on with.)
+        reported: execution cannot continue.)
     masks : bool
         Member masks that do not name the executing lane, name a lane that left, and shuffles that
         read a lane outside the mask.

@@ -59,11 +59,11 @@ class Clusters:
         self.met: NDArray[np.int32] = np.zeros((n, warps, warps), np.int32)
         """The latest arrival of each warp that each warp has waited for."""
         self.waiting: list[tuple[int, NDArray[np.int64]]] = []
-        """Instructions, and the threads that wait there."""
+        """Pairs of an instruction and the threads that wait at it."""
         self.reached: NDArray[np.int32] = np.zeros((m.n_blocks, warps), np.int32)
-        """When each warp of the cluster last reached into the shared memory of each block."""
+        """Clock of the last access of each warp to the shared memory of each block."""
         self.left: NDArray[np.bool_] = np.zeros(m.n_blocks, np.bool_)
-        """Blocks of which no thread is left."""
+        """Blocks whose threads have all exited."""
 
     # barrier.cluster ---------------------------------------------------------------------------
 

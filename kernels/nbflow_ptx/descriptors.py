@@ -73,7 +73,7 @@ def decode(bits: int) -> Descriptor:
 
 
 def problem(d: Descriptor, lines: int, mn_major: bool) -> str:
-    """Return what is wrong with a matrix of so many lines at this place, or nothing.
+    """Return the error of a descriptor of a matrix with `lines` lines, or an empty string.
 
     A swizzled matrix must begin at the beginning of a pattern, except that it may lie some core
     rows to the right: so kernels step along K within rows of 64 or 128 bytes.

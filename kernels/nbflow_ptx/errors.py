@@ -51,7 +51,7 @@ class Finding:
     array : str, optional
         Name of the array or variable at or next to the address.
     notes : list of str
-        Further lines, such as the other access of a race or who waits where.
+        Further lines, such as the other access of a race or the waiting threads.
     """
 
     check: str

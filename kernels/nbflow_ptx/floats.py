@@ -106,7 +106,7 @@ def mul32(a: Any, b: Any, mode: str) -> Any:
 
 
 def _with_zero_sign(s: Any, p: Any, c: Any, mode: str) -> Any:
-    """Give an exact cancellation the sign IEEE 754 asks for: -0 when rounding down."""
+    """Give an exact cancellation its IEEE 754 sign: -0 when rounding down."""
     if mode != "rm":
         return s
     return np.where((s == 0) & ((p != 0) | (np.signbit(p) != np.signbit(c))), -0.0, s)
@@ -159,7 +159,7 @@ def fma64(a: Any, b: Any, c: Any, mode: str = "rn") -> Any:
         th, tl = two_sum(c, pl)
         vh, vl = two_sum(ph, th)
         r = vh + add_to_odd(tl, vl)
-        # Where nothing can overflow or underflow on the way the steps above are exact.
+        # Without intermediate overflow or underflow the steps above are exact.
         size_p, size_c = np.abs(ph), np.abs(c)
         safe = ((size_p > 1e-200) | (a == 0) | (b == 0)) & (size_p < 1e280)
         safe &= (np.abs(a) < 1e280) & (np.abs(b) < 1e280)

@@ -152,7 +152,7 @@ class Emulator:
         names : sequence of str, optional
             Names of the arguments for reports; default: their numbers.
         profile : bool
-            Whether to count bank conflicts and sectors per access.
+            Count bank conflicts and sectors per access.
         device : Device, optional
             The memory to run on, instead of the emulator's.
 

@@ -211,7 +211,7 @@ def _is_array(name: str) -> bool:
 
 
 def _is_fp64(ins: Instruction) -> bool:
-    """Return whether an instruction computes with float64 (moving 8 bytes is none)."""
+    """Return whether an instruction computes with float64 (moves of 8 bytes do not)."""
     return "f64" in ins.op and ins.opcode not in ("ld", "st", "mov", "selp", "ldu")
 
 

@@ -125,7 +125,7 @@ class Machine:
             ),
         )
 
-    # What instructions ask for ---------------------------------------------------------------
+    # Services for instructions ---------------------------------------------------------------
 
     @property
     def stamp(self) -> int:

@@ -116,7 +116,7 @@ def launch(
     checks : Checks, optional
         Which checks run; default all.
     profile : bool
-        Whether to count bank conflicts and sectors.
+        Count bank conflicts and sectors.
 
     Returns
     -------

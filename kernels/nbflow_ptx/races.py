@@ -48,9 +48,9 @@ class Clocks:
         self.lane: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
-        #: Of each thread its two latest fence.proxy.async (who is ahead of a reader by one has told
-        #: it of the one before), of each warp what it knew at its latest; and of each thread its
-        #: latest fence.mbarrier_init.
+        #: The two latest fence.proxy.async of each thread (a thread one fence ahead of a reader has
+        #: published the one before), the clock of each warp at its latest, and the latest
+        #: fence.mbarrier_init of each thread.
         self.proxy: NDArray[np.int32] = np.zeros((2, lanes), np.int32)
         self.proxy_known: NDArray[np.int32] = np.zeros((n_clusters, warps, warps), np.int32)
         self.init_fence: NDArray[np.int32] = np.zeros(lanes, np.int32)

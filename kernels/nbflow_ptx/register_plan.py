@@ -1,4 +1,4 @@
-"""Which registers of a kernel ``wgmma`` uses, and the checks of the instructions that touch them.
+"""Registers that ``wgmma`` uses in a kernel, and the checks of instructions that access them.
 
 A register that is *in flight* may only be used by further ``wgmma``.  Moves between registers are
 the compiler's: they carry the state of what they copy along instead of counting as a use, and a

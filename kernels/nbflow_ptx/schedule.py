@@ -201,7 +201,7 @@ class _Scheduler:
             notes=notes,
         )
 
-    # Where a group splits or waits -------------------------------------------------------------
+    # Divergence and barriers of a group --------------------------------------------------------
 
     def control(self, c: Control, i: Any, lanes: Any) -> None:
         m = self.m
@@ -441,7 +441,7 @@ class _Scheduler:
         self.bar_pc[lanes] = -1
 
     def order(self, lanes: Any, keys: Any) -> None:
-        """Tell the clocks who met whom."""
+        """Synchronize the vector clocks of the lanes that met."""
         m = self.m
         if len(lanes) == m.lanes:
             m.met()

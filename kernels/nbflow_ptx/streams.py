@@ -56,9 +56,9 @@ class Stream:
     Parameters
     ----------
     null : bool
-        Whether it is the null stream.
+        True for the null stream.
     non_blocking : bool
-        Whether it and the null stream do not wait for each other.
+        True for a stream that does not synchronize with the null stream.
     """
 
     null: Stream

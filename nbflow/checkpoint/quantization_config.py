@@ -35,7 +35,7 @@ from nbflow_kernels.errors import UsageError
 
 KEY = "quantization_config"
 CONFIG_KEYS = (KEY, "compression_config")
-"""Its keys; the latter is from early versions of compressed-tensors."""
+"""Keys of the quantization config; the latter is from early versions of compressed-tensors."""
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")
 FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
 """Element types of FP8 weights."""

@@ -91,7 +91,7 @@ class TensorEntry:
     order: str = "<"
     """Byte order of the elements, as in `struct`."""
     scaled: Scaled | None = None
-    """Its codes and scales, if stored separately."""
+    """Codes and scales, if they are separate tensors."""
 
     @property
     def stored_dtype(self) -> str:

@@ -44,9 +44,9 @@ class WrittenCheckpoint:
     path: Path
     """The file or the folder."""
     format: str
-    """Its file format: safetensors or gguf."""
+    """File format, safetensors or gguf."""
     tensors: tuple[TensorConversion, ...]
-    """Its tensors, in order."""
+    """Tensors in file order."""
     notes: tuple[str, ...] = field(default=())
     """Notes for the user, e.g. on data that could not be converted."""
 

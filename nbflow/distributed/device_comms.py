@@ -43,7 +43,7 @@ class RankCapabilities:
     mpi: bool
     """The MPI library is CUDA-aware."""
     on_host: bool = True
-    """Its arrays are in host memory."""
+    """The arrays of the rank are in host memory."""
     overlap: str = "auto"
     """Value of ``NBFLOW_OVERLAP``."""
 

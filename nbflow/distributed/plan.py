@@ -44,9 +44,9 @@ class RankPlan:
     vocab: Range
     """Range of rows of the embedding (first stage) and of the head (last stage)."""
     first: bool
-    """Its stage holds the embedding."""
+    """The rank is in the first pipeline stage, which holds the embedding."""
     last: bool
-    """Its stage holds the final norm and the head."""
+    """The rank is in the last pipeline stage, which holds the final norm and the head."""
     receives_from: int | None
     """Rank of the previous stage that sends it the hidden states."""
     sends_to: tuple[int, ...]

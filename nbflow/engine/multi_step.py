@@ -39,7 +39,7 @@ class MultiStepDecode:
     n_stops : int
         Most end tokens of a sequence.
     logprobs : bool
-        Whether the tokens' log-probabilities are wanted.
+        Return the log-probabilities of the tokens.
     """
 
     def __init__(self, strategy: Strategy, n: int, n_stops: int, logprobs: bool) -> None:

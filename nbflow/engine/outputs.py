@@ -405,10 +405,10 @@ class RequestOutput:
     prompt_ids: list[int]
     """The prompt as token ids."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """With `logprobs`: the most probable tokens at each position."""
+    """Most probable tokens at each position, with `logprobs`."""
     prompt_logprobs: list[tuple[float, TopLogprobs]] = field(default_factory=list)
-    """With `prompt_logprobs`: log-probability and most probable tokens at each prompt position but
-    the first."""
+    """Log-probability and most probable tokens at each prompt position but the first, with
+    `prompt_logprobs`."""
     n_drafted: int = 0
     """Draft tokens."""
     n_accepted: int = 0

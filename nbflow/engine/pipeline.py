@@ -70,7 +70,7 @@ class Pipeline:
         return {entry.request.id for scheduled, _ in self._steps for entry in scheduled}
 
     def _pages_are_scarce(self) -> bool:
-        """Return whether the next step might preempt a request."""
+        """Return whether the next step may preempt a request."""
         scheduler = self._worker.scheduler
         return scheduler.table.n_available < scheduler.n_sequences
 

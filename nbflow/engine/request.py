@@ -103,7 +103,7 @@ class Request:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     """Most probable tokens at each position, if requested."""
     prompt_results: list[tuple[float, TopLogprobs]] = field(default_factory=list)
-    """For each prompt token but the first: its log-probability, and the most probable tokens."""
+    """Log-probability and most probable tokens of each prompt token but the first."""
     n_computed: int = 0
     """Tokens whose keys and values are in the KV cache."""
     cached_tokens: int = 0
@@ -150,7 +150,7 @@ class Request:
 
     @property
     def sequences(self) -> list[int]:
-        """Its sequences in the block table."""
+        """Sequences of the request in the block table."""
         return self.branches or [self.id]
 
     @property

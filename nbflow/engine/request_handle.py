@@ -87,7 +87,7 @@ class RequestHandle:
 
     @property
     def prompt_logprobs(self) -> list[tuple[float, TopLogprobs]] | None:
-        """For each prompt token but the first, its log-probability and the most probable tokens.
+        """Log-probability and most probable tokens of each prompt token but the first.
 
         None if not requested, or while the prompt is being processed.
         """

@@ -33,7 +33,7 @@ class SamplerOutput:
 
     array: np.ndarray
     """float64 (B, 2 + 2 K): token, log-probability, K top tokens, their log-probabilities; NaN
-    where not requested.  K is the largest number that a request asks for."""
+    where not requested.  K is the largest number requested."""
 
     @classmethod
     def empty(cls, requests: Sequence[Request]) -> SamplerOutput:

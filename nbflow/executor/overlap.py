@@ -138,7 +138,7 @@ def _wait(in_flight: list[Future[None] | None], half: int) -> None:
 
 
 def slice_step(step: Step, start: int, stop: int, page_size: int) -> Step:
-    """Return the tokens `start` to `stop` of a step as a step of its own.
+    """Return the tokens `start` to `stop` of a step as a separate step.
 
     Sequences are as long as after the last of these tokens.
     """

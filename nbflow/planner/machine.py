@@ -97,7 +97,7 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """True for a device with memory of its own, which reads host memory over a bus."""
+        """True for a device with separate memory, which reads host memory over a bus."""
         return self.host_read_bytes_per_s > 0
 
     def operations(self, arithmetic: str | None) -> float:

@@ -34,20 +34,20 @@ from nbflow_kernels.errors import UsageError
 
 ARITHMETICS = ("f32", "bf16", "int8")
 FORMATS = ("f16", "q8_0", "q4_0", "q4_b32t1a", "q3h_b64t1", "q6_k", "q4_k")
-"""Of each kind those that are used most; for others see `nbflow.planner.machine.like`."""
+"""Measured formats, the most used of each kind; `nbflow.planner.machine.like` maps the others."""
 BASE = "q8_0"
-"""What stands for formats of which none is measured."""
+"""Fallback for formats without a measured format of their kind."""
 PROBE_BYTES = 128 << 20
 """Bytes that each rank reads in a pass."""
 SHAPE = (1024, 4096)
-"""Rows and columns of the matrix that is multiplied with.  It fits into the cache; the columns are
-those of models: few of them would fit into the first cache beside their activations."""
+"""Rows and columns of the weight matrix.  It fits into the cache; the column count is typical of
+models, since a narrow matrix would fit into the L1 cache together with the activations."""
 STREAMED_BYTES = 64 << 20
-"""Of the matrix of as many columns for one row and few, which comes from the memory."""
+"""Size of the matrix with as many columns for batches of one and few rows, streamed from DRAM."""
 MANY_ROWS = 256
 SMALL_BYTES, LARGE_BYTES = 16 << 10, 4 << 20
 MINIMUM_S = 1e-7
-"""For what is too short to be seen; 0 would mean that it is not known."""
+"""Lower bound of measured times; 0 would mean unknown."""
 STEPS = 48
 """Steps of the bundled model that are timed."""
 

@@ -66,7 +66,7 @@ class Prepared:
     """A model to be quantized."""
 
     spec: ModelSpec
-    """Its specification after the transforms."""
+    """Specification of the model after the transforms."""
     quantizer: QuantizerOptions
     """The quantizer of its matrices."""
     transforms: tuple[WeightTransform, ...] = ()

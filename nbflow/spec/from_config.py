@@ -63,7 +63,7 @@ def build_spec(
     Raises
     ------
     UsageError
-        If a field is missing or of a wrong type, or the configuration asks for a computation that
+        If a field is missing or of a wrong type, or the configuration requires a computation that
         the family does not describe.
     """
     _refuse_unsupported(family, config, where)
@@ -136,7 +136,7 @@ def _full(config: Mapping[str, Any], key: str) -> str:
 
 
 def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
-    """Raise for the first key whose value asks for an unsupported computation."""
+    """Raise for the first key whose value requires an unsupported computation."""
     read_quantization(config, where)
     for key, rule in family.only.items():
         value = lookup(config, key)

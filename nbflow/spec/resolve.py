@@ -71,7 +71,7 @@ def resolve(
     ------
     UsageError
         If the model does not exist, its architecture is unknown, or its configuration lacks a
-        number or asks for an unsupported computation.
+        number or requires an unsupported computation.
 
     See Also
     --------

@@ -24,11 +24,11 @@ class TensorLayout:
     shape: tuple[int, ...]
     """Shape the checkpoint's tensor must have."""
     rows: tuple[Span, ...] | None = None
-    """Its rows that are ours, in order; None for all."""
+    """Rows of the checkpoint's tensor in our matrix, in order; None for all."""
     transposed: bool = False
     """Stored (in, out): our rows are its columns."""
     columns: slice | None = None
-    """Its columns that are ours; None for all."""
+    """Columns of the checkpoint's tensor in our matrix; None for all."""
     step: int = 1
     """Stride of our rows in its rows, or in its columns if it is transposed."""
     base: int = 0

@@ -117,7 +117,7 @@ def _added(folder: Path, values: dict[str, Any], named: dict[str, str]) -> list[
     for key, token in (decoder if isinstance(decoder, dict) else {}).items():
         at = f"{where}: added_tokens_decoder"
         content = _content(token, f"{at}: {key!r:.40}")
-        # int() refuses thousands of digits with an error of its own
+        # int() refuses thousands of digits with another error
         number = int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
         if number is key or content is None or not isinstance(token, dict):
             raise UsageError(f"{at}: {key!r:.40} is not an id and a token")

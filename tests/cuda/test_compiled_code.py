@@ -81,7 +81,7 @@ def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit(arch: str)
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("name", ["rows of bfloat16", "q8_0"])
 def test_products_by_wgmma_keep_both_sums_in_registers(name: str, cluster: int) -> None:
-    """Of 255: sums twice, 96 or 64 each, and the weights of two steps."""
+    """Register budget of 255: two accumulators of 96 or 64, and the weights of two steps."""
     if name.startswith("rows"):
         kernel = cuda_wgmma._kernel(2, "bf16", 1, 192, cluster)
     else:

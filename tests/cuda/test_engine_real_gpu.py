@@ -88,7 +88,7 @@ def test_ranks(partition: str, devices: str) -> None:
 
 @pytest.mark.parametrize(("weights", "kv", "activations"), [*FORMATS, ("q4_k", "bf16", "bf16")])
 def test_formats(weights: str, kv: str, activations: str) -> None:
-    """As the emulator's test of this name; bfloat16 rounds activations, 2**-9 = 2e-3 each."""
+    """GPU version of the emulator's test; bfloat16 rounds activations, 2**-9 = 2e-3 each."""
     options = {"weights": weights, "kv": kv, "activations": activations}
     ids = np.arange(3, 12)
     with nbflow.load(FOLDER / "qwen3", **options) as model:

@@ -151,7 +151,7 @@ def test_a_row_has_the_same_bits_in_a_graph_for_more(cupy: Any) -> None:
 
 
 def test_steps_of_several_tokens_for_each_sequence_run_in_graphs(cupy: Any) -> None:
-    """As those that verify proposed tokens: here five in the graph for eight."""
+    """Steps that verify draft tokens: five tokens run in the graph for eight."""
     texts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [7, 2, 8, 1, 8, 2, 8]]
     with load("llama31", graphs=False) as model:
         wanted = [model.logits(text) for text in texts]

@@ -85,7 +85,7 @@ def test_template_and_c_kernels_run_on_the_arrays_device(cupy: Any, folder: Path
 
 @pytest.mark.compiler
 def test_a_kernel_of_one_architecture_is_compiled_for_it(folder: Path) -> None:
-    """Devices of compute capability 9.0 get ``sm_90a``, under a key of its own in the cache."""
+    """Devices of compute capability 9.0 get ``sm_90a``, under a separate cache key."""
     (folder / "own.cu").write_text("""
 extern "C" __global__ void own(int* out) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

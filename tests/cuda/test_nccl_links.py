@@ -105,7 +105,7 @@ PLAYED = SimpleNamespace(
 
 @pytest.fixture
 def played(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Give each rank, which is a thread, an emulated device of its own, and NCCL."""
+    """Give each rank, which is a thread, a separate emulated device, and NCCL."""
     Communicator.calls.clear()
     monkeypatch.setattr(nccl, "_nccl", lambda: (cupy, PLAYED))
     identity = property(lambda self: threading.current_thread().name)

@@ -121,7 +121,7 @@ def test_warpgroups_with_roles(hopper: Emulator, n: int, checks: Checks) -> None
     b = rng.standard_normal((n, 8, 16)).astype(np.float16)
     y = np.zeros((2, 128, 8), np.float32)
     hopper.checks = checks
-    parts = tiles(a.reshape(2, n, 2, 64, 16))  # each warpgroup has a tile of its own
+    parts = tiles(a.reshape(2, n, 2, 64, 16))  # one tile per warpgroup
     hopper.launch("pipeline", 2, 384, parts, tiles(b), y, n, shared_bytes=3 * (4096 + 256))
     want = np.zeros((2, 128, 8), np.float32)
     for k in range(n):

@@ -224,7 +224,7 @@ def test_async_copy_the_kernel_never_waits_for() -> None:
 
 
 def test_out_of_bounds_atomics_and_copies_with_the_check_off() -> None:
-    """They are dropped, and give zero; the others go on."""
+    """Such accesses are dropped and read zero; the other threads continue."""
     text = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y) {{
     .shared .align 16 .b8 tile[64]; .reg .b64 %x, %y, %a; .reg .b32 %r<6>;
     ld.param.u64 %x, [x]; ld.param.u64 %y, [y]; mov.u32 %r0, %tid.x;

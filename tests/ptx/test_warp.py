@@ -68,7 +68,7 @@ def test_match() -> None:
     ],
 )
 def test_reduce_within_masks(op: str, kind: str, f: np.ufunc) -> None:
-    """Even and odd lanes call with masks of their own, in one instruction."""
+    """Even and odd lanes call with different masks, in one instruction."""
     x = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
     masks = np.where(LANES % 2, 0xAAAAAAAA, 0x55555555).astype(np.uint32)
     got = execute(f"redux.sync.{op}.{kind} %d0, %a0, %a1;", [x, masks], np.uint32)
@@ -98,7 +98,7 @@ def test_a_block_that_is_no_multiple_of_a_warp() -> None:
 
 
 def test_wrong_masks_with_the_check_off() -> None:
-    """Nothing hangs: the lanes that came go on."""
+    """Nothing hangs: the lanes that arrived continue."""
     text = kernel_text(
         "setp.lt.u32 %q, %t, 16; mov.u32 %d0, 7;@%q shfl.sync.bfly.b32 %d0, %t, 1, 31, 0xffffffff;",
         [],

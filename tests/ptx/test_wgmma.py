@@ -57,7 +57,7 @@ class Tile:
 
 
 def tile(lines: int, row: int, mn: bool, start: int = 0) -> Tile:
-    """Return a dense layout of a matrix of so many lines."""
+    """Return a dense layout of a matrix with this number of lines."""
     if not mn:
         return Tile(row, mn, start, 16 * lines if row == 16 else 16, 8 * row)
     groups = -(-2 * lines // row)

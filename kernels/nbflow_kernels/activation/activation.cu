@@ -42,7 +42,7 @@ __device__ inline float clamped(float gate, float up, float alpha, float limit) 
   return (up + 1.0f) * logistic(gate, alpha);
 }
 
-// gpt-oss: gate and up side by side (INTERLEAVED), or the halves of a row.
+// gpt-oss: gate and up interleaved (INTERLEAVED), or the halves of a row.
 template <bool INTERLEAVED, bool WIDE>
 __global__ void swiglu_oai(const float* x, float* out, int T, int width, float alpha, float limit) {
   Place p;

@@ -49,7 +49,7 @@ def attention_error(format: str, *, values: bool = True) -> float:
     format : str
         Name of the format, as `kv_format` takes it.
     values : bool
-        Whether the values are in the format too, or only the keys.
+        Quantize the values too, not only the keys.
 
     Examples
     --------

@@ -76,7 +76,7 @@ class Capture:
     calls: list[GraphNode] = field(default_factory=list)
     """The compiled calls, in order; they keep the launcher's arrays alive."""
     complete: bool = True
-    """False if a launcher also did work of its own in Python."""
+    """False if a launcher also did work in Python."""
     held: list[Any] = field(default_factory=list)
     """Arrays whose addresses a launcher passes; the calls keep this list alive."""
 

@@ -32,9 +32,9 @@ class Detected:
     n_devices : int
         CUDA devices.
     cupy : bool
-        Whether CuPy is installed.
+        True if CuPy is installed.
     compilers : bool
-        Whether numba-cuda, which brings the compilers, is installed.
+        True if numba-cuda, which brings the compilers, is installed.
     reason : str
         Reason why kernels cannot run, and the remedy; empty if they can.
     """

@@ -129,7 +129,7 @@ def cpp_kernel(
     options : sequence of str
         Further options of NVRTC.
     arch_specific : bool
-        Whether the source uses instructions that only one architecture has (``wgmma``,
+        True if the source uses instructions of one architecture only (``wgmma``,
         ``setmaxnreg``): a device of compute capability 9.0 gets code for ``sm_90a``, where the
         source finds ``__CUDA_ARCH_FEAT_SM90_ALL`` defined.  Other devices get the code that the
         source has for all; see `specific_arch`.
@@ -209,7 +209,7 @@ def numba_kernel(
     fastmath : bool
         Approximate division, roots and functions, and no denormal numbers.
     fuse : bool
-        Whether a product and a sum may become one instruction, rounded once.
+        Allow contraction of a product and a sum into one FMA, rounded once.
     name : str
         The kernel's name, by default the function's.
 

@@ -89,7 +89,7 @@ def compile_function(
     fastmath : bool
         Approximate division, roots and functions, and no denormal numbers.
     fuse : bool
-        Whether a product and a sum may become one instruction, rounded once.
+        Allow contraction of a product and a sum into one FMA, rounded once.
 
     Raises
     ------

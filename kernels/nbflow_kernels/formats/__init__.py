@@ -1,4 +1,4 @@
-"""Weight formats: the bytes of quantized tensors, and their decoding.
+"""Weight formats: block layouts, quantized tensors and dequantization.
 
 >>> import numpy as np
 >>> import nbflow_kernels as nk
@@ -9,8 +9,8 @@
 >>> bool(np.abs(nk.dequantize(qt) - x).max() < 0.06)
 True
 
-A format is a module with the table of its bytes, in `inferflow` or `ggml`; `FORMATS` lists them
-all.  The bytes are chosen in `nbflow_kernels.quantizers`.
+Each format is a module, most of them in `inferflow` or `ggml`, whose docstring has its byte table;
+`FORMATS` maps names to formats.  `nbflow_kernels.quantizers` chooses the bytes.
 """
 
 from __future__ import annotations
@@ -124,19 +124,19 @@ FORMATS.fill(
 
 
 def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """Return the weights of a tensor as float32.
+    """Dequantize a tensor to float32.
 
     Parameters
     ----------
     qt : QuantTensor
         The weights, shape (..., K).
     out : array of float32, shape (..., K), optional
-        Where to write the result.  On a CUDA device it may be float16.
+        Destination.  On a CUDA device it may be float16.
 
     Returns
     -------
     array of float32, shape (..., K)
-        `out`, or a new array where `qt` lies; on a CUDA device it has the CPU's bits.
+        `out`, or a new array on the device of `qt`.  CPU and CUDA results are bit-identical.
 
     Raises
     ------
@@ -175,16 +175,16 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
 def dequantize_rows(
     qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """Return some rows of a matrix as float32: the embedding of token ids.
+    """Dequantize rows of a matrix to float32, e.g. the embeddings of token ids.
 
     Parameters
     ----------
     qt : QuantTensor
         The matrix, shape (V, E).
     ids : array of int, shape (T,)
-        Rows, each in 0..V - 1.  On a CUDA device int32, and another index gives a row of NaN.
+        Row indices in 0..V - 1.  On a CUDA device int32; an index out of range gives a row of NaN.
     out : array of float32, shape (T, E), optional
-        Where to write the result.
+        Destination.
 
     Returns
     -------
@@ -194,7 +194,7 @@ def dequantize_rows(
     Raises
     ------
     TypeError
-        If `qt` is not a `QuantTensor` or `ids` not an array of integers.
+        If `qt` is not a `QuantTensor` or `ids` is not an array of integers.
     UsageError
         If an id is out of range, or a shape does not fit.
 
@@ -229,7 +229,7 @@ def dequantize_rows(
 
 
 def _dequantize_rows_there(qt: QuantTensor, ids: Any, out: Any) -> Any:
-    """Do `dequantize_rows` on a CUDA device, where indices are not checked."""
+    """CUDA path of `dequantize_rows`; indices are not checked."""
     from nbflow_kernels.formats import cuda_dequantize as cuda
 
     check_array("ids", ids, (None,), np.int32)

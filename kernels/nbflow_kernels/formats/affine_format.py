@@ -1,9 +1,9 @@
-"""Formats whose weight is ``base + scale * (code - zero)``, with one base and scale per block.
+"""Affine block formats: ``weight = base + scale * (code - zero)``, one base and scale per block.
 
-``zero`` belongs to the format: 0 if it stores a base, else the code of weight 0.
+``zero`` is a constant of the format: 0 if blocks store a base, else the code of weight 0.
 
-The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
-has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
+Decoding rounds once, to float32.  With float16 parameters the product has at most 11 + 8 bits, so
+fused and unfused float32 evaluation agree.
 """
 
 from __future__ import annotations
@@ -24,39 +24,41 @@ from nbflow_kernels.formats.registry import Bytes, Floats
 F16_PAIR = 0
 """Base and scale, float16 each."""
 F16_SCALE = 1
-"""A scale, float16, which may be negative, and no base."""
+"""One float16 scale, which may be negative; no base."""
 U8_PAIR = 2
-"""Scale u / 1000 and base v / 100 - 1, uint8 each."""
+"""Scale u / 1000 and base v / 100 - 1, with uint8 u and v."""
 
 RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX = range(6)
-"""Rules of published quantizers.  Inferflow's: `RANGE`, base = min and scale = range / divisor;
-`MIDRISE`, the middles of `n_codes` equal parts of the range; `ABSMAX`, scale = max|x| / divisor.  A
-scale below 1e-5 gives codes 0.  GGML's: `GGML_EXTREME`, the weight of largest magnitude gets code
-0; `GGML_RANGE` and `GGML_ABSMAX` as above, where only a scale of 0 gives codes 0."""
+"""Rules by which published quantizers choose base and scale.
+
+Inferflow: `RANGE` sets base = min and scale = range / divisor; `MIDRISE` decodes to the middles of
+`n_codes` equal intervals of the range; `ABSMAX` sets scale = max|x| / divisor.  A scale below 1e-5
+gives codes 0.  GGML: `GGML_EXTREME` gives the weight of largest magnitude code 0; `GGML_RANGE` and
+`GGML_ABSMAX` are as above, but only a scale of 0 gives codes 0."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AffineFormat(FieldFormat):
-    """One block format of the family.
+    """Affine block format with the fields "code", "scale" and optionally "base".
 
-    Its fields are "code", "scale" and, if any, "base": float16, or both a byte.
+    Scale and base are float16, or one byte each.
     """
 
     rule: int
-    """Rule by which the published quantizer finds base and scale, one of those above."""
+    """Rule of the published quantizer for base and scale: `RANGE`, `MIDRISE`, ..."""
     divisor: float
-    """The published scale is the block's range, or largest magnitude, divided by this."""
+    """Published scale = block range (or largest magnitude) / divisor."""
     zero: int = 0
-    """Without a base: the code of weight 0."""
+    """Code of weight 0, in formats without a base."""
 
     @property
     def n_codes(self) -> int:
-        """Codes the decoder understands, 0 .. n_codes - 1."""
+        """Number of codes: 0 .. n_codes - 1 are valid."""
         return self.fields["code"].n_values
 
     @cached_property
     def parameters(self) -> int:
-        """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
+        """Storage of base and scale: `F16_PAIR`, `F16_SCALE` or `U8_PAIR`."""
         if "base" not in self.fields:
             return F16_SCALE
         return F16_PAIR if self.fields["scale"].bits == 16 else U8_PAIR
@@ -75,12 +77,12 @@ class AffineFormat(FieldFormat):
         )
 
     def blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
-        """Return blocks (n, block_bytes) of codes and stored parameters (n, 2: base, scale)."""
+        """Pack codes and stored parameters (n, 2: base, scale) into blocks (n, block_bytes)."""
         numbers = {"code": codes, "base": parameters[:, :1], "scale": parameters[:, 1:]}
         return pack_blocks(self.fields, numbers)
 
     def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
-        """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
+        """Return the raw bits of base and scale (n, 2) of blocks."""
         result = np.zeros((len(blocks), 2), np.uint16)
         for i, name in enumerate(("base", "scale")):
             if name in self.fields:
@@ -88,9 +90,9 @@ class AffineFormat(FieldFormat):
         return result
 
     def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
-        """Return the parameters of blocks (n, block_bytes) as float32 (n,) each.
+        """Return base and scale of blocks (n, block_bytes), float32 (n,) each.
 
-        Without a stored base it is -0, which added to any number, 0 and -0 too, gives that number.
+        A missing base is -0, the additive identity for all floats including 0 and -0.
         """
         base, scale = self.stored_parameters(blocks).T
         if self.parameters == U8_PAIR:
@@ -125,7 +127,7 @@ def _apply(codes, base, scale, zero, out, start, stop):
     for row in range(start, stop):
         for column in range(out.shape[1]):
             b = column // block
-            # float64 holds the product and the sum exactly enough to round once
+            # float64 holds product and sum exactly enough for a single rounding
             step = np.int64(codes[row, column]) - zero
             wide = np.float64(base[row, b]) + np.float64(scale[row, b]) * step
             out[row, column] = np.float32(wide)

@@ -1,14 +1,13 @@
-"""Packing, unpacking and decoding of a block's numbers, derived from its table of fields.
-
-`nbflow_kernels.formats.codec_spec.FieldTable` describes the bytes.  Here:
+"""Bit packing and unpacking, derived from a format's `FieldTable`.
 
 =======================  ==========================================================================
-`pack_blocks`            numbers of all fields to the bytes of blocks, in NumPy
-`unpack_field`           and back
-`scalar_decoder`         function ``(row, at, i)`` of one number, for kernels (CPU and CUDA)
-`write_field`            the numbers of a field to the bytes of a block, for kernels
-`byte_table`             the table of bytes for a docstring
-`bit_sources`            map from bits to numbers, for quantizers on CUDA devices
+`pack_blocks`            pack the numbers of all fields into blocks, in NumPy
+`unpack_field`           unpack one field, in NumPy
+`scalar_decoder`         make the function ``(row, at, i)`` that reads one number in CPU and CUDA
+                         kernels
+`write_field`            write one field of a block, in kernels
+`byte_table`             the byte table of a format's docstring
+`bit_sources`            map from bits of a block to bits of numbers, for the CUDA quantizers
 =======================  ==========================================================================
 """
 
@@ -29,14 +28,14 @@ from nbflow_kernels.formats.registry import Bytes
 
 
 def _plane_bytes(plane: Plane, n: int, blocks: Bytes, k: int) -> Bytes:
-    """Return byte `k` of the words of a plane, a view (blocks, groups, stride) of `blocks`."""
+    """Return byte `k` of the words of a plane as a view (blocks, groups, stride)."""
     row, byte = blocks.strides
     shape = (len(blocks), plane.n_groups(n), plane.stride)
     return as_strided(blocks[:, plane.at + k :], shape, (row, plane.step * byte, byte))
 
 
 def pack_blocks(table: FieldTable, numbers: Mapping[str, NDArray[Any]]) -> Bytes:
-    """Return the blocks (n, block bytes) of numbers, (n, field.n) for each field, as stored."""
+    """Pack numbers, an array (n, field.n) per field, into blocks (n, block_bytes)."""
     parts = {f.name: numbers[f.name].reshape(-1, f.n) for f in table.fields}
     blocks = np.zeros((len(parts[table.fields[0].name]), table.block_bytes), np.uint8)
     for field in table.fields:
@@ -45,7 +44,7 @@ def pack_blocks(table: FieldTable, numbers: Mapping[str, NDArray[Any]]) -> Bytes
 
 
 def pack_field(field: Field, numbers: NDArray[Any], blocks: Bytes) -> None:
-    """Write numbers (n, field.n) to their bits of blocks (n, block bytes), which are zero there."""
+    """OR numbers (n, field.n) into blocks (n, block_bytes), whose bits there must be zero."""
     stored = numbers.astype(np.uint16)
     if field.radix:
         stored = stored[:, 0::2] + np.uint16(field.radix) * stored[:, 1::2]
@@ -64,7 +63,7 @@ def pack_field(field: Field, numbers: NDArray[Any], blocks: Bytes) -> None:
 
 
 def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:
-    """Return the numbers (n, field.n) of blocks (n, block bytes)."""
+    """Return the numbers (n, field.n) of a field from blocks (n, block_bytes)."""
     stored = np.zeros((len(blocks), field.n_stored), np.uint16)
     for plane in field.planes:
         dtype = np.dtype(f"u{plane.word_bytes}").type
@@ -89,27 +88,27 @@ def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:
 
 # ---- kernels ------------------------------------------------------------------------------------
 
-# A plane as numbers for kernels, where constants fold: byte, log2 of numbers of a group, bytes from
-# group to group, log2 of the stride, bit, pitch, numbers of a group - 1, mask, shift, first number,
-# the one after the last (0: all numbers), bytes of a word, groups, numbers of a group.
+# A plane as constants that fold in kernels: byte offset, log2 of numbers per group, bytes between
+# groups, log2 of the stride, bit, pitch, numbers per group - 1, mask, shift, first number, end
+# (0: no bound), bytes per word, number of groups, numbers per group.
 PlaneConstants = tuple[int, ...]
 NO_PLANE: PlaneConstants = (0,) * 14
 MOST_PLANES = 4
-ONE_GROUP = 63  # as log2 of a group's numbers, where there is one group
+ONE_GROUP = 63  # log2 of numbers per group if all numbers are one group
 FieldConstants = tuple[Any, ...]
-"""Planes, inverted bits, radix, its reciprocal, factor, offset, and the planes' constants."""
+"""Number of planes, XOR mask, radix, its reciprocal, factor, offset, and the planes' constants."""
 NO_FIELD: FieldConstants = (0, 0, 0, 0, 1, 0, *[NO_PLANE] * MOST_PLANES)
 
 
 def field_constants(field: Field) -> FieldConstants:
-    """Return what `read_number` and `write_field` read of a field."""
+    """Return the constants of a field that `read_number` and `write_field` take."""
     planes: list[PlaneConstants] = []
     for plane in field.planes:
         stride = plane.stride.bit_length() - 1
         group, slots = stride + plane.per_group.bit_length() - 1, plane.per_group - 1
         n_groups = plane.n_groups(field.n_stored)
         end = plane.first + plane.span(field.n_stored) if plane.first or plane.count else 0
-        if plane.span(field.n_stored) == 1 << group:  # the terms that LLVM would not fold
+        if plane.span(field.n_stored) == 1 << group:  # LLVM would not fold these terms
             group, slots = ONE_GROUP, -1
         planes.append(
             (
@@ -125,7 +124,7 @@ def field_constants(field: Field) -> FieldConstants:
 
 
 def reciprocal(radix: int) -> int:
-    """Return m for which ``c * m >> 16`` is c // radix, for all pair codes c; 0 for no radix."""
+    """Return m with ``c * m >> 16 == c // radix`` for all pair codes c; 0 without a radix."""
     if not radix:
         return 0
     m = -(-(1 << 16) // radix)
@@ -136,7 +135,7 @@ def reciprocal(radix: int) -> int:
 
 @jit.device_function(inline="always")
 def read_bits(row, at, i, plane):
-    """Return the bits of number `i` in a plane of the block at byte `at`, at their position."""
+    """Return the bits of number `i` stored in a plane, shifted to their position in the number."""
     if plane[10]:
         if i < plane[9] or i >= plane[10]:
             return 0
@@ -155,7 +154,7 @@ def read_bits(row, at, i, plane):
 
 @jit.device_function(inline="always")
 def read_number(row, at, i, field):
-    """Return number `i` of a field of the block at byte `at`."""
+    """Read number `i` of a field from the block at byte `at`."""
     j = i >> 1 if field[2] else i
     value = read_bits(row, at, j, field[6])
     if field[0] > 1:
@@ -172,7 +171,7 @@ def read_number(row, at, i, field):
 
 
 def scalar_decoder(field: Field) -> Callable[..., Any]:
-    """Return the function ``(row, at, i)`` of number `i` of a field in the block at byte `at`."""
+    """Make the function ``(row, at, i)`` that reads number `i` of a field, block at byte `at`."""
     constants = field_constants(field)
 
     @jit.device_function(inline="always")
@@ -185,7 +184,7 @@ def scalar_decoder(field: Field) -> Callable[..., Any]:
 
 @jit.device_function(inline="llvm")
 def _write_plane(numbers, block, flip, offset, plane):
-    """Write the bits of numbers that lie in a plane of a block, which are zero there."""
+    """OR one plane of numbers into a block, whose bits there must be zero."""
     stride = 1 << plane[3]
     for g in range(plane[12]):
         for r in range(stride):
@@ -200,7 +199,7 @@ def _write_plane(numbers, block, flip, offset, plane):
 
 @jit.device_function(inline="always")
 def write_field(numbers, block, field):
-    """Write the numbers of a field (without a factor) to a block, whose bits are zero there."""
+    """OR the numbers of a field without a factor into a block, whose bits there must be zero."""
     if field[0] > 0:
         _write_plane(numbers, block, field[1], field[5], field[6])
     if field[0] > 1:
@@ -213,30 +212,39 @@ def write_field(numbers, block, field):
 
 
 def byte_table(table: FieldTable) -> str:
-    """Return the table of a block's bytes in reStructuredText, as format docstrings show it."""
-    rows = sorted(
-        (plane.at, plane.n_bytes(field.n_stored), _described(field, plane))
+    """Return the byte table of a block in reStructuredText, as in the docstrings of formats.
+
+    Planes that interleave, such as the scales and minima of q4_k, share one row.
+    """
+    rows: list[tuple[int, int, str]] = []
+    for at, end, text in sorted(
+        (plane.at, plane.at + plane.n_bytes(field.n_stored), _described(field, plane))
         for field in table.fields
         for plane in field.planes
-    )
+    ):
+        if rows and at < rows[-1][1]:
+            first, last, others = rows.pop()
+            rows.append((first, max(last, end), f"{others}; {text}"))
+        else:
+            rows.append((at, end, text))
     rule = "======  =====  " + 82 * "="
     lines = [rule, "offset  bytes  field", rule]
-    lines += [f"{at:<6}  {n:<5}  {text}" for at, n, text in rows]
+    lines += [f"{at:<6}  {end - at:<5}  {text}" for at, end, text in rows]
     return "\n".join([*lines, rule])
 
 
 def _described(field: Field, plane: Plane) -> str:
-    """Return which numbers a plane holds and in which order."""
+    """Describe the numbers of a plane and their order."""
     if plane.bits == 16:
         return f"{field.name}, float16"
     what = "pair code" if field.radix else "code" if field.name == "code" else field.name
-    if field.n == 1:
-        return f"{what}, uint8"
     whole = plane.bits == field.bits
-    if whole and plane.bits == 8:
-        return f"{what}s, {'int8' if field.signed else 'uint8'}"
     top = plane.shift + plane.bits - 1
     which = f"bit {top}" if plane.bits == 1 else f"bits {plane.shift}-{top}"
+    if field.n == 1:
+        return f"{what}, uint8" if whole else f"{which} of {what}"
+    if whole and plane.bits == 8:
+        return f"{what}s, {'int8' if field.signed else 'uint8'}"
     head = f"{what}s" if whole else f"{which} of the {what}s"
     if plane.per_group == 1:
         return f"{head}: one in each byte"
@@ -247,22 +255,22 @@ def _described(field: Field, plane: Plane) -> str:
 # ---- map of bits --------------------------------------------------------------------------------
 
 FIELD_BITS = 16
-"""Most bits of a number."""
+"""Maximum bits of a number."""
 
 
 def bit_sources(table: FieldTable, counts: Mapping[str, int] | None = None) -> NDArray[np.int32]:
-    """Return which bit of which number each bit of a block is.
+    """Map each bit of a block to the bit of a number that it stores.
 
     Parameters
     ----------
     table : FieldTable
-        The bytes of a block.  Numbers are counted over its fields, in order.
+        The bytes of a block.  Numbers are counted over all fields, in order.
     counts : mapping, optional
-        Field to the numbers given for it, where several that are equal are stored as one.
+        Field name to the count of numbers given, if runs of equal numbers are stored once.
 
     Returns
     -------
-    array of int32, shape (block bytes * 8)
+    array of int32, shape (block_bytes * 8,)
         ``16 * number + bit``.
 
     Examples

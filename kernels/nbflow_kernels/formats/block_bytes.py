@@ -1,9 +1,9 @@
-"""Numbers in the bytes of a block, for the functions of a user's weight format.
+"""Read and write floats in the bytes of a block, for user-defined weight formats.
 
     from nbflow_kernels.formats.block_bytes import get_f16, put_f16
 
-They run inside compiled code and in plain Python alike.  Bytes need not be aligned; those outside
-the block raise IndexError.
+The functions run in compiled code and in plain Python.  Addresses need no alignment; an access
+outside the block raises IndexError.
 
 >>> import numpy as np
 >>> block = np.zeros(4, np.uint8)
@@ -30,27 +30,27 @@ def _check(block, at, n):
 
 @jit.kernel
 def get_f16(block, at):
-    """Return the float16 at bytes `at`, `at` + 1 of a block as float32."""
+    """Read the float16 at byte `at` of a block as float32."""
     _check(block, at, 2)
     return read_f16(simd.address(block) + at)
 
 
 @jit.kernel
 def put_f16(block, at, value):
-    """Write a number as float16, rounded to the nearest, to bytes `at`, `at` + 1 of a block."""
+    """Write a number as float16, rounded to nearest, at byte `at` of a block."""
     _check(block, at, 2)
     write_f16(simd.address(block) + at, np.float32(value))
 
 
 @jit.kernel
 def get_f32(block, at):
-    """Return the float32 at bytes `at` to `at` + 3 of a block."""
+    """Read the float32 at byte `at` of a block."""
     _check(block, at, 4)
     return read_f32(simd.address(block) + at)
 
 
 @jit.kernel
 def put_f32(block, at, value):
-    """Write a number as float32 to bytes `at` to `at` + 3 of a block."""
+    """Write a number as float32 at byte `at` of a block."""
     _check(block, at, 4)
     write_f32(simd.address(block) + at, np.float32(value))

@@ -1,4 +1,4 @@
-"""Block formats that are described by their table of fields and their formula."""
+"""Base classes of block formats: a field table for the bytes, a `CodecSpec` for the formula."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from nbflow_kernels.formats.codec_spec import (
 )
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
-CHUNK = 1 << 22  # weights decoded or encoded at once: bounds the temporary arrays to some 50 MB
-DECODE_COST = 8.0  # operations a weight costs, for the choice of thread count
+CHUNK = 1 << 22  # weights decoded or quantized at once: bounds temporaries to about 50 MB
+DECODE_COST = 8.0  # operations per weight, for the choice of thread count
 NO_TABLE = np.zeros(0, np.uint8)
 
 Scales = NDArray[np.int16]
@@ -41,12 +41,12 @@ Scales = NDArray[np.int16]
 
 
 def _e8m0_halves() -> Floats:
-    """Return 2**(e - 128) for e = 0..255; the first two are subnormal."""
+    """Return the E8M0 values 2**(e - 128) for e = 0..255; the first two are subnormal."""
     return np.ldexp(np.ones(256, np.float32), np.arange(256) - 128).astype(np.float32)
 
 
 def _e4m3_halves() -> Floats:
-    """Return half of the unsigned E4M3 number of each byte."""
+    """Return half of the unsigned E4M3 value of each byte."""
     byte = np.arange(256)
     exponent, mantissa = (byte >> 3) & 15, (byte & 7) / 8
     normal = np.ldexp(1 + mantissa, exponent - 7)
@@ -56,7 +56,7 @@ def _e4m3_halves() -> Floats:
 
 
 E8M0, E4M3 = _e8m0_halves(), _e4m3_halves()
-"""Values of the bytes of `d`; see `CodecSpec.d_type`."""
+"""Lookup tables from a byte of `d` to its value; see `CodecSpec.d_type`."""
 
 
 # ---- codes and scales ---------------------------------------------------------------------------
@@ -64,16 +64,16 @@ E8M0, E4M3 = _e8m0_halves(), _e4m3_halves()
 
 @jit.device_function(inline="always")
 def read_code(row, at, i, table, code):
-    """Return code `i` of the block at byte `at`, whose field has the constants `code`."""
+    """Read code `i` of the block at byte `at`; `code` are the constants of its field."""
     return read_number(row, at, i, code)
 
 
 @jit.device_function(inline="always")
 def decode_rows(read, code, sizes, scale, minimum, data, table, codes, scales, mins, start, stop):
-    """Write codes, scales and minima of rows [start, stop).
+    """Unpack codes, scales and minima of rows [start, stop).
 
-    ``read(row, at, i, table, code)`` decodes code `i` of the block at byte `at`; `sizes` are the
-    weights, scales, minima and bytes of a block.
+    ``read(row, at, i, table, code)`` reads code `i` of the block at byte `at`; `sizes` are the
+    numbers of weights, scales, minima and bytes per block.
     """
     size, n_scales, n_mins, n_bytes = sizes
     for r in range(start, stop):
@@ -81,7 +81,7 @@ def decode_rows(read, code, sizes, scale, minimum, data, table, codes, scales, m
         for b in range(data.shape[1] // n_bytes):
             at = b * n_bytes
             for group in range(0, size, 8):
-                for j in range(8):  # unrolled: what a group of 8 has in common is computed once
+                for j in range(8):  # unrolled: subexpressions common to 8 codes are computed once
                     out[b * size + group + j] = read(row, at, group + j, table, code)
             for s in range(n_scales):
                 out_scales[b * n_scales + s] = read_number(row, at, s, scale)
@@ -91,12 +91,30 @@ def decode_rows(read, code, sizes, scale, minimum, data, table, codes, scales, m
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FieldFormat(QuantFormat):
-    """A format whose bytes are described by a table of fields."""
+    """Weight format whose bytes are declared by a `FieldTable`.
+
+    Subclasses add the decode formula: `AffineFormat` (base + scale * code), `BlockFormat` (codebook
+    and integer scales, no base) and `KQuantFormat` (super-blocks).  A new packing needs one
+    instance in a new module and an entry in the list of `nbflow_kernels.formats`; all
+    kernels derive from the table and the formula.
+
+    Examples
+    --------
+    The 5.5-bit format q5h: 45 levels, two weights in an 11-bit pair code.
+
+    >>> from nbflow_kernels.formats.affine_format import RANGE, AffineFormat
+    >>> from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
+    >>> planes = (Plane(4, 1, shift=10), Plane(8, 2, shift=8), Plane(16, 4, shift=4), Plane(32, 4))
+    >>> code = Field("code", 64, planes, radix=45)
+    >>> table = FieldTable(64, (float16("base", 0), float16("scale", 2), code))
+    >>> AffineFormat("q5h_b64t1", table, RANGE, divisor=44)
+    <AffineFormat q5h_b64t1: 6 bits per weight>
+    """
 
     name: str
     fields: FieldTable
-    """The bytes of a block: "code", or "point" and "sign" on a grid; "scale", "min", "d", "dmin" or
-    "base"."""
+    """Byte layout of a block, with the fields "code" (on grids "point" and "sign"), "scale", "min",
+    "d", "dmin" and "base" as the formula needs them."""
     block_size: int = field(init=False)
     block_bytes: int = field(init=False)
 
@@ -106,22 +124,22 @@ class FieldFormat(QuantFormat):
 
     @cached_property
     def n_scales(self) -> int:
-        """Integer scales of a block."""
+        """Integer scales per block."""
         return self.block_size // self.integer_form.sub_block if self.integer_form.scales else 0
 
     @cached_property
     def n_mins(self) -> int:
-        """Integer minima of a block."""
+        """Integer minima per block."""
         return self.n_scales if self.integer_form.base == "min" else 0
 
     @property
     def table(self) -> NDArray[Any]:
-        """Array that the decoder of codes looks up."""
+        """Lookup table of the code decoder; empty if it needs none."""
         return NO_TABLE
 
     @cached_property
     def code(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, i, table)`` of code i of the block at byte `at`."""
+        """Scalar decoder ``(row, at, i, table)`` of code `i` of the block at byte `at`."""
         constants = field_constants(self.fields["code"])
 
         @jit.device_function(inline="always")
@@ -133,12 +151,12 @@ class FieldFormat(QuantFormat):
 
     @cached_property
     def scale(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, s)`` of the integer scale of sub-block s."""
+        """Scalar decoder ``(row, at, s)`` of the integer scale of sub-block `s`."""
         return scalar_decoder(self.fields["scale"])
 
     @cached_property
     def minimum(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, s)`` of the minimum of sub-block s."""
+        """Scalar decoder ``(row, at, s)`` of the minimum of sub-block `s`."""
         return scalar_decoder(self.fields["min"])
 
     def _decoder(self) -> tuple[tuple[int, ...], FieldConstants, FieldConstants]:
@@ -153,7 +171,7 @@ class FieldFormat(QuantFormat):
         code = field_constants(self.fields["code"])
         sizes, scale, minimum = self._decoder()
 
-        # only numbers are closed over: the cache of compiled kernels tells formats apart by them
+        # close over numbers only: they are the key of the compiled-kernel cache
         @jit.kernel
         def kernel(data, table, codes, scales, mins, start, stop):
             decode_rows(
@@ -165,7 +183,7 @@ class FieldFormat(QuantFormat):
         return made
 
     def integers(self, data: Bytes) -> DecodedBlocks:
-        """Return rows (rows, row bytes) as integers and floats; see `QuantFormat.integers`."""
+        """Unpack rows (rows, row bytes); see `QuantFormat.integers`."""
         n_rows, n_blocks = len(data), data.shape[1] // self.block_bytes
         codes = np.empty((n_rows, n_blocks * self.block_size), np.uint8)
         scales = np.empty((n_rows, n_blocks * self.n_scales), np.int16)
@@ -198,7 +216,7 @@ class FieldFormat(QuantFormat):
         return field.factor * unpack_field(field, blocks).astype(np.int16) + np.int16(field.offset)
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return the weights (n, block_size) of blocks: the formula of `CodecSpec`, in NumPy."""
+        """Dequantize blocks to (n, block_size) with the formula of `CodecSpec`, in NumPy."""
         d, m = (v if v is None else v.reshape(len(blocks), -1) for v in self.floats(blocks))
         assert d is not None
         scales = self._unpack_integers("scale", blocks) if self.n_scales else None
@@ -208,28 +226,28 @@ class FieldFormat(QuantFormat):
             return weights(self.integer_form, rows)
 
     def pack_blocks(self, **numbers: NDArray[Any]) -> Bytes:
-        """Return rows of bytes of the numbers of each field, as they are stored."""
+        """Pack the stored numbers of each field into rows of bytes."""
         blocks = pack_blocks(self.fields, numbers)
         return blocks.reshape(len(numbers[self.fields.fields[0].name]), -1)
 
 
 def stored_floats(field: Field, d_type: str, blocks: Bytes) -> Floats:
-    """Return a field of floats of blocks (n, block_bytes) as float32 (n, field.n)."""
+    """Read a field of floats from blocks (n, block_bytes) as float32 (n, field.n)."""
     stored = unpack_field(field, blocks)
     if d_type == "f16":
         return stored.view(np.float16).astype(np.float32)
     return {"e8m0": E8M0, "e4m3": E4M3}[d_type][stored]
 
 
-# ---- one scale of floats for a block, and integer scales ----------------------------------------
+# ---- a float scale per block, and integer scales ------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockFormat(FieldFormat):
-    """A block format without base, decoded by `form`."""
+    """Block format without a base, decoded by the formula `form`."""
 
     form: CodecSpec
-    """The format's formula."""
+    """Decode formula."""
 
     @property
     def integer_form(self) -> CodecSpec:
@@ -259,7 +277,7 @@ def value_table(form: CodecSpec) -> Floats:
 
 @jit.kernel
 def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop):
-    """Write d * factor * scale * value(code); every product but the last is exact."""
+    """Write d * factor * scale * value(code); all products but the last are exact."""
     for row in range(start, stop):
         for s in range((out.shape[1] + sub_block - 1) // sub_block):
             first = s * sub_block

@@ -1,13 +1,12 @@
-"""What a weight format is, as data: the bytes of a block, and the formula of its weights.
+"""Declarative description of weight formats: the bit layout of a block and the decode formula.
 
-`FieldTable` says where the bits of each number lie.  `CodecSpec` says what the numbers mean.  All
-block formats decode to one formula,
+`FieldTable` declares where the bits of each number lie, `CodecSpec` the formula
 
-    weight = d * factor * scale * value(code) + base,
+    weight = d * factor * scale * value(code) + base
 
-with an integer `code` per weight, an integer `scale` per sub-block, and floats `d` (and what `base`
-is made of) per block.  The layouts for computing are made from this form, so a new format needs no
-kernel of its own.
+with an integer `code` per weight, an integer `scale` per sub-block, and floats `d` and `m` (for
+`base`) per block.  Both packed layouts, `layout_cpu` and `layout_mma`, are made from this form, so
+a new format needs no kernels.
 """
 
 from __future__ import annotations
@@ -21,40 +20,50 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError
 
 PAIR_RADIX = 11
-"""Levels of pairs that the layouts for computing keep as pairs; others become whole bits."""
+"""Radix of the pair codes that the packed layouts keep as pairs; other pair codes are split."""
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Some bits of each of a run of numbers.
+    """Bit plane of a field: a range of bits of consecutive numbers.
 
-    Bits `shift` .. ``shift + bits - 1`` of number ``first + i`` lie in byte
-    ``at + i // (stride * per_group) * step + i % stride`` of the block, from bit
-    ``bit + pitch * (i // stride % per_group)`` on; bits from 8 on are in the bytes behind it.
+    Bits `shift` .. ``shift + bits - 1`` of number ``first + i`` are stored from bit
+    ``bit + pitch * (i // stride % per_group)`` of byte
+    ``at + i // (stride * per_group) * step + i % stride`` on; bits above 7 continue in the
+    following bytes.
+
+    Examples
+    --------
+    The 5.5-bit format q5h splits its 32 pair codes of 11 bits into four planes.  The highest one
+    packs bit 10 of 8 codes into a byte, the lowest one bits 0-3 of 2 codes:
+
+    >>> Plane(4, 1, shift=10).positions(32)[:3].tolist()  # bits 0, 1, 2 of byte 4
+    [32, 33, 34]
+    >>> Plane(32, 4).positions(32)[:3].tolist()  # bits 0 and 4 of byte 32, bit 0 of byte 33
+    [256, 260, 264]
     """
 
     at: int
-    """First byte."""
+    """Offset of the first byte in the block."""
     bits: int
-    """Bits of a number, 1 to 16."""
+    """Bits per number, 1 to 16."""
     shift: int = 0
-    """Lowest bit of the number that lies here."""
+    """Lowest bit of the number that the plane stores."""
     stride: int = 1
-    """Neighbouring numbers whose bits have the same position in neighbouring bytes; a power of
-    two."""
+    """Consecutive numbers at the same bit position of consecutive bytes; a power of two."""
     bit: int = 0
-    """Bit of the byte at which the first number's bits begin."""
+    """Bit offset of the first number in its byte."""
     per_group: int = 0
-    """Numbers of a byte, or of a little-endian word of 2 or 4 bytes; a power of two.  0: as many as
+    """Numbers per byte, or per little-endian word of 2 or 4 bytes; a power of two.  0: as many as
     fit in a byte."""
     first: int = 0
-    """The first number that has bits here."""
+    """Index of the first number with bits in the plane."""
     count: int = 0
-    """Numbers that have bits here; 0: all from `first` on."""
+    """Count of numbers with bits in the plane; 0: all from `first` on."""
     step: int = 0
-    """Bytes from one group of ``stride * per_group`` numbers to the next; 0: no gaps."""
+    """Bytes between groups of ``stride * per_group`` numbers; 0: contiguous."""
     pitch: int = 0
-    """Bits from one number of a byte or word to the next; 0: no gaps."""
+    """Bits between numbers of a byte or word; 0: contiguous."""
 
     def __post_init__(self) -> None:
         pitch = self.pitch or self.bits
@@ -70,24 +79,24 @@ class Plane:
 
     @property
     def word_bytes(self) -> int:
-        """Bytes that the numbers of a group share: 1, 2 or 4."""
+        """Bytes of a word of `per_group` numbers: 1, 2 or 4."""
         n_bits = self.bit + self.pitch * (self.per_group - 1) + self.bits
         return 1 << max(0, (n_bits - 1).bit_length() - 3)
 
     def span(self, n: int) -> int:
-        """Return the numbers that have bits here, of a field of `n`."""
+        """Return the count of numbers in the plane, for a field of `n` numbers."""
         return self.count or n - self.first
 
     def n_groups(self, n: int) -> int:
-        """Return the groups of numbers, of a field of `n`."""
+        """Return the number of groups, for a field of `n` numbers."""
         return -(-self.span(n) // (self.stride * self.per_group))
 
     def n_bytes(self, n: int) -> int:
-        """Return the bytes from the first to the last of the plane, of a field of `n` numbers."""
+        """Return the extent in bytes, first to last, for a field of `n` numbers."""
         return (self.n_groups(n) - 1) * self.step + self.stride + self.word_bytes - 1
 
     def positions(self, n: int) -> NDArray[np.int64]:
-        """Return the bit of the block at which each number's bits begin, of a field of `n`."""
+        """Return the bit offset in the block of each number, for a field of `n` numbers."""
         i = np.arange(self.span(n))
         byte = self.at + i // (self.stride * self.per_group) * self.step + i % self.stride
         return 8 * byte + self.bit + self.pitch * (i // self.stride % self.per_group)
@@ -95,42 +104,55 @@ class Plane:
 
 @dataclass(frozen=True)
 class Field:
-    """Numbers of one kind in a block: codes, scales, minima, or floats as their bits."""
+    """Array of numbers in a block: codes, integer scales, minima, or floats as raw bits.
+
+    Examples
+    --------
+    The codes of the 5.5-bit format q5h: 64 weights of 45 levels, stored as 32 pair codes
+    ``x + 45 * y`` of 11 bits.
+
+    >>> planes = (Plane(4, 1, shift=10), Plane(8, 2, shift=8), Plane(16, 4, shift=4), Plane(32, 4))
+    >>> code = Field("code", 64, planes, radix=45)
+    >>> code.n_stored, code.bits, code.n_values
+    (32, 11, 45)
+    """
 
     name: str
     """"code", "scale", "min", "base", "d", "dmin"; on grids "point" and "sign"."""
     n: int
+    """Count of numbers per block."""
     planes: tuple[Plane, ...]
     signed: bool = False
-    """Whether they are stored as two's complement; a number counts from the lowest one."""
+    """Store two's complement; unpacked numbers are unsigned, 0 for the lowest value."""
     radix: int = 0
-    """Not 0: numbers are pairs' halves 0 .. radix - 1; planes hold ``x + radix * y``."""
+    """Radix of pair codes: planes store ``x + radix * y`` of two numbers in 0 .. radix - 1; 0: no
+    pairs."""
     factor: int = 1
-    """An integer scale is ``factor * number + offset``."""
+    """Integer scale = ``factor * number + offset``."""
     offset: int = 0
 
     @property
     def n_stored(self) -> int:
-        """Stored numbers: half of the codes where these are pairs."""
+        """Count of stored numbers: pair codes count once."""
         return self.n // 2 if self.radix else self.n
 
     @property
     def bits(self) -> int:
-        """Bits of a stored number."""
+        """Bits per stored number."""
         return max(plane.shift + plane.bits for plane in self.planes)
 
     @property
     def n_values(self) -> int:
-        """Values of a number."""
+        """Count of distinct values of a number."""
         return self.radix or 1 << self.bits
 
     @property
     def flip(self) -> int:
-        """Bits of a stored number that are inverted."""
+        """XOR mask between stored and unpacked numbers: the sign bit of signed fields."""
         return 1 << self.bits - 1 if self.signed else 0
 
     def positions(self) -> NDArray[np.int64]:
-        """Return where the bits of each stored number lie, (n_stored, bits), as bits of a block."""
+        """Return the bit offsets (n_stored, bits) in the block of each stored number."""
         found = np.full((self.n_stored, self.bits), -1, np.int64)
         for plane in self.planes:
             rows = slice(plane.first, plane.first + plane.span(self.n_stored))
@@ -142,19 +164,30 @@ class Field:
 
 @dataclass(frozen=True)
 class FieldTable:
-    """All bytes of a block, by field: the one place that says where a format's bits lie.
+    """Byte layout of a block: the single declaration of a format's bit packing.
 
-    `nbflow_kernels.formats.bit_fields` derives from it packing and unpacking, the decoders of CPU
-    and CUDA kernels, the map of bits of CUDA encoders, and the table of bytes of the format's
-    docstring; the key/value cache takes its rows from it.
+    `nbflow_kernels.formats.bit_fields` derives from it packing, unpacking, the scalar decoders of
+    CPU and CUDA kernels, the bit map of the CUDA quantizers and the byte table of docstrings; the
+    KV cache takes its row layout from it.
 
     Raises
     ------
     UsageError
-        If a bit of a block belongs to two numbers, or to none.
+        If a bit of the block belongs to two numbers, or to none.
+
+    Examples
+    --------
+    The 5.5-bit format q5h: float16 base and scale, then 64 codes as 11-bit pair codes.
+
+    >>> planes = (Plane(4, 1, shift=10), Plane(8, 2, shift=8), Plane(16, 4, shift=4), Plane(32, 4))
+    >>> code = Field("code", 64, planes, radix=45)
+    >>> table = FieldTable(64, (float16("base", 0), float16("scale", 2), code))
+    >>> table.block_bytes, table.at("code")
+    (48, 4)
     """
 
     block_size: int
+    """Weights per block."""
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
@@ -166,7 +199,7 @@ class FieldTable:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return max(p.at + p.n_bytes(f.n_stored) for f in self.fields for p in f.planes)
 
     def __getitem__(self, name: str) -> Field:
@@ -176,49 +209,49 @@ class FieldTable:
         return any(field.name == name for field in self.fields)
 
     def at(self, name: str) -> int:
-        """Return the first byte of a field."""
+        """Return the offset of the first byte of a field."""
         return min(plane.at for plane in self[name].planes)
 
 
 def float16(name: str, at: int) -> Field:
-    """Return the field of one float16."""
+    """Return a field of one float16 at byte `at`."""
     return Field(name, 1, (Plane(at, 16),))
 
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """The part of the formula that is the same for all blocks of a format."""
+    """Constants of a format's decode formula."""
 
     block: int
     """Weights that share `d`."""
     sub_block: int
-    """Weights that share `scale` (and `min`); `block` where there is only one scale."""
+    """Weights that share `scale` and `min`; equals `block` without integer scales."""
     code_bits: int
-    """Bits of a code, 1 to 8; codes are 0 .. 2**code_bits - 1 (or fewer)."""
+    """Bits per code, 1 to 8; codes are at most 2**code_bits - 1."""
     zero: int = 0
-    """Without `values`: value(code) = code - zero."""
+    """value(code) = code - zero, without `values`."""
     values: tuple[int, ...] | None = None
-    """With it: value(code) = values[code], each -128..127, 2**code_bits of them."""
+    """Codebook: value(code) = values[code]; 2**code_bits integers in -128..127."""
     factor: float = 1.0
-    """A power of two; ``d * factor * scale`` is exact in float32."""
+    """Power of two; ``d * factor * scale`` is exact in float32."""
     scales: bool = False
-    """Whether there are integer scales (else 1), -128..255."""
+    """Sub-blocks have integer scales, -128..255; without them scale = 1."""
     base: str = "none"
-    """"none": base = 0; "d": base = `m` itself; "min": base = -m * min, with an integer min 0..255
-    per sub-block."""
+    """"none": base = 0; "d": base = m; "min": base = -m * min, with an integer min 0..255 per
+    sub-block."""
     pairs: bool = False
-    """Whether codes are 0..10 and stored as c = x + 11 * y, so that two take 7 bits."""
+    """Codes are 0..10 and stored as pair codes x + 11 * y, two weights in 7 bits."""
     scale_bits: int = 8
-    """4, if scales and mins are 0..15 and stored in a byte together; else 8."""
+    """4 if scales and mins are 0..15 and share a byte, else 8."""
     d_type: str = "f16"
-    """How `d` and `m` are stored: "f16"; "f32"; "e8m0": a power of two, 2**-128 to 2**127; "e4m3":
-    half of an unsigned float of 4 bits of exponent (bias 7) and 3 of mantissa; "u8": d = u / 1000
-    and m = v / 100 - 1 in float32."""
+    """Type of `d` and `m`: "f16"; "f32"; "e8m0", a power of two, 2**-128 to 2**127; "e4m3", half of
+    an unsigned float with 4 exponent bits (bias 7) and 3 mantissa bits; "u8", d = u / 1000 and
+    m = v / 100 - 1 in float32."""
 
 
 @dataclass(frozen=True)
 class DecodedBlocks:
-    """Rows of weights in that form; K is the padded number of columns."""
+    """Unpacked integers and floats of rows of weights; K is the padded number of columns."""
 
     codes: NDArray[np.uint8]
     """(rows, K)."""
@@ -233,7 +266,7 @@ class DecodedBlocks:
 
 
 def weights(form: CodecSpec, rows: DecodedBlocks) -> NDArray[np.float32]:
-    """Return the weights (rows, K), rounded once to float32: the formula, as it stands above."""
+    """Evaluate the decode formula in float64; return weights (rows, K), rounded once to float32."""
     if form.values is None:
         value: Any = rows.codes.astype(np.float64) - form.zero
     else:

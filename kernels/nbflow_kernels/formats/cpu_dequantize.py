@@ -1,4 +1,4 @@
-"""Some rows of a tensor as float32: from the storage bytes, or from the packed layout alone."""
+"""Row gather with dequantization on the CPU, from the storage bytes or from the packed layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbflow_kernels.formats.tensor import QuantTensor
 
 
 def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
-    """Write rows `ids` (each in 0..rows - 1) of a tensor to `out` (T, columns)."""
+    """Dequantize rows `ids`, in 0..n_rows - 1, to `out` (T, columns)."""
     if qt.has_storage:
         not_capturable()
         qt.format.dequantize_rows(qt.data[ids], out)
@@ -29,7 +29,7 @@ def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) 
 
 
 def _from_packed(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
-    """Write rows of a tensor without storage bytes."""
+    """Gather rows from the packed layout of a tensor without storage bytes."""
     packed = qt.packed()
     if isinstance(packed, PackedFloats):
         not_capturable()
@@ -43,7 +43,7 @@ def _from_packed(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.floa
 
 @functools.cache
 def _gather(form: CpuLayout) -> Any:
-    """Return the kernel that decodes the 16 rows of a group to get one of them."""
+    """Make the gather kernel, which decodes all 16 rows of a group to extract one."""
     block, block_bytes = form.block, form.block_bytes
 
     @jit.kernel

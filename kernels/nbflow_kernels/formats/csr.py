@@ -1,4 +1,4 @@
-"""Sparse matrices in compressed rows: the few values that are not zero, row after row."""
+"""Sparse matrices in compressed sparse rows (CSR)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class CsrMatrix:
-    """A sparse matrix of shape (N, K) in compressed sparse rows (CSR), as SciPy lays it out.
+    """Sparse matrix of shape (N, K) in CSR, with the arrays of SciPy's `csr_matrix`.
 
     Parameters
     ----------
     shape : tuple of int
         N and K.
     indptr : array of int32, shape (N + 1,)
-        The values of row n are ``indptr[n]:indptr[n + 1]``.
+        Row n holds the values ``indptr[n]:indptr[n + 1]``.
     indices : array of int32, shape (nnz,)
         Column of each value, rising within a row.
     values : array of float32, shape (nnz,)
@@ -31,7 +31,7 @@ class CsrMatrix:
     Raises
     ------
     UsageError
-        If the arrays contradict each other.
+        If the arrays are inconsistent.
     TypeError
         If an array has another dtype.
 
@@ -52,7 +52,7 @@ class CsrMatrix:
     def __post_init__(self) -> None:
         n_rows, n_columns = self.shape
         check_array("indptr", self.indptr, (n_rows + 1,), np.int32)
-        if is_cuda(self.indptr):  # what lies on a device was checked on its way there
+        if is_cuda(self.indptr):  # device arrays were checked on the host, before the copy
             return
         nnz = int(self.indptr[-1])
         check_array("indices", self.indices, (nnz,), np.int32)
@@ -67,13 +67,13 @@ class CsrMatrix:
 
     @classmethod
     def from_dense(cls, dense: NDArray[np.float32]) -> CsrMatrix:
-        """Return the elements of a matrix that are not zero."""
+        """Return the sparse matrix of the nonzero elements of a dense one."""
         check_array("dense", dense, (None, None))
         return cls.from_mask(dense, dense != 0)
 
     @classmethod
     def from_mask(cls, dense: NDArray[np.float32], mask: NDArray[np.bool_]) -> CsrMatrix:
-        """Return the elements of a matrix where `mask` is true."""
+        """Return the sparse matrix of the elements where `mask` is true."""
         check_array("dense", dense, (None, None))
         check_array("mask", mask, dense.shape, np.bool_)
         indptr = np.zeros(len(dense) + 1, np.int64)
@@ -91,7 +91,7 @@ class CsrMatrix:
 
     @classmethod
     def concatenate(cls, matrices: Sequence[CsrMatrix]) -> CsrMatrix:
-        """Return matrices of one width, one below the other."""
+        """Concatenate matrices of one width along the rows."""
         n_columns = {m.shape[1] for m in matrices}
         if len(n_columns) != 1:
             raise UsageError(f"matrices must have one number of columns, got {sorted(n_columns)}")
@@ -109,23 +109,23 @@ class CsrMatrix:
 
     @property
     def nnz(self) -> int:
-        """Return the number of stored values."""
+        """Number of stored values."""
         return len(self.values)
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the three arrays in bytes."""
+        """Size of the three arrays in bytes."""
         return self.indptr.nbytes + self.indices.nbytes + self.values.nbytes
 
     def to_device(self, like: Any = None) -> CsrMatrix:
-        """Return the matrix on the device of an array, by default CuPy's current device."""
+        """Copy the matrix to the device of an array, by default CuPy's current device."""
         from nbflow_kernels.cuda import to_device
 
         arrays = (to_device(a, like) for a in (self.indptr, self.indices, self.values))
         return CsrMatrix(self.shape, *arrays)
 
     def to_host(self) -> CsrMatrix:
-        """Return the matrix in NumPy arrays."""
+        """Copy the matrix to NumPy arrays."""
         from nbflow_kernels.cuda import to_host
 
         return CsrMatrix(
@@ -133,21 +133,21 @@ class CsrMatrix:
         )
 
     def to_dense(self) -> NDArray[np.float32]:
-        """Return the matrix with its zeros."""
+        """Return the matrix as a dense array."""
         dense = np.zeros(self.shape, np.float32)
         rows = np.repeat(np.arange(self.shape[0]), np.diff(self.indptr))
         dense[rows, self.indices] = self.values
         return dense
 
     def rows(self, chosen: Any) -> CsrMatrix:
-        """Return some rows: a slice without step, or an array of row numbers."""
+        """Return the rows of a slice without step, or of an array of row indices."""
         if is_cuda(self.indptr):
             return self.to_host().rows(chosen).to_device(self.indptr)
         numbers = np.arange(self.shape[0])[chosen]
         lengths = np.diff(self.indptr)[numbers]
         indptr = np.zeros(len(numbers) + 1, np.int32)
         np.cumsum(lengths, out=indptr[1:])
-        # value i of the result is value start + (i - first of its row) of this matrix
+        # value i of the result is value indptr[row] + (i - first value of its row) of this matrix
         places = np.repeat(self.indptr[numbers] - indptr[:-1], lengths) + np.arange(indptr[-1])
         return CsrMatrix(
             (len(numbers), self.shape[1]), indptr, self.indices[places], self.values[places]

@@ -1,6 +1,6 @@
-// Rows of a sparse matrix, added to rows of numbers.
+// Adds rows of a CSR matrix to dense rows, one thread block per row.
 
-// out[t, indices[j]] += values[j], j in row ids[t] (without ids: t) of the sparse matrix.
+// out[t, indices[j]] += values[j] for j in row ids[t] (t if ids is null) of the CSR matrix.
 extern "C" __global__ void add_rows(const int* ids, const int* indptr, const int* indices,
                                     const float* values, float* out, int n_rows, int E) {
   int row = ids != nullptr ? ids[blockIdx.x] : blockIdx.x;

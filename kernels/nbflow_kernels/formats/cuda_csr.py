@@ -1,4 +1,4 @@
-"""Adding rows of a sparse matrix to decoded rows on CUDA devices, see `cuda_csr.cu`."""
+"""Adding the rows of a CSR matrix (outliers) to dequantized rows on CUDA; see `cuda_csr.cu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _add_rows = cuda.cpp_kernel(
 
 
 def add_rows(w: Any, ids: Any, out: Any) -> None:
-    """Add rows `ids` (None: all) of a sparse matrix to the rows of `out`."""
+    """Add rows `ids` (None: all) of a CSR matrix to the rows of `out`."""
     if out.size and w.nnz:
         args = (ids, w.indptr, w.indices, w.values, out, w.shape[0], w.shape[1])
         _add_rows(len(out), 64, args)

@@ -1,7 +1,7 @@
-"""Weight formats on CUDA devices: decoding rows; encoding is in `cuda_encode`.
+"""Row gather with dequantization on CUDA; the quantizers are in `nbflow_kernels.quantizers.cuda`.
 
-The kernels are Numba's and call the scalar decoders the CPU's kernels are made of, so that a weight
-has the same bits on both.  What turns integers into a weight is exact but for its last rounding.
+The Numba kernels call the scalar decoders of the CPU kernels, and the decode formula rounds only
+once: CPU and CUDA weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from nbflow_kernels.formats.tensor import QuantTensor
 
 _THREADS = 128
-_PIECE = 8  # weights a thread decodes, which share a scale
+_PIECE = 8  # weights per thread, which share a scale
 
 
 def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
-    """Write rows `ids` (None: all) of a tensor, times `scale`, to `out` (T, columns).
+    """Dequantize rows `ids` (None: all), times `scale`, to `out` (T, columns).
 
-    `out` is float32, or float16 without outliers.  An index that is no row gives NaN.
+    `out` is float32, or float16 without outliers.  An index out of range gives a row of NaN.
     """
     if not out.size:
         return
@@ -52,7 +52,7 @@ def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
 
 
 def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
-    """Do as `decode`, without the outliers."""
+    """Dequantize rows without the outliers."""
     format, columns = qt.format, qt.shape[-1]
     if isinstance(format, FloatFormat):
         gather(ids, qt.data.view(format.dtype), scale, out)
@@ -74,7 +74,7 @@ def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
 
 
 def _tables(format: QuantFormat, device: cuda.KernelDevice) -> tuple[Any, Any]:
-    """Return what the scalar decoder looks up, and the values of the codes, on a device."""
+    """Return the lookup table of the scalar decoder and the codebook, in device memory."""
     if not isinstance(format, BlockFormat):
         return None, None
     key = ("quants", format.name)
@@ -90,7 +90,7 @@ def _tables(format: QuantFormat, device: cuda.KernelDevice) -> tuple[Any, Any]:
 
 
 def _numba_cuda() -> Any:
-    """Return the module, which only kernels need: importing it takes half a second."""
+    """Import `numba.cuda` on first use: importing it takes half a second."""
     return importlib.import_module("numba.cuda")
 
 
@@ -105,7 +105,7 @@ def _declared(format: QuantFormat, half: bool) -> str:
 
 @functools.cache
 def _decoder(format: Any, half: bool) -> cuda.Kernel:
-    """Return the kernel that decodes `_PIECE` weights of a row in each thread."""
+    """Make the dequantization kernel, `_PIECE` weights of a row per thread."""
     from nbflow_kernels.cuda import numba_conversions as numbers
 
     nc = _numba_cuda()
@@ -142,7 +142,7 @@ def _decoder(format: Any, half: bool) -> cuda.Kernel:
 
 @functools.cache
 def _user_decoder(format: UserFormat, half: bool) -> cuda.Kernel:
-    """Return the kernel that decodes a block of a user's format in each thread."""
+    """Make the dequantization kernel of a user-defined format, one block per thread."""
     from nbflow_kernels.cuda import numba_conversions as numbers
 
     nc = _numba_cuda()
@@ -175,12 +175,12 @@ def _user_decoder(format: UserFormat, half: bool) -> cuda.Kernel:
 
 
 def user_key(format: UserFormat) -> str | None:
-    """Return what tells the kernels of users' formats apart; None keeps them off the disk."""
+    """Return the disk-cache key of a user-defined format; None disables the disk cache."""
     return f"{format.name} {format.digest}" if format.code.on_disk else None
 
 
 def on_device(format: UserFormat, name: str) -> Any:
-    """Return a user's function for CUDA kernels: with `block_bytes` as it is there."""
+    """Compile a user's function for CUDA, with the device versions of `block_bytes`."""
     from nbflow_kernels.cuda import numba_conversions as numbers
     from nbflow_kernels.formats import block_bytes
 
@@ -194,7 +194,7 @@ def on_device(format: UserFormat, name: str) -> Any:
 
 
 def key_of(format: FieldFormat) -> str:
-    """Return what tells the kernels of two formats apart."""
+    """Return the disk-cache key of a format's kernels."""
     file = Path(format.code.py_func.__code__.co_filename)  # type: ignore[attr-defined]
     return f"{format.name} {source_digest(file)} {format.fields!r}"
 
@@ -204,7 +204,10 @@ def _sub_block(format: Any) -> int:
 
 
 def _reader(format: Any) -> tuple[Any, Any, bool]:
-    """Return ``parameters(data, at, s)`` to (step, base), ``value(data, at, i, table, values)``."""
+    """Make ``parameters(data, at, s)`` -> (step, base) and ``value(data, at, i, table, values)``.
+
+    The third result is True if the format has a base.
+    """
     if isinstance(format, AffineFormat):
         return _linear_parameters(format), _value(format), format.parameters != F16_SCALE
     if isinstance(format, KQuantFormat):

@@ -1,10 +1,10 @@
-// Rows of a table of floats, chosen by index: a thread block for each row.
+// Row gather from a float matrix, one thread block per row.
 #include "cuda/float16.cuh"
 #include "cuda/types.cuh"
 #include "cuda/vector_load.cuh"
 
-// out[t] = table[ids[t]] * scale, without ids: table[t].  An index that is no row gives NaN.
-// The result is float32, or (HALF) float16.
+// out[t] = table[ids[t]] * scale (table[t] if ids is null).  An index out of range gives NaN.
+// The result is float32, or float16 with HALF.
 template <int KIND, bool WIDE, bool HALF>
 __global__ void gather(const int* ids, const typename Element<KIND>::Stored* table, void* out,
                        int V, int E, float scale) {

@@ -1,4 +1,4 @@
-"""Rows of matrices of floats on CUDA devices: a thread block for each row, see `cuda_gather.cu`."""
+"""Row gather from float matrices on CUDA; see `cuda_gather.cu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from nbflow_kernels import cuda
 
 KINDS = {"float32": 0, "float16": 1, "uint16": 2}
-"""Element types of tables by the names of NumPy's types, as in `float16.cuh`."""
+"""NumPy type names to the element kinds of `float16.cuh`."""
 POINTERS = ("f32*", "f16*", "bf16*")
 
 
@@ -26,7 +26,7 @@ _scale = cuda.cpp_kernel(__file__, "cuda_gather.cu", "scale_in_place", "f32* x, 
 
 
 def gather(ids: Any, table: Any, scale: float, out: Any) -> None:
-    """Write rows `ids` (None: all) of a matrix of floats, times `scale`, to float32 or float16."""
+    """Gather rows `ids` (None: all) of a float matrix, times `scale`, to float32 or float16."""
     V, E = table.shape
     wide = E % 4 == 0 and cuda.address(table) % 16 == 0 and cuda.address(out) % 16 == 0
     threads = min(256, 32 * cuda.ceil_div(E, 128))
@@ -35,6 +35,6 @@ def gather(ids: Any, table: Any, scale: float, out: Any) -> None:
 
 
 def scale_in_place(x: Any, scale: float) -> None:
-    """Multiply float32 numbers by `scale`."""
+    """Multiply a float32 array by `scale` in place."""
     if x.size:
         _scale(min(cuda.ceil_div(x.size, 256), 65535), 256, (x, x.size, scale))

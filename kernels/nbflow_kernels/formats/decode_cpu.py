@@ -1,7 +1,7 @@
-"""Reading the packed layout inside kernels: code vectors, and what turns codes into weights.
+"""LLVM intrinsics that decode the CPU layout in kernels: code vectors, scales, weights.
 
-A kernel is made for a `CpuLayout` by a factory and holds the form as a constant.  The functions
-here emit the instructions that this form needs, so what a format does not have costs nothing::
+A factory makes a kernel per `CpuLayout`, which it closes over as a constant.  The intrinsics emit
+only the instructions of this layout, so features a format lacks cost nothing::
 
     @functools.cache
     def make(form: CpuLayout):
@@ -12,16 +12,16 @@ here emit the instructions that this form needs, so what a format does not have 
             w = weight(form, u, j, scale, base)
 
 ================================  =================================================================
-`codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, of which byte
-                                  ``4 * row + j`` is the code of column ``4 * v + j``; the value
-                                  plus 128, if the form has values
+`codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, where byte
+                                  ``4 * row + j`` is the code of column ``4 * v + j``; value + 128
+                                  if the format has a codebook
 `unit_of(form, at, i)`            address of the codes of unit i of the block at address `at`
 `d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
-`m_of(form, at, s)`               `m` in the same way; -0, which changes no sum, if there is none
+`m_of(form, at, s)`               `m` likewise; -0, the additive identity, in formats without
 `scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
 `base_of(form, at, s, m)`         m, or -m times the integer min of sub-block s, exact
-`parameters(form, at, s)`         scale and base for `weight`: -zero * scale is part of the base
-                                  where that is exact
+`parameters(form, at, s)`         scale and base for `weight`, with -zero * scale folded into the
+                                  base if that is exact
 `weight(form, u, j, scale, base)` column ``4 * v + j``, 16 float32: scale * value + base, rounded
                                   once, bit-equal to `dequantize`
 `decode_blocks(form, at, n, to)`  all columns of n blocks, 16 float32 each, to address `to`
@@ -55,7 +55,7 @@ _F32 = ir.FloatType()
 
 
 class CpuLayoutType(types.Type):
-    """The Numba type of one `CpuLayout`: all that is known of it is known to the compiler."""
+    """Numba type of one `CpuLayout`, whose fields are thus compile-time constants."""
 
     def __init__(self, form: CpuLayout) -> None:
         self.form = form
@@ -77,11 +77,11 @@ def _constant_form(context, builder, form_type, value):
     return context.get_dummy_value()
 
 
-# ---- what the functions emit --------------------------------------------------------------------
+# ---- code generation ----------------------------------------------------------------------------
 
 
 class _Emit:
-    """The instructions that read one form."""
+    """Code generator of the decoders of one layout."""
 
     def __init__(self, builder: Any, form: CpuLayout) -> None:
         self.builder = builder
@@ -89,7 +89,7 @@ class _Emit:
         self.features = isa.features()
 
     def load(self, at: Any, offset: int, element: Any, lanes: int = 16) -> Any:
-        """Return the vector `offset` bytes behind an address."""
+        """Load the vector at address `at` + `offset`."""
         builder = self.builder
         pointer_type = ir.PointerType(ir.VectorType(element, lanes))
         place = builder.add(at, ir.Constant(_I64, offset))
@@ -98,7 +98,7 @@ class _Emit:
         return value
 
     def splat(self, scalar: Any, vector: Any) -> Any:
-        """Return a Python number or an LLVM scalar in all lanes."""
+        """Broadcast a Python number or an LLVM scalar to all lanes."""
         if isinstance(scalar, int | float):
             return ir.Constant(vector, [scalar] * vector.count)
         first = self.builder.insert_element(
@@ -114,14 +114,14 @@ class _Emit:
         return self.builder.call(function, [a, b, c])
 
     def floats(self, at: Any, offset: int, signed: bool) -> Any:
-        """Return 16 bytes as float32."""
+        """Load 16 bytes as float32."""
         loaded = self.load(at, offset, _I8)
         if signed:
             return self.builder.sitofp(loaded, f32x16.llvm)
         return self.builder.uitofp(loaded, f32x16.llvm)
 
     def code(self, at: Any, v: int) -> Any:
-        """Return code vector v as it is stored."""
+        """Extract code vector `v`."""
         if self.form.bits == PAIRS:
             return emit_pair(self.builder, self._pair_word(at, v // 2), v % 2 == 1, self.features)
         parts = [field[1:] for field in FIELDS[self.form.bits] if field[0] == v]
@@ -134,7 +134,7 @@ class _Emit:
         return self.load(at, 64 * word, _I8, 64)
 
     def _pair_word(self, at: Any, word: int) -> Any:
-        """Return pair codes in the low 7 bits; those of word 7 are the top bits of the others."""
+        """Return pair codes in the low 7 bits; word 7 is gathered from the top bits of the rest."""
         if word < PAIRS:
             return self._word(at, word)
         return self._all([self._move(self._word(at, i), 7, i, 1) for i in range(PAIRS)])
@@ -154,7 +154,7 @@ class _Emit:
         return result
 
     def value(self, at: Any, v: int) -> Any:
-        """Return code vector v, looked up plus 128 if the form has values."""
+        """Return code vector `v`; with a codebook, the looked-up values plus 128."""
         code = self.code(at, v)
         if self.form.values is None:
             return code
@@ -163,7 +163,7 @@ class _Emit:
         return emit_lookup16(self.builder, constant, code, self.features)
 
     def stored(self, at: Any, offset: int, base: bool) -> Any:
-        """Return 16 numbers `d` or `m`."""
+        """Load `d` or `m` of 16 rows as float32."""
         builder, kind = self.builder, self.form.d_type
         if kind == "f16":
             return emit_widen(builder, self.load(at, offset, _I16))
@@ -171,7 +171,7 @@ class _Emit:
             return self.load(at, offset, _F32)
         if kind == "e8m0":
             return self._power(at, offset)
-        if kind == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+        if kind == "e4m3":  # a truncated float16 with another exponent bias
             wide = builder.zext(self.load(at, offset, _I8), ir.VectorType(_I16, 16))
             bits = builder.shl(wide, self.splat(7, wide.type))
             return builder.fmul(emit_widen(builder, bits), self.splat(128.0, f32x16.llvm))
@@ -179,7 +179,7 @@ class _Emit:
         return builder.fsub(quotient, self.splat(1.0, f32x16.llvm)) if base else quotient
 
     def _power(self, at: Any, offset: int) -> Any:
-        """Return 2 ** (e - 128) in two factors, since 2 ** -128 is no normal number."""
+        """Return 2 ** (e - 128) as a product of two powers, since 2 ** -128 is subnormal."""
         builder, words = self.builder, i32x16.llvm
         e = builder.zext(self.load(at, offset, _I8), words)
         half = builder.lshr(e, self.splat(1, words))
@@ -191,23 +191,23 @@ class _Emit:
         return builder.fmul(*factors)
 
     def _quotient(self, at: Any, offset: int, divisor: float) -> Any:
-        """Return bytes over a divisor, rounded as by a division: one correction is enough."""
+        """Divide bytes by a constant, correctly rounded: reciprocal and one FMA correction."""
         u = self.floats(at, offset, signed=False)
-        # a float32, or LLVM would refuse the constant
+        # LLVM accepts only constants that are exact in float32
         inverse = self.splat(float(np.float32(1 / divisor)), f32x16.llvm)
         q = self.builder.fmul(u, inverse)
         rest = self.fma(q, self.splat(-divisor, f32x16.llvm), u)
         return self.fma(rest, inverse, q)
 
     def d(self, at: Any, s: Any) -> Any:
-        """Return `d` of sub-block s."""
+        """Return `d` of sub-block `s`."""
         d = self.stored(self._of_block(at, s), 0, base=False)
         if self.form.factor == 1.0:
             return d
         return self.builder.fmul(d, self.splat(self.form.factor, f32x16.llvm))
 
     def m(self, at: Any, s: Any) -> Any:
-        """Return `m` of sub-block s, or -0."""
+        """Return `m` of sub-block `s`, or -0."""
         form = self.form
         if form.base == "none":
             return self.splat(-0.0, f32x16.llvm)
@@ -215,7 +215,7 @@ class _Emit:
         return self.stored(self._of_block(at, s), offset, base=True)
 
     def _of_block(self, at: Any, s: Any) -> Any:
-        """Return the address of the number for sub-block s among those of a block."""
+        """Return the address of `d` of sub-block `s`."""
         form, builder = self.form, self.builder
         if form.block == form.d_block:
             return at
@@ -224,7 +224,7 @@ class _Emit:
         return builder.add(at, builder.mul(builder.udiv(s, per_d), size))
 
     def scale(self, at: Any, s: Any, d: Any) -> Any:
-        """Return d times the integer scale of sub-block s."""
+        """Return d times the integer scale of sub-block `s`."""
         form, builder = self.form, self.builder
         if form.scales == "none":
             return d
@@ -236,7 +236,7 @@ class _Emit:
         return builder.fmul(d, self.floats(place, 0, signed=form.scales == "i8"))
 
     def _of_segment(self, at: Any, s: Any) -> Any:
-        """Return the address of the integer scales of sub-block s."""
+        """Return the address of the integer scales of sub-block `s`."""
         form, builder = self.form, self.builder
         count = ir.Constant(_I64, form.segment_scales)
         segment = builder.mul(builder.udiv(s, count), ir.Constant(_I64, form.segment_bytes))
@@ -245,7 +245,7 @@ class _Emit:
         return builder.add(first, builder.add(segment, scale))
 
     def unit(self, at: Any, i: Any) -> Any:
-        """Return the address of the codes of unit i."""
+        """Return the address of the codes of unit `i`."""
         form, builder = self.form, self.builder
         count = ir.Constant(_I64, form.segment // form.unit)
         segment = builder.mul(builder.udiv(i, count), ir.Constant(_I64, form.segment_bytes))
@@ -254,7 +254,7 @@ class _Emit:
         return builder.add(first, builder.add(segment, unit))
 
     def base(self, at: Any, s: Any, m: Any) -> Any:
-        """Return m, or -m times the integer min of sub-block s."""
+        """Return the base of sub-block `s`: m, or -m times its integer min."""
         form, builder = self.form, self.builder
         if form.base != "min":
             return m
@@ -268,7 +268,7 @@ class _Emit:
         return builder.fmul(builder.fmul(m, self.splat(-1.0, f32x16.llvm)), number)
 
     def weight(self, u: Any, j: Any, scale: Any, base: Any) -> Any:
-        """Return column j of a code vector as weights."""
+        """Dequantize column `j` of a code vector."""
         builder, words = self.builder, i32x16.llvm
         shift = builder.trunc(builder.shl(j, ir.Constant(_I64, 3)), _I32)
         code = builder.lshr(builder.bitcast(u, words), self.splat(shift, words))
@@ -279,7 +279,7 @@ class _Emit:
 
 
 def folds_zero(form: CpuLayout) -> bool:
-    """Return whether ``zero * scale`` is exact (while it is finite) and can stand for the base."""
+    """Return True if ``-zero * scale`` is exact (while finite) and can be folded into the base."""
     power_of_two = form.zero & (form.zero - 1) == 0
     return form.base == "none" and (
         power_of_two or (form.d_type == "f16" and form.scales == "none")
@@ -290,7 +290,7 @@ def folds_zero(form: CpuLayout) -> bool:
 
 
 def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
-    """Make a function for kernels: ``emit(_Emit, *LLVM values)`` with a form as first argument."""
+    """Make the intrinsic ``name(form, *arguments)`` that calls ``emit(_Emit, *LLVM values)``."""
 
     def define(form: Any, given: tuple[Any, ...]) -> Any:
         if not isinstance(form, CpuLayoutType) or len(given) != len(arguments):
@@ -328,7 +328,7 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
 
 
 def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
-    """Choose by v, which is a constant once LLVM has unrolled the loop over code vectors."""
+    """Switch on `v`, which is constant after LLVM unrolls the loop over code vectors."""
     builder = emit.builder
     n = emit.form.unit // 4
     done = builder.append_basic_block("codes.done")
@@ -378,7 +378,7 @@ weight = _function(
 
 
 def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
-    """Write the weights of blocks of a row group, in a kernel; see the module."""
+    """Dequantize blocks of a row group inside a kernel; see the module docstring."""
     _decoder(form)(form, at, n_blocks, to)
 
 
@@ -397,7 +397,7 @@ def _decode_blocks(form, at, n_blocks, to):
 
 @functools.cache
 def _decoder(known: CpuLayout) -> Callable[..., Any]:
-    """Return the body of `decode_blocks` for a form."""
+    """Make `decode_blocks` for a layout."""
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
     block_bytes = known.block_bytes
 

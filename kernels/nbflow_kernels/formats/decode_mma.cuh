@@ -1,5 +1,5 @@
-// Weights in units (`nbflow_kernels.formats.layout_mma`): loading and decoding, the product with a chunk of
-// activations.  Compiled for one format by the macros of `UnitForm.defines`.
+// Loading and decoding weights in the MMA layout (`nbflow_kernels.formats.layout_mma`).
+// The macros of `MmaLayout.defines` specialize it for one format.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -9,13 +9,13 @@ enum { HALF, HALF_MIN, FLOAT, FLOAT_MIN, BYTE, BYTE_MIN, NIBBLE_MIN, E8M0, E4M3,
 constexpr int CHUNK = 128;
 constexpr bool HAS_MIN = SCALES == HALF_MIN || SCALES == FLOAT_MIN || SCALES == BYTE_MIN ||
                          SCALES == NIBBLE_MIN || SCALES == U8_PAIR;
-// Numbers of a row that a unit has one of: d, and the d of the mins.
+// Floats stored once per unit and row: d, and d of the mins.
 constexpr bool TWO_FLOATS = SCALES == BYTE_MIN || SCALES == NIBBLE_MIN;
 constexpr bool HAS_FLOATS = TWO_FLOATS || SCALES == BYTE || SCALES == UNIT_ONLY;
 constexpr bool HAS_ZERO = ZERO != 0.0f;
 constexpr int GROUPS = CHUNK / SUB_BLOCK;  // sub-blocks of a chunk
-// What does not depend on the codes (mins, and -ZERO * scale) times the sums of the activations is a
-// product of its own, which tensor cores take if its numbers are float16.
+// Terms that do not depend on codes (mins, and -ZERO * scale) are multiplied by the activation sums
+// in a separate product, which runs on tensor cores if its operands are float16.
 constexpr bool MIN_SUMS = !HAS_ZERO && (SCALES == HALF_MIN || TWO_FLOATS);
 constexpr bool ZERO_SUMS = HAS_ZERO && (SCALES == HALF || SCALES == BYTE);
 constexpr bool TENSOR_SUMS = MIN_SUMS || ZERO_SUMS;
@@ -29,16 +29,15 @@ constexpr int FLOAT_BYTES = TWO_FLOATS ? 4 : HAS_FLOATS ? 2 : 0;
 constexpr int CHUNK_WORDS = KIND == PAIRS_KIND ? 7 : 2 * BITS;
 constexpr int CHUNK_BYTES = 16 * ROW_BYTES + 128 * CHUNK_WORDS;
 constexpr int UNIT_BYTES = 16 * FLOAT_BYTES + 2 * CHUNK_BYTES;
-// Masked fields are subnormal float16 numbers, code * 2**-24 (times 2**position of the slot); those
-// of E2M1 are value * 2**-15.  Sums of activations are kept in the same unit, and results are
-// multiplied by its inverse.
+// Masked bit fields are subnormal float16, code * 2**-24 (times 2**position of the slot); E2M1 codes
+// are value * 2**-15.  Activation sums have the same factor; results are multiplied by its inverse.
 constexpr float SUBNORMAL = 5.9604644775390625e-8f;
 constexpr float UNIT = KIND == E2M1_KIND ? 3.0517578125e-5f : SUBNORMAL;
 constexpr float OUT = FACTOR / UNIT;
 
 // ---- loads ---------------------------------------------------------------------------------------
 
-// A number of bytes at an address that is a multiple of it (of 16, if more).
+// Load N bytes from an address aligned to min(N, 16).
 template <int N>
 DEV void load_bytes(u32* to, const u8* at) {
   if constexpr (N >= 16) {
@@ -59,7 +58,7 @@ DEV void load_bytes(u32* to, const u8* at) {
   }
 }
 
-// A lane's part of a chunk: the scales of rows g and g + 8, and its words.
+// A lane's fragment of a chunk: the scales of rows g and g + 8, and its words.
 struct Chunk {
   u32 scales[2][ROW_WORDS ? ROW_WORDS : 1];
   u32 w[CHUNK_WORDS];
@@ -87,7 +86,7 @@ struct Chunk {
   }
 };
 
-// The numbers that a unit has one of, for rows g and g + 8.
+// The floats of a unit for rows g and g + 8.
 struct Floats {
   u32 of_row[2];
 
@@ -98,17 +97,17 @@ struct Floats {
   }
 };
 
-// Where chunk `odd` of a unit begins.
+// Address of chunk `odd` (0 or 1) of a unit.
 DEV const u8* chunk_of(const u8* unit, int odd) { return unit + 16 * FLOAT_BYTES + odd * CHUNK_BYTES; }
 
 // ---- codes ---------------------------------------------------------------------------------------
 
-// One field of both halves: code * 2**position of the unit.
+// One bit field in both 16-bit halves: two codes as subnormal float16.
 #define FIELD(word, mask) ((word) & (mask) * 0x10001u)
 
 template <int N>
-struct Fields {  // the words of a tile of 64 columns to its slots, a: rows g, b: rows g + 8
-  static DEV void decode(const u32* w, u32* a, u32* b) {}  // no such number of bits
+struct Fields {  // decode the words of a tile of 64 columns to slots, a: rows g, b: rows g + 8
+  static DEV void decode(const u32* w, u32* a, u32* b) {}  // unsupported width
 };
 
 template <>
@@ -132,7 +131,7 @@ struct Fields<2> {
 };
 
 template <>
-struct Fields<3> {  // five codes to a word, the top bits of the three words are the last code
+struct Fields<3> {  // five codes per word; the top bits of the three words form the last code
   static DEV void row(u32 w, u32* h) {
     h[0] = FIELD(w, 7u), h[1] = FIELD(w, 0x38u), h[2] = FIELD(w, 0x1c0u);
     h[3] = FIELD(w >> 9, 7u), h[4] = FIELD(w >> 9, 0x38u);
@@ -157,7 +156,7 @@ struct Fields<4> {
 };
 
 template <>
-struct Fields<5> {  // three codes to a word, the top bits of the five words are the last code
+struct Fields<5> {  // three codes per word; the top bits of the five words form the last code
   static DEV void three(u32 w, u32* h) {
     h[0] = FIELD(w, 31u), h[1] = FIELD(w, 0x3e0u), h[2] = FIELD(w >> 10, 31u);
   }
@@ -170,7 +169,7 @@ struct Fields<5> {  // three codes to a word, the top bits of the five words are
 };
 
 template <>
-struct Fields<6> {  // two codes to a word, the four top bits of three words are two more
+struct Fields<6> {  // two codes per word; the four top bits of three words form two more
   static DEV void row(const u32* w, u32* h) {
 #pragma unroll
     for (int i = 0; i < 3; i++) h[2 * i] = FIELD(w[i], 63u), h[2 * i + 1] = FIELD(w[i] >> 6, 63u);
@@ -180,12 +179,12 @@ struct Fields<6> {  // two codes to a word, the four top bits of three words are
   static DEV void decode(const u32* w, u32* a, u32* b) { row(w, a), row(w + 3, b); }
 };
 
-// Four bytes as two pairs.
+// Zero-extend four bytes to two words of 16-bit pairs.
 DEV void widen(u32 bytes, u32* to) {
   to[0] = prmt(bytes, 0, 0x4140u), to[1] = prmt(bytes, 0, 0x4342u);
 }
 
-// Sign and three bits of 4-bit floats in the places of float16: value * 2**-15 (of values 0 to 12).
+// Move sign and three bits of E2M1 codes to float16 positions: value * 2**-15, |value| 0 to 12.
 DEV void decode_e2m1(const u32* w, u32* a, u32* b) {
 #pragma unroll
   for (int s = 0; s < 4; s++) {
@@ -203,12 +202,12 @@ struct Fields<8> {
   }
 };
 
-// What codes are looked up in, and other numbers that an instruction has no place for.
+// Codebook and other constants kept in registers, since they do not fit instruction immediates.
 struct Table {
   u32 words[4], order, exponent;
 
-  // As constants they would be moved to a register for each use: `zero`, which is 0, hides that they
-  // are, and the shuffle that all lanes have the same.
+  // The compiler would rematerialize constants at each use: XOR with `zero` (0 at run time) hides
+  // that they are constant, the shuffle that they are uniform.
   DEV void load(int zero, int lane) {
     const u32 given[4] = {TABLE_0, TABLE_1, TABLE_2, TABLE_3};
     auto hidden = [&](u32 v) { return __shfl_sync(0xffffffffu, v ^ zero, lane); };
@@ -217,16 +216,16 @@ struct Table {
     for (int i = 0; i < N; i++) words[i] = hidden(given[i]);
     if (KIND == TABLE16_KIND) order = hidden(0x32103210u);
     if (SCALES == BYTE || SCALES == NIBBLE_MIN || SCALES == U8_PAIR) exponent = hidden(0x4b000000u);
-    else exponent = 0x4b000000u;  // of 2**23: a byte behind it is a float
+    else exponent = 0x4b000000u;  // exponent of 2**23: a byte below it makes the float 2**23 + byte
   }
 
-  // The bytes that nibbles 0..3 choose, and 4..7.
+  // Look up the bytes of nibbles 0..3 and 4..7.
   DEV void look_up(u32 nibbles, u32& low, u32& high) const {
     if constexpr (KIND == TABLE8_KIND) {
       low = prmt(words[0], words[1], nibbles);
       high = prmt(words[0], words[1], nibbles >> 16);
     } else if constexpr (((TABLE_0 | TABLE_1 | TABLE_2 | TABLE_3) & 0x80808080u) == 0) {
-      // a selector of 8 or more fills with the sign of the byte that its low bits choose
+      // a prmt selector of 8 or more replicates the sign of the byte that its low bits select
       u32 others = nibbles ^ 0x88888888u;
       low = prmt(words[0], words[1], nibbles) | prmt(words[2], words[3], others);
       high = prmt(words[0], words[1], nibbles >> 16) | prmt(words[2], words[3], others >> 16);
@@ -253,9 +252,8 @@ struct Table {
   }
 };
 
-// Pairs p = x + 11 y, as a masked field.  In 1024 + p the multiplication by 1/11 and the sum with
-// 930.9 round to 1025 + p / 11, rounded down, for all of 0..120; the rest is exact: y * 2**-10, and
-// x in the field's unit.
+// Split pair codes p = x + 11 y, given as masked bit fields.  (1024 + p) / 11 + 930.9 rounds to
+// 1025 + floor(p / 11) for all p in 0..120; the rest is exact: y * 2**-10 and x * 2**-24.
 DEV void split_pair(u32 p, u32& x, u32& y) {
   u32 high = fma_f16x2(p | 0x64006400u, 0x2dd12dd1u, 0x63476347u);
   y = fma_f16x2(high, 0x14001400u, 0xbc01bc01u);
@@ -280,7 +278,7 @@ DEV void decode_pairs(const u32* w, int tile, u32 operand[4][4]) {
   for (int i = 0; i < 8; i++) split_pair(p[i], operand[i >> 1][i & 1], operand[i >> 1][2 + (i & 1)]);
 }
 
-// The codes of 64 columns of a chunk as the operands of four steps.
+// Decode 64 columns of a chunk to the A fragments of four MMA steps.
 DEV void decode_tile(const Table& table, const u32* w, int tile, u32 operand[4][4]) {
   if constexpr (KIND == PAIRS_KIND) {
     decode_pairs(w, tile, operand);
@@ -297,7 +295,7 @@ DEV void decode_tile(const Table& table, const u32* w, int tile, u32 operand[4][
   }
 }
 
-// A chunk's codes as the operands of its eight steps.
+// Decode a chunk to the A fragments of its eight MMA steps.
 DEV void decode_chunk(const Table& table, const u32* w, u32 operand[8][4]) {
   decode_tile(table, w, 0, operand);
   decode_tile(table, w, 1, operand + 4);
@@ -305,15 +303,15 @@ DEV void decode_chunk(const Table& table, const u32* w, u32 operand[8][4]) {
 
 // ---- scales --------------------------------------------------------------------------------------
 
-// The byte `i` of some words as a float, less `zero`: 2**23 + byte has the bits 0x4b0000.. .
+// Byte `i` of words as a float, minus `zero`: the float 2**23 + byte has the bits 0x4b0000 byte.
 DEV float byte_at(const Table& table, const u32* words, int i, int zero = 0) {
   return __uint_as_float(prmt(words[i >> 2], table.exponent, 0x7540u + (i & 3))) - (8388608.0f + zero);
 }
 
-// u / n rounded as the division is, for bytes and these n: `inverse` of it, and what that was rounded by.
+// u / n, correctly rounded for bytes and the n used here: `inverse` is 1 / n, `rest` its rounding error.
 DEV float divided(float u, float inverse, float rest) { return fmaf(u, inverse, u * rest); }
 
-// Scale and base of sub-block `i` of a chunk's row; integer ones where d is apart.
+// Scale and base of sub-block `i` of a chunk's row, without d if it is stored per unit.
 DEV void scale_of(const Table& table, const u32* words, int i, float& scale, float& base) {
   scale = 1.0f, base = 0.0f;
   if constexpr (SCALES == HALF) scale = (i & 1) ? high_f16(words[i >> 1]) : low_f16(words[i >> 1]);
@@ -327,21 +325,21 @@ DEV void scale_of(const Table& table, const u32* words, int i, float& scale, flo
     u32 low = words[i >> 2] & 0x0f0f0f0fu, high = (words[i >> 2] >> 4) & 0x0f0f0f0fu;
     scale = byte_at(table, &low, i & 3), base = byte_at(table, &high, i & 3);
   }
-  if constexpr (SCALES == E8M0) {  // 2**(e - 127), of which the smallest is subnormal
+  if constexpr (SCALES == E8M0) {  // 2**(e - 127); the smallest is subnormal
     u32 e = prmt(words[i >> 2], 0, 0x0444u | (i & 3) << 12) >> 1;
     scale = __uint_as_float(max(e, 0x00400000u));
   }
-  if constexpr (SCALES == E4M3)  // float16 has the same fields, with a bit more of exponent
+  if constexpr (SCALES == E4M3)  // float16 has one exponent bit more
     scale = low_f16(((words[i >> 2] >> 8 * (i & 3)) & 127u) << 7);
   if constexpr (SCALES == U8_PAIR) {
     scale = divided(byte_at(table, words, 2 * i), 0.001f, -4.749745e-11f);
     base = divided(byte_at(table, words, 2 * i + 1), 0.01f, 2.2351741e-10f) - 1.0f;
   }
-  if constexpr (HAS_MIN && FACTOR != 1.0f) base *= 1.0f / FACTOR;  // results are multiplied by it
+  if constexpr (HAS_MIN && FACTOR != 1.0f) base *= 1.0f / FACTOR;  // results are multiplied by FACTOR
 }
 
-// The scale of sub-block `i` as products take it, times SCALE_UNIT: integers beside mins are float16
-// numbers as they are, like the codes.
+// Scale of sub-block `i` for matmuls, times SCALE_UNIT: integer scales of formats with mins are used
+// as subnormal float16, like codes.
 constexpr float SCALE_UNIT = TENSOR_SUMS && TWO_FLOATS ? SUBNORMAL : 1.0f;
 
 DEV float scale_of(const Table& table, const u32* words, int i) {
@@ -358,14 +356,14 @@ DEV float scale_of(const Table& table, const u32* words, int i) {
   }
 }
 
-// ---- what the sums of activations are multiplied by ------------------------------------------------
+// ---- correction terms: operands for the activation sums --------------------------------------------
 
-// The product with sums that are divided by SUB_BLOCK, in the unit of the codes' product.
+// Factor of the product with the activation means of sub-blocks, relative to the product of codes.
 constexpr float SUM_FACTOR = !TENSOR_SUMS ? 1.0f : SUB_BLOCK * (ZERO_SUMS ? -ZERO * UNIT
                              : SCALES == HALF_MIN ? UNIT / FACTOR
                              : SCALES == NIBBLE_MIN ? 1.0f / (16.0f * FACTOR) : 1.0f / FACTOR);
 
-// Word t % N of some that lie `step` apart.
+// Word t % N of N words with stride `step`.
 template <int N>
 DEV u32 word_of(const u32* words, int t, int step = 1) {
   if constexpr (N == 1) return words[0];
@@ -373,8 +371,8 @@ DEV u32 word_of(const u32* words, int t, int step = 1) {
   else return t & 2 ? word_of<2>(words + 2 * step, t, step) : word_of<2>(words, t, step);
 }
 
-// What the sums of groups 2 t and 2 t + 1 are multiplied by, of a row's scales: two float16 numbers.
-// Behind the last group it is some number: the sums are zeros.
+// Two float16 operands from a row's scales, for the activation sums of sub-blocks 2 t and 2 t + 1.
+// Past the last sub-block the value is arbitrary, since the sums are zero.
 DEV u32 sum_operand(const u32* words, int t) {
   if constexpr (SCALES == HALF) {
     return word_of<SUM_PAIRS>(words, t);
@@ -386,7 +384,7 @@ DEV u32 sum_operand(const u32* words, int t) {
   } else {  // bytes 2 t and 2 t + 1
     const u32 bytes = prmt(words[0], words[ROW_WORDS - 1], 0x0202u * t + 0x0100u);
     if constexpr (SCALES == NIBBLE_MIN) return bytes & 0x00f000f0u;
-    // 1024 + byte is a number; less 1024 and the zero of the scales
+    // the float16 1024 + byte, minus 1024 and the zero of the scales
     constexpr u32 ZEROS = (0xe400u | SCALE_ZERO) * 0x10001u;
     return add_f16x2((bytes & 0x00ff00ffu) | 0x64006400u, ZEROS);
   }

@@ -1,4 +1,4 @@
-"""Unquantized weights under the same interface: a block is one number.
+"""Float formats: unquantized weights as blocks of one number.
 
 =========  =====  ====================================================================
 name       bits   bytes
@@ -8,7 +8,7 @@ name       bits   bytes
 ``bf16``   16     the upper half of a float32: its range with 8 bits of precision
 =========  =====  ====================================================================
 
-Both 16-bit types round to the nearest, halves to even.
+Both 16-bit types round to nearest even.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
-ROWS = 16  # rows of a group: the lanes of a simd vector
-COLUMNS = 8  # columns are padded to a multiple: four chains of pairs of columns
+ROWS = 16  # rows per group: the lanes of a SIMD vector
+COLUMNS = 8  # columns are padded to a multiple of it: four FMA chains of two columns
 
 
 @dataclass(frozen=True, eq=False)
 class PackedFloats:
-    """Float weights in the layout they are computed from: 16 rows side by side."""
+    """Float weights in the CPU layout: 16 rows interleaved."""
 
     n_rows: int
     n_columns: int
     data: NDArray[Any]
-    """(groups of 16 rows, columns, 16): float32, int16 (the bits of float16) or uint16 (those of
-    bfloat16); zeros pad the rows to a multiple of 16 and the columns to one of 8."""
+    """(row groups, columns, 16): float32, int16 (float16 bits) or uint16 (bfloat16 bits), padded
+    with zeros to multiples of 16 rows and 8 columns."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, with its padding."""
+        """Size in bytes, padding included."""
         return int(self.data.nbytes)
 
     def rows(self, ids: NDArray[np.integer]) -> Floats:
-        """Return some rows (T, columns) as float32."""
+        """Return rows `ids` as float32 (T, columns)."""
         picked = self.data[ids // ROWS, : self.n_columns, ids % ROWS]
         return _as_float32(picked.view(np.float16) if picked.dtype == np.int16 else picked)
 
@@ -57,7 +57,7 @@ class FloatFormat(QuantFormat):
     name: str
     block_bytes: int
     dtype: Any
-    """Type of the array `QuantTensor.array`; bfloat16 is held as its bits in uint16."""
+    """Type of `QuantTensor.array`; bfloat16 is stored as uint16 bits."""
     largest: float
     """Largest magnitude that does not round to infinity."""
     block_size: int = 1
@@ -67,8 +67,7 @@ class FloatFormat(QuantFormat):
     ) -> Bytes:
         """Return `x` rounded to the type.
 
-        Both encoders round to the nearest; weights do not share anything, so this is best for any
-        importance.
+        Both quantizers round to nearest: without shared scales this is optimal for any importance.
         """
         too_large = np.argwhere(np.abs(x) > self.largest)
         if len(too_large):
@@ -87,25 +86,25 @@ class FloatFormat(QuantFormat):
         return stored.view(np.uint8).reshape(len(x), x.shape[1] * self.block_bytes)
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return the numbers (n, 1) of their bytes (n, block_bytes)."""
+        """Return the numbers (n, 1) stored in bytes (n, block_bytes)."""
         return self._values(np.ascontiguousarray(blocks))
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
-        """Write the numbers of rows of bytes to `out`."""
+        """Write the numbers stored in rows of bytes to `out`."""
         out[...] = self._values(np.ascontiguousarray(data))
 
     def _values(self, data: Bytes) -> Floats:
         return _as_float32(data.view(self.dtype))
 
     def pack(self, data: Bytes) -> PackedFloats:
-        """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        """Repack rows (rows, row bytes) into the CPU layout."""
         rows = data.view(self.dtype)
         held = rows.view(np.int16) if self.name == "f16" else rows  # see PackedFloats.data
         return PackedFloats(rows.shape[0], rows.shape[1], interleave(held))
 
 
 def _as_float32(stored: NDArray[Any]) -> Floats:
-    """Return float32 of float32, float16 or (uint16) the bits of bfloat16."""
+    """Convert float32, float16 or bfloat16 bits (uint16) to float32."""
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
     values: Floats = stored.astype(np.float32)
@@ -113,7 +112,7 @@ def _as_float32(stored: NDArray[Any]) -> Floats:
 
 
 def interleave(rows: Any) -> Any:
-    """Return rows (N, K) of float32, int16 or uint16 as (groups, columns, 16), zeros as padding."""
+    """Interleave rows (N, K) of float32, int16 or uint16 to (groups, columns, 16), zero-padded."""
     n_rows, n_columns = rows.shape
     padded = -(-n_columns // COLUMNS) * COLUMNS
     shape = (-(-n_rows // ROWS), padded, ROWS)
@@ -124,7 +123,7 @@ def interleave(rows: Any) -> Any:
 
 @jit.kernel
 def _interleave(rows, out, start, stop):
-    """Write groups [start, stop)."""
+    """Interleave row groups [start, stop)."""
     n_rows, n_columns = rows.shape
     for group in range(start, stop):
         first = group * ROWS
@@ -141,6 +140,6 @@ def _interleave(rows, out, start, stop):
 
 
 F32 = FloatFormat("f32", 4, np.dtype("<f4"), float(np.finfo(np.float32).max))
-# 65520 lies halfway to the first number float16 does not have
+# 65520 is the midpoint between the largest float16 and its overflow: it rounds to infinity
 F16 = FloatFormat("f16", 2, np.dtype("<f2"), float(np.nextafter(65520, 0)))
 BF16 = FloatFormat("bf16", 2, np.dtype("<u2"), float(np.uint32(0x7F7F7FFF).view(np.float32)))

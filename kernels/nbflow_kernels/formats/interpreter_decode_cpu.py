@@ -17,7 +17,7 @@ Vector = NDArray[Any]
 
 
 def codes(form: Any, at: Any, v: Any) -> Vector:
-    """Return code vector v of a unit."""
+    """Return code vector `v` of a unit."""
     if form.bits == PAIRS:
         pairs = _pair_word(at, v // 2)
         return simd_int8.pair_second(pairs) if v % 2 else simd_int8.pair_first(pairs)
@@ -33,7 +33,7 @@ def codes(form: Any, at: Any, v: Any) -> Vector:
 
 
 def _pair_word(at: Any, word: int) -> Vector:
-    """Return pair codes in the low 7 bits; those of word 7 are the top bits of the others."""
+    """Return pair codes in the low 7 bits; word 7 is gathered from the top bits of words 0 to 6."""
     if word < PAIRS:
         return simd_int8.load_bytes(at + 64 * word)
     bits = [simd_int8.move(simd_int8.load_bytes(at + 64 * i), 7, i, 1) for i in range(PAIRS)]
@@ -52,7 +52,7 @@ def unit_of(form, at, i):
 
 
 def _stored(form: Any, at: Any, base: bool) -> Vector:
-    """Return 16 numbers `d` or `m`."""
+    """Load `d` or `m` of 16 rows as float32."""
     if form.d_type == "f16":
         return simd.load_f16(at)
     if form.d_type == "f32":
@@ -60,7 +60,7 @@ def _stored(form: Any, at: Any, base: bool) -> Vector:
     numbers = read(at, np.uint8, LANES)
     if form.d_type == "e8m0":
         return np.ldexp(np.float32(1), numbers.astype(np.int32) - 128).astype(np.float32)
-    if form.d_type == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+    if form.d_type == "e4m3":  # a truncated float16 with another exponent bias
         return (numbers.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(
             128
         )
@@ -69,13 +69,13 @@ def _stored(form: Any, at: Any, base: bool) -> Vector:
 
 
 def _of_block(form, at, s):
-    """Return the address of the number for sub-block s among those of a block."""
+    """Return the address of `d` of sub-block `s`."""
     per_d = form.d_block // form.sub_block
     return at + (0 if form.block == form.d_block else s // per_d * LANES * D_BYTES[form.d_type])
 
 
 def _of_segment(form, at, s):
-    """Return the address of the integer scales of sub-block s."""
+    """Return the address of the integer scales of sub-block `s`."""
     segment, scale = divmod(s, form.segment_scales)
     return at + form.d_bytes + segment * form.segment_bytes + LANES * scale
 
@@ -106,7 +106,7 @@ def scale_of(form: Any, at: Any, s: Any, d: Vector) -> Vector:
 
 
 def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:
-    """Return m, or -m times the integer min of a sub-block."""
+    """Return the base of a sub-block: m, or -m times its integer min."""
     if form.base != "min":
         return m
     place = _of_segment(form, at, s)
@@ -135,7 +135,7 @@ def parameters(form: Any, at: Any, s: Any) -> tuple[Vector, Vector]:
 
 
 def weight(form: Any, u: Vector, j: Any, scale: Vector, base: Vector) -> Vector:
-    """Return column j of a code vector as weights."""
+    """Dequantize column `j` of a code vector."""
     number = u[j::4].astype(np.float32)
     if form.zero and not _folds_zero(form):
         number = number - np.float32(form.zero)

@@ -1,28 +1,28 @@
-"""The layout weights are computed from: 16 rows side by side, a lane of a vector per row.
+"""CPU layout of packed weights: 16 rows interleaved, one SIMD lane per row.
 
-Every block format is brought into it from its integer form (`nbflow_kernels.formats.codec_spec`),
-so one set of kernels serves them all.  A *row group* is 16 rows; rows past the last are zero.  Its
-blocks follow each other, the columns are padded with zero weights to whole blocks.  A block is
+All block formats are repacked into it from their integer form (`codec_spec`), so one set of kernels
+serves them all.  A *row group* is 16 rows, zero-padded.  Its blocks are contiguous; columns are
+padded with zero weights to whole blocks.  A block consists of
 
 ====================  =============================================================================
-floats                `d` of each of its groups of `d_block` columns, 16 rows each; then `m` in the
-                      same way, if there is one
-segments              of `segment` columns: the integer scales of each sub-block, 16 bytes each; the
-                      mins (with 4-bit scales, in the same byte: min << 4 | scale); codes
+floats                `d` of each group of `d_block` columns, 16 rows each; then `m` likewise, if
+                      the format has one
+segments              of `segment` columns: integer scales of each sub-block, 16 bytes each; mins
+                      (with 4-bit scales, in the same byte: min << 4 | scale); codes
 codes                 units of 32 columns (64 with pairs), a *word vector* of 64 bytes per bit
 ====================  =============================================================================
 
-Scales lie right before their codes, since one stream through memory is what processors prefetch
-best: all scales at the front of a block of 256 columns cost 15 % of the speed of one row.
+Scales directly precede their codes: hardware prefetches a single stream best.  All scales at the
+front of a block of 256 columns made the GEMV 15 % slower.
 
-Byte ``4 * row + j`` of a *code vector* v is the code of column ``4 * v + j`` of the unit: what one
-instruction multiplies by 4 activations.  Words hold code vectors in the bits that `FIELDS` lists:
-most of them in one piece, so that a shift and a mask give them back; the others in the bits that
-are left over above these.  Pairs hold code vectors 2w and 2w + 1 as ``x + 11 * y`` in the low 7
-bits of word w; those of w = 7 are in the top bits: bit i is the top bit of word i.
+Byte ``4 * row + j`` of *code vector* v is the code of column ``4 * v + j`` of the unit, the operand
+of a 4-way int8 dot product.  `FIELDS` maps code vectors to bits of word vectors: most are
+contiguous, so that a shift and a mask extract them; the rest fill the unused high bits.  Pair codes
+store code vectors 2w and 2w + 1 as ``x + 11 * y`` in the low 7 bits of word w; bit i of word 7 is
+the top bit of word i.
 
-Packed weights take as many bits for codes as stored ones; integer scales are widened to bytes,
-which costs at most 4 % (`CpuPacked.bits_per_weight`).
+Codes take as many bits as in storage; integer scales are widened to bytes, which costs at most 4 %
+(`CpuPacked.bits_per_weight`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 
-ROWS = 16  # rows of a group: the lanes of a simd vector
+ROWS = 16  # rows per group: the lanes of a SIMD vector
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
 
 PAIRS = 7
-"""The number of bits that stands for pair codes."""
+"""Value of `CpuLayout.bits` for pair codes."""
 FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
     1: tuple((v, 0, 1, 0, v) for v in range(8)),
     2: tuple((v, 0, 2, v // 4, 2 * (v % 4)) for v in range(8)),
@@ -66,24 +66,24 @@ FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
     ),
     8: tuple((v, 0, 8, v, 0) for v in range(8)),
 }
-"""Bits of a code to the fields of a unit: code vector, first bit, bits, word, place in the word."""
+"""Code bits to bit fields of a unit: (code vector, first bit, width, word, bit offset in word)."""
 D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1}
 
 
 @dataclass(frozen=True)
 class CpuLayout:
-    """What kernels must know of a packed format; formats that agree share their kernels."""
+    """Compile-time parameters of the CPU kernels; formats with equal ones share kernels."""
 
     bits: int
     """1 to 6, 8, or `PAIRS`."""
     block: int
-    """Columns of a packed block, a multiple of 32."""
+    """Columns per packed block, a multiple of 32."""
     d_block: int
     """Columns that share `d`."""
     sub_block: int
     """Columns that share scale and min."""
     zero: int
-    """value = code - zero; 128 with `values`, which are looked up plus 128."""
+    """value = code - zero; 128 with `values`, which are stored plus 128."""
     values: tuple[int, ...] | None
     factor: float
     d_type: str
@@ -94,59 +94,59 @@ class CpuLayout:
 
     @property
     def unit(self) -> int:
-        """Columns of a unit."""
+        """Columns per unit."""
         return 64 if self.bits == PAIRS else 32
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit of 16 rows."""
+        """Bytes per unit of 16 rows."""
         return 64 * self.bits
 
     @property
     def d_bytes(self) -> int:
-        """Bytes of `d` and `m` of a block."""
+        """Bytes of `d` and `m` per block."""
         n_floats = self.block // self.d_block * (1 if self.base == "none" else 2)
         return ROWS * n_floats * D_BYTES[self.d_type]
 
     @property
     def segment(self) -> int:
-        """Columns of a segment: whole units and whole sub-blocks."""
+        """Columns per segment: whole units and whole sub-blocks."""
         return max(self.unit, self.sub_block)
 
     @property
     def segment_scales(self) -> int:
-        """Integer scales of a segment and row."""
+        """Integer scales per segment and row."""
         return 0 if self.scales == "none" else self.segment // self.sub_block
 
     @property
     def codes_at(self) -> int:
-        """Bytes in front of the codes of a segment."""
+        """Offset of the codes in a segment, in bytes."""
         has_mins = self.base == "min" and self.scales != "u4"
         return ROWS * self.segment_scales * (2 if has_mins else 1)
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of a segment of 16 rows."""
+        """Bytes per segment of 16 rows."""
         return self.codes_at + self.segment // self.unit * self.unit_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of 16 rows."""
+        """Bytes per block of 16 rows."""
         return self.d_bytes + self.block // self.segment * self.segment_bytes
 
     @property
     def bits_per_weight(self) -> float:
-        """Cost with everything in it."""
+        """Bits per weight, scales included."""
         return 8 * self.block_bytes / (ROWS * self.block)
 
 
 def packed_form(form: CodecSpec) -> CpuLayout:
-    """Return the packed form of an integer form.
+    """Return the CPU layout of an integer form.
 
     Raises
     ------
     UsageError
-        If the form has sizes or bits the packed layout does not know.
+        If the layout does not support the form's block sizes or code bits.
     """
     bits = PAIRS if form.pairs else 8 if form.code_bits == 7 else form.code_bits
     n_values = 0 if form.values is None else len(form.values)
@@ -166,7 +166,7 @@ def packed_form(form: CodecSpec) -> CpuLayout:
         raise UsageError(f"a block must divide or be a multiple of {unit}, got {form.block}")
     scales = "none"
     if form.scales:
-        # mins come with scales that are not negative
+        # formats with mins have nonnegative scales
         scales = ("u4" if form.scale_bits == 4 else "u8") if form.base == "min" else "i8"
     elif form.base == "min":
         raise UsageError('base "min" needs integer scales')
@@ -186,38 +186,38 @@ def packed_form(form: CodecSpec) -> CpuLayout:
 
 @dataclass(frozen=True, eq=False)
 class CpuPacked:
-    """Weights in the layout of this module."""
+    """Matrix of weights in the CPU layout."""
 
     form: CpuLayout
     n_rows: int
     n_blocks: int
-    """Packed blocks of a row."""
+    """Packed blocks per row."""
     data: NDArray[np.uint8]
     """Flat bytes, ``n_groups * group_bytes``, aligned to `huge_pages.ALIGNMENT`."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, with its padding."""
+        """Size in bytes, padding included."""
         return self.data.nbytes
 
     @property
     def n_groups(self) -> int:
-        """Groups of 16 rows."""
+        """Number of row groups."""
         return -(-self.n_rows // ROWS)
 
     @property
     def n_columns(self) -> int:
-        """Columns with their padding."""
+        """Number of columns, padding included."""
         return self.n_blocks * self.form.block
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a row group."""
+        """Bytes per row group."""
         return self.n_blocks * self.form.block_bytes
 
     @property
     def bits_per_weight(self) -> float:
-        """Cost of a weight in this layout, padding aside."""
+        """Bits per weight, padding excluded."""
         return self.form.bits_per_weight
 
 
@@ -227,14 +227,14 @@ def pack(
     data: NDArray[np.uint8],
     n_columns: int,
 ) -> CpuPacked:
-    """Return rows of storage bytes in the layout for computing.
+    """Repack rows of storage bytes into the CPU layout.
 
     Parameters
     ----------
     form : CodecSpec
-        The format's formula.
+        Decode formula of the format.
     integers : callable
-        Storage bytes of rows to `DecodedBlocks`.
+        Unpacks storage bytes of rows to `DecodedBlocks`.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes.
     n_columns : int
@@ -243,7 +243,7 @@ def pack(
     Raises
     ------
     UsageError
-        If a number does not fit where the form says it is stored.
+        If a number is out of range of its type in the layout.
     """
     packed = packed_form(form)
     while True:
@@ -259,7 +259,7 @@ def pack(
 
 
 class Misfit(ValueError):
-    """A number that its place in the header does not hold."""
+    """Raised for a number out of range of its type in the layout; packing retries a wider type."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
@@ -295,7 +295,7 @@ def _pack(
 
 
 def _pack_numbers(form: CpuLayout, part: DecodedBlocks, blocks: NDArray[np.uint8]) -> None:
-    """Write what is not codes, floats and integer scales, to blocks (groups, blocks, bytes)."""
+    """Write floats, integer scales and mins to blocks (groups, blocks, bytes)."""
     n_groups, n_blocks = blocks.shape[:2]
     at = 0
     for floats in _floats(form, part):
@@ -311,7 +311,7 @@ def _pack_numbers(form: CpuLayout, part: DecodedBlocks, blocks: NDArray[np.uint8
 
 
 def _padded(array: NDArray[Any], n_columns: int, n_rows: int) -> NDArray[Any]:
-    """Return the array contiguous, with zeros to the right and below."""
+    """Return the array C-contiguous, zero-padded to the right and below."""
     if array.shape == (n_rows, n_columns):
         return np.ascontiguousarray(array)
     result = np.zeros((n_rows, n_columns), array.dtype)
@@ -322,14 +322,14 @@ def _padded(array: NDArray[Any], n_columns: int, n_rows: int) -> NDArray[Any]:
 def _interleaved(
     numbers: NDArray[Any], n_groups: int, n_blocks: int, per_block: int
 ) -> NDArray[np.uint8]:
-    """Return numbers (rows, blocks * per block) as bytes (groups, blocks, per block * 16 rows)."""
+    """Interleave numbers (rows, blocks * per_block) to bytes (groups, blocks, per_block * 16)."""
     full = _padded(numbers, n_blocks * per_block, n_groups * ROWS)
     lanes = full.reshape(n_groups, ROWS, n_blocks, per_block).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(lanes).view(np.uint8).reshape(n_groups, n_blocks, -1)
 
 
 def _floats(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]:
-    """Return `d` and `m`, as they are stored."""
+    """Convert `d` and `m` to the type of the layout."""
     floats = [stored_floats(form.d_type, part.d, base=False)]
     if form.base != "none":
         assert part.m is not None
@@ -338,7 +338,7 @@ def _floats(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]:
 
 
 def _scales_and_mins(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]:
-    """Return the integers per sub-block, as they are stored."""
+    """Convert the integer scales and mins to the type of the layout."""
     if form.scales == "none":
         return []
     assert part.scales is not None
@@ -357,7 +357,7 @@ def _scales_and_mins(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]
 
 
 def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[Any]:
-    """Return floats as they are stored, or raise where that would change them."""
+    """Convert floats to the stored type, or raise `Misfit` if that is inexact."""
     with np.errstate(all="ignore"):
         if d_type == "f32":
             return numbers
@@ -368,7 +368,7 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
             stored = np.clip(np.frexp(numbers)[1] + 127, 0, 255).astype(np.uint8)
             back = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
         elif d_type == "e4m3":
-            # float16 has the same fields, with one bit more of exponent and seven of mantissa
+            # float16 has one exponent bit and seven mantissa bits more
             halves = (numbers / np.float32(128)).astype(np.float16).view(np.uint16)
             stored = ((halves >> np.uint16(7)) & np.uint16(127)).astype(np.uint8)
             wide_bits = stored.astype(np.uint16) << np.uint16(7)
@@ -385,7 +385,7 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
 
 @jit.kernel
 def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
-    """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
+    """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in words."""
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
     for group in range(start, stop):
@@ -409,7 +409,7 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
 
 @jit.kernel
 def _pack_planes(row, words, at, bits, per_word):
-    """Do as `_pack_fields` where each code vector is one field, and words are full of them."""
+    """Pack as `_pack_fields`, for widths of 1, 2, 4 and 8 bits that fill words evenly."""
     v = 0
     for word in range(bits):
         four = np.uint32(0)
@@ -421,7 +421,7 @@ def _pack_planes(row, words, at, bits, per_word):
 
 @jit.kernel
 def _pack_fields(row, words, at, fields):
-    """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
+    """Pack the 8 code vectors of one row and unit, 4 codes per uint32, by `FIELDS`."""
     for i in range(len(fields)):
         mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
         part = (row[fields[i, 0]] >> np.uint32(fields[i, 1])) & mask
@@ -430,7 +430,7 @@ def _pack_fields(row, words, at, fields):
 
 @jit.kernel
 def _pack_pairs(row, words, at):
-    """Write the 16 code vectors of one row and unit as pairs."""
+    """Pack the 16 code vectors of one row and unit as pair codes."""
     for w in range(7):
         words[at + w * ROWS] = row[2 * w] + np.uint32(11) * row[2 * w + 1]
     last = row[14] + np.uint32(11) * row[15]

@@ -1,30 +1,29 @@
-"""The layout that CUDA kernels compute from: units of 16 rows and 256 columns.
+"""MMA layout of packed weights on CUDA: units of 16 rows and 256 columns in fragment order.
 
-A *row tile* is 16 rows, the height of a tensor core's operand.  Its units follow each other, the
-row tiles too, without gaps.  A unit is
+A *row tile* is 16 rows, the M of a tensor-core MMA.  Row tiles, and the units of a row tile, are
+contiguous.  A unit consists of
 
 ============  =====================================================================================
-floats        for each of its 16 rows `d` (and the min's `d`) as float16, where it is one for a unit
+floats        `d` (and `d` of the mins) of each of the 16 rows as float16, if one per unit
 chunks        two of 128 columns, each with
- scales       for each row the numbers of the chunk's sub-blocks, in a form of `SCALES`
+ scales       the numbers of the chunk's sub-blocks, row by row, in a form of `SCALES`
  codes        32-bit words of the 32 lanes of a warp
 ============  =====================================================================================
 
-Lane ``4 * g + t`` holds rows g and g + 8 in the order of the operand: *slot* ``2 * step + j`` of a
-tile of 64 columns is the pair of columns ``16 * step + 8 * j + 2 * t + (0, 1)``, one of them in
-each 16-bit half of a word.  A field of up to 10 bits that lies in the low bits of such a half is a
-float16 already, code * 2**(position - 24), a subnormal one: a mask decodes two weights, and the
-power of two goes into the activations.  `FIELDS` says which bits of which code lie where.
+Lane ``4 * g + t`` holds rows g and g + 8 of the A fragment: *slot* ``2 * step + j`` of a tile of 64
+columns is the pair of columns ``16 * step + 8 * j + 2 * t + (0, 1)``, one in each 16-bit half of a
+word.  A bit field of up to 10 bits at the low end of a half is a subnormal float16,
+code * 2**(position - 24): one mask decodes two weights, and the power of two is folded into the
+activations.  `FIELDS` maps code bits to words.
 
-A chunk's words are stored four by four, 16 bytes for each lane, then by two and one if any are left
-over: every load of a warp is one piece of memory.
+A chunk stores its words in vectors of four (16 bytes per lane), then of two and one for the rest,
+so that all loads of a warp are coalesced.
 
-Rows are padded to 16 and columns to 128, with zero weights.  A weight takes the bits of the storage
-layout, plus what widening a scale of 4 or 6 bits to a byte costs (at most 0.125 bits).  Formats on
-grids (``iq1``, ``iq2``, ``iq3``) take 3 or 4 bits for a code, ternary ones 2.
+Rows are padded to 16 and columns to 128, with zero weights.  A weight takes its storage bits, plus
+at most 0.125 bits for widening scales of 4 or 6 bits to bytes.  Codes of grid formats (``iq1``,
+``iq2``, ``iq3``) take 3 or 4 bits, ternary ones 2.
 
-Nothing is rounded: d and integer scales stay apart, as they are stored, and are multiplied in
-float32.
+Repacking is lossless: d and integer scales stay separate and are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from nbflow_kernels.formats.layout_cpu import Misfit, stored_floats
 from nbflow_kernels.formats.registry import QuantFormat
 
 ROWS, UNIT, CHUNK, TILE = 16, 256, 128, 64
-CHUNK_OF_WEIGHTS = 1 << 22  # packed at once: bounds the temporary arrays
+CHUNK_OF_WEIGHTS = 1 << 22  # weights packed at once: bounds the temporary arrays
 
 Field = tuple[int, int, int, int, int, int]
-"""Half of the rows, slot, first bit of the code, bits, word, place in its 16-bit halves."""
+"""Half of the rows, slot, first bit of the code, width, word, bit offset in its 16-bit halves."""
 
-# How codes become values
+# Code kinds: the decoding from code to value
 BITS, PAIRS, TABLE8, TABLE16, E2M1 = range(5)
 SCALES = {
     name: i
@@ -56,13 +55,13 @@ SCALES = {
          "e4m3", "u8_pair", "unit")
     )
 }  # fmt: skip
-"""How the scales of a sub-block are stored; ``unit``: there are none, the unit's d is all."""
+"""Storage forms of a sub-block's scales; ``unit``: none, only the unit has a `d`."""
 ENTRY_BYTES = (2, 4, 4, 8, 1, 2, 1, 1, 1, 2, 0)
 UNIT_FLOAT_BYTES = (0, 0, 0, 0, 2, 4, 4, 0, 0, 0, 2)
 
 
 def _rows_apart(bits: int, words: int) -> tuple[Field, ...]:
-    """Return the fields of 1, 2 and 4 bits: rows g fill the low bytes, or words, rows g + 8."""
+    """Return the bit fields of widths 1, 2 and 4: rows g first (low bytes or words), then g + 8."""
     per_word = 16 // bits
     fields = []
     for half in range(2):
@@ -106,7 +105,7 @@ def _six() -> tuple[Field, ...]:
 
 
 def _e2m1() -> tuple[Field, ...]:
-    """Return the fields of 4-bit floats: sign at 15, and 3 bits at 9, after a shift to the left."""
+    """Return the bit fields of E2M1 codes: after a left shift, sign at bit 15, the rest at 9."""
     places = {(0, 0): (15, 9), (0, 1): (12, 6), (1, 0): (14, 3), (1, 1): (13, 0)}
     return tuple(
         (half, 2 * word + j, first, n, word, place)
@@ -124,7 +123,7 @@ FIELDS: dict[int, tuple[Field, ...]] = {
     5: _five(),
     6: _six(),
 }
-"""Where the bits of codes lie in the words of a tile; `units.cuh` takes them out."""
+"""Bit fields of a tile by code width; `decode_mma.cuh` extracts them."""
 E2M1_FIELDS = _e2m1()
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 POSITIONS = {
@@ -137,72 +136,74 @@ POSITIONS = {
     7: (0, 14) * 4,
     8: (0,) * 8,
 }
-"""The position at which a mask leaves the code of each slot; 7: pairs are split into 2**-24 x and
-2**-10 y."""
+"""Bit position of each slot's code after masking; 7 (pair codes): x * 2**-24 and y * 2**-10."""
 
 
 @dataclass(frozen=True)
 class MmaLayout:
-    """What kernels must know of a format; formats that agree share their kernels."""
+    """Compile-time parameters of the CUDA kernels; formats with equal ones share kernels."""
 
     kind: int
-    """`BITS`, `PAIRS` (x + 11 * y in 7 bits), `TABLE8` or `TABLE16` (codes that are looked up), or
-    `E2M1` (4-bit floats, twice their value)."""
+    """`BITS`, `PAIRS` (x + 11 * y in 7 bits), `TABLE8` or `TABLE16` (codebook lookup), or `E2M1`
+    (4-bit floats, twice their value)."""
     bits: int
-    """Bits of a code, 1 to 6 or 8; 3 and 4 with tables; 7 for a pair."""
+    """Bits per code, 1 to 6 or 8; 3 and 4 with codebooks; 7 per pair code."""
     sub_block: int
     """Columns that share a scale: 16, 32, 64 or 128."""
     scales: str
-    """A key of `SCALES`."""
+    """Key of `SCALES`."""
     zero: float
-    """value = code - zero; tables hold value + zero, 0 to 255."""
+    """value = code - zero; codebooks store value + zero, 0 to 255."""
     scale_zero: int
-    """Integer scales are stored plus this."""
+    """Offset of stored integer scales: stored = scale + scale_zero."""
     factor: float
-    """A power of two: weight = factor * scale * value + base."""
+    """Power of two: weight = factor * scale * value + base."""
     values: tuple[int, ...]
-    """The table, 8 or 16 numbers; empty without."""
+    """Codebook of 8 or 16 integers, or empty."""
 
     @property
     def integer_sums(self) -> bool:
-        """Whether sums of codes times integers need nothing else added (`units.cuh`)."""
+        """True if integer dot products need at most the tensor-core correction for mins or zeros.
+
+        See `decode_mma.cuh`.
+        """
         has_min = self.scales in ("half_min", "float_min", "byte_min", "nibble_min", "u8_pair")
-        if self.zero:  # times the sums of activations, in a product of its own
+        if self.zero:  # multiplied by activation sums in a separate MMA
             return self.scales in ("half", "byte")
         return not has_min or self.scales in ("half_min", "byte_min", "nibble_min")
 
     @property
     def chunk_words(self) -> int:
-        """32-bit words of a lane in a chunk."""
+        """32-bit words per lane and chunk."""
         return 7 if self.kind == PAIRS else 2 * self.bits
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a chunk in front of its codes."""
+        """Bytes of scales per chunk."""
         return ROWS * ENTRY_BYTES[SCALES[self.scales]] * (CHUNK // self.sub_block)
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of a unit in front of its chunks."""
+        """Bytes of floats per unit."""
         return ROWS * UNIT_FLOAT_BYTES[SCALES[self.scales]]
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
+        """Bytes per chunk."""
         return self.scale_bytes + 128 * self.chunk_words
 
     @property
     def bits_per_weight(self) -> float:
-        """Cost of a weight of whole units."""
+        """Bits per weight of whole units, scales included."""
         return 8 * (self.float_bytes + 2 * self.chunk_bytes) / (ROWS * UNIT)
 
     def tile_bytes(self, n_columns: int) -> int:
-        """Bytes of a row tile of `n_columns` columns."""
+        """Return the bytes of a row tile of `n_columns` columns."""
         n_chunks = -(-n_columns // CHUNK)
         return -(-n_chunks // 2) * self.float_bytes + n_chunks * self.chunk_bytes
 
     def defines(self) -> dict[str, str | int]:
-        """Return the macros that `decode_mma.cuh` is compiled with."""
+        """Return the macros of `decode_mma.cuh` for this layout."""
         positions = POSITIONS[self.bits] if self.kind in (BITS, PAIRS) else (0,) * 8
         found: dict[str, str | int] = {
             "KIND": self.kind,
@@ -222,12 +223,12 @@ class MmaLayout:
 
 @cache
 def unit_form(form: CodecSpec) -> MmaLayout:
-    """Return the form of the device layout of an integer form.
+    """Return the MMA layout of an integer form.
 
     Raises
     ------
     UsageError
-        If the form has sub-blocks that are no multiple of 16 columns.
+        If the sub-block size is not a multiple of 16 columns.
     """
     if form.sub_block % 16 or form.block % form.sub_block:
         raise UsageError(
@@ -237,20 +238,20 @@ def unit_form(form: CodecSpec) -> MmaLayout:
     kind, bits, zero, step, values = _codes(form)
     scales, scale_zero = _scales(form)
     sub_block = next(n for n in (CHUNK, 64, 32, 16) if form.sub_block % n == 0)
-    # e8m0 and e4m3 are kept as the exponents and mantissas of floats: `units.cuh`
+    # decode_mma.cuh reads e8m0 and e4m3 as bits of floats, which differ by these factors
     unit = {"e8m0": 0.5, "e4m3": 128.0}.get(scales, 1.0)
     factor = unit * step * (1.0 if scales.startswith("float") else form.factor)
     return MmaLayout(kind, bits, sub_block, scales, zero, scale_zero, factor, values)
 
 
 def _codes(form: CodecSpec) -> tuple[int, int, float, float, tuple[int, ...]]:
-    """Return kind, bits, zero, the step between values, and the table of an integer form."""
+    """Return kind, bits, zero, step between values, and codebook of an integer form."""
     bits = 8 if form.code_bits == 7 else form.code_bits
     if form.pairs:
         return PAIRS, 7, float(form.zero), 1.0, ()
     if form.values is None:
         return BITS, bits, float(form.zero), 1.0, ()
-    if bits == 1:  # two values are always a step apart
+    if bits == 1:  # two values are always affine in the code
         low, high = form.values
         step = float(high - low)
         if step > 0 and step == 2.0 ** round(np.log2(step)):
@@ -261,12 +262,12 @@ def _codes(form: CodecSpec) -> tuple[int, int, float, float, tuple[int, ...]]:
         return E2M1, 4, 0.0, 1.0, ()
     size = 8 if bits <= 3 else 16
     table = tuple(int(v) for v in np.resize(form.values, size))
-    zero = float(-min(table))  # what is stored is not negative, and as small as can be
+    zero = float(-min(table))  # stored values are nonnegative and as small as possible
     return (TABLE8, 3, zero, 1.0, table) if size == 8 else (TABLE16, 4, zero, 1.0, table)
 
 
 def _scales(form: CodecSpec) -> tuple[str, int]:
-    """Return how the scales are stored, and what is added to integer ones."""
+    """Return the storage form of the scales, and the offset of integer ones."""
     shared = form.d_type == "f16" and form.block == UNIT
     if form.scales and shared and form.base != "d":
         if form.base == "min":
@@ -286,7 +287,7 @@ def _scales(form: CodecSpec) -> tuple[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class MmaPacked:
-    """Weights in the layout of this module; the data is made on the host and lies on a device."""
+    """Matrix of weights in the MMA layout, packed on the host and copied to a device."""
 
     form: MmaLayout
     n_rows: int
@@ -296,32 +297,32 @@ class MmaPacked:
 
     @property
     def n_tiles(self) -> int:
-        """Row tiles."""
+        """Number of row tiles."""
         return -(-self.n_rows // ROWS)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, with its padding."""
+        """Size in bytes, padding included."""
         return int(self.data.nbytes)
 
     def matrix(self, index: int, n_rows: int) -> MmaPacked:
-        """Return one of several matrices of `n_rows` rows that lie one after the other."""
+        """Return matrix `index` of concatenated matrices of `n_rows` rows each."""
         size = -(-n_rows // ROWS) * self.form.tile_bytes(self.n_columns)
         part = self.data[index * size : (index + 1) * size]
         return replace(self, n_rows=n_rows, data=part)
 
 
 def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> MmaPacked:
-    """Return rows of storage bytes in the device layout, in host memory.
+    """Repack rows of storage bytes into the MMA layout, in host memory.
 
     Parameters
     ----------
     format : QuantFormat
-        A format that has an integer form.
+        Format with an integer form.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes.
     n_columns : int
-        Columns that count, at most those of `data`.
+        Columns without padding, at most those of `data`.
 
     Raises
     ------
@@ -331,7 +332,7 @@ def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> MmaPac
     form = unit_form(format.integer_form)
     try:
         return _pack(form, format, data, n_columns)
-    except Misfit:  # numbers that their place does not hold: keep them as float32
+    except Misfit:  # a number out of range of its type: store the scales as float32
         floats = "float" if format.integer_form.base == "none" else "float_min"
         given = format.integer_form
         step = form.factor / given.factor / {"e8m0": 0.5, "e4m3": 128.0}.get(form.scales, 1.0)
@@ -344,7 +345,7 @@ def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> MmaPac
 
 
 def whole_tiles(data: NDArray[np.uint8], n_rows: int) -> NDArray[np.uint8]:
-    """Return the bytes of matrices of `n_rows` rows each, with zeros up to whole row tiles."""
+    """Zero-pad concatenated matrices of `n_rows` rows each to whole row tiles."""
     matrices = data.reshape(-1, n_rows, data.shape[1])
     full = np.zeros((len(matrices), -(-n_rows // ROWS) * ROWS, data.shape[1]), np.uint8)
     full[:, :n_rows] = matrices
@@ -375,7 +376,7 @@ def _pack(
 
 
 def _padded(array: NDArray[Any], n_rows: int, n_columns: int) -> NDArray[Any]:
-    """Return the array cut to `n_columns`, with zeros to the right and below."""
+    """Return the array cut to `n_columns` and zero-padded to the right and below."""
     result = np.zeros((n_rows, n_columns), array.dtype)
     kept = array[:, :n_columns]
     result[: kept.shape[0], : kept.shape[1]] = kept
@@ -386,7 +387,7 @@ def _padded(array: NDArray[Any], n_rows: int, n_columns: int) -> NDArray[Any]:
 
 
 def _chunks(form: MmaLayout, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return codes (rows, columns) as the bytes of chunks (row tiles, chunks, chunk bytes)."""
+    """Pack codes (rows, columns) into the bytes of chunks (row tiles, chunks, chunk bytes)."""
     n_tiles, n_chunks = codes.shape[0] // ROWS, codes.shape[1] // CHUNK
     # (tile, half, g, chunk, tile of 64, step, j, t, e) -> half, slot, (tile, chunk, 64, g, t, e)
     split = codes.reshape(n_tiles, 2, 8, n_chunks, 2, 4, 2, 4, 2)
@@ -405,7 +406,7 @@ def _chunks(form: MmaLayout, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _planes(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Return words (tiles, chunks, lanes, n) as bytes: by four, then by two, then by one."""
+    """Store words (tiles, chunks, lanes, n) as vectors of four, then two, then one per lane."""
     n_tiles, n_chunks, _, n = words.shape
     parts, at = [], 0
     while at < n:
@@ -417,12 +418,12 @@ def _planes(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 
 def _field_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Return the words (word, tiles, chunks, tile of 64, lane) that `FIELDS` describes."""
+    """Pack codes by `FIELDS` into words (word, tiles, chunks, tile of 64, lane)."""
     return _words_of(FIELDS[bits], slots, bits)
 
 
 def _e2m1_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Do as `_field_words` with the fields of 4-bit floats."""
+    """Pack E2M1 codes by `E2M1_FIELDS`; see `_field_words`."""
     return _words_of(E2M1_FIELDS, slots, bits)
 
 
@@ -437,7 +438,7 @@ def _words_of(
 
 
 def _byte_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Return words of four bytes: slots 2w and 2w + 1 of rows g, and the same of rows g + 8."""
+    """Pack words of four bytes: slots 2w and 2w + 1 of rows g, then of rows g + 8."""
     pairs = slots.reshape(8, 2, *slots.shape[2:])  # (half and w, slot, ..., e)
     return np.ascontiguousarray(np.concatenate([pairs[:, 0], pairs[:, 1]], axis=-1)).view("<u4")[
         ..., 0
@@ -445,7 +446,7 @@ def _byte_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def _table16_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Return words of eight nibbles: slots 2w and 2w + 1 of rows g, then of rows g + 8."""
+    """Pack words of eight nibbles: slots 2w and 2w + 1 of rows g, then of rows g + 8."""
     words = np.zeros((4, *slots.shape[2:-1]), np.uint32)
     for half in range(2):
         for slot in range(8):
@@ -456,9 +457,9 @@ def _table16_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def _table8_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Return two words of the codes' low two bits, and one of their third bits.
+    """Pack two words of the codes' low two bits, and one word of their third bits.
 
-    The nibbles of step s, as `_table16_words` has them, are bits 0 and 1 of word s // 2 after a
+    The nibbles of step s, in the order of `_table16_words`, are bits 0 and 1 of word s // 2 after a
     shift by 2 * (s % 2), and bit s of word 2.
     """
     nibbles = _table16_words(slots, bits)
@@ -468,10 +469,10 @@ def _table8_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def _pair_words(slots: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return seven words for a chunk: 16 pair codes x + 11 * y of 7 bits in each half.
+    """Pack seven words per chunk: 16 pair codes x + 11 * y of 7 bits in each half.
 
-    x and y are slots 2s and 2s + 1; pair 2s + half.  Words hold pairs 2w and 2w + 1 and in their
-    two top bits pieces of pairs 14 (words 0 to 2, bit 6 in word 3) and 15 (words 4 to 6 and 3).
+    x and y are slots 2s and 2s + 1 of pair 2s + half.  Word w holds pairs 2w and 2w + 1; the two
+    top bits of the words hold pairs 14 (words 0 to 2, bit 6 in word 3) and 15 (words 4 to 6 and 3).
     """
     x, y = slots[:, 0::2], slots[:, 1::2]  # (half, step, tiles, chunks, tile of 64, lane, e)
     code = (x + np.uint8(11) * y).transpose(4, 1, 0, 2, 3, 5, 6)
@@ -489,7 +490,7 @@ def _pair_words(slots: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def _rows(numbers: NDArray[Any], n_tiles: int, n_parts: int, each: int) -> NDArray[np.uint8]:
-    """Return numbers (rows, parts * each, ...) as bytes (row tiles, parts, 16 rows of them)."""
+    """Regroup numbers (rows, n_parts * each, ...) to bytes (row tiles, n_parts, 16 * row bytes)."""
     width = numbers.shape[2] * numbers.itemsize
     flat = np.ascontiguousarray(numbers).view(np.uint8).reshape(*numbers.shape[:2], width)
     full = np.zeros((ROWS * n_tiles, n_parts * each, width), np.uint8)
@@ -499,7 +500,7 @@ def _rows(numbers: NDArray[Any], n_tiles: int, n_parts: int, each: int) -> NDArr
 
 
 def _unit_floats(form: MmaLayout, part: DecodedBlocks) -> NDArray[np.float16]:
-    """Return what a unit has one of for a row, (rows, units, numbers)."""
+    """Return the floats stored once per unit and row, (rows, units, 1 or 2)."""
     floats = [part.d] if part.m is None else [part.d, part.m]
     if not form.float_bytes:
         return np.zeros((len(part.d), 0, 0), np.float16)
@@ -507,7 +508,7 @@ def _unit_floats(form: MmaLayout, part: DecodedBlocks) -> NDArray[np.float16]:
 
 
 def _entries(form: MmaLayout, given: CodecSpec, part: DecodedBlocks) -> NDArray[Any]:
-    """Return the numbers of the sub-blocks, (rows, sub-blocks, numbers) as they are stored."""
+    """Return the scales of sub-blocks as stored, (rows, sub-blocks, numbers)."""
     if form.scales == "unit":
         return np.zeros((len(part.d), 0, 0), np.uint8)
     per_d, per_s = given.block // form.sub_block, given.sub_block // form.sub_block
@@ -545,7 +546,7 @@ def _integer_entries(form: MmaLayout, part: DecodedBlocks) -> NDArray[np.uint8]:
 def _float_entries(
     form: MmaLayout, given: CodecSpec, part: DecodedBlocks, d: NDArray[np.float32], per_s: int
 ) -> list[NDArray[np.float32]]:
-    """Return scale (and base) of each sub-block in float32."""
+    """Return scale and, if the format has one, base of each sub-block in float32."""
     scale = d * np.float32(given.factor)
     if part.scales is not None:
         scale = scale * np.repeat(part.scales, per_s, axis=1).astype(np.float32)

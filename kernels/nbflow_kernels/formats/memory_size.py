@@ -1,4 +1,4 @@
-"""The bytes of a matrix in the layout that products are computed from, before it is made."""
+"""Sizes of matrices in storage and in the packed layouts, computed without packing."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from nbflow_kernels.formats.layout_mma import ROWS as TILE_ROWS
 from nbflow_kernels.formats.layout_mma import unit_form
 
 FLOAT_COLUMNS = 8
-"""Columns of a packed float matrix are padded to a multiple; see `PackedFloats`."""
+"""Packed float matrices pad their columns to a multiple of it; see `PackedFloats`."""
 
 
 def storage_bytes(format: str, n_rows: int, n_columns: int) -> int:
-    """Return the bytes of a matrix as it is stored: whole blocks in every row."""
+    """Return the storage bytes of a matrix, with whole blocks in each row."""
     known = FORMATS[format]
     return n_rows * -(-n_columns // known.block_size) * known.block_bytes
 
 
 def layout_bytes(format: str, n_rows: int, n_columns: int, on_device: bool = False) -> int:
-    """Return the bytes of a matrix without outliers after `QuantTensor.drop_storage`.
+    """Return the bytes of a matrix after `QuantTensor.drop_storage`, without outliers.
 
-    Weights whose scales need a wider type than their format usually does take more.
+    Weights whose scales need a wider type than usual in their format take more.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def layout_bytes(format: str, n_rows: int, n_columns: int, on_device: bool = Fal
     n_rows, n_columns : int
         Shape.
     on_device : bool
-        Whether it is the layout for CUDA devices, else the CPU's.
+        Size of the MMA layout for CUDA, instead of the CPU layout.
 
     Examples
     --------

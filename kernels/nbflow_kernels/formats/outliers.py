@@ -1,4 +1,4 @@
-"""Outliers of a tensor: the differences of single weights from their decoded values."""
+"""Adding outliers, the sparse corrections of single weights, to dequantized rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nbflow_kernels.formats.registry import Floats
 
 
 def add_outliers(outliers: CsrMatrix, out: Floats) -> None:
-    """Add the outliers to decoded rows (rows, columns)."""
+    """Add the outliers to all dequantized rows (rows, columns)."""
     work = 4.0 * (outliers.nnz + len(out))
     parallel_for(_add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out)
 
 
 def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None:
-    """Add the outliers of rows `ids` to these rows, decoded (len(ids), columns)."""
+    """Add the outliers of rows `ids` to the dequantized rows (len(ids), columns)."""
     work = 4.0 * (outliers.nnz / max(1, outliers.shape[0]) + 1) * len(out)
     parallel_for(
         _add_of, len(out), work, outliers.indptr, outliers.indices, outliers.values,

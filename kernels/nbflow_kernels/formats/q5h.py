@@ -20,7 +20,7 @@ offset  bytes  field
 
 weight = base + scale * code, code 0..44.  Published rule: base = min, scale = range / 44.
 
-In the layouts for computing a code takes 6 bits.
+Packed layouts store each code in 6 bits.
 
 Source: this project; the packing is that of Inferflow's Q3H_B64T1 with more levels.
 """

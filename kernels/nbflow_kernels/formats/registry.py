@@ -1,10 +1,10 @@
-"""What a weight format is, and the mapping from names to formats."""
+"""The interface of weight formats, and the registry `FORMATS` from names to formats."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,56 +12,52 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 
-if TYPE_CHECKING:
-    from nbflow_kernels.formats.floats import PackedFloats
-    from nbflow_kernels.formats.layout_cpu import CpuPacked
-
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]
-"""Float16 numbers, as their bits."""
+"""Float16 numbers as raw bits."""
 ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 
 class QuantFormat(ABC):
-    """How a block of consecutive weights of one row becomes bytes.
+    """Weight format: the storage of a block of consecutive weights of one row.
 
-    A format knows only its block; shapes, padding and checks live in `QuantTensor` and `quantize`.
-    A row is a whole number of blocks, one after the other without gaps.
+    A row is a whole number of contiguous blocks.  `QuantTensor` and `quantize` handle shapes,
+    padding and checks.
     """
 
     name: str
     """The explicit name, e.g. ``q3h_b64t1``."""
     block_size: int
-    """Weights in a block."""
+    """Weights per block."""
     block_bytes: int
-    """Bytes of a block in storage."""
+    """Storage bytes per block."""
 
     @property
     def bits_per_weight(self) -> float:
-        """Storage cost with everything in it: ``8 * block_bytes / block_size``."""
+        """Storage cost, scales included: ``8 * block_bytes / block_size``."""
         return 8 * self.block_bytes / self.block_size
 
     def row_blocks(self, n_columns: int) -> int:
-        """Return how many blocks hold a row of `n_columns` weights."""
+        """Return the number of blocks of a row of `n_columns` weights."""
         return -(-n_columns // self.block_size)
 
     @abstractmethod
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return the weights of blocks (n, block_bytes) as float32 (n, block_size), in NumPy."""
+        """Dequantize blocks (n, block_bytes) to float32 (n, block_size), in NumPy."""
 
     @abstractmethod
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
-        """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
+        """Dequantize rows (rows, row bytes) to `out` (rows, columns) with the compiled kernel."""
 
     @property
     def decodes_from_storage(self) -> bool:
-        """Whether products decode the storage bytes, block by block: there is no other layout."""
+        """True if matmuls decode the storage bytes because the format has no packed layout."""
         return False
 
     @property
     def integer_form(self) -> CodecSpec:
-        """The formula that decodes the format's integers; float formats have none.
+        """Decode formula of the format's integers; float formats have none.
 
         Raises
         ------
@@ -71,7 +67,7 @@ class QuantFormat(ABC):
         raise UsageError(f"format {self.name} stores no integers")
 
     def integers(self, data: Bytes) -> DecodedBlocks:
-        """Return the rows `data` (rows, row bytes) as the integers and floats they store.
+        """Unpack rows (rows, row bytes) into the integers and floats that they store.
 
         Raises
         ------
@@ -80,8 +76,8 @@ class QuantFormat(ABC):
         """
         raise UsageError(f"format {self.name} stores no integers")
 
-    def pack(self, data: Bytes) -> CpuPacked | PackedFloats:
-        """Return the layout for computing of the rows `data` (rows, row bytes)."""
+    def pack(self, data: Bytes) -> Any:
+        """Repack rows (rows, row bytes) into the CPU layout, `CpuPacked` or `PackedFloats`."""
         from nbflow_kernels.formats import layout_cpu as packed
 
         n_columns = data.shape[1] // self.block_bytes * self.block_size
@@ -95,17 +91,17 @@ class QuantFormat(ABC):
 
 
 class Formats(Mapping[str, QuantFormat]):
-    """Formats by name: explicit names and short ones, in any case; iterates the explicit names."""
+    """Registry of formats by explicit or short name, case-insensitive; iterates explicit names."""
 
     def __init__(self) -> None:
         self._formats: dict[str, QuantFormat] = {}
         self.short_names: dict[str, str] = {}
-        """Short or alternative name to explicit name."""
+        """Short or alternative names to explicit names."""
         self.built_in: dict[str, QuantFormat] = {}
-        """The formats of this package alone."""
+        """Formats of this package, without user-defined ones."""
 
     def fill(self, formats: tuple[QuantFormat, ...], short_names: dict[str, str]) -> None:
-        """Add the formats of this package, in the order of tables."""
+        """Add the formats of this package, in the order in which tables list them."""
         self.built_in.update({f.name: f for f in formats})
         self._formats.update(self.built_in)
         self.short_names.update(short_names)

@@ -1,4 +1,4 @@
-"""`QuantTensor`: weights in a format, as they are stored and as they are computed from."""
+"""`QuantTensor`: quantized weights in their storage format and in the packed layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _pack_lock = threading.Lock()
 
 @in_child
 def _free_lock() -> None:
-    """Layouts that another thread was about to make are made here."""
+    """Replace the lock, which another thread of the parent may have held at the fork."""
     global _pack_lock
     _pack_lock = threading.Lock()
 
@@ -36,9 +36,8 @@ def _free_lock() -> None:
 class QuantTensor:
     """An array of weights in a format.
 
-    The last axis is the one that is contracted in a product; it is cut into the format's blocks.
-    All other axes together are the rows.  A row whose length is not a multiple of the block ends in
-    a padded block.
+    The last axis is the contraction axis of matmuls and is split into the format's blocks; all
+    other axes together are the rows.  The last block of a row is padded.
 
     Parameters
     ----------
@@ -55,19 +54,19 @@ class QuantTensor:
     Attributes
     ----------
     format : QuantFormat
-        How the weights are stored.
+        Storage format.
     shape : tuple of int
         Shape of the weights.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes.  Do not change them after the first product: `packed` is made once.
     outliers : CsrMatrix or None
-        What single weights differ by from their decoded values: each weight is their sum.
+        Corrections added to the decoded values of single weights.
 
     Raises
     ------
     UsageError
-        If the format is unknown, `data` does not have the bytes that format and shape ask for, or
-        `outliers` have another shape.
+        If the format is unknown, `data` does not have the size of format and shape, or `outliers`
+        have another shape.
 
     Examples
     --------
@@ -121,12 +120,12 @@ class QuantTensor:
         format: str | QuantFormat,
         shape: tuple[int, ...],
     ) -> QuantTensor:
-        """Return the tensor of storage bytes, e.g. of a file; the inverse of `tobytes`.
+        """Return the tensor with these storage bytes, e.g. of a file; the inverse of `tobytes`.
 
         Parameters
         ----------
         data : bytes-like or array
-            Exactly the bytes of the tensor; they are copied.
+            The bytes of the tensor, which are copied.
         format : str or QuantFormat
             The format, or its name.
         shape : tuple of int
@@ -135,7 +134,7 @@ class QuantTensor:
         Raises
         ------
         UsageError
-            If the number of bytes is not what format and shape ask for.
+            If the number of bytes does not match format and shape.
         """
         found_format, shape = _format(format), _checked_shape(shape)
         wanted = _data_shape(found_format, shape)
@@ -165,21 +164,21 @@ class QuantTensor:
 
     @property
     def has_storage(self) -> bool:
-        """Whether the storage bytes are there; see `drop_storage`."""
+        """True until `drop_storage` frees the storage bytes."""
         return self._data is not None
 
     @property
     def on_device(self) -> bool:
-        """Whether the weights lie on a CUDA device."""
+        """True if the weights are in the memory of a CUDA device."""
         return is_cuda(self._data) or self._units is not None
 
     def to_device(self, like: Any = None) -> QuantTensor:
-        """Return the tensor with its storage bytes and outliers on a CUDA device.
+        """Copy storage bytes and outliers to a CUDA device.
 
         Parameters
         ----------
         like : array on a device, optional
-            Whose device; CuPy's current one by default.
+            Array on the target device; CuPy's current device by default.
 
         Raises
         ------
@@ -196,7 +195,7 @@ class QuantTensor:
         return QuantTensor(self.format, self.shape, to_device(self.data, like), outliers)
 
     def to_host(self) -> QuantTensor:
-        """Return the tensor in NumPy arrays; the inverse of `to_device`."""
+        """Copy the tensor to NumPy arrays; the inverse of `to_device`."""
         from nbflow_kernels.cuda import to_host
 
         if not self.on_device:
@@ -205,10 +204,10 @@ class QuantTensor:
         return QuantTensor(self.format, self.shape, to_host(self.data), outliers)
 
     def drop_storage(self) -> None:
-        """Make the layout for computing and free the storage bytes.
+        """Make the packed layout and free the storage bytes.
 
-        Products, `dequantize` and `embedding` still work, and give the same numbers; on a CUDA
-        device only products do.  Where products decode the storage bytes, these stay.
+        Products, `dequantize` and `embedding` still work and give the same results; on a CUDA
+        device only products do.  Formats without a packed layout keep their storage bytes.
         """
         if self.format.decodes_from_storage or (self.on_device and self.is_float):
             return
@@ -219,12 +218,12 @@ class QuantTensor:
         self._data = None
 
     def tobytes(self) -> bytes:
-        """Return the storage bytes, exactly as in the published layout.
+        """Return the storage bytes in the published layout.
 
         Raises
         ------
         UsageError
-            If there are outliers, which the layout has no place for.
+            If the tensor has outliers, which the layout cannot store.
         """
         if self.outliers is not None:
             raise UsageError(
@@ -235,7 +234,7 @@ class QuantTensor:
 
     @property
     def nbytes(self) -> int:
-        """Storage size in bytes, outliers included; `packed_nbytes` is the layout for computing."""
+        """Storage size in bytes, outliers included, packed layouts excluded."""
         n_rows, row_bytes = _data_shape(self.format, self.shape)
         return n_rows * row_bytes + self.outlier_nbytes
 
@@ -246,12 +245,12 @@ class QuantTensor:
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes the packed layout holds now: 0 before the first product."""
+        """Size of the CPU layout in bytes; 0 before the first product."""
         return self._packed.nbytes if self._packed is not None else 0
 
     @property
     def units_nbytes(self) -> int:
-        """Bytes the layout for a CUDA device holds now: 0 before the first product."""
+        """Size of the MMA layout in bytes; 0 before the first product."""
         return self._units.nbytes if self._units is not None else 0
 
     @property
@@ -261,12 +260,12 @@ class QuantTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether the format is one of f32, f16, bf16."""
+        """True for the formats f32, f16 and bf16."""
         return isinstance(self.format, FloatFormat)
 
     @property
     def array(self) -> NDArray[Any]:
-        """A float format's weights as an array of `shape`, without a copy (bf16: uint16 bits).
+        """Weights of a float format as an array of `shape`, without a copy (bf16: uint16 bits).
 
         Raises
         ------
@@ -279,7 +278,7 @@ class QuantTensor:
         return values.reshape(self.shape)
 
     def packed(self) -> CpuPacked | PackedFloats:
-        """Return the CPU's layout for computing, made at the first call and kept.
+        """Return the CPU layout, made at the first call and cached.
 
         Raises
         ------
@@ -291,13 +290,14 @@ class QuantTensor:
         if self._packed is None:
             with _pack_lock, at_once():
                 if self._packed is None:
-                    self._packed = self.format.pack(self.data)
+                    packed: CpuPacked | PackedFloats = self.format.pack(self.data)
+                    self._packed = packed
         return self._packed
 
     def units(self) -> MmaPacked:
-        """Return the layout for computing on a CUDA device, made at the first call and kept.
+        """Return the MMA layout on a CUDA device, made at the first call and cached.
 
-        That of a tensor (..., N, K) is the layouts of its matrices, one after the other.
+        For a tensor (..., N, K) it is the concatenated layouts of the matrices.
 
         Raises
         ------
@@ -335,12 +335,12 @@ class QuantTensor:
         return QuantTensor(self.format, shape, self.data[start:stop], some)
 
     def columns(self, start: int, stop: int) -> QuantTensor:
-        """Return columns [start, stop) of all rows, which begin and end between blocks.
+        """Return columns [start, stop) of all rows; both bounds are block boundaries.
 
         Raises
         ------
         UsageError
-            If they cut a block, or do not lie in the tensor.
+            If a bound is inside a block or out of range.
         """
         size, n_bytes, K = self.format.block_size, self.format.block_bytes, self.shape[-1]
         if not 0 <= start <= stop <= K or start % size or (stop % size and stop != K):
@@ -354,12 +354,12 @@ class QuantTensor:
 
     @classmethod
     def concatenate(cls, tensors: Sequence[QuantTensor]) -> QuantTensor:
-        """Return matrices of one format and width, one below the other, with their outliers.
+        """Concatenate matrices of one format and width along the rows, with their outliers.
 
         Raises
         ------
         UsageError
-            If formats or columns differ, or there is no tensor.
+            If formats or widths differ, or `tensors` is empty.
         """
         kinds = {(t.format.name, t.shape[-1]) for t in tensors}
         if len(kinds) != 1:
@@ -379,9 +379,9 @@ class QuantTensor:
         return together if like is None else together.to_device(like)
 
     def matrices(self) -> tuple[QuantTensor, ...]:
-        """Return the matrices (N, K) of a tensor of shape (..., N, K), without a copy.
+        """Return the matrices (N, K) of a tensor of shape (..., N, K) as views.
 
-        They are made at the first call and kept, and so are their layouts for computing.
+        They are made at the first call and cached, with their packed layouts.
 
         Raises
         ------
@@ -399,7 +399,7 @@ class QuantTensor:
         return self._matrices
 
     def _matrix_of_units(self, index: int) -> QuantTensor:
-        """Return a matrix that is its part of the layout for a device, and has no storage bytes."""
+        """Return one matrix as a slice of the MMA layout, without storage bytes."""
         assert self._units is not None
         matrix = object.__new__(QuantTensor)
         matrix.format, matrix.shape, matrix.outliers = self.format, self.shape[-2:], None

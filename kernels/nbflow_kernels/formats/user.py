@@ -1,4 +1,4 @@
-"""Weight formats that users define: a class of about twenty lines, registered by name.
+"""User-defined weight formats: a class of about twenty lines, registered by name.
 
 >>> import numpy as np
 >>> import nbflow_kernels as nk
@@ -26,9 +26,8 @@
 array([ 2., -2.,  2., -2.], dtype=float32)
 >>> nk.unregister_format("signs_b16")
 
-The functions are compiled by Numba: plain loops over numbers, NumPy scalars and array elements.
-They are given one block: float32 weights that they must not change, and its bytes.  ``out`` holds
-what was there before, so every element must be written.
+Numba compiles the functions: plain loops over numbers, NumPy scalars and array elements.  Each call
+handles one block.  Inputs are read-only; ``out`` is uninitialized, so write every element.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import user_jit as user_code
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
-from nbflow_kernels.formats.user_jit import UserCode
+from nbflow_kernels.formats.user_jit import UserCode, user_error
+from nbflow_kernels.formats.user_validation import check
 
-ENCODE_COST, DECODE_COST = 50.0, 10.0  # operations of a weight, for the choice of thread count
+ENCODE_COST, DECODE_COST = 50.0, 10.0  # operations per weight, for the choice of thread count
 MAX_BLOCK = 4096
 
 REQUIRED = ("quantize_block", "dequantize_block")
@@ -60,7 +60,7 @@ OPTIONAL = ("quantize_block_weighted", "code", "d", "m", "scale", "min")
 
 
 class UserFormat(QuantFormat):
-    """A format made of a user's class; see `register_format`."""
+    """Weight format made from a user's class; see `register_format`."""
 
     def __init__(self, user_class: type, code: UserCode, form: CodecSpec | None) -> None:
         self.user_class = user_class
@@ -72,7 +72,7 @@ class UserFormat(QuantFormat):
 
     @property
     def digest(self) -> str:
-        """What tells this format from another of the same name: digest of its source file."""
+        """Digest of the source file, which identifies the format along with its name."""
         return self.code.digest
 
     @property
@@ -83,7 +83,7 @@ class UserFormat(QuantFormat):
     def quantize_rows(
         self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
     ) -> Bytes:
-        """Return the bytes of each row of `x`; both encoders are the user's function."""
+        """Quantize rows; both quantizers call the user's function."""
         width = x.shape[1]
         data = np.zeros((len(x), width // self.block_size * self.block_bytes), np.uint8)
         x = _read_only(x)
@@ -103,7 +103,7 @@ class UserFormat(QuantFormat):
         return data
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return the weights of blocks (n, block_bytes) as float32 (n, block_size)."""
+        """Dequantize blocks (n, block_bytes) to float32 (n, block_size)."""
         out = np.empty((len(blocks), self.block_size), np.float32)
         self.dequantize_rows(np.ascontiguousarray(blocks), out)
         return out
@@ -140,7 +140,7 @@ class UserFormat(QuantFormat):
         )
 
     def _run(self, function: str, kernel: Any, n_rows: int, work: float, *args: Any) -> None:
-        """Run a kernel; what the user's code raises names the user's line."""
+        """Run a kernel; an exception in the user's code names its line."""
         try:
             parallel_for(kernel, n_rows, work, *args)
         except Exception as error:
@@ -157,51 +157,51 @@ def _read_only(array):
 
 
 def register_format(user_class: Any) -> UserFormat:
-    """Make a class of a few lines a weight format like the built-in ones.
+    """Register a class as a weight format equal to the built-in ones.
 
     Parameters
     ----------
     user_class : type
         ``name``
-            Lower-case letters, digits and underscores; no built-in name.
+            Lower-case letters, digits and underscores; must differ from the built-in names.
         ``block_size``, ``block_bytes``
-            Weights of a block, 1 to 4096, and its bytes.
+            Weights per block, 1 to 4096, and bytes per block.
         ``quantize_block(x, out)``
-            Static: writes the bytes of a block to `out`, uint8 (block_bytes,), from the weights
-            `x`, float32 (block_size,), which are finite.  It is both encoders, "plain" and "best".
+            Static: quantizes finite weights `x`, float32 (block_size,), to `out`, uint8
+            (block_bytes,).  Serves as both quantizers, "plain" and "best".
         ``dequantize_block(block, out)``
-            Static: writes the weights of a block to `out`, float32 (block_size,).
+            Static: dequantizes a block to `out`, float32 (block_size,).
         ``quantize_block_weighted(x, weight, out)``
-            Static, optional: the encoder for importances, `weight` float32 (block_size,), 0 for
-            padding.
+            Static, optional: importance-weighted quantizer; `weight` is float32 (block_size,), 0
+            for padding.
         ``integer_form``, ``code(block, i)``, ``d(block, j)`` and, as the form has them,
         ``m(block, j)``, ``scale(block, s)``, ``min(block, s)``
-            Optional: the formula `nbflow_kernels.formats.codec_spec.CodecSpec` of the format, and
+            Optional: the decode formula, a `nbflow_kernels.formats.codec_spec.CodecSpec`, and
             static functions that return its numbers: the code of weight i, `d` and `m` of the j-th
-            group of ``integer_form.block`` weights, scale and min of sub-block s.  With it,
-            products run in the same kernels as those of the built-in formats.
+            group of ``integer_form.block`` weights, scale and min of sub-block s.  With them,
+            matmuls run in the kernels of the built-in formats.
 
     Returns
     -------
     UserFormat
-        The format, now also in `nbflow_kernels.FORMATS` by its name.
+        The format, which is now in `nbflow_kernels.FORMATS`.
 
     Raises
     ------
     UsageError
-        If the name is taken, something is missing or does not compile, or a check of
+        If the name is taken, an attribute is missing, a function does not compile, or
         `nbflow_kernels.formats.user_validation.check` fails: decoded weights must be finite and
-        the same each time, for random, constant, zero, tiny and huge weights.
+        deterministic for random, constant, zero, tiny and huge weights.
 
     See Also
     --------
-    nbflow_kernels.check_format : The whole battery of checks, products included.
-    load_formats : Registers what a file defines.
+    nbflow_kernels.check_format : All checks, matmuls included.
+    load_formats : Register the formats of a file.
 
     Notes
     -----
-    Compiled kernels are kept on disk if the class lives in a file, known by the file's contents: an
-    edit in that file compiles anew, one in another file that it imports does not.
+    Compiled kernels are cached on disk if the class is defined in a file.  The key is the digest of
+    that file: an edit there recompiles, an edit in a file that it imports does not.
 
     Examples
     --------
@@ -210,9 +210,6 @@ def register_format(user_class: Any) -> UserFormat:
     Traceback (most recent call last):
     nbflow_kernels.errors.UsageError: class float: a format needs name; it has none
     """
-    from nbflow_kernels.formats import FORMATS
-    from nbflow_kernels.formats.user_validation import check
-
     format = _make(user_class)
     before = FORMATS.get(format.name)
     if isinstance(before, UserFormat):
@@ -230,7 +227,7 @@ def register_format(user_class: Any) -> UserFormat:
 
 
 def unregister_format(name: str) -> None:
-    """Forget a registered format; tensors in it go on working.
+    """Remove a registered format; existing tensors in it keep working.
 
     Raises
     ------
@@ -301,7 +298,7 @@ def load_formats(path: str | Path) -> tuple[QuantFormat, ...]:
 
 
 def _make(user_class: Any) -> UserFormat:
-    """Return the format of a class, not compiled yet, or raise if a part is missing or wrong."""
+    """Make the format of a class, uncompiled; raise if an attribute is missing or invalid."""
     if not isinstance(user_class, type):
         raise TypeError(f"register_format takes a class, got {type(user_class).__name__}")
     where = f"class {user_class.__name__}"
@@ -329,7 +326,7 @@ def _make(user_class: Any) -> UserFormat:
 
 
 def _function(user_class: Any, name: str) -> Callable[..., Any]:
-    """Return a static function of the class in plain Python."""
+    """Return a static function of the class, uncompiled."""
     where = f"class {user_class.__name__}: {name}"
     raw = inspect.getattr_static(user_class, name)
     function = raw.__func__ if isinstance(raw, staticmethod) else raw
@@ -364,34 +361,10 @@ def _check_form(user_class: Any, form: Any, functions: dict[str, Any]) -> None:
 
 
 def _source_digest(user_class: Any) -> tuple[str, bool]:
-    """Return the digest of the file of a class, and whether there is one."""
+    """Return the digest of a class's source file and True, or a random one and False."""
     try:
         file = Path(inspect.getfile(user_class))
         content = file.read_bytes()
-    except (OSError, TypeError):  # made in a notebook or a shell
+    except (OSError, TypeError):  # defined in a notebook or a shell
         return uuid.uuid4().hex, False
     return hashlib.sha256(content + user_class.__qualname__.encode()).hexdigest()[:32], True
-
-
-def user_error(
-    name: str, function: str, functions: dict[str, Callable[..., Any]], error: Exception
-) -> UsageError:
-    """Return an error that names the format and the line of the user's code."""
-    files = {f.__code__.co_filename for f in functions.values()}
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    line = ""
-    for file, number in re.findall(r'File "([^"]+)", line (\d+)', text):
-        if any(file == f or f.endswith(file) for f in files):
-            line = f", line {number}"
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename in files:
-            line = f", line {traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    kind = type(error).__name__
-    lines = [part.strip() for part in text.splitlines() if part.strip()]
-    lines = [part for part in lines if not part.startswith(("Failed in", "During:", "File "))]
-    reason = " ".join(lines[:3])[:300] if lines else kind
-    if "setitem(readonly" in text:
-        reason = "what is read (x, weight, block) must not be written; only out may be"
-    return UsageError(f"format {name}: {function}{line}: {kind}: {reason}")

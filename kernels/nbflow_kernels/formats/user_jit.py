@@ -1,15 +1,15 @@
-"""A user's format functions in compiled code: the kernels that are made of them.
+"""Compiled kernels of user-defined formats.
 
-The functions are compiled without fusing products and sums, so that a weight decodes to the same
-bits wherever it is decoded.  A kernel holds a format's `UserCode` as a constant, and calls
-`encode_block`, `decode_block`, ... with it; which function that means is known while the kernel is
-compiled.  The constant is the format's name and the digest of its source file: by that the disk
-cache tells the kernels of formats apart.
+The user's functions are compiled without FMA contraction, so that a weight decodes to the same bits
+in every kernel.  A kernel closes over a format's `UserCode` and passes it to `encode_block`,
+`decode_block`, ..., which are resolved at compile time.  Format name and source digest are its key
+in the disk cache.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,24 +22,27 @@ from numba.core.typing.typeof import typeof_impl
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.jit import KernelCompiler
 from nbflow_kernels.cpu.simd_memory import write_f32
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec
 
-DECODED_ROWS = 16  # rows side by side in a decoded panel
+DECODED_ROWS = 16  # rows interleaved in a decoded panel
 
 
 class UserCode:
-    """The functions of one user format.
+    """Functions of one user-defined format.
 
     Parameters
     ----------
     name : str
         Name of the format.
     digest : str
-        Digest of the source file, or anything unique where there is none.
+        Digest of the source file, or a unique string without one.
     on_disk : bool
-        Whether compiled kernels may be kept on disk.
+        Cache compiled kernels on disk.
+    block_size, block_bytes : int
+        Weights and bytes per block.
     functions : dict of str to callable
-        The user's functions, by the names of `USER_FUNCTIONS`.
+        The user's functions by name.
     """
 
     def __init__(
@@ -54,14 +57,14 @@ class UserCode:
         self.name, self.digest, self.on_disk = name, digest, on_disk
         self.block_size, self.block_bytes = block_size, block_bytes
         self.functions = functions
-        # named like kernels: they are in what the disk keeps of kernels
+        # the kernels' compiler names them stably: their symbols are in the cached object code
         compile_user: Any = numba.njit(
             error_model="numpy", nogil=True, pipeline_class=KernelCompiler
         )
         self.compiled = {key: compile_user(function) for key, function in functions.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _key, (self.name, self.digest)  # what the disk cache sees of a kernel's constants
+        return _key, (self.name, self.digest)  # the disk cache pickles a kernel's constants
 
     def __hash__(self) -> int:
         return hash((self.name, self.digest))
@@ -70,7 +73,7 @@ class UserCode:
         return self is other
 
     def njit(self, function: Callable[..., Any]) -> Any:
-        """Compile a kernel, kept on disk if the format's source is a file."""
+        """Compile a kernel, cached on disk if `on_disk`."""
         if self.on_disk:
             return jit.kernel(function)
         options: Any = {"nogil": True, "error_model": "numpy", "fastmath": jit.FAST_MATH}
@@ -81,8 +84,32 @@ def _key(name: str, digest: str) -> tuple[str, str]:
     return name, digest
 
 
+def user_error(
+    name: str, function: str, functions: dict[str, Callable[..., Any]], error: Exception
+) -> UsageError:
+    """Make the error that names the format and the line of the user's code."""
+    files = {f.__code__.co_filename for f in functions.values()}
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    line = ""
+    for file, number in re.findall(r'File "([^"]+)", line (\d+)', text):
+        if any(file == f or f.endswith(file) for f in files):
+            line = f", line {number}"
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename in files:
+            line = f", line {traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    kind = type(error).__name__
+    lines = [part.strip() for part in text.splitlines() if part.strip()]
+    lines = [part for part in lines if not part.startswith(("Failed in", "During:", "File "))]
+    reason = " ".join(lines[:3])[:300] if lines else kind
+    if "setitem(readonly" in text:
+        reason = "what is read (x, weight, block) must not be written; only out may be"
+    return UsageError(f"format {name}: {function}{line}: {kind}: {reason}")
+
+
 class CodeType(types.Type):
-    """The Numba type of one format's code."""
+    """Numba type of one format's `UserCode`."""
 
     def __init__(self, code: UserCode) -> None:
         self.code = code
@@ -108,7 +135,7 @@ _OPTIONS: Any = {"error_model": "numpy"}
 
 
 def _user_function(name: str) -> Callable[..., Any]:
-    """Return ``f(code, *args)``, which calls the function `name` of a format in compiled code."""
+    """Make ``f(code, *args)``, which calls the format's function `name` in compiled code."""
 
     def function(code, *args):
         return code.functions[name](*args)
@@ -136,7 +163,7 @@ min_of = _user_function("min")
 
 @functools.cache
 def encoder(code: UserCode) -> Any:
-    """Return the kernel ``(x, data, start, stop)`` that encodes rows."""
+    """Make the kernel ``(x, data, start, stop)`` that quantizes rows."""
     size, n_bytes = code.block_size, code.block_bytes
 
     @code.njit
@@ -151,7 +178,7 @@ def encoder(code: UserCode) -> Any:
 
 @functools.cache
 def weighted_encoder(code: UserCode) -> Any:
-    """Return the kernel ``(x, weight, data, start, stop)`` that encodes rows with importances."""
+    """Make the kernel ``(x, weight, data, start, stop)`` of importance-weighted quantization."""
     size, n_bytes = code.block_size, code.block_bytes
 
     @code.njit
@@ -168,7 +195,7 @@ def weighted_encoder(code: UserCode) -> Any:
 
 @functools.cache
 def decoder(code: UserCode) -> Any:
-    """Return the kernel ``(data, out, start, stop)`` that decodes rows."""
+    """Make the kernel ``(data, out, start, stop)`` that dequantizes rows."""
     size, n_bytes = code.block_size, code.block_bytes
 
     @code.njit
@@ -186,7 +213,7 @@ def decoder(code: UserCode) -> Any:
 
 @functools.cache
 def integer_decoder(code: UserCode, form: CodecSpec) -> Any:
-    """Return the kernel ``(data, codes, d, m, scales, mins, start, stop)``; see `DecodedBlocks`."""
+    """Make the kernel ``(data, codes, d, m, scales, mins, start, stop)``; see `DecodedBlocks`."""
     size, n_bytes, n_d = code.block_size, code.block_bytes, code.block_size // form.block
     has_m, has_scales, has_mins = form.base != "none", form.scales, form.base == "min"
     n_scales = size // form.sub_block
@@ -211,14 +238,14 @@ def integer_decoder(code: UserCode, form: CodecSpec) -> Any:
     return decode
 
 
-# ---- panels of decoded weights for products ------------------------------------------------------
+# ---- dequantized panels for matmuls --------------------------------------------------------------
 
 
 @jit.device_function(inline="llvm")
 def decode_panel(source, at, k, n, to):
-    """Write columns k to k + n of the 16 rows at address `at` to address `to`, column by column.
+    """Dequantize columns k to k + n of the 16 rows at address `at` to address `to`, column-major.
 
-    `source` is the code, the rows' bytes and room for a block; k and n are whole blocks.
+    `source` is the code, the rows' bytes and a buffer for a block; k and n are multiples of it.
     """
     code, data, room, n_bytes = source
     size = len(room)

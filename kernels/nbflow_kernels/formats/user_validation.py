@@ -1,26 +1,23 @@
-"""What is checked when a format is registered: a few blocks, through the compiled functions."""
+"""Validation of a user-defined format at registration: a few blocks, through compiled functions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import codec_spec as integers
 from nbflow_kernels.formats.layout_cpu import packed_form
+from nbflow_kernels.formats.user_jit import user_error
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from nbflow_kernels.formats.user import UserFormat
-
-GUARD = 64  # bytes behind a block that must stay as they are
+GUARD = 64  # bytes behind a block, in bounds of the buffer
 
 
 def sample_blocks(size: int) -> dict[str, NDArray[np.float32]]:
-    """Return blocks (n, size) of weights of every kind, by what they are."""
+    """Return test blocks (n, size) by the kind of their weights."""
     rng = np.random.default_rng(0)
     normal = rng.normal(0, 0.02, (16, size)).astype(np.float32)
     spike = normal[:1].copy()
@@ -38,12 +35,13 @@ def sample_blocks(size: int) -> dict[str, NDArray[np.float32]]:
     }
 
 
-def check(format: UserFormat) -> None:
-    """Raise `UsageError` unless the functions of a format do what their docstring says."""
-    from nbflow_kernels.formats.user import user_error
+def check(format: Any) -> None:
+    """Raise `UsageError` unless the functions of a format keep the contract of `register_format`.
 
+    `format` is a `nbflow_kernels.formats.user.UserFormat`.
+    """
     functions = format.code.functions
-    # with bounds checked, and weights and bytes that are read cannot be written
+    # bounds checks, and read-only inputs, catch the common mistakes
     options: dict[str, Any] = {"boundscheck": True, "error_model": "numpy"}
     compiled = {name: numba.njit(**options)(functions[name]) for name in functions}
     for kind, blocks in sample_blocks(format.block_size).items():
@@ -64,8 +62,8 @@ def check(format: UserFormat) -> None:
         _check_form(format)
 
 
-def _encoded(format: UserFormat, encode: Any, x: Any, fill: int) -> Any:
-    """Return the bytes of a block that held `fill` before."""
+def _encoded(format: Any, encode: Any, x: Any, fill: int) -> Any:
+    """Quantize a block into a buffer filled with `fill`."""
     room = np.full(format.block_bytes + GUARD, fill, np.uint8)
     read_only = x.copy()
     read_only.flags.writeable = False
@@ -73,7 +71,7 @@ def _encoded(format: UserFormat, encode: Any, x: Any, fill: int) -> Any:
     return room[: format.block_bytes]
 
 
-def _decoded(format: UserFormat, decode: Any, block: Any) -> Any:
+def _decoded(format: Any, decode: Any, block: Any) -> Any:
     out = np.full(format.block_size, np.nan, np.float32)
     read_only = block.copy()
     read_only.flags.writeable = False
@@ -81,9 +79,7 @@ def _decoded(format: UserFormat, decode: Any, block: Any) -> Any:
     return out
 
 
-def _check_block(
-    format: UserFormat, kind: str, block: Any, again: Any, values: Any, same: Any
-) -> None:
+def _check_block(format: Any, kind: str, block: Any, again: Any, values: Any, same: Any) -> None:
     if not np.array_equal(block, again):
         at = int(np.argmax(block != again))
         raise UsageError(
@@ -100,8 +96,8 @@ def _check_block(
         raise UsageError(f"format {format.name}: dequantize_block is not deterministic")
 
 
-def _check_kernels(format: UserFormat) -> None:
-    """Compile the kernels of storage and check that they give what single blocks give."""
+def _check_kernels(format: Any) -> None:
+    """Check the compiled row kernels: decoded weights are finite, also with importances."""
     x = np.concatenate(list(sample_blocks(format.block_size).values()))
     data = format.quantize_rows(x, format.block_size, "plain")
     values = format.dequantize_blocks(data)
@@ -116,10 +112,10 @@ def _check_kernels(format: UserFormat) -> None:
             )
 
 
-def _check_form(format: UserFormat) -> None:
-    """Raise unless the integer form decodes to the bits of dequantize_block."""
+def _check_form(format: Any) -> None:
+    """Raise unless the integer form is bit-identical to `dequantize_block`."""
     assert format.form is not None
-    packed_form(format.form)  # says which forms there are kernels for
+    packed_form(format.form)  # raises for forms without kernels
     x = np.concatenate(list(sample_blocks(format.block_size).values()))
     data = format.quantize_rows(x, format.block_size, "plain")
     parts = format.integers(data)

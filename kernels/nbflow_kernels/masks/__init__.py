@@ -30,7 +30,7 @@ def packbits(x: Any, bitorder: str = "big") -> Any:
     x : array of bool or uint8, shape (n,)
         Booleans; bytes other than 0 are true.
     bitorder : {"big", "little"}
-        Whether the first of 8 elements is the highest or the lowest bit.  **The attention functions
+        Bit order: the first of 8 elements is the highest or lowest bit.  **The attention functions
         read packed masks as "little"**; "big" is the default because it is FlashInfer's and
         NumPy's.
 

@@ -37,7 +37,7 @@ def matmul_bf16(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Do as `matmul` with activations and weights rounded to bfloat16."""
+    """Matmul with activations and weights rounded to bfloat16."""
     parallel_for(_gemm_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
 
 

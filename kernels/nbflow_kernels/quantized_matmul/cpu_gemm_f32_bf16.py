@@ -62,7 +62,7 @@ def decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
 
 
 def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
-    """Do as `decode_f32` with pairs of columns, rounded to bfloat16."""
+    """Dequantize as `decode_f32`, to pairs of columns rounded to bfloat16."""
     _decoder(form, form.block // 2, _write_pairs, 128)(form, at, k, n, to)
 
 

@@ -108,7 +108,7 @@ def _multiply_panel(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any,
 def _multiply_bf16_panel(
     x: Any, weights: Any, fragment_order: bool, bias: Any, accumulate: bool, out: Any, row: int
 ) -> None:
-    """Do as `_multiply_panel` with activations rounded to bfloat16."""
+    """Multiply a panel as `_multiply_panel`, with activations rounded to bfloat16."""
     if not cuda_mma.fits(weights):
         _multiply_panel(_rounded(x, int8=False), weights, bias, accumulate, out, row)
         return

@@ -84,7 +84,7 @@ def sample_logits(
     offsets: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Do as `sample` with the softmax of rows of logits; `temperature` is float32 (B,)."""
+    """Softmax and `sample` of rows of logits, fused; `temperature` is float32 (B,)."""
     B, V = len(rows), logits.shape[1]
     parallel_for(
         _sample_logits, B, 20.0 * B * V,

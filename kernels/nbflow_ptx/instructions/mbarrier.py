@@ -47,7 +47,7 @@ class _Place:
 
 
 def _published(m: Machine, lane: int, at: int, stamp: int) -> bool:
-    """Return whether a store is an mbarrier's making, and the whole cluster met after its fence."""
+    """Return whether a store initialized an mbarrier and the cluster met after its fence."""
     found = m.mbarriers.found.get(at)
     if found is None or found.made_at != stamp:
         return False

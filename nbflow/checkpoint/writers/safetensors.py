@@ -49,7 +49,7 @@ def _header(tensors: Sequence[TensorPlan]) -> dict[str, Any]:
         for t in tensors
         if t.format not in ITEM_BITS
     }
-    metadata = {"format": "pt"}  # what transformers asks for
+    metadata = {"format": "pt"}  # required by transformers
     if formats:
         metadata[FORMATS_KEY] = json.dumps(formats, separators=(",", ":"))
     header: dict[str, Any] = {"__metadata__": metadata}

@@ -70,11 +70,11 @@ class Replicas(LLM):
         return self._comm.bcast_object(value)
 
     def stream(self, *args: Any, **options: Any) -> Iterator[int]:
-        """As `LLM.stream`, on the replica of each process."""
+        """Run `LLM.stream` on the replica of each process."""
         yield from self.mine[0].stream(*args, **options)
 
     def generate(self, *args: Any, **options: Any) -> RequestOutput:
-        """As `LLM.generate`, on the replica of each process."""
+        """Run `LLM.generate` on the replica of each process."""
         return self.mine[0].generate(*args, **options)
 
     def run_requests(
@@ -83,7 +83,7 @@ class Replicas(LLM):
         burst_s: float = STREAM_MULTI_STEP_S,
         share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """As `LLM.run_requests`; tokens of other processes' replicas arrive in two exchanges.
+        """Run `LLM.run_requests`; tokens of other processes' replicas arrive in two exchanges.
 
         One exchange follows the first tokens, one the end.  The iterator must be exhausted.
         """

@@ -78,7 +78,7 @@ class SearchState(Protocol):
 
     @property
     def parents(self) -> list[int]:
-        """For each hypothesis, the index of its parent in the previous step."""
+        """Index of each hypothesis's parent in the previous step."""
 
     @property
     def tokens(self) -> list[int]:

@@ -110,7 +110,7 @@ class Beams:
         self.running = [Hypothesis()]
         """Running hypotheses, best first."""
         self.parents: list[int] = []
-        """For each of `running`, which of the former ones it continues."""
+        """Index of the previous hypothesis that each of `running` extends."""
         self.finished: list[Hypothesis] = []
         """The best that have ended, best first; at most `num_beams`."""
         self.done = False

@@ -62,7 +62,7 @@ def _ring(n: int, length: int) -> tuple[np.ndarray, np.ndarray, list[GraphNode]]
 
 @pytest.mark.parametrize("n_threads", [2, 3])
 def test_idle_threads_ask_for_what_they_read_next(n_threads: int) -> None:
-    """Which is only a hint: it is in the table for shared calls, and changes no result."""
+    """Prefetching is a hint in the table of shared calls; results do not change."""
     w, cell, flag = np.ones((50, 3000), np.float32), np.zeros(1, np.int64), np.zeros(1, np.int64)
     out = np.full((20, 50), np.nan, np.float32)
     alone = GraphNode(_count, (cell, 10**9, flag), 1, 1.0)

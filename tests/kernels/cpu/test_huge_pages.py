@@ -1,4 +1,4 @@
-"""Memory for weights: where it lies, who shares it, when it goes."""
+"""Huge-page memory of weights: placement, sharing and release."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_names_differ_in_forked_children() -> None:
 
 
 def test_numbas_cache_folder_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may just make a cached function of its own."""
+    """Another thread may make a cached function at the same time."""
     seen = []
     njit = numba.njit
 

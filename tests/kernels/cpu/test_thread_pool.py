@@ -80,7 +80,7 @@ def number_not_set() -> Iterator[None]:
 
 @pytest.mark.usefixtures("shared_always")
 def test_thread_that_is_late_at_the_last_barrier_does_not_read_the_next_jobs_flag() -> None:
-    """It would run the old list once more, while the other threads run the new one."""
+    """A stale flag would make it run the old list again while the others run the new one."""
     made, held = ThreadPool(2), _Held()
     held.install(made)
     first, second, flag = np.zeros(8, np.int64), np.zeros(8, np.int64), np.zeros(1, np.int64)
@@ -183,7 +183,7 @@ def test_threads_of_a_pool_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_threads_that_set_their_number_get_it_at_the_same_time() -> None:
-    """As the ranks of a model do that is divided among threads."""
+    """Ranks of a tensor-parallel model that are threads of one process do so."""
     meeting = _Meeting(2)
 
     def call(n: int) -> list[tuple[int, int]]:
@@ -254,7 +254,7 @@ def test_forked_child_has_threads_of_its_own() -> None:
     made = ThreadPool(2)
     assert work(made) == (6,)
     assert _in_forked_child(lambda: work(made)) == (12,)
-    assert work(made) == (12,)  # and the parent goes on
+    assert work(made) == (12,)  # and the parent continues
 
 
 def test_fork_waits_for_a_compilation_of_another_thread() -> None:

@@ -63,9 +63,9 @@ def test_packed_weights_cost_what_they_say(name):
     assert packed.nbytes * 8 == packed.bits_per_weight * 16 * 256
     if name in FORMATS:
         # integer scales of 4 to 6 bits are widened to bytes: 2.8 % (q4_k), 3.6 % (q3_k).  Codes
-        # that are compressed further in storage (iq) keep their bits, beside at most a float16 per
+        # that are compressed further in storage (iq) keep their bits, plus at most a float16 per
         # block of 256 and a byte per 16 weights: (16 + 16 * 8) / 256 = 0.5625 bits; nvfp4's float8
-        # scale of 16 weights becomes a float16, half a bit for each
+        # scale of 16 weights becomes a float16, half a bit per weight
         bits = 3.5 if packed.form.bits == PAIRS else packed.form.bits
         more = 1.0 if packed.form.d_block == 16 else 0.5625
         assert packed.bits_per_weight <= max(1.04 * format.bits_per_weight, bits + more)

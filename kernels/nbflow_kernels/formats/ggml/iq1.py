@@ -1,7 +1,7 @@
-"""GGML's formats below two bits, byte for byte: 8 weights -1, 0, 1 are one point of a grid.
+"""GGML's IQ1 formats: 8 ternary weights are one point of a grid (codebook of `iq_grids`).
 
-All weights of a group of 8 are shifted by 1/8 or -1/8, so that none is 0: in eighths a weight is
-one of -7 1 9 or of -9 -1 7.  Which eight may stand together is in `grids`.
+All weights of a group of 8 are shifted by 1/8 or -1/8: in eighths, a weight is -7, 1 or 9, or it is
+-9, -1 or 7.
 
 ``iq1_s``: 256 weights in 50 bytes, (2 + 32 + 16) * 8 / 256 = 1.5625 bits per weight.
 
@@ -9,8 +9,8 @@ one of -7 1 9 or of -9 -1 7.  Which eight may stand together is in `grids`.
 offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
-2       32     low 8 bits of the points, a byte for each group
-34      16     a 16-bit integer for each 32 weights: bits 8..10 of the point of group l in bits
+2       32     low 8 bits of the points, one byte per group
+34      16     one 16-bit integer per 32 weights: bits 8..10 of the point of group l in bits
                3l .. 3l + 2, scale in bits 12..14, shift in bit 15 (1: -1/8)
 ======  =====  ==================================================================================
 
@@ -19,8 +19,8 @@ offset  bytes  field
 ======  =====  ==================================================================================
 offset  bytes  field
 ======  =====  ==================================================================================
-0       32     low 8 bits of the points, a byte for each group
-32      16     a nibble for each group, the low ones first: bits 8..10 of the point in bits 0..2,
+0       32     low 8 bits of the points, one byte per group
+32      16     one nibble per group, low nibble first: bits 8..10 of the point in bits 0..2,
                shift in bit 3 (1: -1/8)
 48      8      4 16-bit integers: the scales of weights 64r + 16j .. 64r + 16j + 15 in bits
                3j .. 3j + 2 of integer r; bits 4r .. 4r + 3 of d (float16) in its bits 12..15

@@ -1,7 +1,7 @@
-"""GGML's 2-bit formats on grids, byte for byte: 8 magnitudes are one point of a grid.
+"""GGML's IQ2 formats: the magnitudes of 8 weights are one point of a grid.
 
-A magnitude is 8, 25 or 43; which eight may stand together is in `grids`.  256 weights share d; a
-group is 8 weights.
+A magnitude is 8, 25 or 43; the grids (codebooks) are in `iq_grids`.  256 weights share d; a group
+is 8 weights.
 
 ``iq2_xxs``: 256 weights in 66 bytes, (2 + 64) * 8 / 256 = 2.0625 bits per weight.
 
@@ -9,11 +9,11 @@ group is 8 weights.
 offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
-2       64     8 bytes for each 32 weights: 4 bytes with the points of the 4 groups, and a 32-bit
+2       64     8 bytes per 32 weights: 4 bytes with the points of the 4 groups, and a 32-bit
                integer: signs of group l in bits 7l .. 7l + 6, scale in bits 28..31
 ======  =====  ==================================================================================
 
-Only 7 signs are stored: the eighth makes the number of negative ones even.
+Only 7 signs of 8 are stored: the eighth follows from even parity.
 
 ``iq2_xs``: 256 weights in 74 bytes, (2 + 64 + 8) * 8 / 256 = 2.3125 bits per weight.
 
@@ -21,7 +21,7 @@ Only 7 signs are stored: the eighth makes the number of negative ones even.
 offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
-2       64     a 16-bit integer for each group: point in bits 0..8, 7 signs in bits 9..15
+2       64     one 16-bit integer per group: point in bits 0..8, 7 signs in bits 9..15
 66      8      scales: weights 32r .. 32r + 15 in the low nibble of byte r, the next 16 in the high
 ======  =====  ==================================================================================
 
@@ -31,8 +31,8 @@ offset  bytes  field
 offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
-2       32     low 8 bits of the points, a byte for each group
-34      32     signs, a byte for each group: weight j in bit j
+2       32     low 8 bits of the points, one byte per group
+34      32     signs, one byte per group: weight j in bit j
 66      8      bits 8, 9 of the points: group 4r + j in bits 2j, 2j + 1 of byte r
 74      8      scales: weights 32r .. 32r + 15 in the low nibble of byte r, the next 16 in the high
 ======  =====  ==================================================================================

@@ -1,6 +1,6 @@
-"""GGML's 3-bit formats on grids, byte for byte: 4 magnitudes are one point of a grid.
+"""GGML's IQ3 formats: the magnitudes of 4 weights are one point of a grid.
 
-Which four may stand together is in `grids`.  256 weights share d, 32 a scale; a quad is 4 weights.
+The grids (codebooks) are in `iq_grids`.  256 weights share d, 32 a scale; a quad is 4 weights.
 
 ``iq3_xxs``: 256 weights in 98 bytes, (2 + 64 + 32) * 8 / 256 = 3.0625 bits per weight.
 
@@ -8,13 +8,13 @@ Which four may stand together is in `grids`.  256 weights share d, 32 a scale; a
 offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
-2       64     points, a byte for each quad
-66      32     a 32-bit integer for each 32 weights: signs of weights 8l .. 8l + 6 of these in bits
+2       64     points, one byte per quad
+66      32     one 32-bit integer per 32 weights: signs of weights 8l .. 8l + 6 of these in bits
                7l .. 7l + 6, scale in bits 28..31
 ======  =====  ==================================================================================
 
-Only 7 signs of 8 are stored: the eighth makes the number of negative ones even.  The magnitude is
-one of 4 12 20 28 36 44 52 62.
+Only 7 signs of 8 are stored: the eighth follows from even parity.  Magnitudes are 4 12 20 28 36 44
+52 62.
 
 weight = d * (2 * scale + 1) / 4 * (+-magnitude), scale 0..15.
 
@@ -24,7 +24,7 @@ weight = d * (2 * scale + 1) / 4 * (+-magnitude), scale 0..15.
 offset  bytes  field
 ======  =====  ==================================================================================
 0       2      d, float16
-2       64     low 8 bits of the points, a byte for each quad
+2       64     low 8 bits of the points, one byte per quad
 66      8      bit 8 of the points: quad 8r + j in bit j of byte r
 74      32     signs: weight 8r + j in bit j of byte r
 106     4      scales: weights 64r .. 64r + 31 in the low nibble of byte r, the next 32 in the high

@@ -1,7 +1,6 @@
-"""GGML's 4-bit formats with uneven levels, byte for byte: levels lie closer where weights do.
+"""GGML's nonlinear 4-bit formats IQ4: a codebook with denser levels around zero.
 
-Both decode a code 0..15 to one of `LEVELS`: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89
-113.
+Codes 0..15 decode to `LEVELS`: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
 
 ``iq4_nl``: 32 weights in 18 bytes, (2 + 16) * 8 / 32 = 4.5 bits per weight.
 
@@ -24,7 +23,7 @@ offset  bytes  field
 2       2      bits 4, 5 of the scales: sub-block s in bits 2s, 2s + 1
 4       4      low 4 bits of the scales: sub-block 2r in the low nibble of byte r, 2r + 1 in the
                high
-8       128    codes, 16 bytes for each sub-block: weight r of it in the low nibble of byte r,
+8       128    codes, 16 bytes per sub-block: weight r of it in the low nibble of byte r,
                r + 16 in the high
 ======  =====  ==================================================================================
 

@@ -1,8 +1,8 @@
-"""The grids of GGML's i-quants: which groups of magnitudes may occur together.
+"""Grids of GGML's i-quants: vector-quantization codebooks of weight magnitudes.
 
-A grid is a set of points of a small cube: of {0, 1, 2}**8 (iq1, iq2) or {0..7}**4 (iq3).  The
-coordinates are codes of magnitudes; a file holds the index of the point in ascending order, the
-first coordinate counting least.
+A grid is a subset of the points of {0, 1, 2}**8 (iq1, iq2) or {0..7}**4 (iq3), whose coordinates
+are codes of magnitudes.  Blocks store the index of a point in ascending order, the first coordinate
+being the least significant.
 
 ==================  ======  =======  ==============================================================
 grid                points  cube     coordinate stands for
@@ -15,8 +15,7 @@ grid                points  cube     coordinate stands for
 `GRID_IQ3_S`        512     8**4     1, 3, 5, 7, 9, 11, 13, 15
 ==================  ======  =======  ==============================================================
 
-Here a grid is written down as the bit map of its points over the cube (bit i of byte b: point
-8b + i), deflated, in base 85.
+Grids are embedded as bit maps over the cube (bit i of byte b: point 8b + i), deflated, in base 85.
 
 Source: GGML, ggml-common.h (iq1s_grid to iq3s_grid).
 """
@@ -39,11 +38,11 @@ from nbflow_kernels.formats.block_format import BlockFormat, decode_rows
 from nbflow_kernels.formats.registry import Bytes, Halves
 
 Grid = NDArray[np.uint16]
-"""The points of a grid, ascending: 8 coordinates of 2 bits or 4 of 3, the first lowest."""
+"""Points of a grid, ascending: 8 coordinates of 2 bits or 4 of 3 bits, the first lowest."""
 
 
 def _points(levels: int, dimensions: int, bit_map: str) -> Grid:
-    """Return the points of a grid."""
+    """Decode the points of a grid from its embedded bit map."""
     bits = np.frombuffer(zlib.decompress(base64.b85decode(bit_map)), np.uint8)
     number = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     width = 2 if levels == 3 else 3
@@ -64,7 +63,7 @@ def coordinates(points: NDArray[np.uint16], dimensions: int) -> Bytes:
 
 
 def signs_of_seven(bits: Bytes) -> Bytes:
-    """Return bytes of 8 signs, the last of which makes the number of ones even, of seven."""
+    """Return bytes of 8 signs from 7 stored ones; the eighth makes the parity even."""
     folded = bits ^ (bits >> np.uint8(4))
     folded ^= folded >> np.uint8(2)
     folded ^= folded >> np.uint8(1)
@@ -143,28 +142,28 @@ GRID_IQ3_S = _points(
 
 
 class OnGrid(NamedTuple):
-    """Rows of weights as points of a grid."""
+    """Rows of weights quantized to a grid."""
 
     points: NDArray[np.uint16]
     """(rows, K / dimensions of the grid)."""
     signs: Bytes
     """(rows, K / 8): bit j for weight j of 8, 1 for negative."""
     scales: Bytes
-    """(rows, K / sub-block): s for the scale 2s + 1."""
+    """(rows, K / sub_block): s for the scale 2s + 1."""
     d: Halves
     """(rows, K / 256)."""
 
 
 @jit.device_function(inline="always")
 def read_on_grid(row, at, i, grid, code):
-    """Return code `i` of the block at byte `at`: a coordinate of a point, and above it the sign.
+    """Read code `i` of the block at byte `at`: a grid coordinate in the low bits, the sign above.
 
-    `code` is constants of the fields of points and signs, log2 of the weights that share a point
-    and a sign field, bits of a coordinate and of a sign field.
+    `code` holds the constants of the fields "point" and "sign", log2 of the weights per point and
+    per sign field, and the bits per coordinate and per sign field.
     """
     point = read_number(row, at, i >> code[2], code[0])
     sign = read_number(row, at, i >> code[3], code[1])
-    if code[5] == 7:  # the last of 8 makes the number of ones even
+    if code[5] == 7:  # the eighth sign makes the parity even
         folded = sign ^ (sign >> 4)
         folded ^= folded >> 2
         folded ^= folded >> 1
@@ -177,10 +176,7 @@ def read_on_grid(row, at, i, grid, code):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GridFormat(BlockFormat):
-    """A format whose weights are points of a grid: fields "point", "sign", "scale" and "d".
-
-    The bytes are fields of bits; codes are looked up in the grid, which is written out here.
-    """
+    """Vector-quantized block format with the fields "point", "sign", "scale" and "d"."""
 
     grid: Grid
 
@@ -191,7 +187,7 @@ class GridFormat(BlockFormat):
 
     @property
     def dimensions(self) -> int:
-        """Weights of a point: 4 or 8."""
+        """Weights per point: 4 or 8."""
         return self.block_size // self.fields["point"].n
 
     def _code(self) -> tuple[Any, ...]:
@@ -245,7 +241,7 @@ class GridFormat(BlockFormat):
         return codes
 
     def pack_rows(self, rows: OnGrid) -> Bytes:
-        """Return rows of bytes."""
+        """Pack rows quantized to the grid into bytes."""
         signs = rows.signs.reshape(-1, self.fields["sign"].n, 32 // self.fields["sign"].n)[:, :, 0]
         signs = signs.reshape(len(rows.signs), -1)
         return self.pack_blocks(point=rows.points, sign=signs, scale=rows.scales, d=rows.d)

@@ -13,7 +13,7 @@ q6_k    16         -32 .. 31               -128 .. 127              6.5625
 weight = d * scale * code - dmin * minimum, with float16 `d` and `dmin` per super-block.  Both may
 be negative.  Products are exact in float32, so a weight is rounded once.
 
-Source: GGML, ggml-common.h and ggml-quants.c; the layout tables are in the formats' files.
+Source: GGML, ggml-common.h and ggml-quants.c; the byte tables are in the modules of the formats.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SUPER = 256  # weights of a super-block
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KQuantFormat(FieldFormat):
-    """One K-quant: fields "code", "scale" and "d", with minima also "min" and "dmin"."""
+    """K-quant format with the fields "code", "scale" and "d", and "min" and "dmin" for minima."""
 
     @cached_property
     def form(self) -> CodecSpec:
-        """The format's formula; without minima, codes and scales are signed."""
+        """Decode formula; without minima, codes and scales are signed."""
         bits, scale = self.fields["code"].bits, self.fields["scale"]
         sub_block = SUPER // scale.n
         if "min" not in self.fields:
@@ -56,25 +56,25 @@ class KQuantFormat(FieldFormat):
 
     @property
     def has_mins(self) -> bool:
-        """Whether sub-blocks have minima."""
+        """True if sub-blocks have minima."""
         return "min" in self.fields
 
     @property
     def sub_blocks(self) -> int:
-        """Sub-blocks of a super-block."""
+        """Sub-blocks per super-block."""
         return self.fields["scale"].n
 
     @property
     def scale_top(self) -> int:
-        """Scales are 0 .. scale_top with minima, else -scale_top .. scale_top - 1."""
+        """Bound of scales: 0 .. scale_top with minima, else -scale_top .. scale_top - 1."""
         n_values = self.fields["scale"].n_values
         return n_values - 1 if self.has_mins else n_values // 2
 
     @cached_property
     def pack_kernel(self) -> Callable[..., None]:
-        """Kernel ``(codes, scales, mins, params, data, start, stop)``: super-blocks to bytes.
+        """Kernel ``(codes, scales, mins, params, data, start, stop)`` that packs super-blocks.
 
-        `params` are `d` and `dmin` as bits.
+        `params` are the float16 bits of `d` and `dmin`.
         """
         n_bytes = self.block_bytes
         code, scale, minimum, d, dmin = (

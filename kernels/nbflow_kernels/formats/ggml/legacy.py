@@ -1,4 +1,4 @@
-"""GGML's legacy block formats, byte for byte: 32 weights, one scale, with or without a base.
+"""GGML's legacy formats: blocks of 32 weights with one scale, with or without a base.
 
 ``q4_0``: 32 weights in 18 bytes, (2 + 16) * 8 / 32 = 4.5 bits per weight.
 

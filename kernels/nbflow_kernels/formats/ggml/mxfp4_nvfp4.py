@@ -1,7 +1,7 @@
-"""Formats of 4-bit floats (E2M1), byte for byte: OCP's MXFP4 and NVIDIA's NVFP4 as GGML has them.
+"""4-bit float formats (E2M1): OCP's MXFP4 and NVIDIA's NVFP4 in GGML's byte layout.
 
-Both decode a code 0..15 to twice an E2M1 number, `LEVELS`: 0 1 2 3 4 6 8 12 for codes 0..7 and the
-negative ones for codes 8..15; -0 counts as 0.
+Codes 0..15 decode to `LEVELS`, twice the E2M1 value: 0 1 2 3 4 6 8 12 for codes 0..7, and the
+negatives for codes 8..15; -0 decodes to 0.
 
 ``mxfp4``: 32 weights in 17 bytes, (1 + 16) * 8 / 32 = 4.25 bits per weight.
 
@@ -12,16 +12,16 @@ offset  bytes  field
 1       16     codes: weight r in the low nibble of byte r, r + 16 in the high
 ======  =====  ==================================================================================
 
-weight = 2**(e - 128) * value(code).  Unlike in the OCP format e = 255 is no NaN but a scale.
+weight = 2**(e - 128) * value(code).  Unlike in the OCP format, e = 255 is a scale, not NaN.
 
-``nvfp4``: 64 weights in 36 bytes, (4 + 32) * 8 / 64 = 4.5 bits per weight; the scale of the whole
-tensor, where there is one, is another tensor of the file.
+``nvfp4``: 64 weights in 36 bytes, (4 + 32) * 8 / 64 = 4.5 bits per weight; an optional scale of the
+whole tensor is a separate tensor of the file.
 
 ======  =====  ==================================================================================
 offset  bytes  field
 ======  =====  ==================================================================================
-0       4      scales of 16 weights each: unsigned E4M3 (bias 7; 127 is 0, bit 7 does not count)
-4       32     codes, 8 bytes for each scale: weight r of 16 in the low nibble of byte r, r + 8 in
+0       4      scales of 16 weights each: unsigned E4M3 (bias 7; 127 is 0, bit 7 is ignored)
+4       32     codes, 8 bytes per scale: weight r of 16 in the low nibble of byte r, r + 8 in
                the high
 ======  =====  ==================================================================================
 

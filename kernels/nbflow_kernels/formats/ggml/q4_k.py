@@ -6,7 +6,7 @@ offset  bytes  field
 0       2      d, float16
 2       2      dmin, float16
 4       4      byte j: scale of sub-block j < 4 in bits 0-5, bits 4, 5 of scale j + 4 in bits 6, 7
-8       4      the same of the minima
+8       4      the same for the minima
 12      4      byte j: bits 0-3 of scale j + 4 in the low nibble, of minimum j + 4 in the high
 16      128    codes 0..15: weight 64 p + r in the low nibble of byte 32 p + r, 64 p + 32 + r in
                the high
@@ -24,9 +24,10 @@ from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 
 
 def _sixes(name: str, at: int, bit: int) -> Field:
-    """Return the field of 8 6-bit numbers that are stored from byte `at` on.
+    """Return the field of 8 6-bit numbers at byte `at`.
 
-    4 are the low bits of bytes; the others have 4 bits from bytes 12 on and 2 above the first 4.
+    Numbers 0 to 3 are the low 6 bits of 4 bytes; numbers 4 to 7 have their low 4 bits in bytes 12
+    to 15 and their high 2 bits above numbers 0 to 3.
     """
     rest = Plane(12, 4, bit=bit, first=4, per_group=1), Plane(at, 2, 4, bit=6, first=4)
     return Field(name, 8, (Plane(at, 6, count=4), *rest))

@@ -1,4 +1,4 @@
-"""GGML's formats of two to four levels, byte for byte: one scale, and next to no codes.
+"""GGML's ternary and binary formats: two to four levels, one scale per block.
 
 ``tq1_0``: 256 weights in 54 bytes, (48 + 4 + 2) * 8 / 256 = 1.6875 bits per weight.  A byte holds 5
 codes 0..2 as the fraction 0.c0c1c2c3c4 in base 3, rounded up to 1/256: multiplied by 3**n, modulo
@@ -24,7 +24,7 @@ offset  bytes  field
 64      2      scale, float16
 ======  =====  ==================================================================================
 
-weight = scale * (code - 1), code 0..3; the encoders write 0..2.
+weight = scale * (code - 1), code 0..3; the quantizers write 0..2.
 
 ``q2_0``: 64 weights in 18 bytes, (2 + 16) * 8 / 64 = 2.25 bits per weight.
 
@@ -89,12 +89,12 @@ TQ2_0 = BlockFormat(
 )
 
 
-# ---- tq1_0, written out: digits in base 3 are no bits of a byte ----------------------------------
+# ---- tq1_0, hand-written: a FieldTable cannot describe base-3 digits -----------------------------
 
 
 @jit.device_function(inline="always")
 def _code_tq1_0(row, at, i, powers):
-    """Return code `i` of the block at byte `at`."""
+    """Read code `i` of the block at byte `at`."""
     if i < 160:
         byte, n = i & 31, i >> 5
     elif i < 240:
@@ -107,7 +107,7 @@ def _code_tq1_0(row, at, i, powers):
 
 @jit.device_function(inline="always")
 def _read_tq1_0(row, at, i, powers, code):
-    """Do as `_code_tq1_0`, as `decode_rows` calls it."""
+    """Adapt `_code_tq1_0` to the signature that `decode_rows` calls."""
     return _code_tq1_0(row, at, i, powers)
 
 
@@ -126,7 +126,7 @@ def _digits(data: Bytes, n: int) -> Bytes:
 
 
 def _fractions(codes: Bytes) -> Bytes:
-    """Return the bytes (blocks, m) of base-3 digits (blocks, n, m); missing ones are 0."""
+    """Pack base-3 digits (blocks, n, m) into bytes (blocks, m); missing digits are 0."""
     n = codes.shape[1]
     number = np.tensordot(codes.astype(np.uint16), POWERS[4::-1][:n].astype(np.uint16), (1, 0))
     return ((number * 256 + 242) // 243).astype(np.uint8)
@@ -134,7 +134,7 @@ def _fractions(codes: Bytes) -> Bytes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Base3Format(BlockFormat):
-    """`tq1_0`; the field "code" holds the bytes of digits."""
+    """Format `tq1_0`; the field "code" holds bytes of 5 base-3 digits."""
 
     @property
     def table(self) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""2-bit formats: a plane of 2-bit fields.
+"""2-bit formats: one bit plane of 2-bit codes.
 
 ``q2_b32t1a`` and ``q2_b32t1b`` (short name ``q2``): 32 weights in 12 bytes,
 (2 + 2 + 8) * 8 / 32 = 3 bits per weight.

@@ -1,4 +1,4 @@
-"""3-bit formats: a plane of 2-bit fields and a plane of single bits.
+"""3-bit formats: a plane of the low 2 bits and a plane of the high bit.
 
 ``q3_b32t1a`` and ``q3_b32t1b`` (short name ``q3``): 32 weights in 16 bytes,
 (2 + 2 + 4 + 8) * 8 / 32 = 4 bits per weight.

@@ -1,4 +1,4 @@
-"""4-bit formats: a plane of nibbles.
+"""4-bit formats: one plane of nibbles.
 
 ``q4_b32t1a`` (short name ``q4``) and ``q4_b32t1b``: 32 weights in 20 bytes,
 (2 + 2 + 16) * 8 / 32 = 5 bits per weight.  ``q4_b64t1``: 64 weights in 36 bytes,
@@ -16,8 +16,8 @@ weight = base + scale * code, code 0..15.  Plain: base = min and scale = range /
 range / 14 (``b64``); ``b`` cuts the range into 16 equal parts and decodes to their middles: scale =
 range / 16, base = min + scale / 2.
 
-``q4_b16``: 16 weights in 10 bytes, (1 + 1 + 8) * 8 / 16 = 5 bits per weight.  For weights between
--1 and 1.5 only, and with steps of 0.001 it is coarse for small ones.
+``q4_b16``: 16 weights in 10 bytes, (1 + 1 + 8) * 8 / 16 = 5 bits per weight.  Restricted to weights
+between -1 and 1.5; scale steps of 0.001 are coarse for small weights.
 
 ======  =====  ==================================================================================
 offset  bytes  field

@@ -1,4 +1,4 @@
-"""5-bit formats: a plane of nibbles and a plane of single bits.
+"""5-bit formats: a plane of low nibbles and a plane of the high bit.
 
 ``q5_b64t1`` (short name ``q5``): 64 weights in 44 bytes, (2 + 2 + 8 + 32) * 8 / 64 = 5.5 bits per
 weight.

@@ -1,4 +1,4 @@
-"""6-bit format: a plane of nibbles and a plane of 2-bit fields.
+"""6-bit format: a plane of low nibbles and a plane of the high 2 bits.
 
 ``q6_b64t1`` (short name ``q6``): 64 weights in 52 bytes, (2 + 2 + 16 + 32) * 8 / 64 = 6.5 bits per
 weight.
