@@ -96,8 +96,8 @@ class LoadOptions(OffloadConfig):
         more="For attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
         "policy with a format for each matrix (`nbflow.quantization.policy`).",
     )  # fmt: skip
-    encoder: str = option(
-        "best", "quantizer, e.g. best, plain, gptq, hqq, outliers, awq, hadamard+gptq",
+    quantizer: str = option(
+        "search", "quantizer, e.g. search, reference, gptq, hqq, outliers, awq, hadamard+gptq",
         metavar="E",
         more="awq and hadamard are function-preserving transforms before quantization; + combines "
         "names.  Only with `weights`.  See docs/quantization.md.",
@@ -141,7 +141,7 @@ class LoadOptions(OffloadConfig):
         None, 'machine description for partition "auto" (nbflow plan --measure)',
         shown="measured", metavar="NAME|FILE", file=True,
     )  # fmt: skip
-    exchange: Literal["f32", "q8"] = option(
+    all_reduce: Literal["f32", "q8"] = option(
         "f32", "all-reduce format between ranks: f32 or q8", metavar="E",
         more='"q8" sends 8-bit codes in blocks of 32 with a scale: 3.6 times fewer bytes, each '
         "partial sum rounded to 1/254 of the largest number of its block.",

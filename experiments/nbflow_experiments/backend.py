@@ -76,7 +76,7 @@ def policy_bits(file: str) -> float:
     return sum(bits_per_weight(format) for _, format in formats.patterns) / len(formats.patterns)
 
 
-def check_encoder(name: str) -> None:
+def check_quantizer(name: str) -> None:
     """Raise unless the quantizer exists."""
     from nbflow.quantization.prepare import parse_quantizer as check
 
@@ -146,7 +146,7 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
-    return {name: known[name].choices for name in ("activations", "exchange", "optimize")}
+    return {name: known[name].choices for name in ("activations", "all_reduce", "optimize")}
 
 
 def check_machine(name: str) -> None:
@@ -219,7 +219,7 @@ def time_decode(
 
 
 def weight_pairs(
-    model: str, weights: str, outliers: float = 0.0, encoder: str = "best", importance: str = ""
+    model: str, weights: str, outliers: float = 0.0, quantizer: str = "search", importance: str = ""
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     """Yield canonical name, exact float32 values, dequantized values and stored bytes.
 
@@ -230,7 +230,7 @@ def weight_pairs(
     from nbflow.conversion.quantized_matrices import quantized_matrices
 
     found = quantized_matrices(
-        model, weights, encoder=encoder, importance=importance or None, outliers=outliers
+        model, weights, quantizer=quantizer, importance=importance or None, outliers=outliers
     )
     for name, exact, quantized in found:
         yield name, exact, nk.dequantize(quantized), int(quantized.nbytes)

@@ -56,12 +56,12 @@ _ALL = (
         _of_load,
         (
             "outliers",
-            "encoder",
+            "quantizer",
             "importance",
             "kv",
             "activations",
             "partition",
-            "exchange",
+            "all_reduce",
             "optimize",
         ),
     ),
@@ -145,8 +145,8 @@ def check_value(name: str, value: object, where: str) -> Value:
         return value
     if not isinstance(value, str):
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
-    if name == "encoder":
-        backend.check_encoder(value)
+    if name == "quantizer":
+        backend.check_quantizer(value)
     if name == "heads" and value:
         parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():
@@ -197,8 +197,8 @@ def check_configuration(config: dict[str, Value]) -> None:
         raise UsageError(
             "the sweep names no model; write [settings] model = ... or an axis 'model'"
         )
-    if config["encoder"] == "outliers" and not config["outliers"]:
-        raise UsageError("encoder 'outliers' needs outliers, a share of the weights, e.g. 0.005")
+    if config["quantizer"] == "outliers" and not config["outliers"]:
+        raise UsageError("quantizer 'outliers' needs outliers, a share of the weights, e.g. 0.005")
     if config["outliers"] and backend.is_float_format(str(config["weights"])):
         raise UsageError(
             f"outliers = {config['outliers']} needs weights in a block format, got "

@@ -12,7 +12,7 @@ q4_b128t1   128  4.25  4
 q4_b256t1   256  4.125 4
 ========== ==== ===== ====================================================
 
-Each is a table of its bytes, so that all encoders know it.
+Each is a table of its bytes, so that all quantizers know it.
 """
 
 from __future__ import annotations

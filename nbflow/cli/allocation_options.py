@@ -73,7 +73,7 @@ class AllocationRun:
         self._arguments = arguments
         self._options: dict[str, Any] = {
             name: getattr(arguments, name)
-            for name in ("encoder", "importance", "act_order", "damping", "spec")
+            for name in ("quantizer", "importance", "act_order", "damping", "spec")
         }
         self._probe: DivergenceProbe | None = None
         if arguments.sensitivity == "kld" or arguments.check:

@@ -80,11 +80,15 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
         known = ", ".join(known_machines())
         return [f"to predict speed, name a --machine: {known}, or a file (nbflow plan --measure)"]
     machine = load_machine(options.machine)
-    model = planned_model(options.path, options.weights, options.spec).encoded_by(options.encoder)
+    model = planned_model(options.path, options.weights, options.spec).quantized_by(
+        options.quantizer
+    )
     context = min(options.max_context or model.spec.max_context, model.spec.max_context)
     prompt = min(PROMPT, max(1, context // 2))
     generate = max(1, min(GENERATE, context - prompt))
-    setting = RunConfig(kv=options.kv, activations=options.activations, exchange=options.exchange)
+    setting = RunConfig(
+        kv=options.kv, activations=options.activations, all_reduce=options.all_reduce
+    )
     rows = []
     for batch in sorted({1, 8, plan.max_sequences}):
         if batch > plan.max_sequences:

@@ -63,7 +63,7 @@ def quantize_checkpoint(
     *,
     rules: Iterable[str] = (),
     spec: str | os.PathLike[str] | None = None,
-    encoder: str = "best",
+    quantizer: str = "search",
     importance: str | os.PathLike[str] | Importance | None = None,
     act_order: bool = False,
     damping: float = DAMPING,
@@ -91,7 +91,7 @@ def quantize_checkpoint(
         Names are those of the new file, or ours, ``layers.0.attn.q.weight``.
     spec : path, optional
         A spec file, as for `nbflow.load`.
-    encoder : str
+    quantizer : str
         Quantizer of the matrices, as for `nbflow.load`.  "gptq" needs second moments as
         `importance` for every matrix in a block format.  "outliers" is not supported, as no file
         format can store outliers.
@@ -123,15 +123,15 @@ def quantize_checkpoint(
     --------
     >>> import tempfile, nbflow
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     done = nbflow.quantize_checkpoint("tiny_python", f"{folder}/q4", "q4", encoder="plain")
+    ...     done = nbflow.quantize_checkpoint("tiny_python", f"{folder}/q4", "q4")
     ...     with nbflow.open_weights(done.path) as weights:
     ...         weights.dtype("model.layers.0.self_attn.q_proj.weight")
     'q4_b32t1a'
     """
-    if "outliers" in parse_quantizer(encoder)[1]:
+    if "outliers" in parse_quantizer(quantizer)[1]:
         raise UsageError(
-            "encoder 'outliers' stores weights outside of blocks, which no file format supports; "
-            "use nbflow.load(..., encoder='outliers')"
+            "quantizer 'outliers' stores weights outside of blocks, which no file format supports; "
+            "use nbflow.load(..., quantizer='outliers')"
         )
     format_rules = FormatRules(to, rules)
     resolved = resolve(model, spec=spec)
@@ -144,7 +144,7 @@ def quantize_checkpoint(
         planned = plan_as_stored(resolved.spec, file, FormatRules(to, rules), blocks=False)
         formats = {own: t.format for t in planned if t.format != t.stored for own in t.ours}
         prepared = prepare(
-            resolved.spec, file, formats.get, encoder, known, act_order=act_order, damping=damping
+            resolved.spec, file, formats.get, quantizer, known, act_order=act_order, damping=damping
         )
         if prepared.transforms:  # statistics under other names no longer hold
             known = {**prepared.quantizer.importance} or None

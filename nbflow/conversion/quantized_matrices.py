@@ -24,7 +24,7 @@ def quantized_matrices(
     model: str | Path,
     weights: Weights,
     *,
-    encoder: str = "best",
+    quantizer: str = "search",
     importance: str | Path | dict[str, NDArray[Any]] | None = None,
     outliers: float = 0.0,
 ) -> Iterator[tuple[str, NDArray[np.float32], nk.QuantTensor]]:
@@ -32,8 +32,8 @@ def quantized_matrices(
 
     Parameters
     ----------
-    model, weights, encoder, importance, outliers
-        As for `nbflow.load`.  An encoder with transforms yields the transformed values.
+    model, weights, quantizer, importance, outliers
+        As for `nbflow.load`.  A quantizer with transforms yields the transformed values.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def quantized_matrices(
 
     Examples
     --------
-    >>> name, exact, qt = next(quantized_matrices("tiny_python", "q3h", encoder="hqq"))
+    >>> name, exact, qt = next(quantized_matrices("tiny_python", "q3h", quantizer="hqq"))
     >>> name, qt.format.name, bool(np.abs(nk.dequantize(qt) - exact).mean() < 0.02)
     ('layers.0.attn.q.weight', 'q3h_b64t1', True)
     """
@@ -57,7 +57,7 @@ def quantized_matrices(
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
         known = load_importance(importance, resolved, file)
-        prepared = prepare(resolved.spec, file, format_of, encoder, known, outliers=outliers)
+        prepared = prepare(resolved.spec, file, format_of, quantizer, known, outliers=outliers)
         transformed = prepared.apply_to(file)
         for name, shape in prepared.spec.tensor_shapes().items():
             format = formats.of(name, shape)

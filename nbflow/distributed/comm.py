@@ -170,7 +170,7 @@ class DeviceComm(Comm):
         return buffer
 
     def Allreduce_q8(self, array: Any) -> None:
-        raise UsageError("exchange='q8' needs arrays on the host; use 'f32'")
+        raise UsageError("all_reduce='q8' needs arrays on the host; use 'f32'")
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:
         return self._host.bcast_object(value, root)

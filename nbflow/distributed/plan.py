@@ -57,7 +57,7 @@ class RankPlan:
     """Range of columns of the shared expert."""
     vocab_widths: tuple[int, ...] = ()
     """Rows of embedding and head of each rank of the group."""
-    exchange: str = "f32"
+    all_reduce: str = "f32"
     """Payload of all-reduces: "f32", or quantized "q8"."""
 
     @property
@@ -92,10 +92,12 @@ class Plan:
         return next(r for r in self.ranks if r.rank == rank)
 
 
-EXCHANGES = ("f32", "q8")
+ALL_REDUCE_FORMATS = ("f32", "q8")
 
 
-def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: str = "f32") -> Plan:
+def make_plan(
+    spec: ModelSpec, partition: str, block_size: int = 1, all_reduce: str = "f32"
+) -> Plan:
     """Partition a model.
 
     Parameters
@@ -106,18 +108,18 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: st
         Partition string.
     block_size : int
         Block of the weight format; columns are split at multiples of it.
-    exchange : {"f32", "q8"}
+    all_reduce : {"f32", "q8"}
         Payload of all-reduces: float32, or int8 with a scale per 32 numbers
         (`Comm.Allreduce_q8`).
 
     Raises
     ------
     UsageError
-        If `exchange` is unknown, or the model has too few layers, heads or blocks for the
+        If `all_reduce` is unknown, or the model has too few layers, heads or blocks for the
         partition.
     """
-    if exchange not in EXCHANGES:
-        raise unknown_name("exchange", exchange, EXCHANGES)
+    if all_reduce not in ALL_REDUCE_FORMATS:
+        raise unknown_name("all_reduce", all_reduce, ALL_REDUCE_FORMATS)
     stages = parse_stages(partition)
     if len(stages) > spec.n_layers:
         raise UsageError(
@@ -153,7 +155,7 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1, exchange: st
                     experts=experts[j],
                     shared=shared[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
-                    exchange=exchange,
+                    all_reduce=all_reduce,
                 )
             )
     return Plan(format_stages(stages), tuple(ranks), block_size)

@@ -510,12 +510,12 @@ class LLM:
         ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
-    def exchange_error(self) -> float:
-        """Return the relative RMS rounding error of partial sums with ``exchange="q8"``.
+    def all_reduce_error(self) -> float:
+        """Return the relative RMS rounding error of partial sums with ``all_reduce="q8"``.
 
         The maximum over ranks, since the first such all-reduce; 0 without any.
         """
-        return max(float(rank["rounding_error"]) for rank in self.gather("exchange_error"))
+        return max(float(rank["rounding_error"]) for rank in self.gather("all_reduce_error"))
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""

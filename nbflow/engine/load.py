@@ -94,7 +94,7 @@ def load(
     if partition == "auto":
         from nbflow.planner import RunConfig, choose_partition, stored_model
 
-        setting = RunConfig(kv=given.kv, activations=given.activations, exchange=given.exchange)
+        setting = RunConfig(kv=given.kv, activations=given.activations, all_reduce=given.all_reduce)
         described = stored_model(stored_spec, resolved.path, weights)
         partition = choose_partition(
             described, comm, given.optimize, given.machine, setting, measure
@@ -103,7 +103,8 @@ def load(
         warnings.warn(given.unused_note, stacklevel=2)
     partition, device = split_host_layers(given, the_spec.n_layers, partition, given.device)
     plans = [
-        make_plan(the_spec, part, block_size, given.exchange) for part in split_replicas(partition)
+        make_plan(the_spec, part, block_size, given.all_reduce)
+        for part in split_replicas(partition)
     ]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
     places = find_devices(device, len(whole.ranks), given.graphs)
@@ -167,11 +168,11 @@ def _prepare(
     resolved: ResolvedModel, spec: ModelSpec, formats: WeightFormats | None, given: LoadOptions
 ) -> Prepared:
     """Return spec and quantizer options; only non-default options read weights."""
-    names = ("encoder", "importance", "act_order", "damping")
+    names = ("quantizer", "importance", "act_order", "damping")
     if all(getattr(given, name) == getattr(LoadOptions, name) for name in names):
         return Prepared(spec, QuantizerOptions(outliers=given.outliers))
     if formats is None:
-        raise no_format(given.encoder)
+        raise no_format(given.quantizer)
     with open_weights(resolved.path) as file:
         check(spec, file)
         importance = cast(Any, given.importance)
@@ -181,7 +182,7 @@ def _prepare(
             return formats.of(name, spec.shape_of(name))
 
         return prepare(
-            spec, file, format_of, given.encoder, known, act_order=given.act_order,
+            spec, file, format_of, given.quantizer, known, act_order=given.act_order,
             damping=given.damping, outliers=given.outliers,
         )  # fmt: skip
 

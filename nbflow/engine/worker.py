@@ -537,7 +537,7 @@ class Worker:
             predicted += self.cross_attention.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
-    def exchange_error(self) -> dict[str, float]:
+    def all_reduce_error(self) -> dict[str, float]:
         """Return the largest `Comm.rounding_error` of the communicators."""
         errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}

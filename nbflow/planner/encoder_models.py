@@ -34,7 +34,7 @@ def predict_encoder(
         read_s, largest = timer.read(stages, workload, model.spec.hidden_size)
         parts = [(stages, largest, LargestStep(largest, largest))]
         return _prediction(parts, plan, machine, workload, config, read_s, 0.0, 0.0, 0.0)
-    encoder_plan = make_plan(encoder.spec, plan.partition, plan.block_size, config.exchange)
+    encoder_plan = make_plan(encoder.spec, plan.partition, plan.block_size, config.all_reduce)
     encoding = make_stages(encoder, encoder_plan, machine)
     cross_kv = make_stages(model, plan, machine, model.cross_kv_program)
     decoding = make_stages(model, plan, machine)

@@ -197,7 +197,9 @@ def _products(comm: Comm, format: str, arithmetic: str) -> tuple[float, float, f
 def _matrix(format: str, copies: int = 1) -> nk.QuantTensor:
     """Return a matrix of random weights, so often one below the other."""
     rng = np.random.default_rng(0)
-    data = nk.quantize(rng.standard_normal(SHAPE, np.float32), format, encoder="plain").tobytes()
+    data = nk.quantize(
+        rng.standard_normal(SHAPE, np.float32), format, quantizer="reference"
+    ).tobytes()
     return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
 
 

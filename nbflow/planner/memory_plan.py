@@ -138,18 +138,18 @@ def plan_memory(
     (1024, 1)
     """
     given = (options or LoadOptions()).replaced(changes)
-    weights, exchange = cast(str | None, given.weights), given.exchange
+    weights, all_reduce = cast(str | None, given.weights), given.all_reduce
     planned = planned_model(model, weights, given.spec).shortened(given.max_context)
-    planned = planned.encoded_by(given.encoder)
+    planned = planned.quantized_by(given.quantizer)
     partition = given.partition
     if partition == "auto":
-        config = RunConfig(kv=given.kv, activations=given.activations, exchange=exchange)
+        config = RunConfig(kv=given.kv, activations=given.activations, all_reduce=all_reduce)
         partition = choose_partition(
             planned, world(), given.optimize, given.machine, config, measure
         )
     partition, device = split_host_layers(given, planned.spec.n_layers, partition, given.device)
     replicas = split_replicas(partition)
-    plans = [make_plan(planned.spec, part, planned.block_size, exchange) for part in replicas]
+    plans = [make_plan(planned.spec, part, planned.block_size, all_reduce) for part in replicas]
     held = [rank for plan in plans for rank in plan.ranks]
     devices = _devices(device, len(held))
     sequences = min(max_sequences, given.max_step_tokens, MAX_SEQUENCES)

@@ -137,11 +137,11 @@ class PlannedModel:
             self, spec=dataclasses.replace(self.spec, max_context=max_context)
         )
 
-    def encoded_by(self, encoder: str) -> PlannedModel:
-        """Return the model as the option `encoder` of `nbflow.load` changes it (untied head)."""
-        spec = transformed_spec(self.spec, encoder)
-        if encoder != "best" and self.formats is None:
-            raise no_format(encoder)
+    def quantized_by(self, quantizer: str) -> PlannedModel:
+        """Return the model as the option `quantizer` of `nbflow.load` changes it (untied head)."""
+        spec = transformed_spec(self.spec, quantizer)
+        if quantizer != "search" and self.formats is None:
+            raise no_format(quantizer)
         stored = dict(self.stored)
         if spec.tied_head != self.spec.tied_head and "embed.weight" in stored:
             stored["head.weight"] = stored["embed.weight"]

@@ -127,7 +127,7 @@ def _replica(
     only: bool,
 ) -> Prediction:
     """Predict one replica; `only` if no other one is busy."""
-    plan = make_plan(model.spec, partition, model.block_size, config.exchange)
+    plan = make_plan(model.spec, partition, model.block_size, config.all_reduce)
     if max(plan.numbers) >= len(machine.devices):
         raise UsageError(
             f"partition {partition!r} names rank {max(plan.numbers)}, but machine "

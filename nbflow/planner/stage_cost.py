@@ -42,7 +42,7 @@ class RunConfig:
     """Share of the KV cache in host memory, 0..1."""
     embedding_on_host: bool = False
     """Keep the token embedding in host memory."""
-    exchange: str = "f32"
+    all_reduce: str = "f32"
     """Payload of all-reduces, "f32" or "q8": see `nbflow.distributed.make_plan`."""
 
 

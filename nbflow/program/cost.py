@@ -182,7 +182,7 @@ def bytes_sent(program: Program, rank: int, n_tokens: int, n_logits: int) -> int
 
 def sends_q8(op: Op) -> bool:
     """Return True for communication that quantizes its payload to q8."""
-    return bool(op.attrs.get("exchange") == "q8")
+    return bool(op.attrs.get("all_reduce") == "q8")
 
 
 def op_bytes_sent(program: Program, op: Op, rank: int, n_tokens: int, n_logits: int) -> int:

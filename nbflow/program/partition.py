@@ -38,7 +38,7 @@ def partition(program: Program, plan: RankPlan) -> Program:
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
         if partial and "o" in op.inputs:
-            attrs = {"ranks": plan.group, "exchange": plan.exchange}
+            attrs = {"ranks": plan.group, "all_reduce": plan.all_reduce}
             ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
             partial = False
         if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":

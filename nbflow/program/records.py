@@ -40,7 +40,7 @@ add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
 take_rows     out = rows of the input whose hidden states are needed, those with logits first
-all_reduce    sum `out` over the tensor parallel group, attrs ``ranks`` and ``exchange`` (f32, or
+all_reduce    sum `out` over the tensor parallel group, attrs ``ranks`` and ``all_reduce`` (f32, or
               q8: quantized payload)
 all_gather    out = columns of all ranks of the group, attrs ``ranks`` and ``widths``
 send, recv    send a buffer to / receive it from another pipeline stage, attr ``peers`` / ``peer``

@@ -1,7 +1,7 @@
 """Preparation of quantization: weight transforms and quantizer options from a quantizer's name.
 
 A name is parts joined by ``+``: transforms, in order, and the quantizer of the matrices, by
-default ``best``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
+default ``search``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
     >>> parse_quantizer("hadamard+gptq")
     (('hadamard',), 'gptq')
     >>> parse_quantizer("awq")
-    (('awq',), 'best')
+    (('awq',), 'search')
     """
     parts = name.split("+")
     for part in parts:
         if part not in (*TRANSFORMS, *QUANTIZER_NAMES):
-            raise unknown_name("encoder", part, (*TRANSFORMS, *QUANTIZER_NAMES))
+            raise unknown_name("quantizer", part, (*TRANSFORMS, *QUANTIZER_NAMES))
     transforms = tuple(part for part in parts if part in TRANSFORMS)
     rest = parts[len(transforms) :]
     if (
@@ -55,10 +55,10 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
         or len(set(parts)) < len(parts)
     ):
         raise UsageError(
-            f"an encoder is any of {', '.join(TRANSFORMS)}, each once, and then one of "
+            f"a quantizer is any of {', '.join(TRANSFORMS)}, each once, and then one of "
             f"{', '.join(QUANTIZER_NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
         )
-    return transforms, rest[0] if rest else "best"
+    return transforms, rest[0] if rest else "search"
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,23 @@ class Prepared:
         return tuple(note for transform in self.transforms for note in transform.notes)
 
 
-def transformed_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
+def transformed_spec(spec: ModelSpec, quantizer: str) -> ModelSpec:
     """Return the specification of a model after the transforms of a quantizer's name."""
-    return rotated_spec(spec) if "hadamard" in parse_quantizer(encoder)[0] else spec
+    return rotated_spec(spec) if "hadamard" in parse_quantizer(quantizer)[0] else spec
 
 
-def no_format(encoder: str) -> UsageError:
+def no_format(quantizer: str) -> UsageError:
     """Return the error for a quantizer without a weight format."""
-    return UsageError(f"encoder={encoder!r} and importance need a weight format, e.g. weights='q4'")
+    return UsageError(
+        f"quantizer={quantizer!r} and importance need a weight format, e.g. weights='q4'"
+    )
 
 
 def prepare(
     spec: ModelSpec,
     file: WeightFile,
     format_of: FormatOf,
-    encoder: str = "best",
+    quantizer: str = "search",
     importance: Importance | None = None,
     *,
     act_order: bool = False,
@@ -118,14 +120,14 @@ def prepare(
         Its checkpoint.
     format_of : callable
         Our name of a matrix -> its new format, or None.
-    encoder : str
+    quantizer : str
         See the module.
     importance : mapping, optional
         Name of a matrix, ours or the checkpoint's -> mean squares (K,) or second moments (K, K).
     act_order, damping
         Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
     outliers : float
-        Share of the weights stored exactly, for "best" and "plain" (may be 0) and "outliers".
+        Share of the weights stored exactly, for "search" and "reference" (may be 0) and "outliers".
     seed : int
         Seed of random rotations.
 
@@ -136,20 +138,21 @@ def prepare(
     Raises
     ------
     UsageError
-        If the encoder is unknown, lacks statistics, or cannot transform the model.
+        If the quantizer is unknown, lacks statistics, or cannot transform the model.
     """
-    transforms, last = parse_quantizer(encoder)
+    transforms, last = parse_quantizer(quantizer)
     known = our_statistics(spec, importance or {})
     if last == "gptq" and not any(a.ndim == 2 for a in known.values()):
         raise UsageError(GPTQ_NEEDS)
     if last in ("gptq", "hqq") and outliers:
         raise UsageError(
-            f"outliers go with encoders best, plain and outliers, got encoder {encoder!r}"
+            f"outliers go with quantizers search, reference and outliers, "
+            f"got quantizer {quantizer!r}"
         )
     if last == "outliers" and not outliers:
-        raise UsageError("encoder 'outliers' needs outliers, a share of the weights, e.g. 0.005")
+        raise UsageError("quantizer 'outliers' needs outliers, a share of the weights, e.g. 0.005")
     if (act_order or damping != DAMPING) and last != "gptq":
-        raise UsageError(f"act_order and damping are for encoder 'gptq', got {encoder!r}")
+        raise UsageError(f"act_order and damping are for quantizer 'gptq', got {quantizer!r}")
     made, before = [], []
     for name in transforms:
         if name == "awq":
@@ -161,8 +164,8 @@ def prepare(
         before.append(spec)
         file = TransformedFile(file, spec, transform)
         spec = transform.spec
-    quantizer = QuantizerOptions(last, known, act_order, damping, outliers)
-    return Prepared(spec, quantizer, tuple(made), tuple(before))
+    options = QuantizerOptions(last, known, act_order, damping, outliers)
+    return Prepared(spec, options, tuple(made), tuple(before))
 
 
 def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray[Any]]:

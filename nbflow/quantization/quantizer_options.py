@@ -16,7 +16,7 @@ from nbflow_kernels.quantizers.gptq import Hessian
 Importance = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
 GPTQ_NEEDS = (
-    "encoder 'gptq' needs second moments of the inputs: nbflow imatrix MODEL --full -o "
+    "quantizer 'gptq' needs second moments of the inputs: nbflow imatrix MODEL --full -o "
     "FILE.safetensors, then --importance FILE.safetensors"
 )
 
@@ -33,7 +33,7 @@ class QuantizerOptions:
     QuantTensor(q3h_b64t1, shape=(4, 64), nbytes=128)
     """
 
-    encoder: str = "best"
+    quantizer: str = "search"
     """One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
     importance: Importance = field(default_factory=dict)
     """Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs."""
@@ -50,17 +50,17 @@ class QuantizerOptions:
     @property
     def is_default(self) -> bool:
         """Return True for the defaults of `nbflow_kernels.quantize`."""
-        return self.encoder == "best" and not self.importance and not self.outliers
+        return self.quantizer == "search" and not self.importance and not self.outliers
 
     @property
     def needs_range(self) -> bool:
         """Return True if quantizing part of a matrix requires its outlier range."""
-        return self.outliers > 0 and self.encoder != "outliers"
+        return self.outliers > 0 and self.quantizer != "outliers"
 
     @property
     def needs_whole_rows(self) -> bool:
         """Return True if blocks of a row depend on other blocks of the row."""
-        return self.encoder in ("gptq", "hqq", "outliers")
+        return self.quantizer in ("gptq", "hqq", "outliers")
 
     def quantize_matrix(
         self,
@@ -112,19 +112,24 @@ class QuantizerOptions:
         """
         if nk.FORMATS[format].block_size == 1:
             return nk.quantize(rows, format)
-        if self.encoder in nk.quantizers.FORMAT_QUANTIZER_NAMES:
+        if self.quantizer in nk.quantizers.FORMAT_QUANTIZER_NAMES:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
-                rows, format, encoder=self.encoder, importance=squares, outliers=self.outliers,
+                rows, format, quantizer=self.quantizer, importance=squares, outliers=self.outliers,
                 outlier_range=outlier_range,
             )  # fmt: skip
         statistics: NDArray[Any] | Hessian | None = known
-        if self.encoder == "gptq":
+        if self.quantizer == "gptq":
             if known is None or known.ndim != 2:
                 raise UsageError(GPTQ_NEEDS)
             statistics = self._hessian(known)
         return quantize_calibrated(
-            rows, format, self.encoder, statistics, act_order=self.act_order, outliers=self.outliers
+            rows,
+            format,
+            self.quantizer,
+            statistics,
+            act_order=self.act_order,
+            outliers=self.outliers,
         )
 
     def _hessian(self, known: NDArray[Any]) -> Hessian:

@@ -91,7 +91,7 @@ def test_errors_are_those_of_the_outputs(model: Path) -> None:
 
 
 def test_budgets_are_met_to_the_byte_and_more_bits_lose_less(model: Path) -> None:
-    found = allocate(model, [3.5, 5.0, 8.5], CANDIDATES, encoder="plain")
+    found = allocate(model, [3.5, 5.0, 8.5], CANDIDATES, quantizer="reference")
     shapes = {n: s for n, s in resolve(model).spec.tensor_shapes().items() if is_quantized(n, s)}
     for allocation in found:
         counted = sum(
@@ -177,7 +177,7 @@ def command(capsys: Any, *words: object, code: int = 0) -> str:
 def test_command_chooses_checks_and_writes(tmp_path: Path, capsys: Any) -> None:
     policy = tmp_path / "p.toml"
     words = ["tiny_python", "--bits-per-weight", 3.5, "--formats", "q2,q3,q4", "--policy", policy]
-    words += ["--encoder", "plain", "--check", "--tokens", 256, "-o", tmp_path / "out"]
+    words += ["--quantizer", "reference", "--check", "--tokens", 256, "-o", tmp_path / "out"]
     facts = json.loads(command(capsys, *words, "--json"))["allocation"]
     assert facts["stored_bytes"] <= facts["budget_bytes"] == int(3.5 * facts["n_weights"] / 8)
     found = facts["check"]

@@ -153,7 +153,7 @@ def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
         assert message in capsys.readouterr().err
 
 
-def test_encoders_that_know_the_inputs(
+def test_quantizers_that_know_the_inputs(
     llama: Path, found: list[ActivationStats], tmp_path: Path
 ) -> None:
     """GPTQ has the least output error, and the usual decoder reads the file."""
@@ -161,22 +161,22 @@ def test_encoders_that_know_the_inputs(
     write_stats(moments, found)
     H = found[0].sums
     lost = {}
-    for encoder in ("best", "plain", "hqq", "gptq"):
-        importance = moments if encoder in ("best", "gptq") else None
+    for quantizer in ("search", "reference", "hqq", "gptq"):
+        importance = moments if quantizer in ("search", "gptq") else None
         done = nbflow.quantize_checkpoint(
-            llama, tmp_path / encoder, "q3", encoder=encoder, importance=importance
+            llama, tmp_path / quantizer, "q3", quantizer=quantizer, importance=importance
         )
         with open_weights(done.path) as new, open_weights(llama) as old:
             name = "model.layers.0.self_attn.q_proj.weight"
             assert new.dtype(name) == "q3_b32t1b"
             error = new.array(name).astype(np.float64) - old.array(name)
-        lost[encoder] = np.einsum("nk,kl,nl->", error, H, error)
+        lost[quantizer] = np.einsum("nk,kl,nl->", error, H, error)
     # 8 rows of inputs for 64 columns: nearly all of the error can be moved where nothing is read
-    assert lost["gptq"] < 0.5 * min(lost["best"], lost["plain"], lost["hqq"])
+    assert lost["gptq"] < 0.5 * min(lost["search"], lost["reference"], lost["hqq"])
     with pytest.raises(UsageError, match="needs second moments"):
-        nbflow.quantize_checkpoint(llama, tmp_path / "x", "q3", encoder="gptq")
+        nbflow.quantize_checkpoint(llama, tmp_path / "x", "q3", quantizer="gptq")
     with pytest.raises(UsageError, match="equidistant codes"):
-        nbflow.quantize_checkpoint(llama, tmp_path / "x", "iq4_nl", encoder="hqq")
+        nbflow.quantize_checkpoint(llama, tmp_path / "x", "iq4_nl", quantizer="hqq")
 
 
 def test_bounded_sums_are_the_same(

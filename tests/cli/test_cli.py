@@ -69,13 +69,13 @@ def test_chat_shows_the_answer_only(capsys):
     assert "--system needs --chat" in error(capsys, "run", "tiny_python", "--system", "a")
 
 
-def test_the_plan_is_of_the_spec_and_the_encoder(capsys, tmp_path):
+def test_the_plan_is_of_the_spec_and_the_quantizer(capsys, tmp_path):
     (tmp_path / "short.toml").write_text('family = "llama"\n[override]\nmax_context = 64\n')
     plan = ["run", "tiny_python", "--plan", "2"]
     assert "KV for 1,024 tokens" in run(capsys, *plan)[1]
     assert "KV for 128 tokens" in run(capsys, *plan, "--spec", tmp_path / "short.toml")[1]
     weights = [*plan, "--weights", "q4"]
-    assert run(capsys, *weights)[1] != run(capsys, *weights, "--encoder", "hadamard")[1]
+    assert run(capsys, *weights)[1] != run(capsys, *weights, "--quantizer", "hadamard")[1]
 
 
 def test_bundled_model_writes_python(capsys):
@@ -218,7 +218,7 @@ def test_formats_of_keys_and_values(arguments, kv):
             ["run", "tiny_python", "--partition", "auto", "--machine", "/etc/passwd"],
             "/etc/passwd",
         ),
-        (["run", "tiny_python", "--encoder", "hadamard", "--plan"], "need a weight format"),
+        (["run", "tiny_python", "--quantizer", "hadamard", "--plan"], "need a weight format"),
     ],
 )
 def test_bad_arguments(capsys, arguments, words):

@@ -197,13 +197,13 @@ def test_changes_and_copies():
 
 def test_the_same_choices_and_bounds_as_below():
     """Packages that do not import the options have constants of their own."""
-    from nbflow.distributed.plan import EXCHANGES
+    from nbflow.distributed.plan import ALL_REDUCE_FORMATS
     from nbflow_kernels.quantized_matmul import ACTIVATIONS
     from nbflow_kernels.quantizers import DAMPING
     from nbflow_kernels.quantizers.outliers import check_ratio
 
     load = fields(LoadOptions)
-    assert load["exchange"].choices == EXCHANGES
+    assert load["all_reduce"].choices == ALL_REDUCE_FORMATS
     assert load["activations"].choices == ACTIVATIONS
     assert load["damping"].default == DAMPING
     check_ratio(load["outliers"].option.high)

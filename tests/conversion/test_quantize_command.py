@@ -193,10 +193,10 @@ def test_memory_is_that_of_some_rows(
     monkeypatch.setattr(rows_module, "_CHUNK_WEIGHTS", 1 << 14)
     big = tmp_path / "big"
     write_llama(big, dtype=np.float16, n_layers=1, intermediate_size=16384)
-    nbflow.quantize_checkpoint(source, tmp_path / "warm", "q8_0", encoder="plain")  # compiles
+    nbflow.quantize_checkpoint(source, tmp_path / "warm", "q8_0", quantizer="reference")  # compiles
     tracemalloc.start()
     try:
-        nbflow.quantize_checkpoint(big, tmp_path / "out", "q8_0", encoder="plain")
+        nbflow.quantize_checkpoint(big, tmp_path / "out", "q8_0", quantizer="reference")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -204,7 +204,7 @@ def test_memory_is_that_of_some_rows(
     # of 2**14 takes 33 bytes per weight while it is encoded: 0.5 MiB.
     assert peak < 1 << 20
     with open_weights(big) as before, open_weights(tmp_path / "out") as after:
-        wanted = nk.quantize(before.array(DOWN), "q8_0", encoder="plain")
+        wanted = nk.quantize(before.array(DOWN), "q8_0", quantizer="reference")
         assert np.array_equal(after.quantized(DOWN).data, wanted.data)
 
 

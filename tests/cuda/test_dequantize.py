@@ -20,7 +20,7 @@ from nbflow_kernels.quantizers.cuda.codebook import thresholds
 from nbflow_kernels.quantizers.reference import codebook
 
 pytestmark = pytest.mark.compiler
-ENCODERS = list(nk.FORMATS)
+QUANTIZERS = list(nk.FORMATS)
 # signed, bytes as parameters, pairs, levels in the middle, two planes; the others differ in numbers
 EMULATED = ("f16", "bf16", "q8_b32t2", "q4_b16", "q3h_b64t1", "q3_b32t1b", "q6_b64t1")
 # GGML's three kinds with one scale, and the two of K-quants: ranges, and codes around zero
@@ -128,25 +128,27 @@ def test_tensors_travel(weights: np.ndarray, cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("name", EMULATED)
-def test_plain_encoders_write_the_bytes_of_the_cpu(name: str, cupy: Any) -> None:
-    _check_encoder(name, cupy)
+def test_reference_quantizers_write_the_bytes_of_the_cpu(name: str, cupy: Any) -> None:
+    _check_quantizer(name, cupy)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ENCODERS)
-def test_plain_encoders_write_the_bytes_of_the_cpu_on_a_device(name: str) -> None:
-    _check_encoder(name, importlib.import_module("cupy"))
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_reference_quantizers_write_the_bytes_of_the_cpu_on_a_device(name: str) -> None:
+    _check_quantizer(name, importlib.import_module("cupy"))
 
 
-def _check_encoder(name: str, cupy: Any) -> None:
+def _check_quantizer(name: str, cupy: Any) -> None:
     n_columns = 150 if nk.FORMATS[name].block_size < 256 else 300
     x = 0.3 * np.random.default_rng(6).standard_normal((3, n_columns), dtype=np.float32)
     x[0, 3], x[1, :64], x[2, :32] = -0.0, 0.0, 1e-7  # a scale of zero, and one that counts as zero
-    found = nk.quantize(cupy.asarray(x), name, encoder="plain")
-    np.testing.assert_array_equal(found.data.get(), nk.quantize(x, name, encoder="plain").data)
+    found = nk.quantize(cupy.asarray(x), name, quantizer="reference")
+    np.testing.assert_array_equal(
+        found.data.get(), nk.quantize(x, name, quantizer="reference").data
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in ENCODERS if isinstance(nk.FORMATS[n], BlockFormat)])
+@pytest.mark.parametrize("name", [n for n in QUANTIZERS if isinstance(nk.FORMATS[n], BlockFormat)])
 def test_bits_of_blocks_come_from_the_numbers(name: str) -> None:
     """Kernels and the NumPy packing function make the same bits."""
     fields = nk.FORMATS[name].fields  # type: ignore[attr-defined]
@@ -176,20 +178,22 @@ def test_thresholds_lead_to_the_bytes_of_scales(name: str) -> None:
     np.testing.assert_array_equal(np.searchsorted(bounds, bits, side="right") - 1, wanted)
 
 
-def test_what_has_no_encoder_there_says_so(
+def test_what_has_no_quantizer_there_says_so(
     user_format: Any, weights: np.ndarray, cupy: Any
 ) -> None:
     x = cupy.asarray(weights)
-    with pytest.raises(nk.UsageError, match=r"no encoder 'best' .*; it has encoder='plain'"):
+    with pytest.raises(
+        nk.UsageError, match=r"no quantizer 'search' .*; it has quantizer='reference'"
+    ):
         nk.quantize(x, "q4")
     with pytest.raises(nk.UsageError, match="importance and outliers"):
-        nk.quantize(x, "q4", encoder="plain", outliers=0.01)
+        nk.quantize(x, "q4", quantizer="reference", outliers=0.01)
     with pytest.raises(nk.UsageError, match="quantize_block does not compile for CUDA"):
         nk.quantize(x, user_format.name)  # it takes the mean or the least of an array
 
 
 class Halves:
-    """A format whose encoder is plain loops."""
+    """A format whose quantizer is plain loops."""
 
     name = "halves_b4"
     block_size = 4
@@ -206,7 +210,7 @@ class Halves:
             out[i] = get_f16(block, 2 * i) * np.float32(3)
 
 
-def test_a_users_encoder_of_plain_loops_runs_there(weights: np.ndarray, cupy: Any) -> None:
+def test_a_users_quantizer_of_plain_loops_runs_there(weights: np.ndarray, cupy: Any) -> None:
     nk.register_format(Halves)
     try:
         found = nk.quantize(cupy.asarray(weights), "halves_b4")

@@ -23,7 +23,7 @@ def numbers(*shape: int) -> np.ndarray:
 
 def quantized(cupy: Any, *shape: int) -> nk.QuantTensor:
     w = numbers(*shape) / np.float32(shape[-1] ** 0.5)
-    return nk.quantize(w, "q4_0", encoder="plain").to_device(cupy.zeros(1))
+    return nk.quantize(w, "q4_0", quantizer="reference").to_device(cupy.zeros(1))
 
 
 def layer(
@@ -38,7 +38,9 @@ def layer(
     if S:
         gate = cupy.asarray(numbers(H)) if gated else None
         shared = cuda_fused_moe.Shared((quantized(cupy, 2 * S, H),), quantized(cupy, H, S), gate)
-    ups = nk.quantize(numbers(n, F, H)[:, ::-1], "q4_0", encoder="plain").to_device(cupy.zeros(1))
+    ups = nk.quantize(numbers(n, F, H)[:, ::-1], "q4_0", quantizer="reference").to_device(
+        cupy.zeros(1)
+    )
     return cuda_fused_moe.Experts(
         quantized(cupy, n, F, H), ups, quantized(cupy, n, H, F), "silu", cupy.asarray(weights), 2,
         first=first, shared=shared, **options,

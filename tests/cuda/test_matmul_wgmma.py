@@ -31,9 +31,9 @@ def hopper(cupy: Any) -> Any:
 def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
     rng = np.random.default_rng(K)
     w = rng.standard_normal((ROWS, K), dtype=np.float32) / np.float32(K**0.5)
-    encoder = "plain" if format.startswith("q") else "best"
+    quantizer = "reference" if format.startswith("q") else "search"
     x = rng.standard_normal((TOKENS, K), dtype=np.float32)
-    return x, nk.quantize(w, format, encoder=encoder)
+    return x, nk.quantize(w, format, quantizer=quantizer)
 
 
 # columns: 9 steps and a part; fewer steps than splits; half a unit at the end, splits that start
@@ -182,7 +182,7 @@ def test_clusters_have_the_bits_of_single_thread_blocks(
     monkeypatch.setenv("NBFLOW_WGMMA", "1")
     rng = np.random.default_rng(0)
     w = rng.standard_normal((n_rows, n_columns), dtype=np.float32)
-    there = nk.quantize(w, "q8_0", encoder="plain").to_device(xp.zeros(1))
+    there = nk.quantize(w, "q8_0", quantizer="reference").to_device(xp.zeros(1))
     tokens = xp.asarray(rng.standard_normal((n_tokens, n_columns), dtype=np.float32))
     results = []
     for value in ("0", "1"):

@@ -64,7 +64,7 @@ def test_batched_product_has_the_bits_of_single_products(n_columns: int, cupy: A
     rng = np.random.default_rng(n_columns)
     w = rng.standard_normal((3, 40, n_columns), dtype=np.float32)
     x = cupy.asarray(rng.standard_normal((2, 3, n_columns + 7), dtype=np.float32))[..., :n_columns]
-    stack = nk.quantize(w, "q8_0", encoder="plain").to_device(x)
+    stack = nk.quantize(w, "q8_0", quantizer="reference").to_device(x)
     out = cupy.empty((2, 3, 48), np.float32)[..., :40]
     assert products.batched(x, stack, "f32", out)
     stack.drop_storage()

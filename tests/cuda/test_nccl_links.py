@@ -132,11 +132,11 @@ def test_a_model_on_ranks_uses_nccl(partition: str, kinds: set[str], played: Cou
 
 
 def test_rounded_sums_go_through_the_host(played: Counter[str]) -> None:
-    options: dict[str, Any] = {"device": "emulator", "partition": "0&1", "exchange": "q8"}
+    options: dict[str, Any] = {"device": "emulator", "partition": "0&1", "all_reduce": "q8"}
     with nbflow.load(FOLDER, **options) as model:
         model.reset_traffic()
         model.logits([3, 9])
         traffic = model.traffic()
-        assert 0 < model.exchange_error() < 0.01  # half a step of 1/127, RMS of a block of 32
+        assert 0 < model.all_reduce_error() < 0.01  # half a step of 1/127, RMS of a block of 32
     assert played["allReduce"] == 2  # the embedding's, one of each rank
     assert traffic["measured_bytes"] == traffic["predicted_bytes"]

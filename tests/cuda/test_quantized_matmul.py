@@ -29,7 +29,9 @@ KINDS = ("q4_0", "q2_k", "q3h", "q5h", "iq2_s", "q4_b16")
 def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
     rng = np.random.default_rng([T, N, K])
     w = rng.standard_normal((N, K), dtype=np.float32) / np.float32(K**0.5)
-    return rng.standard_normal((T, K), dtype=np.float32), nk.quantize(w, format, encoder="plain")
+    return rng.standard_normal((T, K), dtype=np.float32), nk.quantize(
+        w, format, quantizer="reference"
+    )
 
 
 def allowed(K: int) -> float:
@@ -110,7 +112,7 @@ def test_sums_of_int8_activations_are_exact(cupy: Any) -> None:
     rng = np.random.default_rng(8)
     dense, x = (rng.integers(-127, 128, (n, 600)).astype(np.float32) for n in (21, 3))
     dense[:, ::32] = x[:, ::32] = 127
-    w = nk.quantize(dense, "q8_0", encoder="plain")
+    w = nk.quantize(dense, "q8_0", quantizer="reference")
     got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1)), activations="int8").get()
     assert np.array_equal(got, x.astype(np.int64) @ dense.astype(np.int64).T)
 
@@ -193,7 +195,7 @@ def test_nan_and_infinity_stay_in_their_row(cupy: Any) -> None:
 def test_outliers_are_added(cupy: Any) -> None:
     rng = np.random.default_rng(5)
     dense = rng.standard_normal((21, 300)).astype(np.float32)
-    w = nk.quantize(dense, "q3", encoder="plain", outliers=0.01)
+    w = nk.quantize(dense, "q3", quantizer="reference", outliers=0.01)
     x = rng.standard_normal((3, 300)).astype(np.float32)
     got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
     assert np.abs(got - reference.qmatmul(x, w)).max() <= 20 * allowed(300)  # weights times 17

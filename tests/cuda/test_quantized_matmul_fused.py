@@ -25,7 +25,7 @@ K = 300  # three chunks of a norm, the last one partial
 def weights(format: str, n_rows: int, cupy: Any) -> nk.QuantTensor:
     rng = np.random.default_rng(n_rows)
     w = rng.standard_normal((n_rows, K), dtype=np.float32) / np.float32(K**0.5)
-    return nk.quantize(w, format, encoder="plain").to_device(cupy.zeros(1))
+    return nk.quantize(w, format, quantizer="reference").to_device(cupy.zeros(1))
 
 
 def numbers(*shape: int) -> np.ndarray:

@@ -61,25 +61,25 @@ def test_quantized_all_reduce_sends_less_and_reports_its_error(checkpoint, ids):
     with nbflow.load(checkpoint, kv="f32") as model:
         expected = model.logits(ids)
     sent, errors = {}, {}
-    for exchange in ("f32", "q8"):
+    for all_reduce in ("f32", "q8"):
         with nbflow.load(
-            checkpoint, kv="f32", partition="0&1", threads=1, exchange=exchange
+            checkpoint, kv="f32", partition="0&1", threads=1, all_reduce=all_reduce
         ) as model:
             model.reset_traffic()
             logits = model.logits(ids)
             traffic = model.traffic()
             assert traffic["measured_bytes"] == traffic["predicted_bytes"]
-            sent[exchange] = traffic["measured_bytes"]
-            errors[exchange] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+            sent[all_reduce] = traffic["measured_bytes"]
+            errors[all_reduce] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
             # uniform within steps of 1/127 of the largest of 32: see test_collectives
-            assert model.exchange_error() == 0 or 0.003 < model.exchange_error() < 0.008
-            assert (model.exchange_error() > 0) == (exchange == "q8")
+            assert model.all_reduce_error() == 0 or 0.003 < model.all_reduce_error() < 0.008
+            assert (model.all_reduce_error() > 0) == (all_reduce == "q8")
     assert sent["q8"] < sent["f32"]
     assert errors["f32"] < 1e-5
     # each of 6 sums has an error of about 0.6 %, the residual stream has none
     assert 1e-4 < errors["q8"] < 0.03
-    with pytest.raises(UsageError, match="unknown exchange 'q7'"):
-        nbflow.load(checkpoint, partition="0&1", exchange="q7")
+    with pytest.raises(UsageError, match="unknown all_reduce 'q7'"):
+        nbflow.load(checkpoint, partition="0&1", all_reduce="q7")
 
 
 def test_without_mpirun_the_planner_takes_one_rank(checkpoint):

@@ -50,12 +50,12 @@ def test_what_is_measured_is_there_for_every_format(tool):
         assert row["bits_per_weight"] == FORMATS[name].bits_per_weight
         assert row["gemv_f32_gb_per_s"] > 0
         assert (row["gemv_int8_gb_per_s"] is None) == (FORMATS[name].block_size == 1)
-        assert row["error_best"] <= row["error_plain"]
+        assert row["error_search"] <= row["error_reference"]
         assert 0 <= row["model_weight_error_relative"] < 1
 
 
 @pytest.mark.parametrize("name", ["f16", "q8_b32t1", "q4_0"])
-def test_recorded_errors_are_what_the_encoders_do(tool, name):
+def test_recorded_errors_are_what_the_quantizers_do(tool, name):
     row = tool.measured()["formats"][name]
     found = measure_errors(name, 64)  # a sixteenth of the weights that were measured
     for key, value in found.items():
@@ -74,7 +74,7 @@ def test_every_format_is_in_the_sweep_over_the_bundled_model():
 def test_cells_say_what_happens(name):
     found = dict(zip(OPERATIONS, cells(FORMATS[name]), strict=True))
     x, ones = np.ones((2, 64), np.float32), np.ones(64, np.float32)
-    w = quantize(x, name, encoder="plain")
+    w = quantize(x, name, quantizer="reference")
 
     def works(call):
         try:
@@ -84,9 +84,9 @@ def test_cells_say_what_happens(name):
         return True
 
     calls = {
-        "importance plain": lambda: quantize(x, name, encoder="plain", importance=ones),
-        "importance best": lambda: quantize(x, name, importance=ones),
-        "outliers": lambda: quantize(x, name, outliers=0.01, encoder="plain"),
+        "importance reference": lambda: quantize(x, name, quantizer="reference", importance=ones),
+        "importance search": lambda: quantize(x, name, importance=ones),
+        "outliers": lambda: quantize(x, name, outliers=0.01, quantizer="reference"),
         "GEMV, GEMM int8": lambda: qmatmul(x, w, activations="int8"),
         "KV append, gather, attention": lambda: kv_format(name),
     }

@@ -60,15 +60,15 @@ def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, pag
 
 
 @pytest.mark.parametrize("partition", ["0&1", "0&1;2"])
-@pytest.mark.parametrize("exchange", ["f32", "q8"])
-def test_the_same_bits_as_without(checkpoint, monkeypatch, partition, exchange):
+@pytest.mark.parametrize("all_reduce", ["f32", "q8"])
+def test_the_same_bits_as_without(checkpoint, monkeypatch, partition, all_reduce):
     ids = np.random.default_rng(3).integers(0, 101, 90)
     prompts = [ids[:n].tolist() for n in (3, 40, 17, 30)]
     monkeypatch.setattr(overlap, "MIN_TOKENS", 16)
     seen = []
     for wish in "01":
         monkeypatch.setenv("NBFLOW_OVERLAP", wish)
-        options = {"partition": partition, "exchange": exchange, "kv": "f32", "threads": 1}
+        options = {"partition": partition, "all_reduce": all_reduce, "kv": "f32", "threads": 1}
         with nbflow.load(checkpoint, **options) as model:
             model.reset_traffic()
             logits = model.logits(ids[:60])

@@ -34,7 +34,7 @@ def analyze(*words: str) -> int:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("analyze") / "out"
     words = ["tiny_python", "--weights", "q4,q3h", "--parts", "tensors,layers,attribution"]
-    words += ["--encoder", "plain", "--by", "layer"]
+    words += ["--quantizer", "reference", "--by", "layer"]
     assert analyze(*words, *SIZES, "--out", str(out)) == 0
     return out
 
@@ -48,7 +48,7 @@ def test_the_folder_is_complete_and_reads_back(folder: Path) -> None:
         "tensors": 2 * 28, "totals": 2, "layers": 2 * 4, "models": 2, "modules": 2 * 28,
         "units": 2 * 4, "sums": 2,
     }  # fmt: skip
-    fresh = tensor_errors("tiny_python", [Format("q4", "plain"), Format("q3h", "plain")])
+    fresh = tensor_errors("tiny_python", [Format("q4", "reference"), Format("q3h", "reference")])
     pd.testing.assert_frame_equal(tables["tensors"], fresh, check_dtype=False, check_exact=True)
     assert (settings["windows"], settings["window"], settings["weights"]) == (2, 32, LABELS)
     provenance = json.loads((folder / "provenance.json").read_text())
@@ -82,7 +82,7 @@ def test_histograms(folder: Path) -> None:
 
 
 def test_tables_are_printed(capsys: Any) -> None:
-    assert analyze("tiny_python", "--weights", "q4,q4_0", "--encoder", "plain") == 0
+    assert analyze("tiny_python", "--weights", "q4,q4_0", "--quantizer", "reference") == 0
     printed = capsys.readouterr().out
     assert "== totals" in printed
     assert "q4 (plain)" in printed
@@ -127,7 +127,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
         (["tiny_python", "--weights", "q4,q4"], "names something twice"),
         (["tiny_python", "--weights", "q4", "--out", str(folder)], "holds an analysis"),
         (["tiny_python", "--weights", "q4", "--tensors", "*.wq"], "no matrix of tiny_python"),
-        (["tiny_python", "--weights", "q4", "--encoder", "awk"], "unknown encoder 'awk'"),
+        (["tiny_python", "--weights", "q4", "--quantizer", "awk"], "unknown quantizer 'awk'"),
         ([str(llama), "--weights", "q4", "--parts", "layers"], "brings no eval.txt"),
         (
             ["tiny_python", "--weights", "q4", "--parts", "layers", "--tokens", "8"],

@@ -137,7 +137,7 @@ def test_divergence_of_the_whole_model(llama: Path, planted) -> None:
 
 def test_errors_of_the_products(llama: Path) -> None:
     exact = traced(llama)
-    quantized = Format("q3", "plain")
+    quantized = Format("q3", "reference")
     rows = layer_errors(llama, [quantized], WINDOWS).modules.set_index("tensor")
     assert len(rows) == 14
     with Checkpoint(llama) as checkpoint:

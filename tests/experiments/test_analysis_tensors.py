@@ -150,14 +150,14 @@ def test_an_exact_format_loses_nothing() -> None:
 def test_use_of_codes() -> None:
     # Plain q4_0 takes -8 .. 7 steps: each row holds every other one
     steps = np.tile(np.arange(-8, 8, 2, dtype=np.float32), (5, 4))
-    use = code_use(nk.quantize(steps, "q4_0", encoder="plain"))
+    use = code_use(nk.quantize(steps, "q4_0", quantizer="reference"))
     assert use.counts.tolist() == [20, 0] * 8
     assert (use.used_share, use.entropy_bits, use.stored_bits) == (0.5, 3.0, 4.0)
-    assert code_use(nk.quantize(steps, "q3h", encoder="plain")).stored_bits == 3.5
+    assert code_use(nk.quantize(steps, "q3h", quantizer="reference")).stored_bits == 3.5
     grid = nk.QuantTensor("iq2_s", (1, 256), np.zeros((1, 82), np.uint8))
     assert math.isnan(code_use(grid).stored_bits)  # codes are not stored one by one
     # 4.5 stored, 4 of them codes; these have 3 bits of entropy
-    found = tensor_error(steps, nk.quantize(steps, "q4_0", encoder="plain"))
+    found = tensor_error(steps, nk.quantize(steps, "q4_0", quantizer="reference"))
     assert (found.stored_bits, found.entropy_coded_bits) == (4.5, 3.5)
     # -0 and 0 of a 4-bit float are one level, and padding does not count
     padded = code_use(nk.QuantTensor("mxfp4", (1, 3), np.zeros((1, 17), np.uint8)))
@@ -195,10 +195,10 @@ def test_the_table_says_what_the_sweep_measures() -> None:
     assert (whole.tensors, whole.stored_bits) == (28, 5.0)
 
 
-def test_pattern_encoder_and_outliers(llama: Path) -> None:
+def test_pattern_quantizer_and_outliers(llama: Path) -> None:
     formats = [
         "q4",
-        Format("q4", "plain"),
+        Format("q4", "reference"),
         Format("q4", outliers=0.01),
         Format("q4", "outliers", outliers=0.02),
         Noise(Format("q4")),
@@ -219,10 +219,10 @@ def test_pattern_encoder_and_outliers(llama: Path) -> None:
 
 def test_what_another_file_holds(llama: Path, tmp_path: Path) -> None:
 
-    nbflow.quantize_checkpoint(llama, tmp_path / "in_q4", "q4", encoder="plain")
+    nbflow.quantize_checkpoint(llama, tmp_path / "in_q4", "q4", quantizer="reference")
     with Checkpoint(llama) as checkpoint:
         stored = StoredWeights(tmp_path / "in_q4", checkpoint.spec)
-    table = tensor_errors(llama, [stored, Format("q4", "plain")])
+    table = tensor_errors(llama, [stored, Format("q4", "reference")])
     ours, theirs = (table[table.weights == label] for label in ("q4 (plain)", stored.label))
     assert (ours.mse.to_numpy() == theirs.mse.to_numpy()).all()
     assert (theirs.format == "q4_b32t1a").all()
@@ -255,13 +255,13 @@ def test_wrong_input(llama: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             tensor_errors(llama, weights, **options)
-    with pytest.raises(UsageError, match="unknown encoder 'awk'"):
+    with pytest.raises(UsageError, match="unknown quantizer 'awk'"):
         Format("q4", "awk")
     with pytest.raises(UsageError, match="keeps no outliers aside"):
         Format("q4", "hqq", outliers=0.01)
     with pytest.raises(UsageError, match="needs outliers, a share"):
         Format("q4", "outliers")
-    with pytest.raises(UsageError, match=r"layers.0.attn.q.weight: encoder 'gptq' needs"):
+    with pytest.raises(UsageError, match=r"layers.0.attn.q.weight: quantizer 'gptq' needs"):
         tensor_errors(llama, [Format("q4", "gptq")])
 
 

@@ -1,4 +1,4 @@
-"""Sweeps over exchange formats and planned partitions, with predictions."""
+"""Sweeps over all-reduce formats and planned partitions, with predictions."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ threads = 1
 machine = "MACHINE"
 [axes]
 partition = ["0&1", "auto"]
-exchange = ["f32", "q8"]
+all_reduce = ["f32", "q8"]
 [[exclude]]
 partition = "auto"
-exchange = "q8"
+all_reduce = "q8"
 """
 
 
@@ -74,7 +74,7 @@ def test_predictions_stand_beside_what_was_measured(sweep: Path, machine: Machin
     for _, row in table.iterrows():
         wanted = predict(
             planned_model("tiny_python", "q8"), row.partition_chosen, machine, Workload(1, 8, 2),
-            RunConfig(activations="f32", exchange=row.exchange),
+            RunConfig(activations="f32", all_reduce=row.all_reduce),
         )  # fmt: skip
         assert row.predicted_decode_tokens_per_s == pytest.approx(wanted.decode_tokens_per_s)
         assert row.predicted_prefill_tokens_per_s == pytest.approx(wanted.prefill_tokens_per_s)
@@ -83,8 +83,8 @@ def test_predictions_stand_beside_what_was_measured(sweep: Path, machine: Machin
     # 32 / 9 on partial sums; the embedding's sum and the logits stay float32
     assert 1.5 < exact.traffic_measured_bytes / rounded.traffic_measured_bytes < 32 / 9
     # uniform within a step of max/127 of 32 numbers: 0.3 % to 0.8 % of their root mean square
-    assert 0.002 < rounded.exchange_error_relative < 0.01
-    assert pd.isna(exact.exchange_error_relative)
+    assert 0.002 < rounded.all_reduce_error_relative < 0.01
+    assert pd.isna(exact.all_reduce_error_relative)
     assert alone.traffic_measured_bytes == 0
 
 
@@ -113,7 +113,7 @@ def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path, machine: Mach
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ('axes.exchange=["q9"]', "unknown exchange 'q9'"),
+        ('axes.all_reduce=["q9"]', "unknown all_reduce 'q9'"),
         ("settings.machine=nowhere", "unknown machine 'nowhere'"),
         ("settings.optimize=speed", "unknown optimize 'speed'"),
     ],

@@ -1,4 +1,4 @@
-"""Weights for golden vectors of encoders: the same bits everywhere, whatever NumPy's version.
+"""Weights for golden vectors of quantizers: the same bits everywhere, whatever NumPy's version.
 
 Random numbers are the 64-bit integers of SplitMix64 (Steele, Lea, Flood 2014), here a function of a
 seed and a counter; all arithmetic on floats is exact or one IEEE operation.

@@ -34,7 +34,7 @@ def store(rows: np.ndarray, name: str) -> np.ndarray:
     flat = np.ascontiguousarray(rows.reshape(-1, D), np.float32)
     if not len(flat):
         return np.zeros((*rows.shape[:-1], format.row_length(D)), np.uint8)
-    return quantize(flat, name, encoder="plain").data.reshape(*rows.shape[:-1], -1)
+    return quantize(flat, name, quantizer="reference").data.reshape(*rows.shape[:-1], -1)
 
 
 class Paged:

@@ -79,7 +79,7 @@ def _side_by_side(w: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", ["q4_0", "q3h", "f16"])
 def test_products_of_decoded_weights(rng: np.random.Generator, n_tokens: int, name: str) -> None:
     x, bias = _normal(rng, n_tokens, 192), _normal(rng, 21)
-    w = nk.quantize(_normal(rng, 21, 192), name, encoder="plain")
+    w = nk.quantize(_normal(rng, 21, 192), name, quantizer="reference")
     expected = np.empty((n_tokens, 21), np.float32)
     decoded = _side_by_side(nk.dequantize(w))
     matmul_loops.interleaved(x, decoded, bias, False, expected)
@@ -93,7 +93,7 @@ def test_products_of_decoded_weights(rng: np.random.Generator, n_tokens: int, na
 @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q3h"])
 def test_products_of_integers(rng: np.random.Generator, n_tokens: int, name: str) -> None:
     x = _normal(rng, n_tokens, 192)
-    w = nk.quantize(_normal(rng, 21, 192), name, encoder="plain")
+    w = nk.quantize(_normal(rng, 21, 192), name, quantizer="reference")
     rows = Int8Rows.empty(n_tokens, 192)
     quantize_activations(x, rows)
     codes, d = np.zeros(192, np.int8), np.zeros(6, np.float32)
@@ -111,7 +111,7 @@ def test_products_of_integers(rng: np.random.Generator, n_tokens: int, name: str
 
 @pytest.mark.parametrize("name", ["q8_0", "q6", "q5_0", "q4_0", "q3", "q2"])
 def test_codes_of_the_packed_layout(rng: np.random.Generator, name: str) -> None:
-    w = nk.quantize(_normal(rng, 16, 64), name, encoder="plain")
+    w = nk.quantize(_normal(rng, 16, 64), name, quantizer="reference")
     packed, whole = w.packed(), w.format.integers(w.data)
     form = packed.form
     unit = packed.data[form.d_bytes + form.codes_at :]  # the first unit of the first block

@@ -122,13 +122,13 @@ TIED = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"encoder": "hadamard", "weights": "q8"},  # unties the head
-        {"encoder": "hadamard+hqq", "weights": "q4", "partition": "0;1"},
+        {"quantizer": "hadamard", "weights": "q8"},  # unties the head
+        {"quantizer": "hadamard+hqq", "weights": "q4", "partition": "0;1"},
         {"spec": 'family = "llama"\n[override]\nmax_context = 32\n'},
     ],
     ids=str,
 )
-def test_the_encoder_and_the_spec_count(options, tmp_path):
+def test_the_quantizer_and_the_spec_count(options, tmp_path):
     if "spec" in options:
         (tmp_path / "own.toml").write_text(options["spec"])
         options = {**options, "spec": tmp_path / "own.toml"}
@@ -145,11 +145,13 @@ def test_the_encoder_and_the_spec_count(options, tmp_path):
             assert found[key] == getattr(planned, key), key
 
 
-def test_an_encoder_needs_a_format_in_the_plan_too():
-    with pytest.raises(UsageError, match="encoder='hadamard' and importance need a weight format"):
-        plan_memory(FAMILIES / "gemma", encoder="hadamard")
-    with pytest.raises(UsageError, match="unknown encoder 'hadamart'"):
-        plan_memory(FAMILIES / "gemma", encoder="hadamart", weights="q4")
+def test_a_quantizer_needs_a_format_in_the_plan_too():
+    with pytest.raises(
+        UsageError, match="quantizer='hadamard' and importance need a weight format"
+    ):
+        plan_memory(FAMILIES / "gemma", quantizer="hadamard")
+    with pytest.raises(UsageError, match="unknown quantizer 'hadamart'"):
+        plan_memory(FAMILIES / "gemma", quantizer="hadamart", weights="q4")
 
 
 def held_after_use(model, plan, name):

@@ -421,7 +421,7 @@ def test_the_command_gives_json(capsys):
             ["facebook_m2m100_418m", "--machine", "h200x8", "--prompt", "5000"],
             "of the encoder holds",
         ),
-        (["llama2_7b", "--machine", "h200x8", "--exchange", "q7"], "unknown exchange"),
+        (["llama2_7b", "--machine", "h200x8", "--all-reduce", "q7"], "unknown all_reduce"),
     ],
 )
 def test_wrong_usage(arguments, words, capsys):

@@ -137,11 +137,11 @@ def moments_of(model: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def rank_bytes(model: Path, partition: str, encoder: str, moments: Any) -> list[bytes]:
+def rank_bytes(model: Path, partition: str, quantizer: str, moments: Any) -> list[bytes]:
     """Return the bytes of every operand of the ranks of a partition."""
     spec, found = resolve(model).spec, []
     with open_weights(model) as stored:
-        ready = prepare(spec, stored, lambda name: "q4_b32t1a", encoder, moments)
+        ready = prepare(spec, stored, lambda name: "q4_b32t1a", quantizer, moments)
         file = ready.apply_to(stored)
         for rank in make_plan(ready.spec, partition, 32).ranks:
             program = fuse(cut(build(ready.spec), rank))
@@ -151,11 +151,11 @@ def rank_bytes(model: Path, partition: str, encoder: str, moments: Any) -> list[
     return found
 
 
-@pytest.mark.parametrize("encoder", ["gptq", "hadamard+awq+gptq"])
-def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encoder: str) -> None:
+@pytest.mark.parametrize("quantizer", ["gptq", "hadamard+awq+gptq"])
+def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, quantizer: str) -> None:
     moments = moments_of(tied)
     out = tmp_path / "out"
-    done = nbflow.quantize_checkpoint(tied, out, "q4", encoder=encoder, importance=moments)
+    done = nbflow.quantize_checkpoint(tied, out, "q4", quantizer=quantizer, importance=moments)
     with open_weights(done.path) as file:
         written = resolve(done.path).spec
         check(written, file)
@@ -163,8 +163,8 @@ def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encod
         ours = WeightLoader(program, file, None)
         tensors = [t for operands in ours.operands for t in operands]
         found = [(t.data if isinstance(t, nk.QuantTensor) else t).tobytes() for t in tensors]
-    assert found == rank_bytes(tied, "0", encoder, moments)
-    rotated = "hadamard" in encoder
+    assert found == rank_bytes(tied, "0", quantizer, moments)
+    rotated = "hadamard" in quantizer
     assert written.tied_head != rotated
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] != rotated
     assert any("no longer tied to the embedding" in note for note in done.notes) == rotated
@@ -172,8 +172,8 @@ def test_what_is_written_is_what_loading_gives(tied: Path, tmp_path: Path, encod
 
 def test_ranks_hold_pieces_of_what_one_rank_holds(tied: Path) -> None:
     moments = moments_of(tied)
-    for encoder in ("gptq", "hqq"):
-        one, two = (b"".join(sorted(rank_bytes(tied, p, encoder, moments))) for p in ("0", "0;1"))
+    for quantizer in ("gptq", "hqq"):
+        one, two = (b"".join(sorted(rank_bytes(tied, p, quantizer, moments))) for p in ("0", "0;1"))
         assert sorted(one) == sorted(two)
     spec = resolve(tied).spec
     encoding = QuantizerOptions("gptq", moments)
@@ -208,9 +208,9 @@ def test_the_bundled_model_loses_less_with_inputs_known() -> None:
         with nbflow.load("tiny_python", kv="f32", weights="q3h", **options) as model:
             return float(nk.kl_divergence(wanted, model.logits(ids)).mean())
 
-    plain, best, rotated = kld(encoder="plain"), kld(), kld(encoder="hadamard")
-    gptq = kld(encoder="gptq", importance=moments)
-    outliers = kld(encoder="outliers", outliers=0.01)
+    plain, best, rotated = kld(quantizer="reference"), kld(), kld(quantizer="hadamard")
+    gptq = kld(quantizer="gptq", importance=moments)
+    outliers = kld(quantizer="outliers", outliers=0.01)
     assert gptq < best < plain
     assert outliers < best
     assert rotated < plain
@@ -218,7 +218,7 @@ def test_the_bundled_model_loses_less_with_inputs_known() -> None:
 
 def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
     for name, message in (
-        ("gptk", "unknown encoder 'gptk'; did you mean 'gptq'"),
+        ("gptk", "unknown quantizer 'gptk'; did you mean 'gptq'"),
         ("gptq+awq", "each once, and then one of"),
         ("awq+awq", "each once"),
         ("best+gptq", "each once"),
@@ -227,26 +227,26 @@ def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
             parse_quantizer(name)
     squares = {"layers.0.attn.q.weight": np.ones(64)}
     for options, message in (
-        ({"encoder": "awq"}, "needs statistics of the inputs"),
-        ({"encoder": "gptq"}, "needs second moments"),
-        ({"encoder": "gptq", "importance": squares}, "needs second moments"),
-        ({"encoder": "outliers"}, "needs outliers"),
-        ({"encoder": "hqq", "outliers": 0.01}, "outliers go with"),
-        ({"act_order": True}, "are for encoder 'gptq'"),
+        ({"quantizer": "awq"}, "needs statistics of the inputs"),
+        ({"quantizer": "gptq"}, "needs second moments"),
+        ({"quantizer": "gptq", "importance": squares}, "needs second moments"),
+        ({"quantizer": "outliers"}, "needs outliers"),
+        ({"quantizer": "hqq", "outliers": 0.01}, "outliers go with"),
+        ({"act_order": True}, "are for quantizer 'gptq'"),
         ({"importance": {"layers.0.attn.q.weight": np.ones(3)}}, r"must have shape \(64,\)"),
         ({"importance": {"x": np.ones(3)}}, "for none of the matrices"),
     ):
         with pytest.raises(UsageError, match=message):
             nbflow.load(tied, weights="q4", **options)
     with pytest.raises(UsageError, match="need a weight format"):
-        nbflow.load(tied, encoder="gptq")
+        nbflow.load(tied, quantizer="gptq")
     blocks = nbflow.quantize_checkpoint(tied, tmp_path / "b", "q8", rules=["*embed*=q8"]).path
-    with pytest.raises(UsageError, match=r"is stored as q8_b32t2, and this encoder changes it"):
-        nbflow.load(blocks, weights="q4", encoder="hadamard")
+    with pytest.raises(UsageError, match=r"is stored as q8_b32t2, and this quantizer changes it"):
+        nbflow.load(blocks, weights="q4", quantizer="hadamard")
     for words, message in (
-        (["--to", "q4", "--encoder", "outliers"], "which no file format supports"),
-        (["--to", "q4", "--encoder", "gptq", "--damping", "0.1"], "needs second moments"),
-        (["--to", "q4", "--damping", "0.1"], "are for encoder 'gptq'"),
+        (["--to", "q4", "--quantizer", "outliers"], "which no file format supports"),
+        (["--to", "q4", "--quantizer", "gptq", "--damping", "0.1"], "needs second moments"),
+        (["--to", "q4", "--damping", "0.1"], "are for quantizer 'gptq'"),
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(["quantize", str(tied), "-o", str(tmp_path / "x"), *words])

@@ -264,14 +264,14 @@ def test_the_plan(tmp_path):
     assert missing.returncode == 2
 
 
-def test_the_plan_of_a_server_is_of_the_spec_and_the_encoder(tmp_path):
+def test_the_plan_of_a_server_is_of_the_spec_and_the_quantizer(tmp_path):
     from nbflow.cli.serve_plan import model_plan, steps
     from nbflow.planner.memory_plan import plan_memory
     from nbflow.server.config import ModelOptions
 
     (tmp_path / "own.toml").write_text('family = "gemma"\n[override]\nmax_context = 32\n')
     path = Path(__file__).parents[1] / "golden" / "families" / "gemma"
-    own = {"spec": str(tmp_path / "own.toml"), "encoder": "hadamard", "weights": "q8"}
+    own = {"spec": str(tmp_path / "own.toml"), "quantizer": "hadamard", "weights": "q8"}
     options = ModelOptions(path=str(path), machine="h200x8", engine={"max_sequences": 2}, **own)
     plan = model_plan(options)
     assert plan.kv_tokens == 2 * 64  # a page each

@@ -150,7 +150,9 @@ def test_invariance(tool, monkeypatch, tmp_path):
     assert "## products" in (tmp_path / "table.md").read_text()
     # one accumulator has the engine's bits, two have others
     rng = np.random.default_rng(0)
-    w = nk.quantize(rng.standard_normal((16, 4096), dtype=np.float32), "q4_0", encoder="plain")
+    w = nk.quantize(
+        rng.standard_normal((16, 4096), dtype=np.float32), "q4_0", quantizer="reference"
+    )
     x, packed = rng.standard_normal((3, 4096), dtype=np.float32), w.packed()
     rows, out = Int8Rows.empty(3, 4096), np.empty((2, 3, 16), np.float32)
     quantize_activations(x, rows)

@@ -52,7 +52,7 @@ def quantization() -> str:
     body = []
     rows.sort(key=lambda row: -row["bits_per_weight"])
     for name in dict.fromkeys(row["weights"] for row in rows):
-        best, plain = (_only(rows, weights=name, encoder=e) for e in ("best", "plain"))
+        best, plain = (_only(rows, weights=name, quantizer=e) for e in ("search", "reference"))
         body.append([
             f"`{name}`", number(best["bits_per_weight"]),
             *(number(error) for error in errors.get(name, (None, None))),
@@ -70,13 +70,13 @@ def quantization() -> str:
 
 
 def gaussian_errors() -> dict[str, tuple[float, float]]:
-    """Return the recorded errors of the plain and the best quantizer on Gaussian weights."""
+    """Return the recorded errors of the reference and the search quantizer on Gaussian weights."""
     import json
 
     files = sorted((RESULTS / "formats").glob("*/formats.json"))
     formats = json.loads(files[0].read_text(encoding="utf-8"))["formats"] if files else {}
     return {
-        name: (row["error_plain"], row["error_best"])
+        name: (row["error_reference"], row["error_search"])
         for name, row in formats.items()
         if row["bits_per_weight"] < 16
     }

@@ -101,9 +101,9 @@ def measured_where() -> str:
 
 def speeds_table() -> str:
     """Return the table of quantization and dequantization speed and matmul error by format."""
-    keys = ("quantize_plain", "quantize_best", "dequantize")
+    keys = ("quantize_reference", "quantize_search", "dequantize")
     lines = [
-        "| format | quantize plain | best | dequantize | product error, f32 | bf16 | int8 |",
+        "| format | quantize, reference | search | dequantize | product error, f32 | bf16 | int8 |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in measured()["formats"].items():

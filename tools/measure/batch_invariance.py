@@ -211,7 +211,7 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
     N, K = MATRICES[name]
     rng = np.random.default_rng(2)
     some = rng.standard_normal((512, K), dtype=np.float32)
-    weight = nk.quantize(some, "q4_0", encoder="plain")
+    weight = nk.quantize(some, "q4_0", quantizer="reference")
     packed = nk.QuantTensor("q4_0", (N, K), weight.data[np.arange(N) % 512]).packed()
     assert isinstance(packed, CpuPacked)
     # enough copies to exceed the last-level cache

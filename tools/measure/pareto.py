@@ -56,20 +56,29 @@ FORMAT_PAIRS = (  # a, b: ratio of the losses b / a, both with the same quantize
     ("q4_b128t1", "iq4_xs"), ("q4_b64t1", "q4_k"), ("q4_b64t1", "iq4_nl"), ("q4_k", "q4"),
 )  # fmt: skip
 GRID_PAIRS = (  # gain of grids from input statistics, next to the gain of GPTQ codes
-    ("q3_k, gptq", "iq3_s, best, inputs"), ("q3h_b256t1, gptq", "iq3_s, best, inputs"),
-    ("q4_b128t1, gptq", "iq4_xs, best, inputs"), ("q4_k, gptq", "iq4_nl, best, inputs"),
-    ("q3h, gptq", "iq4_xs, best, inputs"),
+    ("q3_k, gptq", "iq3_s, search, inputs"), ("q3h_b256t1, gptq", "iq3_s, search, inputs"),
+    ("q4_b128t1, gptq", "iq4_xs, search, inputs"), ("q4_k, gptq", "iq4_nl, search, inputs"),
+    ("q3h, gptq", "iq4_xs, search, inputs"),
 )  # fmt: skip
 MARKS = {
-    "plain": ("published encoder", GREY, "x"),
-    "best": ("best", COLOURS[0], "o"),
-    "best, inputs": ("best, inputs known", COLOURS[3], "D"),
+    "reference": ("published quantizer", GREY, "x"),
+    "search": ("search", COLOURS[0], "o"),
+    "search, inputs": ("search, inputs known", COLOURS[3], "D"),
     "gptq": ("gptq", COLOURS[1], "s"),
 }
-ENCODERS = {"best": "best", "best, inputs": "best, inputs known", "gptq": "gptq"}
+QUANTIZERS = {"search": "search", "search, inputs": "search, inputs known", "gptq": "gptq"}
 GRIDS = ("iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl")
-ENCODER_PAIRS = ("plain", "best, inputs", "hqq", "hadamard", "outliers", "awq", "gptq", "awq+gptq")
-MIXED_PAIRS = (("kld-4.00", "q3h, gptq"), ("kld-3.50", "q3h, best"), ("kld-3.50", "q3, best"))
+QUANTIZER_PAIRS = (
+    "reference",
+    "search, inputs",
+    "hqq",
+    "hadamard",
+    "outliers",
+    "awq",
+    "gptq",
+    "awq+gptq",
+)
+MIXED_PAIRS = (("kld-4.00", "q3h, gptq"), ("kld-3.50", "q3h, search"), ("kld-3.50", "q3, search"))
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -85,7 +94,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         ids = np.asarray(model.tokenizer.encode(text[:middle]))[: arguments.tokens]
         windows = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
         write_stats(inputs, collect_stats(model, list(windows), full=True), force=True)
-    common: dict[str, Any] = {"encoder": "gptq", "importance": inputs}
+    common: dict[str, Any] = {"quantizer": "gptq", "importance": inputs}
     probe = DivergenceProbe(MODEL, WORK / "calibration.txt", n_tokens=2048, window=WINDOW)
     for kind in ("kld", "error"):
         asked = {"sensitivity": kind, "probe": probe}
@@ -102,8 +111,8 @@ def label(row: Any) -> str:
     """Return the label of a point: format, quantizer, input statistics."""
     if str(row.weights).endswith(".toml"):
         return Path(str(row.weights)).stem
-    known = row.importance != "" and row.encoder == "best"
-    return f"{row.weights}, {row.encoder}" + (", inputs" if known else "")
+    known = row.importance != "" and row.quantizer == "search"
+    return f"{row.weights}, {row.quantizer}" + (", inputs" if known else "")
 
 
 def read(runs: Path) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
@@ -138,12 +147,12 @@ def ratio(tokens: dict[str, np.ndarray], a: str, b: str) -> dict[str, Any] | Non
 
 def report(arguments: argparse.Namespace) -> None:
     table, tokens = read(RUNS)
-    pairs = [(f"{f}, best", f"{f}, {e}") for f in ("q3h", "q3") for e in ENCODER_PAIRS]
-    pairs += [(f"{f}, best", f"{f}, {e}") for f in GRIDS for e in ("plain", "best, inputs")]
+    pairs = [(f"{f}, search", f"{f}, {e}") for f in ("q3h", "q3") for e in QUANTIZER_PAIRS]
+    pairs += [(f"{f}, search", f"{f}, {e}") for f in GRIDS for e in ("reference", "search, inputs")]
     pairs += [(f"{f}, gptq", f"{f}, hadamard+gptq") for f in ("q3h", "q3")]
-    pairs += [("q3h, best", "q3, gptq"), *GRID_PAIRS, *MIXED_PAIRS]
+    pairs += [("q3h, search", "q3, gptq"), *GRID_PAIRS, *MIXED_PAIRS]
     formats = {(a, b, e): ratio(tokens, f"{a}, {e}", f"{b}, {e}")
-               for a, b in FORMAT_PAIRS for e in ENCODERS}  # fmt: skip
+               for a, b in FORMAT_PAIRS for e in QUANTIZERS}  # fmt: skip
     comparisons = [found for a, b in pairs if (found := ratio(tokens, a, b)) is not None]
     compared = [found for found in formats.values() if found is not None]
     columns = ["bits_per_weight", "kld_mean_nats", "kld_mean_nats_stderr", "perplexity"]
@@ -195,13 +204,19 @@ def write_page(
 
 
 def _formats(table: pd.DataFrame) -> list[str]:
-    """Return a row for each format and mixture, by bits: KLD by encoder, and perplexity."""
-    encoders = ("plain", *ENCODERS)
-    head = ("matrices in", "bits/weight", "KLD, plain", *ENCODERS.values(), "perplexity, the last")
+    """Return a row for each format and mixture, by bits: KLD by quantizer, and perplexity."""
+    quantizers = ("reference", *QUANTIZERS)
+    head = (
+        "matrices in",
+        "bits/weight",
+        "KLD, reference",
+        *QUANTIZERS.values(),
+        "perplexity, the last",
+    )
     rows = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     found = {}
     for name in dict.fromkeys(str(label).split(", ")[0] for label in table.index):
-        labels = [f"{name}, {e}" for e in encoders]
+        labels = [f"{name}, {e}" for e in quantizers]
         if name.startswith("kld-") and table.bits_per_weight[name] > 3:
             labels = ["", "", "", name]
             name = "chosen one by one"
@@ -219,13 +234,13 @@ def _formats(table: pd.DataFrame) -> list[str]:
 def _pairs(
     table: pd.DataFrame, formats: dict[tuple[str, str, str], dict[str, Any] | None]
 ) -> list[str]:
-    """Return a row for each pair of formats: the ratio with each encoder."""
-    rows = [f"| a (bits) | b (bits) | {' | '.join(ENCODERS.values())} |", "|---|---|---|---|---|"]
+    """Return a row for each pair of formats: the ratio with each quantizer."""
+    rows = [f"| a (bits) | b (bits) | {' | '.join(QUANTIZERS.values())} |", "|---|---|---|---|---|"]
     bits = table.bits_per_weight
     for a, b in FORMAT_PAIRS:
-        cells = [f"`{name}` ({bits[f'{name}, best']:g})" for name in (a, b)]
-        for encoder in ENCODERS:
-            c = formats[a, b, encoder]
+        cells = [f"`{name}` ({bits[f'{name}, search']:g})" for name in (a, b)]
+        for quantizer in QUANTIZERS:
+            c = formats[a, b, quantizer]
             cells.append(
                 "" if c is None else f"{c['ratio']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
             )
@@ -243,23 +258,25 @@ def _comparisons(comparisons: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw stored bits against divergence: a line for each format, from encoder to encoder."""
+    """Draw stored bits against divergence: a line for each format, from quantizer to quantizer."""
     with plt.rc_context(_STYLE | {"svg.hashsalt": "nbflow"}):
         figure, axes = plt.subplots(figsize=(8.4, 5.6), layout="constrained")
-        names = [str(n).removesuffix(", best") for n in table.index if str(n).endswith(", best")]
+        names = [
+            str(n).removesuffix(", search") for n in table.index if str(n).endswith(", search")
+        ]
         bits = table.bits_per_weight
         equal: dict[float, int] = {}
         lines = []  # per format: name, position, divergence by quantizer
         for name in names:
-            x = bits[f"{name}, best"]
+            x = bits[f"{name}, search"]
             equal[x] = equal.get(x, -1) + 1
             there = {e: f"{name}, {e}" for e in MARKS if f"{name}, {e}" in table.index}
             kld = {e: float(table.kld_mean_nats[label]) for e, label in there.items()}
             lines.append((name.removesuffix("t1"), x + 0.035 * equal[x], kld))
         for _, x, kld in lines:
             axes.plot([x, x], [min(kld.values()), max(kld.values())], color=GREY, linewidth=0.7)
-        for encoder, (label, colour, marker) in MARKS.items():
-            points = [(x, kld[encoder]) for _, x, kld in lines if encoder in kld]
+        for quantizer, (label, colour, marker) in MARKS.items():
+            points = [(x, kld[quantizer]) for _, x, kld in lines if quantizer in kld]
             axes.scatter(*zip(*points, strict=True), c=colour, marker=marker, s=20, zorder=3,
                          label=label)  # fmt: skip
         mixed = table[table.index.str.startswith("kld-")].sort_values("bits_per_weight")
@@ -281,7 +298,7 @@ def label_lines(
     """Place the format names next to the lines, without overlap."""
     labels, x, kld = (list(part) for part in zip(*lines, strict=True))
     low, high = ([f(k.values()) for k in kld] for f in (min, max))
-    y = [k["best"] for k in kld]
+    y = [k["search"] for k in kld]
     reach = (
         [b - a for a, b in zip(low, y, strict=True)],
         [b - a for a, b in zip(y, high, strict=True)],

@@ -55,7 +55,7 @@ class Case:
     """Threads of each rank."""
     machine: Machine
     """Machine description."""
-    exchange: str = "f32"
+    all_reduce: str = "f32"
     """Exchange format of partial sums."""
     alone: bool = False
     """True: one process runs it while the others wait."""
@@ -112,7 +112,7 @@ def cases(several: Machine, one: Machine) -> Iterator[Case]:
         case = Case(f"`{partition}`", partition, threads, several)
         yield case
         if "&" in partition:
-            yield Case(f"{case.name} q8", partition, threads, several, exchange="q8")
+            yield Case(f"{case.name} q8", partition, threads, several, all_reduce="q8")
 
 
 def run(
@@ -131,7 +131,7 @@ def run(
     if participates:
         model = nbflow.load(
             arguments.model, weights=arguments.weights, activations=arguments.activations,
-            partition=case.partition, threads=case.threads, exchange=case.exchange, **options,
+            partition=case.partition, threads=case.threads, all_reduce=case.all_reduce, **options,
         )  # fmt: skip
     loaded_s = time.monotonic() - started
     for i, batch in enumerate(batches):
@@ -199,7 +199,7 @@ class Output:
         prefill, decode = zip(*taken, strict=True)
         row = {
             "case": case.name.replace("`", ""), "kind": "",
-            "partition": case.partition, "threads": case.threads, "exchange": case.exchange,
+            "partition": case.partition, "threads": case.threads, "all_reduce": case.all_reduce,
             "batch": workload.batch, "prompt": workload.prompt, "generate": workload.generate,
             "load_s": loaded_s, "prefill_s": prefill,
             "decode_s": [s / workload.generate for s in decode],
@@ -220,7 +220,7 @@ class Output:
 
     def _predicted(self, case: Case, workload: Workload) -> dict[str, Any]:
         """Return the predictions of a case, as columns of a row."""
-        setting = RunConfig(activations=self._arguments.activations, exchange=case.exchange)
+        setting = RunConfig(activations=self._arguments.activations, all_reduce=case.all_reduce)
         found = predict(self._model, case.partition, case.machine, workload, setting)
         return {
             "kind": found.kind,

@@ -104,7 +104,7 @@ def _add_matrix(
         array = some.astype(np.float16 if format == "f16" else np.float32)
         writer.add_tensor(name, np.resize(array, (rows, columns)))
         return
-    data = nk.quantize(some, format, encoder="plain").data
+    data = nk.quantize(some, format, quantizer="reference").data
     kind = gguf.GGMLQuantizationType[format.upper()]
     writer.add_tensor(name, np.resize(data, (rows, data.shape[1])), raw_dtype=kind)
 

@@ -49,7 +49,7 @@ def code_use(tensor: QuantTensor) -> CodeUse | None:
     >>> import numpy as np
     >>> import nbflow_kernels as nk
     >>> w = np.tile(np.float32([0, 1, 2, 3]), (1, 8))
-    >>> use = code_use(nk.quantize(w, "q2", encoder="plain"))
+    >>> use = code_use(nk.quantize(w, "q2", quantizer="reference"))
     >>> use.counts.tolist(), use.entropy_bits
     ([8, 8, 8, 8], 2.0)
     """

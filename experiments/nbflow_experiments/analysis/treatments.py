@@ -75,7 +75,7 @@ class Format:
     ----------
     format : str
         Its name in `nbflow_kernels.FORMATS`.
-    encoder : str
+    quantizer : str
         One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`.
     outliers : float
         Share of weights stored exactly as outliers, as in `nbflow_kernels.quantize`.
@@ -86,50 +86,52 @@ class Format:
     Raises
     ------
     UsageError
-        If the format or encoder does not exist, or the encoder does not support outliers.
+        If the format or quantizer does not exist, or the quantizer does not support outliers.
     """
 
     format: str
-    encoder: str = "best"
+    quantizer: str = "search"
     outliers: float = 0.0
     statistics: Mapping[str, NDArray[Any]] | None = None
 
     def __post_init__(self) -> None:
         nk.FORMATS[self.format]  # raises for an unknown name
-        if self.encoder not in QUANTIZER_NAMES:
-            raise unknown_name("encoder", self.encoder, QUANTIZER_NAMES)
-        if check_ratio(self.outliers) and self.encoder not in (
+        if self.quantizer not in QUANTIZER_NAMES:
+            raise unknown_name("quantizer", self.quantizer, QUANTIZER_NAMES)
+        if check_ratio(self.outliers) and self.quantizer not in (
             *nk.quantizers.FORMAT_QUANTIZER_NAMES,
             "outliers",
         ):
             raise UsageError(
-                f"encoder {self.encoder!r} keeps no outliers aside; take 'best', 'plain' or "
-                "'outliers'"
+                f"quantizer {self.quantizer!r} does not support outliers; take 'search', "
+                "'reference' or 'outliers'"
             )
-        if self.encoder == "outliers" and not self.outliers:
-            raise UsageError("encoder 'outliers' needs outliers, a share of the weights in 0..0.05")
+        if self.quantizer == "outliers" and not self.outliers:
+            raise UsageError(
+                "quantizer 'outliers' needs outliers, a share of the weights in 0..0.05"
+            )
 
     @property
     def label(self) -> str:
         """Format name and non-default options."""
-        extra = [] if self.encoder == "best" else [self.encoder]
+        extra = [] if self.quantizer == "search" else [self.quantizer]
         extra += [f"outliers {self.outliers:g}"] if self.outliers else []
-        extra += ["weighted"] if self.statistics is not None and self.encoder != "gptq" else []
+        extra += ["weighted"] if self.statistics is not None and self.quantizer != "gptq" else []
         return f"{self.format} ({', '.join(extra)})" if extra else self.format
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
         """Quantize a tensor; errors name the tensor."""
         known = None if self.statistics is None else self.statistics.get(name)
         try:
-            if not self.outliers or self.encoder == "outliers":
+            if not self.outliers or self.quantizer == "outliers":
                 return quantize_calibrated(
-                    matrix, self.format, self.encoder, known, outliers=self.outliers
+                    matrix, self.format, self.quantizer, known, outliers=self.outliers
                 )
             squares = known.diagonal() if known is not None and known.ndim == 2 else known
             return nk.quantize(
                 matrix,
                 self.format,
-                encoder=self.encoder,
+                quantizer=self.quantizer,
                 importance=squares,
                 outliers=self.outliers,
             )

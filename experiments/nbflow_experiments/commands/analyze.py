@@ -82,11 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="model, as in nbflow run")
     add("--weights", metavar="FMT,...", default="", help="weight formats, e.g. q3h,q4")
     add(
-        "--encoder",
+        "--quantizer",
         metavar="NAME,...",
-        default="best",
-        help="best, plain, hqq, outliers (with --outliers), gptq (with --importance of nbflow "
-        "imatrix --full); each with each format (best)",
+        default="search",
+        help="search, reference, hqq, outliers (with --outliers), gptq (with --importance of "
+        "nbflow imatrix --full); each with each format (search)",
     )
     add("--outliers", type=float, default=0.0, metavar="R", help="share kept exactly, 0..0.05 (0)")
     add("--importance", metavar="FILE", help="importances of the columns, of nbflow imatrix")
@@ -162,9 +162,9 @@ def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatme
     if arguments.importance is not None:
         known = read_statistics(arguments.importance, arguments.model, arguments.spec)
     found: list[Treatment] = [
-        Format(name, encoder, arguments.outliers, known)
+        Format(name, quantizer, arguments.outliers, known)
         for name in _listed(arguments.weights, "--weights")
-        for encoder in _listed(arguments.encoder, "--encoder")
+        for quantizer in _listed(arguments.quantizer, "--quantizer")
     ]
     if arguments.against:
         spec = resolve(arguments.model, spec=arguments.spec).spec

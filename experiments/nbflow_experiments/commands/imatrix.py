@@ -5,8 +5,8 @@
     nbflow imatrix --show FILE
 
 Mean squares of the inputs of each matrix, in llama.cpp's ``imatrix`` formats; ``nbflow quantize
---importance OUT`` weights errors with them.  With ``--full`` all second moments, which ``--encoder
-gptq`` needs, in a ``.safetensors``.
+--importance OUT`` weights errors with them.  With ``--full`` all second moments, which
+``--quantizer gptq`` needs, in a ``.safetensors``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
     parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
     parser.add_argument(
-        "--full", action="store_true", help="all second moments, for --encoder gptq (.safetensors)"
+        "--full",
+        action="store_true",
+        help="all second moments, for --quantizer gptq (.safetensors)",
     )
     parser.add_argument(
         "--memory",

@@ -15,7 +15,7 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import SETTINGS, Value
 from nbflow_kernels.errors import UsageError
 
-FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
+FORMAT_SETTINGS = ("weights", "outliers", "quantizer", "importance")
 """Settings that, with the model, determine the quantized weights."""
 _EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
 _LENGTHS = (

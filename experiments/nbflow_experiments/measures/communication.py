@@ -4,7 +4,7 @@ The payload bytes of one untimed repetition of the `decode` measure: `batch` pro
 tokens are prefilled and `decode` steps follow.  A message to k ranks counts k times; headers and
 control messages do not count.  `traffic_predicted_bytes` is the partition's prediction for the same
 run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
-batch x (prompt + decode).  With ``exchange = "q8"``, `exchange_error_relative` is the root mean
+batch x (prompt + decode).  With ``all_reduce = "q8"``, `all_reduce_error_relative` is the root mean
 square of the rounding error of the partial sums over that of the sums, for all steps since the
 model was loaded.
 """
@@ -21,8 +21,8 @@ def run(context: Context) -> MeasureResult:
     context.model.reset_traffic()
     backend.time_decode(context.model, prompt, steps, batch, 1, 0)
     ranks = context.model.gather("traffic")
-    rounded = context.config["exchange"] != "f32"
-    error = context.model.exchange_error() if rounded else 0.0
+    rounded = context.config["all_reduce"] != "f32"
+    error = context.model.all_reduce_error() if rounded else 0.0
     if not context.leads:
         return MeasureResult()
     measured = sum(rank["measured_bytes"] for rank in ranks)
@@ -34,7 +34,7 @@ def run(context: Context) -> MeasureResult:
         Reading("traffic_bytes_per_token", per_token, "byte/token"),
     ]
     if rounded:
-        readings.append(Reading("exchange_error_relative", error, "1"))
+        readings.append(Reading("all_reduce_error_relative", error, "1"))
     return MeasureResult(readings)
 
 

@@ -31,7 +31,7 @@ def run(context: Context) -> MeasureResult:
     total_error = total_norm = 0.0
     n_weights = n_bytes = 0
     config = context.config
-    how = float(config["outliers"]), str(config["encoder"]), str(config["importance"])
+    how = float(config["outliers"]), str(config["quantizer"]), str(config["importance"])
     for name, exact, approximate, size in backend.weight_pairs(model, weights, *how):
         error, norm = squares(exact, approximate)
         names.append(name)

@@ -58,7 +58,7 @@ class Predictor:
             setting = RunConfig(
                 kv=str(config["kv"]),
                 activations=arithmetic if known else None,
-                exchange=str(config["exchange"]),
+                all_reduce=str(config["all_reduce"]),
             )
             prompt, decode = int(config["prompt"]), int(config["decode"])
             workload = Workload(int(config["batch"]), prompt, decode)

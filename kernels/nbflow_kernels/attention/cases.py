@@ -58,7 +58,7 @@ def _single(
         if "kv_format" in options:
             for name, format in zip("kv", kv_formats(options["kv_format"]), strict=True):
                 flat = arguments[name].reshape(-1, arguments[name].shape[-1])
-                blocks = quantize(flat, format.name, encoder="plain").data
+                blocks = quantize(flat, format.name, quantizer="reference").data
                 arguments[name] = blocks.reshape(*rows, -1)
         visible = rng.random((T, N)) < 0.5
         if mask == "bytes":

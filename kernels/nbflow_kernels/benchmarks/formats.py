@@ -4,7 +4,7 @@
     [--threads N]
                                            [--repeats N] [--out FILE]
 
-Per format: the relative root mean square error of both encoders on N(0, 0.02) weights (2**20 of
+Per format: the relative root mean square error of both quantizers on N(0, 0.02) weights (2**20 of
 them); 1e6 weights encoded and decoded per second; and the product of one row of activations with an
 N x K matrix, for float32 and int8 activations.  Products are measured in rounds over all formats,
 each after a pass of the read probe, so that the share of the read bandwidth and the comparison of
@@ -37,20 +37,20 @@ from nbflow_kernels.testing.format_table import relative_rmse, sample
 
 SHAPE = (11008, 4096)  # the widest matrix of Llama 2 7B
 FIGURES = ("gb_per_s", "gweights_per_s", "share_of_read")
-ENCODED_ROWS = 128  # of 4096 columns, for the speed of encoders and decoder
+ENCODED_ROWS = 128  # of 4096 columns, for the speed of quantizers and decoder
 
 
 def measure_errors(name: str, n_rows: int = 1024) -> dict[str, float]:
-    """Return the relative errors of a format's encoders on N(0, 0.02) weights.
+    """Return the relative errors of a format's quantizers on N(0, 0.02) weights.
 
     Examples
     --------
     >>> from nbflow_kernels.benchmarks.formats import measure_errors
     >>> {k: round(v, 3) for k, v in measure_errors("f16", 4).items()}
-    {'error_plain': 0.0, 'error_best': 0.0}
+    {'error_reference': 0.0, 'error_search': 0.0}
     """
     x = sample(n_rows)
-    return {f"error_{e}": relative_rmse(x, name, e) for e in ("plain", "best")}
+    return {f"error_{e}": relative_rmse(x, name, e) for e in ("reference", "search")}
 
 
 def measure_speed(
@@ -70,23 +70,23 @@ def measure_speed(
     Returns
     -------
     dict
-        ``quantize_plain_mweights_per_s``, ``quantize_best_...``, ``dequantize_...``; for ``f32``
-        and ``int8`` activations ``gemv_<kind>_gb_per_s`` (stored bytes), ``..._gweights_per_s`` and
-        ``..._share_of_read`` (of the bandwidth measured between the samples); for these and
-        ``bf16`` the ``product_<kind>_error``, see `product_errors`; None for formats without such
-        product.  ``packed_bits_per_weight``.
+        ``quantize_reference_mweights_per_s``, ``quantize_search_...``, ``dequantize_...``; for
+        ``f32`` and ``int8`` activations ``gemv_<kind>_gb_per_s`` (stored bytes),
+        ``..._gweights_per_s`` and ``..._share_of_read`` (of the bandwidth measured between
+        the samples); for these and ``bf16`` the ``product_<kind>_error``, see `product_errors`;
+        None for formats without such product.  ``packed_bits_per_weight``.
     """
-    return measure_encoders(name) | measure_products([name], shape, repeats)[name]
+    return measure_quantizers(name) | measure_products([name], shape, repeats)[name]
 
 
-def measure_encoders(name: str) -> dict[str, float | None]:
-    """Return the speed of a format's encoders and decoder, as in `measure_speed`."""
+def measure_quantizers(name: str) -> dict[str, float | None]:
+    """Return the speed of a format's quantizers and decoder, as in `measure_speed`."""
     x = sample(ENCODED_ROWS * 4).reshape(ENCODED_ROWS, -1)
     result: dict[str, float | None] = {}
-    for encoder in ("plain", "best"):
-        seconds = _seconds(functools.partial(quantize, x, name, encoder=encoder), 3)
-        result[f"quantize_{encoder}_mweights_per_s"] = x.size / seconds / 1e6
-    qt, out = quantize(x, name, encoder="plain"), np.empty_like(x)
+    for quantizer in ("reference", "search"):
+        seconds = _seconds(functools.partial(quantize, x, name, quantizer=quantizer), 3)
+        result[f"quantize_{quantizer}_mweights_per_s"] = x.size / seconds / 1e6
+    qt, out = quantize(x, name, quantizer="reference"), np.empty_like(x)
     result["dequantize_mweights_per_s"] = x.size / _seconds(lambda: dequantize(qt, out), 5) / 1e6
     return result
 
@@ -121,7 +121,7 @@ def _random_matrix(
     """Return a matrix (512 random rows, repeated) and the errors of products with these rows."""
     N, K = shape
     w = sample(512 * K // 1024 + 1).ravel()[: 512 * K].reshape(512, K)
-    some = quantize(w, name, encoder="plain")
+    some = quantize(w, name, quantizer="reference")
     matrix = QuantTensor(name, (N, K), some.data[np.arange(N) % 512])
     return matrix, product_errors(some)
 
@@ -200,7 +200,7 @@ def run(
         rows[name] = {
             "bits_per_weight": FORMATS[name].bits_per_weight,
             **measure_errors(name),
-            **measure_encoders(name),
+            **measure_quantizers(name),
         }
     print("products ...", file=sys.stderr, flush=True)
     for name, products in measure_products(list(rows), shape, repeats).items():

@@ -36,7 +36,7 @@ def sample() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float
 
 def stored(x: NDArray[np.float64], format: str) -> NDArray[np.float64]:
     """Return numbers (n, G, D) after they were in a cache of that format."""
-    rows = quantize(x, kv_format(format).name, encoder="plain")
+    rows = quantize(x, kv_format(format).name, quantizer="reference")
     return dequantize(rows).astype(np.float64)
 
 

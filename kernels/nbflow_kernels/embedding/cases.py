@@ -30,7 +30,7 @@ def _quantized(T: int, V: int, E: int, format: str) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         from nbflow_kernels.quantizers import quantize
 
-        table = quantize(_table(rng, V, E, "float32"), format, encoder="plain")
+        table = quantize(_table(rng, V, E, "float32"), format, quantizer="reference")
         return {"ids": rng.integers(0, V, T).astype(np.int32), "table": table}
 
     return OpCase(

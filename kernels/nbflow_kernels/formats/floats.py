@@ -63,7 +63,7 @@ class FloatFormat(QuantFormat):
     block_size: int = 1
 
     def quantize_rows(
-        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+        self, x: Floats, n_columns: int, quantizer: str, importance: Floats | None = None
     ) -> Bytes:
         """Return `x` rounded to the type.
 

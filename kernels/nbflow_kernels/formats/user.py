@@ -81,7 +81,7 @@ class UserFormat(QuantFormat):
         return self.form is None
 
     def quantize_rows(
-        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+        self, x: Floats, n_columns: int, quantizer: str, importance: Floats | None = None
     ) -> Bytes:
         """Quantize rows; both quantizers call the user's function."""
         width = x.shape[1]
@@ -90,7 +90,7 @@ class UserFormat(QuantFormat):
         kernel: Any
         args: tuple[Any, ...]
         if importance is None:
-            kernel, args = user_code.encoder(self.code), (x, data)
+            kernel, args = user_code.quantizer(self.code), (x, data)
         elif "quantize_block_weighted" not in self.code.functions:
             raise UsageError(
                 f"format {self.name} knows no importance; give its class a static method "
@@ -98,7 +98,7 @@ class UserFormat(QuantFormat):
             )
         else:
             weight = _read_only(np.ascontiguousarray(importance, np.float32))
-            kernel, args = user_code.weighted_encoder(self.code), (x, weight, data)
+            kernel, args = user_code.weighted_quantizer(self.code), (x, weight, data)
         self._run("quantize_block", kernel, len(x), ENCODE_COST * x.size, *args)
         return data
 
@@ -168,7 +168,7 @@ def register_format(user_class: Any) -> UserFormat:
             Weights per block, 1 to 4096, and bytes per block.
         ``quantize_block(x, out)``
             Static: quantizes finite weights `x`, float32 (block_size,), to `out`, uint8
-            (block_bytes,).  Serves as both quantizers, "plain" and "best".
+            (block_bytes,).  Serves as both quantizers, "reference" and "search".
         ``dequantize_block(block, out)``
             Static: dequantizes a block to `out`, float32 (block_size,).
         ``quantize_block_weighted(x, weight, out)``

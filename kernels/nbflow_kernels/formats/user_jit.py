@@ -162,7 +162,7 @@ min_of = _user_function("min")
 
 
 @functools.cache
-def encoder(code: UserCode) -> Any:
+def quantizer(code: UserCode) -> Any:
     """Make the kernel ``(x, data, start, stop)`` that quantizes rows."""
     size, n_bytes = code.block_size, code.block_bytes
 
@@ -177,7 +177,7 @@ def encoder(code: UserCode) -> Any:
 
 
 @functools.cache
-def weighted_encoder(code: UserCode) -> Any:
+def weighted_quantizer(code: UserCode) -> Any:
     """Make the kernel ``(x, weight, data, start, stop)`` of importance-weighted quantization."""
     size, n_bytes = code.block_size, code.block_bytes
 

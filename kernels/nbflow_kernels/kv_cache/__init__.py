@@ -108,8 +108,8 @@ def append_paged_kv_cache(
     are not checked, as that would synchronize: rows missing in the page table are skipped.
 
     Floats are rounded to nearest even; values above 65504 become infinite in float16.  A head
-    vector in a block format has the bits of ``quantize(row, kv_format, encoder="plain")`` (except
-    the sign of a zero base); a block with NaN or infinity decodes to NaN.
+    vector in a block format has the bits of ``quantize(row, kv_format, quantizer="reference")``
+    (except the sign of a zero base); a block with NaN or infinity decodes to NaN.
 
     Examples
     --------

@@ -35,7 +35,7 @@ def _pages(
     stored = kv_format(format)
     if stored.dtype.kind == "f":
         return values.astype(stored.dtype)
-    data = quantize(values, format, encoder="plain").data
+    data = quantize(values, format, quantizer="reference").data
     return data.view(stored.dtype).reshape(n_pages, *shape, stored.row_length(D))
 
 

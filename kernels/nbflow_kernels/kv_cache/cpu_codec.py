@@ -2,7 +2,7 @@
 
 A cache row is the key or the value of one token and head, D numbers: D floats, or ``ceil(D /
 block)`` blocks with the last one padded by copies of the last number.  Blocks have the bytes of
-``nk.quantize(row, format, encoder="plain")``.
+``nk.quantize(row, format, quantizer="reference")``.
 
 `KINDS` numbers the formats.  Kernels take the number at run time and read the fields of a block
 from `LAYOUTS`, which is derived from the formats' field tables: one compilation serves all formats.

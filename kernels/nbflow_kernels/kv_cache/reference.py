@@ -16,7 +16,7 @@ def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
     if kv_format is None or np.dtype(dtype).kind == "f":
         with np.errstate(over="ignore"):  # above 65504, float16 is infinite
             return row.astype(dtype)
-    stored: np.ndarray = quantize(row, kv_format, encoder="plain").data[0].view(dtype)
+    stored: np.ndarray = quantize(row, kv_format, quantizer="reference").data[0].view(dtype)
     return stored
 
 

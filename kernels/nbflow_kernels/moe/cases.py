@@ -54,12 +54,12 @@ def _weights(rng: np.random.Generator, E: int, N: int, K: int, kind: str) -> Any
     pick = np.arange(E * N) % len(some)
     if kind == "list":
         matrices = list(some[pick].reshape(E, N, K))
-        return [quantize(matrices[0], "q8", encoder="plain"), *matrices[1:]]
+        return [quantize(matrices[0], "q8", quantizer="reference"), *matrices[1:]]
     if kind == "bf16_array":
         return (some[pick].view(np.uint32) >> 16).astype(np.uint16).reshape(E, N, K)
     if kind.endswith("_array"):
         return some[pick].astype(kind.removesuffix("_array")).reshape(E, N, K)
-    stored = quantize(some, kind, encoder="plain")
+    stored = quantize(some, kind, quantizer="reference")
     return QuantTensor(kind, (E, N, K), stored.data[pick])
 
 

@@ -31,8 +31,8 @@ _REASON = {
 def weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
     """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows."""
     w = rng.standard_normal((min(N, 512), K), dtype=np.float32) / np.float32(K**0.5)
-    # the plain encoder is fast, and this tests the product
-    some = quantize(w, format, encoder="plain")
+    # the reference quantizer is fast, and this tests the product
+    some = quantize(w, format, quantizer="reference")
     return QuantTensor(format, (N, K), some.data[np.arange(N) % max(1, len(some.data))])
 
 

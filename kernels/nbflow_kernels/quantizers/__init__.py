@@ -40,8 +40,8 @@ __all__ = [
     "quantize_calibrated",
 ]
 
-FORMAT_QUANTIZER_NAMES = ("best", "plain")
-QUANTIZER_NAMES = ("best", "plain", "gptq", "hqq", "outliers")
+FORMAT_QUANTIZER_NAMES = ("search", "reference")
+QUANTIZER_NAMES = ("search", "reference", "gptq", "hqq", "outliers")
 CHUNK = 1 << 22  # weights per pass: bounds the float64 arrays to about 150 MB
 
 
@@ -49,7 +49,7 @@ def quantize(
     x: ArrayLike,
     format: str | QuantFormat,
     *,
-    encoder: str = "best",
+    quantizer: str = "search",
     importance: ArrayLike | None = None,
     outliers: float = 0.0,
     outlier_range: tuple[float, float] | None = None,
@@ -60,18 +60,18 @@ def quantize(
     ----------
     x : array of float32, float16 or float64, shape (..., K)
         The weights; blocks lie along the last axis.  float64 is rounded to float32 first.  On a
-        CUDA device they must be float32 and finite, which is not checked, and only "plain" of
+        CUDA device they must be float32 and finite, which is not checked, and only "reference" of
         some formats exists (`docs/ops.md`).
     format : str or QuantFormat
         A format, or its name in `FORMATS`.
-    encoder : {"best", "plain"}
-        "plain" is the published quantizer, bit for bit.  "best" searches for the parameters of
-        each block with the least error, which is at most that of "plain"; the decoder is the same.
+    quantizer : {"search", "reference"}
+        "reference" is the published quantizer, bit for bit.  "search" searches for the parameters
+        of each block with the least error, at most that of "reference"; the decoder is the same.
         Float formats round to nearest with both.
     importance : array of float32, float16 or float64, shape (K,) or that of `x`, optional
         Weights of the squared errors per column or per weight, finite, >= 0: usually the mean
-        squares of the activations multiplied with each column (an "importance matrix").  "best"
-        minimizes the weighted error.  "plain" is GGML's quantizer with importance, which also
+        squares of the activations multiplied with each column (an "importance matrix").  "search"
+        minimizes the weighted error.  "reference" is GGML's quantizer with importance, which also
         favours larger weights; for ``q8_0`` it ignores importance.  Float formats ignore it.
     outliers : float
         Share of the weights, 0..0.05, stored exactly because they widen the range of their block:
@@ -93,16 +93,17 @@ def quantize(
     TypeError
         If `x` is not an array of one of the three types.
     UsageError
-        If a value is NaN or infinite or does not fit a float format, the format or encoder is
+        If a value is NaN or infinite or does not fit a float format, the format or quantizer is
         unknown, `importance` has another shape or values that are negative or not finite or is
-        given for "plain" of an Inferflow format, or `outliers` is not in 0..0.05 (floats: 0).
+        given for "reference" of an Inferflow format, or `outliers` is not in 0..0.05 (floats: 0).
 
     Examples
     --------
     >>> import numpy as np
     >>> import nbflow_kernels as nk
     >>> x = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
-    >>> best, plain = (nk.dequantize(nk.quantize(x, "q4", encoder=e)) for e in ("best", "plain"))
+    >>> best = nk.dequantize(nk.quantize(x, "q4"))
+    >>> plain = nk.dequantize(nk.quantize(x, "q4", quantizer="reference"))
     >>> bool(np.square(best - x).mean() < np.square(plain - x).mean())
     True
     >>> weight = np.where(np.arange(256) < 16, 100, 1)  # the first columns are important
@@ -111,10 +112,10 @@ def quantize(
     True
     """
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
-    if encoder not in FORMAT_QUANTIZER_NAMES:
-        raise unknown_name("encoder", encoder, FORMAT_QUANTIZER_NAMES)
+    if quantizer not in FORMAT_QUANTIZER_NAMES:
+        raise unknown_name("quantizer", quantizer, FORMAT_QUANTIZER_NAMES)
     if is_cuda(x):
-        return _quantize_cuda(x, chosen, encoder, importance, outliers)
+        return _quantize_cuda(x, chosen, quantizer, importance, outliers)
     array = _checked_array(x)
     n_columns = array.shape[-1]
     rows = _padded_rows(array, chosen)
@@ -125,14 +126,14 @@ def quantize(
     ratio = check_ratio(outliers)
     if ratio == 0.0:
         return QuantTensor(
-            chosen, array.shape, quantize_rows(chosen, rows, n_columns, encoder, weight)
+            chosen, array.shape, quantize_rows(chosen, rows, n_columns, quantizer, weight)
         )
     if isinstance(chosen, FloatFormat):
         raise UsageError(f"outliers are for block formats; {chosen.name} stores each weight alone")
     if outlier_range is None:
         some = rows[sample_rows(len(rows), n_columns), :n_columns]
         outlier_range = soft_range(some, ratio)
-    data, sparse = quantize_with_outliers(chosen, rows, n_columns, encoder, weight, outlier_range)
+    data, sparse = quantize_with_outliers(chosen, rows, n_columns, quantizer, weight, outlier_range)
     return QuantTensor(chosen, array.shape, data, sparse if sparse.nnz else None)
 
 
@@ -157,7 +158,7 @@ def _padded_rows(array: NDArray[Any], format: QuantFormat) -> Floats:
 
 
 def _quantize_cuda(
-    x: Any, format: QuantFormat, encoder: str, importance: Any, outliers: float
+    x: Any, format: QuantFormat, quantizer: str, importance: Any, outliers: float
 ) -> QuantTensor:
     """Quantize on a CUDA device."""
     from nbflow_kernels.quantizers import cuda
@@ -170,7 +171,7 @@ def _quantize_cuda(
     check_array("x", x, (None,) * max(1, x.ndim))
     if x.shape[-1] < 1:
         raise UsageError(f"x must have a last axis of at least one weight, got shape {x.shape}")
-    data = cuda.quantize(x.reshape(-1, x.shape[-1]), format, encoder)
+    data = cuda.quantize(x.reshape(-1, x.shape[-1]), format, quantizer)
     return QuantTensor(format, tuple(x.shape), data)
 
 
@@ -191,7 +192,7 @@ def finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
 def quantize_calibrated(
     x: ArrayLike,
     format: str | QuantFormat,
-    encoder: str,
+    quantizer: str,
     statistics: ArrayLike | Hessian | None = None,
     *,
     act_order: bool = False,
@@ -207,13 +208,13 @@ def quantize_calibrated(
     format : str or QuantFormat
         The format, or its name.  GPTQ and HQQ take formats with equidistant codes: those of
         Inferflow, q4_0, q4_1, q5_0, q5_1, q8_0 and the K-quants.
-    encoder : {"best", "plain", "gptq", "hqq", "outliers"}
+    quantizer : {"search", "reference", "gptq", "hqq", "outliers"}
         See `nbflow_kernels.quantize` for the first two, and `nbflow_kernels.quantizers.gptq`,
         `quantizers.hqq` and `quantizers.outliers` for the others.
     statistics : array, shape (K,) or (K, K), or Hessian, optional
-        Mean squares of the inputs, or second moments, which GPTQ requires.  "best", "plain" and
-        "outliers" take the mean squares as importance.  With statistics, HQQ keeps a row of "plain"
-        where its output error is smaller.
+        Mean squares of the inputs, or second moments, which GPTQ requires.  "search",
+        "reference" and "outliers" take the mean squares as importance.  With statistics, HQQ keeps
+        a row of "reference" where its output error is smaller.
     act_order : bool
         Let GPTQ process the columns with the largest inputs first.
     damping : float
@@ -227,15 +228,15 @@ def quantize_calibrated(
     -------
     QuantTensor
         The matrix in the format.  With `statistics`, no row's output error is larger than that of
-        "plain" (GPTQ: nor of "best" with importance), up to float32 rounding.
+        "reference" (GPTQ: nor of "search" with importance), up to float32 rounding.
 
     Raises
     ------
     TypeError
         If `x` is not an array of floats.
     UsageError
-        If the encoder is unknown or does not support the format, GPTQ lacks second moments,
-        statistics have another shape or values that are negative or not finite, or the encoder
+        If the quantizer is unknown or does not support the format, GPTQ lacks second moments,
+        statistics have another shape or values that are negative or not finite, or the quantizer
         does not take `outliers`.
 
     Examples
@@ -245,28 +246,28 @@ def quantize_calibrated(
     >>> w = rng.normal(size=(32, 64))
     >>> x = rng.normal(size=(500, 8)) @ rng.normal(size=(8, 64)) + rng.normal(size=(500, 64))
     >>> from nbflow_kernels import dequantize
-    >>> def loss(encoder):
-    ...     qt = quantize_calibrated(w, "q3", encoder, x.T @ x)
+    >>> def loss(quantizer):
+    ...     qt = quantize_calibrated(w, "q3", quantizer, x.T @ x)
     ...     return np.square(x @ (dequantize(qt) - w).T).sum()
-    >>> bool(loss("gptq") < 0.8 * loss("best"))
+    >>> bool(loss("gptq") < 0.8 * loss("search"))
     True
     """
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
-    if encoder not in QUANTIZER_NAMES:
-        raise unknown_name("encoder", encoder, QUANTIZER_NAMES)
+    if quantizer not in QUANTIZER_NAMES:
+        raise unknown_name("quantizer", quantizer, QUANTIZER_NAMES)
     array = _checked_array(x)
     K = array.shape[-1]
     found = checked_statistics(statistics, K, damping)
-    _check_outliers(chosen, encoder, outliers)
-    if encoder in ("best", "plain"):
+    _check_outliers(chosen, quantizer, outliers)
+    if quantizer in ("search", "reference"):
         squares = mean_squares(found)
         importance = None if squares is None else squares.astype(np.float32)
-        return quantize(array, chosen, encoder=encoder, importance=importance)
-    if encoder != "outliers":
-        check_affine(chosen, encoder)
-    if encoder == "gptq" and not isinstance(found, Hessian):
+        return quantize(array, chosen, quantizer=quantizer, importance=importance)
+    if quantizer != "outliers":
+        check_affine(chosen, quantizer)
+    if quantizer == "gptq" and not isinstance(found, Hessian):
         raise UsageError(
-            f"encoder 'gptq' needs second moments of the inputs, shape ({K}, {K}); "
+            f"quantizer 'gptq' needs second moments of the inputs, shape ({K}, {K}); "
             "nbflow imatrix --full collects them"
         )
     rows = _padded_rows(array, chosen)
@@ -276,45 +277,45 @@ def quantize_calibrated(
     sparse: list[CsrMatrix] = []
     for row in range(0, len(rows), step):
         part = rows[row : row + step]
-        if encoder == "outliers":
+        if quantizer == "outliers":
             importance = column_importance(found, rows.shape[1], K)
             data[row : row + step], some = delta_rows(
                 chosen, part, K, importance, int(outliers * K)
             )
             sparse.append(some)
         else:
-            data[row : row + step] = _quantize_chunk(chosen, part, encoder, found, K, act_order)
+            data[row : row + step] = _quantize_chunk(chosen, part, quantizer, found, K, act_order)
     kept = CsrMatrix.concatenate(sparse) if sparse else None
     return QuantTensor(chosen, array.shape, data, kept if kept is not None and kept.nnz else None)
 
 
-def _check_outliers(format: QuantFormat, encoder: str, ratio: float) -> None:
+def _check_outliers(format: QuantFormat, quantizer: str, ratio: float) -> None:
     """Raise unless the quantizer and the format take this share of outliers."""
     check_ratio(ratio)
-    if encoder != "outliers" and ratio:
+    if quantizer != "outliers" and ratio:
         raise UsageError(
-            f"outliers={ratio:g} goes with encoder 'outliers', or with nbflow_kernels.quantize, "
-            f"got encoder {encoder!r}"
+            f"outliers={ratio:g} goes with quantizer 'outliers', or with nbflow_kernels.quantize, "
+            f"got quantizer {quantizer!r}"
         )
-    if encoder == "outliers" and (not ratio or isinstance(format, FloatFormat)):
+    if quantizer == "outliers" and (not ratio or isinstance(format, FloatFormat)):
         raise UsageError(
-            "encoder 'outliers' needs a block format and outliers, a share of the weights in "
+            "quantizer 'outliers' needs a block format and outliers, a share of the weights in "
             f"0..0.05, got {format.name} and {ratio:g}"
         )
 
 
 def _quantize_chunk(
-    format: QuantFormat, rows: Floats, encoder: str, statistics: Any, K: int, act_order: bool
+    format: QuantFormat, rows: Floats, quantizer: str, statistics: Any, K: int, act_order: bool
 ) -> Bytes:
     """Quantize with GPTQ or HQQ; rows keep a simpler quantizer where its error is smaller."""
-    plain = quantize_rows(format, rows, K, "plain")
+    plain = quantize_rows(format, rows, K, "reference")
     squares = mean_squares(statistics)
-    if encoder == "hqq":
+    if quantizer == "hqq":
         data = hqq_rows(format, rows, K)
         return data if squares is None else _best_rows(format, rows, K, [data, plain], statistics)
     data = gptq_rows(format, rows, K, statistics, act_order)
     importance = column_importance(statistics, rows.shape[1], K)
-    best = quantize_rows(format, rows, K, "best", importance)
+    best = quantize_rows(format, rows, K, "search", importance)
     return _best_rows(format, rows, K, [data, best, plain], statistics)
 
 

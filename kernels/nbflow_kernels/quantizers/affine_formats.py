@@ -48,7 +48,7 @@ def takes_importance(format: AffineFormat) -> bool:
 
 
 def quantize_chunk(
-    format: AffineFormat, x: Floats, counts: Floats, encoder: str, importance: Floats | None
+    format: AffineFormat, x: Floats, counts: Floats, quantizer: str, importance: Floats | None
 ) -> Bytes:
     """Return the bytes of rows; `counts` (columns,) is 1, and 0 for padding."""
     weighted = _WEIGHTED.get(format.rule)
@@ -57,7 +57,7 @@ def quantize_chunk(
     else:
         codes, parameters = _reference(format, x)
     codes = codes.reshape(x.shape)
-    if encoder == "best":
+    if quantizer == "search":
         weight = counts[None] if importance is None else _relative(format, importance)
         _search(format, x, weight, codes, parameters.reshape(len(x), -1, 2))
     blocks = format.blocks(codes.reshape(-1, format.block_size), parameters.reshape(-1, 2))

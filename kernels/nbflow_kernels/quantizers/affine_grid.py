@@ -51,13 +51,13 @@ def is_affine(format: QuantFormat) -> bool:
     return isinstance(format, AffineFormat | KQuantFormat)
 
 
-def check_affine(format: QuantFormat, encoder: str) -> None:
+def check_affine(format: QuantFormat, quantizer: str) -> None:
     """Raise unless `affine_grid` and `with_codes` support a format."""
     if not is_affine(format):
         known = ", ".join(name for name in FORMATS if is_affine(FORMATS[name]))
         raise UsageError(
-            f"encoder {encoder!r} supports formats with equidistant codes chosen one by one, "
-            f"{known}; got {format.name}; use encoder='best'"
+            f"quantizer {quantizer!r} supports formats with equidistant codes chosen one by one, "
+            f"{known}; got {format.name}; use quantizer='search'"
         )
 
 

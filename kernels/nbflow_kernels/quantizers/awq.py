@@ -15,7 +15,7 @@ Source: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compre
 Acceleration", MLSys 2024, arXiv:2306.00978, equations 4 and 5.  Deviations: root mean squares
 instead of mean magnitudes of the inputs (as in importance files); the loss uses second moments
 instead of a batch of inputs, over evenly spaced rows of large matrices; no clipping (the quantizer
-"best" chooses the range of each block).
+"search" chooses the range of each block).
 """
 
 from __future__ import annotations

@@ -37,17 +37,17 @@ class BlockQuantizer:
         format: QuantFormat,
         x: Floats,
         counts: Floats,
-        encoder: str,
+        quantizer: str,
         importance: Floats | None,
     ) -> Bytes:
         """Return the bytes of rows; `counts` (columns,) is 1, and 0 for padding."""
-        if encoder == "best" and importance is not None:
+        if quantizer == "search" and importance is not None:
             importance = _scaled(importance)
         given = importance if self.takes_importance else None
         if given is None and self.needs_importance:
             given = counts[None]
         published = self.reference(x, given, counts)
-        if encoder != "best":
+        if quantizer != "search":
             return published
         searched = self.search(x, importance, counts)
         return _better(format, x, weights(importance, counts), searched, published)

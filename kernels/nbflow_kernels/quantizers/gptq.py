@@ -6,13 +6,13 @@ After column j is rounded, the following columns move to the minimum given its e
 
 .. math:: w_{j+1:} \mathrel{-}= \frac{w_j - q_j}{U_{jj}} U_{j, j+1:}, \qquad H^{-1} = U^T U
 
-"best" finds the scales of a block for its weights after they have moved; with ``act_order``, which
-takes columns in the order of :math:`H_{jj}` across blocks, for the original weights.
+"search" finds the scales of a block for its weights after they have moved; with ``act_order``,
+which takes columns in the order of :math:`H_{jj}` across blocks, for the original weights.
 
 Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", ICLR 2023, arXiv:2210.17323, algorithm 1.  Deviations: U comes from a Cholesky
 factor of H with rows and columns reversed, without inverting H; and a row keeps the codes of
-"best" or "plain" where their error is smaller.
+"search" or "reference" where their error is smaller.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def gptq_rows(
     block = format.block_size
     moving = np.ascontiguousarray(x.T, np.float64)[order]  # (K, N): a column is contiguous
     if act_order:
-        data = quantize_rows(format, x, n_columns, "best", importance)
+        data = quantize_rows(format, x, n_columns, "search", importance)
         grid = affine_grid(format, data)
         step, base = (np.ascontiguousarray(part.T[order]) for part in (grid.step, grid.base))
     else:
@@ -142,7 +142,7 @@ def gptq_rows(
                 own = slice(j, j + block)
                 now = np.ascontiguousarray(moving[own].T, np.float32)
                 counted = min(block, n_columns - j)
-                parts.append(quantize_rows(format, now, counted, "best", importance[:, own]))
+                parts.append(quantize_rows(format, now, counted, "search", importance[:, own]))
                 grid = affine_grid(format, parts[-1])
                 step[own], base[own] = grid.step.T, grid.base.T
             column = AffineGrid(step[j], base[j], grid.zero, grid.n_codes)

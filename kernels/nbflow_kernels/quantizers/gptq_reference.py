@@ -22,7 +22,7 @@ def gptq_rows(format: QuantFormat, x: Floats, hessian: np.ndarray, importance: n
         if j % block == 0:
             now = np.ascontiguousarray(moving[:, j : j + block], np.float32)
             weight = np.ascontiguousarray(importance[None, j : j + block], np.float32)
-            parts.append(quantize_rows(format, now, block, "best", weight))
+            parts.append(quantize_rows(format, now, block, "search", weight))
             grid = affine_grid(format, parts[-1])
         nearest = grid.nearest(np.repeat(moving[:, j : j + 1], block, axis=1))
         codes[:, j] = nearest[:, j % block]

@@ -66,7 +66,7 @@ def hqq_rows(
 ) -> Bytes:
     """Return the bytes of rows; parameters as for `quantizers.registry.quantize_rows`."""
     check_affine(format, "hqq")
-    data = quantize_rows(format, x, n_columns, "plain")
+    data = quantize_rows(format, x, n_columns, "reference")
     step = max(1, CHUNK // x.shape[1])
     counted = np.broadcast_to(np.arange(x.shape[1]) < n_columns, x.shape)
     for row in range(0, len(x), step):
@@ -102,7 +102,7 @@ def _improved(
 
 
 def _with_better(format: QuantFormat, best: Bytes, data: Bytes, better: NDArray[np.bool_]) -> Bytes:
-    """Return `best` with the `better` (n, sub-blocks) sub-blocks replaced by those of `data`."""
+    """Return `search` with the `better` (n, sub-blocks) sub-blocks replaced by those of `data`."""
     if isinstance(format, AffineFormat):
         return np.where(better, data, best)
     assert isinstance(format, KQuantFormat)  # d and dmin are the same in both

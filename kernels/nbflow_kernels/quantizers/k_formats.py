@@ -48,7 +48,7 @@ class KQuantizer:
         format: KQuantFormat,
         x: Floats,
         counts: Floats,
-        encoder: str,
+        quantizer: str,
         importance: Floats | None,
     ) -> Bytes:
         """Return the bytes of rows; `counts` (columns,) is 1, and 0 for padding."""
@@ -56,7 +56,7 @@ class KQuantizer:
         super_blocks = x.reshape(-1, SUPER)
         given = np.empty((0, x.shape[1]), np.float32) if importance is None else importance
         found = self._reference(format, super_blocks, given, blocks)
-        if encoder == "best":
+        if quantizer == "search":
             weight = counts[None] if importance is None else importance
             self._search(format, super_blocks, weight, blocks, found)
         packed = pack_super_blocks(format, found.codes, found.scales, found.mins, found.params)

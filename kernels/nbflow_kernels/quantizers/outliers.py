@@ -93,7 +93,7 @@ def quantize_with_outliers(
     format: QuantFormat,
     rows: Floats,
     n_columns: int,
-    encoder: str,
+    quantizer: str,
     importance: Floats | None,
     limits: tuple[float, float],
 ) -> tuple[Bytes, CsrMatrix]:
@@ -102,7 +102,7 @@ def quantize_with_outliers(
     `limits` is the soft range.
     """
     n_rows, size = len(rows), format.block_size
-    data = quantize_rows(format, rows, n_columns, encoder, importance)
+    data = quantize_rows(format, rows, n_columns, quantizer, importance)
     mask = np.zeros(rows.shape, np.bool_)
     inside = rows.copy()
     low, high = (np.float32(v) for v in limits)
@@ -113,7 +113,7 @@ def quantize_with_outliers(
         if importance is not None:
             some = importance if len(importance) == 1 else importance[touched]
         other = quantize_rows(
-            format, np.ascontiguousarray(inside[touched]), n_columns, encoder, some
+            format, np.ascontiguousarray(inside[touched]), n_columns, quantizer, some
         )
         before, after = np.empty_like(rows[touched]), np.empty_like(rows[touched])
         format.dequantize_rows(np.ascontiguousarray(data[touched]), before)
@@ -299,7 +299,7 @@ def _quantize(
     high = np.where(mask, -np.inf, x).reshape(blocks).max(axis=2)
     lows, highs = (np.repeat(v, format.block_size, axis=1) for v in (low, high))
     inside = np.ascontiguousarray(np.clip(x, lows, highs), np.float32)
-    data = quantize_rows(format, inside, n_columns, "best", importance)
+    data = quantize_rows(format, inside, n_columns, "search", importance)
     decoded = np.empty_like(x)
     format.dequantize_rows(data, decoded)
     squares = np.square(decoded.astype(np.float64) - x) * weight * ~mask

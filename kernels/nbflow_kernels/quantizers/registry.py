@@ -1,4 +1,4 @@
-"""Registry of quantizers: the published one ("plain") and the search ("best") of each format."""
+"""Registry of quantizers: "reference" (published) and "search" (least error) of each format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quantize_rows(
     format: QuantFormat,
     x: Floats,
     n_columns: int,
-    encoder: str,
+    quantizer: str,
     importance: Floats | None = None,
 ) -> Bytes:
     """Return the bytes of each row of `x`, shape (rows, row bytes).
@@ -41,7 +41,7 @@ def quantize_rows(
         weight, whose error does not count.
     n_columns : int
         Columns that count.
-    encoder : {"plain", "best"}
+    quantizer : {"reference", "search"}
         The published quantizer, or the search.
     importance : array of float32, shape (1 or rows, blocks * block_size), optional
         Weights of the squared errors, 0 in the padding.
@@ -52,15 +52,15 @@ def quantize_rows(
         If the published quantizer knows no importance, or the format has no quantizer.
     """
     if isinstance(format, FloatFormat | UserFormat):
-        return format.quantize_rows(x, n_columns, encoder, importance)
-    if encoder == "plain" and importance is not None and not takes_importance(format):
+        return format.quantize_rows(x, n_columns, quantizer, importance)
+    if quantizer == "reference" and importance is not None and not takes_importance(format):
         raise UsageError(
-            f"encoder 'plain' of {format.name} is the published one, which knows no importance; "
-            "use encoder='best'"
+            f"quantizer 'reference' of {format.name} is the published one, which knows no "
+            "importance; use quantizer='search'"
         )
-    quantizer: Any = affine_formats
+    encoder: Any = affine_formats
     if not isinstance(format, AffineFormat):
-        quantizer = QUANTIZERS[format.name]
+        encoder = QUANTIZERS[format.name]
     n_rows, width = x.shape
     counts = (np.arange(width) < n_columns).astype(np.float32)
     if importance is not None:
@@ -72,7 +72,7 @@ def quantize_rows(
         weights = importance
         if importance is not None and len(importance) > 1:
             weights = importance[rows]
-        data[rows] = quantizer.quantize_chunk(format, x[rows], counts, encoder, weights)
+        data[rows] = encoder.quantize_chunk(format, x[rows], counts, quantizer, weights)
     return data
 
 

@@ -36,12 +36,12 @@ class FormatReport:
     bits_per_weight: float
     """Storage cost."""
     error: float
-    """Root mean square error on N(0, 0.02) weights, relative to theirs; default encoder."""
+    """Root mean square error on N(0, 0.02) weights, relative to theirs; default quantizer."""
     int8_error: float
     """Relative root mean square error that int8 activations add to a product; NaN for floats."""
 
 
-def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatReport:
+def check_format(format: str | QuantFormat, *, quantizer: str = "search") -> FormatReport:
     """Check a weight format's storage, decoding and products.
 
     Storage: sizes, bytes of a row independent of other rows, finite decoding of random, constant,
@@ -53,8 +53,8 @@ def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatR
     ----------
     format : str or QuantFormat
         A format, or its name in `nbflow_kernels.FORMATS`.
-    encoder : {"best", "plain"}
-        The encoder to check.
+    quantizer : {"search", "reference"}
+        The quantizer to check.
 
     Returns
     -------
@@ -73,9 +73,9 @@ def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatR
     size = chosen.block_size
     n_columns = 3 * size + max(1, size // 3) if size > 1 else 100  # a padded block, unless floats
     x = rng.normal(0, 0.02, (ROWS, n_columns)).astype(np.float32)
-    qt = quantize(x, chosen, encoder=encoder)
-    _check_storage(chosen, x, qt, encoder)
-    _check_special_weights(chosen, encoder)
+    qt = quantize(x, chosen, quantizer=quantizer)
+    _check_storage(chosen, x, qt, quantizer)
+    _check_special_weights(chosen, quantizer)
     _check_decoding(chosen, qt)
     activations = rng.standard_normal((TOKENS, n_columns), dtype=np.float32)
     _check_products(chosen, qt, activations)
@@ -84,7 +84,7 @@ def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatR
     if not isinstance(chosen, FloatFormat):
         int8_error = _check_int8(chosen, qt, activations)
     y = rng.normal(0, 0.02, (256, 4 * max(size, 64))).astype(np.float32)
-    error = np.subtract(dequantize(quantize(y, chosen, encoder=encoder)), y, dtype=np.float64)
+    error = np.subtract(dequantize(quantize(y, chosen, quantizer=quantizer)), y, dtype=np.float64)
     relative = float(np.sqrt(np.square(error).mean() / np.square(y, dtype=np.float64).mean()))
     return FormatReport(chosen.name, chosen.bits_per_weight, relative, int8_error)
 
@@ -98,14 +98,14 @@ def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def _check_storage(format: QuantFormat, x: NDArray[Any], qt: QuantTensor, encoder: str) -> None:
+def _check_storage(format: QuantFormat, x: NDArray[Any], qt: QuantTensor, quantizer: str) -> None:
     blocks = format.row_blocks(x.shape[1])
     wanted = (len(x), blocks * format.block_bytes)
     _require(qt.data.shape == wanted, format, f"data must have shape {wanted}, has {qt.data.shape}")
     _require(qt.nbytes == wanted[0] * wanted[1], format, "nbytes is not the size of the data")
-    again = quantize(x, format, encoder=encoder)
-    _require(_same(again.data, qt.data), format, "the encoder is not deterministic")
-    row = quantize(x[5:6], format, encoder=encoder)
+    again = quantize(x, format, quantizer=quantizer)
+    _require(_same(again.data, qt.data), format, "the quantizer is not deterministic")
+    row = quantize(x[5:6], format, quantizer=quantizer)
     _require(_same(row.data, qt.data[5:6]), format, "a row's bytes depend on the other rows")
     _require(
         _same(QuantTensor.from_bytes(qt.tobytes(), format, qt.shape).data, qt.data),
@@ -117,9 +117,9 @@ def _check_storage(format: QuantFormat, x: NDArray[Any], qt: QuantTensor, encode
         _require(copy.format is format and _same(copy.data, qt.data), format, "pickling changes it")
 
 
-def _check_special_weights(format: QuantFormat, encoder: str) -> None:
+def _check_special_weights(format: QuantFormat, quantizer: str) -> None:
     for kind, blocks in sample_blocks(max(format.block_size, 32)).items():
-        values = dequantize(quantize(blocks, format, encoder=encoder))
+        values = dequantize(quantize(blocks, format, quantizer=quantizer))
         _require(np.isfinite(values).all(), format, f"{kind} weights decode to NaN or infinity")
 
 

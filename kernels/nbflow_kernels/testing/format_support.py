@@ -11,22 +11,22 @@ from nbflow_kernels.quantizers.registry import takes_importance
 YES = "yes"
 NO_INT8 = "int8 activations go with integer codes; a float format is multiplied in f32 or bf16."
 NO_IMPORTANCE = (
-    "The published encoder (plain) knows no importance weights; the encoder best takes them."
+    "The published quantizer (reference) takes no importance weights; the quantizer search does."
 )
 
 OPERATIONS: tuple[str, ...] = (
     "dequantize, row gather",
-    "quantize plain",
-    "quantize best",
-    "importance plain",
-    "importance best",
+    "quantize reference",
+    "quantize search",
+    "importance reference",
+    "importance search",
     "outliers",
     "GEMV, GEMM f32",
     "GEMV, GEMM bf16",
     "GEMV, GEMM int8",
     "KV append, gather, attention",
     "CUDA: dequantize, row gather",
-    "CUDA: quantize plain",
+    "CUDA: quantize reference",
 )
 
 
@@ -46,8 +46,8 @@ def cells(format: QuantFormat) -> list[str]:
         YES,
         YES,
         YES,
-        _importance(format, "plain"),
-        _importance(format, "best"),
+        _importance(format, "reference"),
+        _importance(format, "search"),
         "Outliers: a float format stores each weight alone, none stretches the others' range."
         if is_float
         else YES,
@@ -60,9 +60,9 @@ def cells(format: QuantFormat) -> list[str]:
     ]
 
 
-def _importance(format: QuantFormat, encoder: str) -> str:
-    """Return whether an encoder takes importance weights."""
-    if encoder == "best" and not isinstance(format, UserFormat):
+def _importance(format: QuantFormat, quantizer: str) -> str:
+    """Return whether a quantizer takes importance weights."""
+    if quantizer == "search" and not isinstance(format, UserFormat):
         return YES
     if takes_importance(format):
         return YES

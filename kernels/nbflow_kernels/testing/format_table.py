@@ -16,22 +16,22 @@ from nbflow_kernels.formats import FORMATS, dequantize
 from nbflow_kernels.quantizers import quantize
 
 HEADER = (
-    "| format | short name | block | bytes | bits/weight | packed | error, plain | error, best "
+    "| format | short name | block | bytes | bits/weight | packed | error, reference | error, best "
     "| model: weight error | model: KLD/nat | GEMV f32, Gweights/s | GB/s (of read) "
     "| GEMV int8, Gweights/s | GB/s (of read) |\n"
     "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 COLUMNS = (
     ("packed_bits_per_weight", "{:.4g}"),
-    ("error_plain", "{:.3g}"),
-    ("error_best", "{:.3g}"),
+    ("error_reference", "{:.3g}"),
+    ("error_search", "{:.3g}"),
     ("model_weight_error_relative", "{:.3g}"),
     ("model_kld_mean_nats", "{:.2g}"),
 )
 """Columns of the table: measured value and its format."""
 
 
-def relative_rmse(x: NDArray[np.float32], format: str, encoder: str) -> float:
+def relative_rmse(x: NDArray[np.float32], format: str, quantizer: str) -> float:
     """Return the root mean square error of a format on `x`, relative to that of zeros.
 
     Parameters
@@ -40,16 +40,16 @@ def relative_rmse(x: NDArray[np.float32], format: str, encoder: str) -> float:
         The weights.
     format : str
         Name of the format.
-    encoder : {"best", "plain"}
+    quantizer : {"search", "reference"}
         See `quantize`.
 
     Examples
     --------
     >>> import numpy as np
-    >>> relative_rmse(np.ones((1, 32), np.float32), "q4", "best")
+    >>> relative_rmse(np.ones((1, 32), np.float32), "q4", "search")
     0.0
     """
-    error = np.subtract(dequantize(quantize(x, format, encoder=encoder)), x, dtype=np.float64)
+    error = np.subtract(dequantize(quantize(x, format, quantizer=quantizer)), x, dtype=np.float64)
     return float(np.sqrt(np.square(error).mean() / np.square(x, dtype=np.float64).mean()))
 
 
@@ -80,7 +80,7 @@ def table(measured: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None
 
     Examples
     --------
-    >>> print(table({"f16": {"error_plain": 0.000207}}, ["f16"]).splitlines()[2])
+    >>> print(table({"f16": {"error_reference": 0.000207}}, ["f16"]).splitlines()[2])
     | `f16` |  | 1 | 2 | 16 | - | 0.000207 | - | - | - | - | - | - | - |
     """
     short = short_names()

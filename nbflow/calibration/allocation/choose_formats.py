@@ -97,7 +97,7 @@ def allocate(
     bits_per_weight: float | Sequence[float],
     candidates: Sequence[str],
     *,
-    encoder: str = "best",
+    quantizer: str = "search",
     importance: str | Path | dict[str, NDArray[Any]] | None = None,
     act_order: bool = False,
     damping: float = DAMPING,
@@ -116,7 +116,7 @@ def allocate(
         Stored bits per weight, including scales, over the quantized matrices.
     candidates : sequence of str
         Formats to choose from.
-    encoder, importance, act_order, damping
+    quantizer, importance, act_order, damping
         Quantizer of the matrices, as for `nbflow.load`.  The transform "awq" is left out here, as
         it depends on the formats.
     sensitivity : {"error", "kld"}
@@ -141,7 +141,7 @@ def allocate(
 
     Examples
     --------
-    >>> chosen = allocate("tiny_python", 3.75, ["q3", "q2"], encoder="plain")
+    >>> chosen = allocate("tiny_python", 3.75, ["q3", "q2"], quantizer="reference")
     >>> chosen.bits_per_weight <= 3.75, sorted(set(chosen.formats.values()))
     (True, ['q2_b32t1b', 'q3_b32t1b'])
     """
@@ -155,9 +155,9 @@ def allocate(
     budgets = bits_per_weight if isinstance(bits_per_weight, Sequence) else [bits_per_weight]
     if not budgets or any(not 0 < float(bits) <= 64 for bits in budgets):
         raise UsageError(f"bits_per_weight must lie in 0..64, got {bits_per_weight}")
-    transforms, last = parse_quantizer(encoder)
+    transforms, last = parse_quantizer(quantizer)
     options: dict[str, Any] = {
-        "encoder": "+".join([*(t for t in transforms if t != "awq"), last]),
+        "quantizer": "+".join([*(t for t in transforms if t != "awq"), last]),
         "importance": importance, "act_order": act_order, "damping": damping,
     }  # fmt: skip
     measured = _measured(model, spec, names, options, progress)

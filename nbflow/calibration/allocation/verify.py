@@ -44,14 +44,14 @@ def check_allocation(
     candidates : sequence of str
         Formats to compare with.
     options
-        Of `nbflow.load`: encoder, importance, ...
+        Of `nbflow.load`: quantizer, importance, ...
 
     Examples
     --------
     >>> from nbflow.calibration.allocation import allocate
     >>> probe = DivergenceProbe("tiny_python", n_tokens=256)
-    >>> chosen = allocate("tiny_python", 3.5, ["q3", "q2"], encoder="plain")
-    >>> check = check_allocation(chosen, probe, ["q3", "q2"], encoder="plain")
+    >>> chosen = allocate("tiny_python", 3.5, ["q3", "q2"], quantizer="reference")
+    >>> check = check_allocation(chosen, probe, ["q3", "q2"], quantizer="reference")
     >>> check.best_single, check.measured.kld < check.singles["q2_b32t1b"].kld
     ('q2_b32t1b', True)
     """

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
     )
-    add_options(parser, LoadOptions, ["exchange", "kv_host_percent", "embeddings_on_host"])
+    add_options(parser, LoadOptions, ["all_reduce", "kv_host_percent", "embeddings_on_host"])
     parser.add_argument("--batch", default="1,8,64", help="batch sizes (1,8,64)")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (512)")
     parser.add_argument("--generate", type=int, default=128, help="generated tokens (128)")
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         activations=arguments.activations,
         kv_host=arguments.kv_host_percent / 100,
         embedding_on_host=arguments.embeddings_on_host,
-        exchange=arguments.exchange,
+        all_reduce=arguments.all_reduce,
     )
     partitions = arguments.partition
     if arguments.shares is not None:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=FORMAT",
         help="format of matrices whose name matches; the first match wins (repeatable)",
     )
-    add_options(parser, LoadOptions, ["encoder", "importance", "act_order", "damping"])
+    add_options(parser, LoadOptions, ["quantizer", "importance", "act_order", "damping"])
     parser.add_argument(
         "--formats",
         action="append",
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.to if chosen is None else chosen.allocation.weight_formats,
         rules=arguments.rule,
         spec=arguments.spec,
-        encoder=arguments.encoder,
+        quantizer=arguments.quantizer,
         importance=arguments.importance,
         act_order=arguments.act_order,
         damping=arguments.damping,

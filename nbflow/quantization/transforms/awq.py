@@ -104,13 +104,13 @@ def scale_columns(
     """
     if not set(spec.tensor_shapes()) & set(statistics):
         raise UsageError(
-            "encoder 'awq' needs statistics of the inputs: nbflow imatrix MODEL -o FILE, "
+            "quantizer 'awq' needs statistics of the inputs: nbflow imatrix MODEL -o FILE, "
             "then --importance FILE"
         )
     if not experts_can_transform(spec):
         raise UsageError(
-            f"{spec.name}: encoder 'awq' does not support experts with biases or non-contiguous "
-            "rows; use 'gptq', 'hqq' or 'best'"
+            f"{spec.name}: quantizer 'awq' does not support experts with biases or non-contiguous "
+            "rows; use 'gptq', 'hqq' or 'search'"
         )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:

@@ -59,7 +59,7 @@ def check_rotation(spec: ModelSpec) -> None:
     if found:
         raise UsageError(
             f"{spec.name} cannot be rotated exactly: {'; '.join(found)}; use another "
-            "encoder, e.g. 'awq' or 'gptq'"
+            "quantizer, e.g. 'awq' or 'gptq'"
         )
 
 

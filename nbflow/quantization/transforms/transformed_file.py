@@ -66,7 +66,7 @@ class TransformedFile(WeightFile):
             if name in changed:
                 if entry.dtype not in PLAIN:
                     raise UsageError(
-                        f"tensor {name} is stored as {entry.dtype}, and this encoder changes it; "
+                        f"tensor {name} is stored as {entry.dtype}, and this quantizer changes it; "
                         "use a checkpoint of floats (f32, f16, bf16)"
                     )
                 entry = dataclasses.replace(entry, strides=None, order="<", scaled=None)

@@ -59,7 +59,7 @@ class Tree:
         else:
             stored = nk.kv_format(kv_format)
             shape = (*values.shape[1:-1], stored.row_length(D))
-            data = (nk.quantize(v, kv_format, encoder="plain").data for v in values)
+            data = (nk.quantize(v, kv_format, quantizer="reference").data for v in values)
             self.cache = tuple(d.view(stored.dtype).reshape(shape) for d in data)
         self.q = rng.standard_normal((int(self.rows[-1][-1]), H, D)).astype(np.float32)
 

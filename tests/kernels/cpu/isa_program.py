@@ -68,7 +68,7 @@ def products() -> dict[str, str]:
     for name, sizes in (("q8_0", (1, 20)), ("q3h", (1,))):
         w = rng.standard_normal((35, 96), dtype=np.float32)
         w[0] = 9.0  # every code and every activation at its limit
-        quantized = nk.quantize(w, name, encoder="plain")
+        quantized = nk.quantize(w, name, quantizer="reference")
         for n_rows in sizes:
             x = rng.standard_normal((n_rows, 96), dtype=np.float32)
             x[0] = -3.0

@@ -99,7 +99,7 @@ def test_no_memory_is_said():
 
 
 def test_weights_lie_in_it():
-    w = quantize(np.ones((512, 1024), np.float32), "q4_0", encoder="plain").packed()
+    w = quantize(np.ones((512, 1024), np.float32), "q4_0", quantizer="reference").packed()
     assert w.nbytes >= LEAST
     assert isinstance(w.data.base, np.ndarray)
     assert w.data.ctypes.data % ALIGNMENT == 0

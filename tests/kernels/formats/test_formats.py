@@ -29,7 +29,7 @@ from nbflow_kernels.testing.format_table import table
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, AffineFormat)]
 FLOAT_FORMATS = ["f32", "f16", "bf16"]
 
-# The published encoder's bytes for the first block of v[i] = (((37 i) mod 64) - 20) / 32.
+# The published quantizer's bytes for the first block of v[i] = (((37 i) mod 64) - 20) / 32.
 GOLDEN = {
     "q8_b32t1": "00b9e81f009628be51e7790ca235ca5df38618ae41d769ff9224ba4de375089e31c659ef",
     "q8_b32t2": "6b21c532e250006d1ece3beb59097626d744f461127f2fe04dfd6a1bcb38e8560673",
@@ -87,16 +87,16 @@ def weights(*shape: int, sigma: float = 0.02) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_plain_encoder_writes_the_published_bytes(name):
+def test_reference_quantizer_writes_the_published_bytes(name):
     x = GOLDEN_INPUT[: FORMATS[name].block_size]
-    assert quantize(x, name, encoder="plain").tobytes().hex() == GOLDEN[name]
+    assert quantize(x, name, quantizer="reference").tobytes().hex() == GOLDEN[name]
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_cost_is_the_sum_of_the_fields(name):
     format = FORMATS[name]
     assert format.bits_per_weight == BITS[name] == 8 * format.block_bytes / format.block_size
-    qt = quantize(weights(3, format.block_size * 2), name, encoder="plain")
+    qt = quantize(weights(3, format.block_size * 2), name, quantizer="reference")
     assert qt.nbytes == 3 * 2 * format.block_bytes
     assert f"= {format.bits_per_weight:g} bits per" in _docstring(format).replace("\n", " ")
 
@@ -287,7 +287,11 @@ def test_copies_share_the_format_and_not_the_packed_layout():
             UsageError,
             "largest value is 65520; found",
         ),
-        (lambda: quantize(np.zeros(4), "q4", encoder="bets"), UsageError, "did you mean 'best'"),
+        (
+            lambda: quantize(np.zeros(4), "q4", quantizer="serach"),
+            UsageError,
+            "did you mean 'search'",
+        ),
         (lambda: dequantize(np.zeros(4)), TypeError, "qt must be a QuantTensor, got ndarray"),
         (lambda: dequantize(quantize(np.zeros(4), "q4"), np.zeros(4)), TypeError, "out must have"),
         (
@@ -314,7 +318,9 @@ def test_errors_name_what_was_wrong(call, error, message):
 
 
 def test_table_lists_every_format():
-    lines = table({"q3h_b64t1": {"error_best": 0.119, "gemv_f32_share_of_read": 0.5}}).splitlines()
+    lines = table(
+        {"q3h_b64t1": {"error_search": 0.119, "gemv_f32_share_of_read": 0.5}}
+    ).splitlines()
     assert len(lines) == 2 + len(FORMATS)
     assert {line.count("|") for line in lines} == {15}
     start = "| `q3h_b64t1` | `q3h` | 64 | 32 | 4 | - | - | 0.119 | - | - | - | - (50 %) |"
@@ -322,7 +328,7 @@ def test_table_lists_every_format():
 
 
 def test_half_conversion_agrees_with_numpy():
-    # the encoder rounds its parameters with LLVM, storage is read with NumPy
+    # the quantizer rounds its parameters with LLVM, storage is read with NumPy
     values = np.random.default_rng(0).normal(0, 1, 500).astype(np.float32)
     values = np.concatenate([values, values * np.float32(1e-6), np.float32([65504, 6e-8, 0])])
     bits = np.array([_half(v) for v in values], np.uint16)

@@ -52,14 +52,14 @@ def published(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[name.upper()]
 
 
-def encoded(name: str, x: np.ndarray, encoder: str, importance=None) -> QuantTensor:
+def encoded(name: str, x: np.ndarray, quantizer: str, importance=None) -> QuantTensor:
     """Return the weights in a format, without the checks of `quantize`."""
     format, (n_rows, n_columns) = FORMATS[name], x.shape
     pad = format.row_blocks(n_columns) * format.block_size - n_columns
     rows = np.ascontiguousarray(np.pad(x, ((0, 0), (0, pad)), mode="edge"))
     if importance is not None:
         importance = np.pad(np.atleast_2d(importance), ((0, 0), (0, pad)))
-    data = quantize_rows(format, rows, n_columns, encoder, importance)
+    data = quantize_rows(format, rows, n_columns, quantizer, importance)
     return QuantTensor(name, (n_rows, n_columns), data)
 
 
@@ -175,21 +175,21 @@ def test_seventh_sign_makes_an_even_number():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("label", ["none", "columns", "weights"])
-def test_plain_writes_the_published_bytes(name, label):
+def test_reference_writes_the_published_bytes(name, label):
     importance = {"none": None, **importances()}[label]
     wrong = []
     for kind, digests in GOLDEN[name]["sha256"].items():
         if label in digests:
-            data = encoded(name, inputs()[kind], "plain", importance).tobytes()
+            data = encoded(name, inputs()[kind], "reference", importance).tobytes()
             if hashlib.sha256(data).hexdigest() != digests[label]:
                 wrong.append(kind)
     assert not wrong
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_of_one_block_in_full(name):
+def test_reference_of_one_block_in_full(name):
     ones = np.ones(256, np.float32) if name.startswith("iq") else None
-    data = encoded(name, bell(8, (16, 1024))[:1, :256], "plain", ones).tobytes()
+    data = encoded(name, bell(8, (16, 1024))[:1, :256], "reference", ones).tobytes()
     assert data[: FORMATS[name].block_bytes].hex() == GOLDEN[name]["first_block_of_normal"]
 
 
@@ -197,38 +197,40 @@ def test_what_follows_zeros_in_iq3_s_stays_in_place():
     # where GGML writes it to the place of the zeros
     x = bell(10, (4, 256))
     x[:, 32:64] = 0
-    y = dequantize(encoded("iq3_s", x, "plain"))
+    y = dequantize(encoded("iq3_s", x, "reference"))
     # 0.17 of normal weights, as measured; a misplaced sub-block is off by 1.4
     assert np.square(y - x).sum() < 0.2**2 * np.square(x).sum()
 
 
 @pytest.mark.parametrize("name", ["iq1_s", "iq2_xxs", "iq2_xs"])
-def test_plain_without_importance_takes_equal_ones_where_it_needs_some(name):
+def test_reference_without_importance_takes_equal_ones_where_it_needs_some(name):
     x = bell(11, (2, 300))
-    equal = encoded(name, x, "plain", np.ones(300, np.float32))
-    assert np.array_equal(encoded(name, x, "plain").data, equal.data)
+    equal = encoded(name, x, "reference", np.ones(300, np.float32))
+    assert np.array_equal(encoded(name, x, "reference").data, equal.data)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "q2_0", "tq2_0", "tq1_0", "q1_0"])
-def test_plain_refuses_importance_it_does_not_know(name):
-    with pytest.raises(UsageError, match=f"'plain' of {name} is the published .* no importance"):
-        encoded(name, bell(1, (1, 256)), "plain", np.ones(256, np.float32))
+def test_reference_refuses_importance_it_does_not_know(name):
+    with pytest.raises(
+        UsageError, match=f"'reference' of {name} is the published .* no importance"
+    ):
+        encoded(name, bell(1, (1, 256)), "reference", np.ones(256, np.float32))
 
 
 # ---- best ---------------------------------------------------------------------------------------
 
 
-def block_errors(name: str, x: np.ndarray, encoder: str, importance=None) -> np.ndarray:
+def block_errors(name: str, x: np.ndarray, quantizer: str, importance=None) -> np.ndarray:
     """Return the squared error of each block, inf where the decoder gives no number."""
     with np.errstate(all="ignore"):
-        y = dequantize(encoded(name, x, encoder, importance)).astype(np.float64)
+        y = dequantize(encoded(name, x, quantizer, importance)).astype(np.float64)
         error = np.square(y - x) * (1 if importance is None else importance)
     error = np.where(np.isnan(error), np.inf, error)
     return np.add.reduceat(error, np.arange(0, x.shape[1], FORMATS[name].block_size), axis=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_best_never_loses_more_than_plain_in_any_block(name):
+def test_search_never_loses_more_than_reference_in_any_block(name):
     extreme = {
         "beyond_float16": inputs()["normal"] * np.float32(1e7),
         "near_float32_max": np.sign(inputs()["normal"]) * np.float32(3.4e38),
@@ -236,7 +238,7 @@ def test_best_never_loses_more_than_plain_in_any_block(name):
     }
     for kind, whole in {**inputs(), **extreme}.items():
         x = np.ascontiguousarray(whole[:3, :600])  # the last block is padded
-        best, plain = (block_errors(name, x, e) for e in ("best", "plain"))
+        best, plain = (block_errors(name, x, e) for e in ("search", "reference"))
         assert np.isfinite(best).all(), kind
         # the block with the smaller sum in float64 is taken; this sum is in another order
         assert np.all(best <= plain * (1 + 1e-12)), kind
@@ -244,21 +246,21 @@ def test_best_never_loses_more_than_plain_in_any_block(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("label", ["columns", "weights"])
-def test_best_minimizes_the_error_by_importance(name, label):
+def test_search_minimizes_the_error_by_importance(name, label):
     x, importance = inputs()["normal"][:, :600], importances()[label][..., :600]
-    best = block_errors(name, x, "best", importance)
-    without = np.square(dequantize(encoded(name, x, "best")).astype(np.float64) - x) * importance
+    best = block_errors(name, x, "search", importance)
+    without = np.square(dequantize(encoded(name, x, "search")).astype(np.float64) - x) * importance
     assert best.sum() < without.sum()
     if name.startswith("iq"):
-        plain = block_errors(name, x, "plain", importance)
+        plain = block_errors(name, x, "reference", importance)
         # importance is scaled by a power of two before it is added up: no rounding
         assert np.all(best <= plain * (1 + 1e-12))
         assert best.sum() < plain.sum()
     # ... which changes nothing
     for factor in (2.0**-90, 2.0**90):
-        scaled = encoded(name, x, "best", importance * np.float32(factor)).data
-        assert np.array_equal(scaled, encoded(name, x, "best", importance).data)
-    nothing = encoded(name, x, "best", np.zeros(600, np.float32))
+        scaled = encoded(name, x, "search", importance * np.float32(factor)).data
+        assert np.array_equal(scaled, encoded(name, x, "search", importance).data)
+    nothing = encoded(name, x, "search", np.zeros(600, np.float32))
     assert np.isfinite(dequantize(nothing)).all()
 
 
@@ -282,10 +284,10 @@ def test_best_minimizes_the_error_by_importance(name, label):
         ("q1_0", 1),
     ],
 )
-def test_best_is_better_than_ggml_by_what_was_measured(name, ratio):
+def test_search_is_better_than_ggml_by_what_was_measured(name, ratio):
     # "error" is that of GGML with importance 1, on the same 16384 normal weights
     x = bell(8, (16, 1024))
-    error = dequantize(encoded(name, x, "best")).astype(np.float64) - x
+    error = dequantize(encoded(name, x, "search")).astype(np.float64) - x
     relative = np.sqrt(np.square(error).mean() / np.square(x, dtype=np.float64).mean())
     # the weights are fixed, and the ratios have three digits; what may differ by machine is the
     # rounding of products and sums in the search, which decides between candidates almost as good
@@ -294,10 +296,10 @@ def test_best_is_better_than_ggml_by_what_was_measured(name, ratio):
 
 @pytest.mark.parametrize(("name", "size"), [("mxfp4", 32), ("nvfp4", 16)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_best_finds_the_best_of_all_scales_there_are(name, size, weighted):
+def test_search_finds_the_best_of_all_scales_there_are(name, size, weighted):
     x = bell(12, (3, 384)) * np.float32(2.0**-5)
     weight = np.abs(bell(13, x.shape)) if weighted else None
-    y = dequantize(encoded(name, x, "best", weight)).astype(np.float64)
+    y = dequantize(encoded(name, x, "search", weight)).astype(np.float64)
     counts = np.ones(x.shape) if weight is None else weight.astype(np.float64)
     found = (np.square(y - x) * counts).reshape(-1, size).sum(axis=1)
     # all scales between 2**-20 and 2**5 that can be stored, nearest levels
@@ -315,10 +317,10 @@ def test_best_finds_the_best_of_all_scales_there_are(name, size, weighted):
 
 
 @pytest.mark.parametrize("name", ["iq4_nl", "q2_0", "tq2_0"])
-def test_best_is_near_the_best_of_all_scales(name):
+def test_search_is_near_the_best_of_all_scales(name):
     x = bell(14, (4, 512))
     format = FORMATS[name]
-    y = dequantize(encoded(name, x, "best")).astype(np.float64)
+    y = dequantize(encoded(name, x, "search")).astype(np.float64)
     found = np.square(y - x).reshape(-1, format.block_size).sum(axis=1)
     levels = np.unique(weights_of_all_codes(name)).astype(np.float64)
     levels = levels[:3] if name == "tq2_0" else levels
@@ -334,8 +336,8 @@ def test_best_is_near_the_best_of_all_scales(name):
 
 
 @pytest.mark.parametrize("name", ["tq1_0", "tq2_0", "q2_0", "mxfp4", "nvfp4", "iq4_nl", "q1_0"])
-@pytest.mark.parametrize("encoder", ["best", "plain"])
-def test_weights_a_format_can_hold_are_held(name, encoder):
+@pytest.mark.parametrize("quantizer", ["search", "reference"])
+def test_weights_a_format_can_hold_are_held(name, quantizer):
     size = FORMATS[name].block_size
     levels = np.unique(weights_of_all_codes(name))
     if name in ("tq1_0", "tq2_0"):
@@ -343,8 +345,8 @@ def test_weights_a_format_can_hold_are_held(name, encoder):
     pick = (integers(6, (5, size)) % np.uint64(len(levels))).astype(int)
     pick[:, 0], pick[:, -1] = 0, len(levels) - 1  # the largest magnitude is there
     x = levels[pick] * np.float32(0.25)
-    if encoder == "best" or name not in ("q2_0", "iq4_nl", "nvfp4"):
-        assert np.array_equal(dequantize(encoded(name, x, encoder)), x)
+    if quantizer == "search" or name not in ("q2_0", "iq4_nl", "nvfp4"):
+        assert np.array_equal(dequantize(encoded(name, x, quantizer)), x)
 
 
 def weights_of_all_codes(name: str) -> np.ndarray:
@@ -356,22 +358,22 @@ def weights_of_all_codes(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("encoder", ["best", "plain"])
-def test_neighbours_and_threads_do_not_matter(name, encoder, split_everything):
+@pytest.mark.parametrize("quantizer", ["search", "reference"])
+def test_neighbours_and_threads_do_not_matter(name, quantizer, split_everything):
     x = bell(6, (7, 512))
     weight = np.abs(bell(7, (7, 512))) if name.startswith("iq") else None
     set_num_threads(1)
-    one = encoded(name, x, encoder, weight).data
+    one = encoded(name, x, quantizer, weight).data
     set_num_threads(2)
-    assert np.array_equal(encoded(name, x, encoder, weight).data, one)
+    assert np.array_equal(encoded(name, x, quantizer, weight).data, one)
     # the last 256 weights alone
     last = None if weight is None else weight[6:, 256:]
-    alone = encoded(name, x[6:, 256:], encoder, last).data
+    alone = encoded(name, x[6:, 256:], quantizer, last).data
     assert np.array_equal(alone[0], one[6, -alone.size :])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros_stay_zeros_and_no_rows_are_no_rows(name):
-    for encoder in ("best", "plain"):
-        assert not dequantize(encoded(name, np.zeros((2, 300), np.float32), encoder)).any()
-        assert encoded(name, np.zeros((0, 300), np.float32), encoder).nbytes == 0
+    for quantizer in ("search", "reference"):
+        assert not dequantize(encoded(name, np.zeros((2, 300), np.float32), quantizer)).any()
+        assert encoded(name, np.zeros((0, 300), np.float32), quantizer).nbytes == 0

@@ -1,4 +1,4 @@
-"""K-quants: bytes, decoders, encoders, against GGML's own results."""
+"""K-quants: bytes, decoders, quantizers, against GGML's own results."""
 
 from __future__ import annotations
 
@@ -114,29 +114,29 @@ def test_encoded_integers_survive_packing(name):
 
 @pytest.mark.parametrize("name", NAMES + LEGACY)
 @pytest.mark.parametrize("label", ["none", "columns", "weights"])
-def test_plain_writes_the_published_bytes(name, label):
+def test_reference_writes_the_published_bytes(name, label):
     importance = {"none": None, **importances()}[label]
     wrong = []
     for kind, x in inputs().items():
-        data = quantize(x, name, encoder="plain", importance=importance).tobytes()
+        data = quantize(x, name, quantizer="reference", importance=importance).tobytes()
         if hashlib.sha256(data).hexdigest() != GOLDEN[name]["sha256"][kind][label]:
             wrong.append(kind)
     assert not wrong
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_of_one_super_block_in_full(name):
-    data = quantize(inputs()["normal"][0, :256], name, encoder="plain").tobytes()
+def test_reference_of_one_super_block_in_full(name):
+    data = quantize(inputs()["normal"][0, :256], name, quantizer="reference").tobytes()
     assert data.hex() == GOLDEN[name]["first_block_of_normal"]
 
 
 @pytest.mark.parametrize("name", NAMES + LEGACY)
-@pytest.mark.parametrize("encoder", ["plain", "best"])
-def test_error_is_within_ggmls_limit(name, encoder):
+@pytest.mark.parametrize("quantizer", ["reference", "search"])
+def test_error_is_within_ggmls_limit(name, quantizer):
     # GGML's own test of its formats (test-quantize-fns): 4096 values of 0.1 + 2 cos(i), and the
     # root of the sum of squared errors, divided by 4096
     x = (0.1 + 2 * np.cos(np.arange(4096))).astype(np.float32)
-    error = dequantize(quantize(x, name, encoder=encoder)) - x
+    error = dequantize(quantize(x, name, quantizer=quantizer)) - x
     limit = {"q2_k": 0.0075, "q3_k": 0.004}.get(name, 0.002)
     assert np.sqrt(np.square(error, dtype=np.float64).sum()) / 4096 < limit
 
@@ -144,17 +144,17 @@ def test_error_is_within_ggmls_limit(name, encoder):
 # ---- best ---------------------------------------------------------------------------------------
 
 
-def super_block_errors(name: str, x: np.ndarray, encoder: str) -> np.ndarray:
+def super_block_errors(name: str, x: np.ndarray, quantizer: str) -> np.ndarray:
     """Return the squared error of each super-block, inf where the decoder gives no number."""
     with np.errstate(all="ignore"):
-        error = np.square(dequantize(quantize(x, name, encoder=encoder)).astype(np.float64) - x)
+        error = np.square(dequantize(quantize(x, name, quantizer=quantizer)).astype(np.float64) - x)
     error = np.where(np.isnan(error), np.inf, error)
     return np.add.reduceat(error, np.arange(0, x.shape[1], 256), axis=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("columns", [768, 600])
-def test_best_never_loses_more_than_plain_in_any_super_block(name, columns):
+def test_search_never_loses_more_than_reference_in_any_super_block(name, columns):
     extreme = {
         "beyond_float16": inputs()["normal"] * np.float32(1e7),
         "near_float32_max": np.sign(inputs()["normal"]) * np.float32(3.4e38),
@@ -162,7 +162,7 @@ def test_best_never_loses_more_than_plain_in_any_super_block(name, columns):
     }
     for kind, whole in {**inputs(), **extreme}.items():
         x = np.ascontiguousarray(whole[:, :columns])
-        best, plain = (super_block_errors(name, x, e) for e in ("best", "plain"))
+        best, plain = (super_block_errors(name, x, e) for e in ("search", "reference"))
         assert np.isfinite(best).all(), kind
         # the search compares float32 sums: chains of up to 16 squares, then up to 16 sub-blocks, so
         # some 40 roundings of 6e-8 = 2e-6 of the error; its codes are nearest up to the rounding of
@@ -180,17 +180,17 @@ def test_best_never_loses_more_than_plain_in_any_super_block(name, columns):
         ("q6_k", 0.01771, 0.01637),
     ],
 )
-def test_best_is_better_by_what_was_measured(name, plain, best):
+def test_search_is_better_by_what_was_measured(name, plain, best):
     # a super-block's error varies by some 10 %, so the root mean square over 384 by 0.3 %: 1 %
     x = np.random.default_rng(0).normal(size=(96, 1024)).astype(np.float32)
-    assert relative_rmse(x, name, "plain") == pytest.approx(plain, rel=0.01)
-    assert relative_rmse(x, name, "best") == pytest.approx(best, rel=0.01)
+    assert relative_rmse(x, name, "reference") == pytest.approx(plain, rel=0.01)
+    assert relative_rmse(x, name, "search") == pytest.approx(best, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("name", "digest"), [("q4_k", "7c28fe94dcba3203"), ("q6_k", "9339b6eadf48b91b")]
 )
-def test_best_writes_the_same_bytes_on_every_processor(name, digest):
+def test_search_writes_the_same_bytes_on_every_processor(name, digest):
     # no outside source: recorded on AVX-512, and the same on AVX2 and on AVX without fused
     # multiply-adds; a better search may change it
     data = quantize(inputs()["heavy"], name, importance=importances()["columns"]).tobytes()
@@ -210,16 +210,16 @@ def test_weights_far_above_zero_are_encoded_upside_down(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("encoder", ["best", "plain"])
-def test_neighbours_and_threads_do_not_matter(name, encoder, split_everything):
+@pytest.mark.parametrize("quantizer", ["search", "reference"])
+def test_neighbours_and_threads_do_not_matter(name, quantizer, split_everything):
     x = bell(6, (37, 512))
     weight = np.abs(bell(7, (37, 512)))
     set_num_threads(1)
-    one = quantize(x, name, encoder=encoder, importance=weight).data
+    one = quantize(x, name, quantizer=quantizer, importance=weight).data
     set_num_threads(2)
-    assert np.array_equal(quantize(x, name, encoder=encoder, importance=weight).data, one)
+    assert np.array_equal(quantize(x, name, quantizer=quantizer, importance=weight).data, one)
     # the last super-block alone
-    alone = quantize(x[36, 256:], name, encoder=encoder, importance=weight[36, 256:]).data
+    alone = quantize(x[36, 256:], name, quantizer=quantizer, importance=weight[36, 256:]).data
     assert np.array_equal(alone[0], one[36, FORMATS[name].block_bytes :])
 
 

@@ -52,11 +52,11 @@ def test_block_has_the_published_size(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_writes_the_published_bytes(name):
+def test_reference_writes_the_published_bytes(name):
     for what, x in inputs().items():
         with np.errstate(all="ignore"):
             want = gguf.quants.quantize(x, published(name))
-        assert np.array_equal(quantize(x, name, encoder="plain").data, want), what
+        assert np.array_equal(quantize(x, name, quantizer="reference").data, want), what
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,19 +77,19 @@ def test_weights_are_the_published_ones_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_best_is_read_by_the_published_decoder_and_loses_less(name):
+def test_search_is_read_by_the_published_decoder_and_loses_less(name):
     x = inputs()["normal"]
     qt = quantize(x, name)
     y = gguf.quants.dequantize(qt.data, published(name))
     assert np.array_equal(y, dequantize(qt))
-    plain = dequantize(quantize(x, name, encoder="plain"))
+    plain = dequantize(quantize(x, name, quantizer="reference"))
     best_error, plain_error = (np.square(v.astype(np.float64) - x).sum() for v in (y, plain))
     # squared errors; q8_0 gains least: 0.00506 / 0.00535 of the root, 0.895 squared
     assert best_error < 0.95 * plain_error
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_0"])
-def test_best_keeps_the_sign_of_the_scale(name):
+def test_search_keeps_the_sign_of_the_scale(name):
     # the extreme weight is in reach of code 0 alone: the other end of the codes is one step short
     for sign in (1, -1):
         x = (sign * np.linspace(-0.5, 1, 64)).astype(np.float32)[None]
@@ -101,10 +101,11 @@ def test_best_keeps_the_sign_of_the_scale(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_weights_are_not_cut_off(name):
-    # the largest of 5120 normal numbers is below 5, all scales are below 1e-5: the other formats'
-    # plain encoder writes codes 0; a float16 scale is off by at most 3e-8 here, of 1.5e-7 or more
+    # the largest of 5120 normal numbers is below 5, all scales are below 1e-5: the
+    # reference quantizer of other formats writes codes 0; a float16 scale is off by at most 3e-8
+    # here, of 1.5e-7 or more
     x = inputs()["tiny"]
     assert np.abs(x).max() < 5e-5
-    y = dequantize(quantize(x, name, encoder="plain"))
+    y = dequantize(quantize(x, name, quantizer="reference"))
     assert np.square(y - x).sum() < 0.1 * np.square(x).sum()
-    assert not dequantize(quantize(x, "q8", encoder="plain")).any()
+    assert not dequantize(quantize(x, "q8", quantizer="reference")).any()

@@ -160,7 +160,7 @@ def test_data_is_aligned_to_a_cache_line():
 @pytest.mark.parametrize("name", ["q4_0", "q3h"])
 def test_weights_come_back_from_the_packed_layout_alone(name):
     x = np.random.default_rng(3).standard_normal((37, 330), dtype=np.float32)
-    qt = quantize(x, name, encoder="plain")
+    qt = quantize(x, name, quantizer="reference")
     want = dequantize(qt)
     qt.drop_storage()
     assert not qt.has_storage

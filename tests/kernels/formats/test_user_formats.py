@@ -59,7 +59,7 @@ def test_battery(register, user_class):
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_b16", "bf16"])
 def test_built_in_formats_pass_the_same_battery(name):
-    report = check_format(name, encoder="plain")
+    report = check_format(name, quantizer="reference")
     assert report.bits_per_weight == FORMATS[name].bits_per_weight
 
 
@@ -104,7 +104,7 @@ def test_bfloat16_products(register, columns):
     assert np.array_equal(one[0], out[2])
 
 
-def test_importance_reaches_the_users_encoder(register):
+def test_importance_reaches_the_users_quantizer(register):
     register(NoForm)
     x = weights(8, 64)
     important = np.where(np.arange(64) % 32 < 4, 1000, 1).astype(np.float32)
@@ -234,8 +234,8 @@ def test_an_integer_form_that_says_something_else_is_refused():
 
 def test_the_battery_finds_a_format_whose_result_depends_on_other_rows():
     class Moody(FloatFormat):
-        def quantize_rows(self, x, n_columns, encoder, importance=None):
-            return super().quantize_rows(x * np.float32(len(x)), n_columns, encoder, importance)
+        def quantize_rows(self, x, n_columns, quantizer, importance=None):
+            return super().quantize_rows(x * np.float32(len(x)), n_columns, quantizer, importance)
 
     old = FORMATS["f32"]
     moody = Moody(**{f: getattr(old, f) for f in old.__dataclass_fields__})
@@ -309,7 +309,7 @@ def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
         (f,) = nk.load_formats({str(file)!r})
         w = nk.quantize(np.ones((3, 24), np.float32), f)
         nk.qmatmul(np.ones((1, 24), np.float32), w)
-        kernels = user_code.encoder(f.code), cpu_user_formats._gemm(f.code)
+        kernels = user_code.quantizer(f.code), cpu_user_formats._gemm(f.code)
         print(*(k.stats.cache_hits.total() > 0 for k in kernels))
     """)
     for wanted in ("False False", "True True"):
@@ -343,7 +343,7 @@ def test_a_registered_format_can_be_benchmarked(register):
     assert all(check(case) <= 1 for case in odd)
     speed = measure_speed("base3_b20", (40, 100), 2)
     assert speed["gemv_int8_share_of_read"] > 0
-    assert speed["quantize_best_mweights_per_s"] > 0
+    assert speed["quantize_search_mweights_per_s"] > 0
 
 
 def test_int8_rows_are_widened_to_what_they_stand_for():

@@ -25,7 +25,7 @@ FLOATS = ("f32", "f16", "bf16")
 
 def _tensor(rng: np.random.Generator, format: str, N: int, K: int) -> QuantTensor:
     w = rng.standard_normal((N, K), dtype=np.float32) / np.float32(K**0.5)
-    return quantize(w, format, encoder="plain")
+    return quantize(w, format, quantizer="reference")
 
 
 def _rounded(x: Any) -> Any:
@@ -181,7 +181,7 @@ from nbflow_kernels.cpu import register_tiles
 rng = np.random.default_rng(1)
 x = rng.standard_normal((9, 203), dtype=np.float32)
 w = rng.standard_normal((18, 203), dtype=np.float32)
-half, q4 = (nk.quantize(w, f, encoder="plain") for f in ("f16", "q4"))
+half, q4 = (nk.quantize(w, f, quantizer="reference") for f in ("f16", "q4"))
 results = [
     nk.qmatmul(x, half), nk.qmatmul(x[:1], half), nk.qmatmul(x, half, activations="bf16"),
     nk.qmatmul(x, q4), nk.matmul(x, w),

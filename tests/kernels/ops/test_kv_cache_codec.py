@@ -1,4 +1,4 @@
-"""Codec of cache rows: layouts against the formats, encoder bit for bit, decoder."""
+"""Codec of cache rows: layouts against the formats, quantizer bit for bit, decoder."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_layout_is_that_of_the_weight_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_written_bytes_are_the_plain_encoders(name: str, rng: np.random.Generator) -> None:
+def test_written_bytes_are_the_reference_quantizers(name: str, rng: np.random.Generator) -> None:
     for n in SIZES:
         x = numbers(rng, n)
-        want = nk.quantize(x, name, encoder="plain")
+        want = nk.quantize(x, name, quantizer="reference")
         np.testing.assert_array_equal(written(x, name), want.data, err_msg=f"n = {n}")
 
 

@@ -87,7 +87,7 @@ def stacks() -> dict[str, Any]:
     return {
         "float32": dense,
         "float16": dense.astype(np.float16),
-        "q4": nk.quantize(dense, "q4", encoder="plain"),
+        "q4": nk.quantize(dense, "q4", quantizer="reference"),
         "f16": nk.quantize(dense, "f16"),
     }
 
@@ -150,7 +150,7 @@ def test_segment_wrapper_takes_both_orders() -> None:
 def layer(kind: str) -> Callable[[np.ndarray], np.ndarray]:
     gate_up, down, router = normal(6, 64, 64) / 8, normal(6, 64, 32) / 6, normal(6, 64)
     if kind != "float32":
-        gate_up, down = (nk.quantize(w, kind, encoder="plain") for w in (gate_up, down))
+        gate_up, down = (nk.quantize(w, kind, quantizer="reference") for w in (gate_up, down))
     shared = nk.SharedExpert(normal(64, 64) / 8, normal(64, 32) / 6, gate=normal(64) / 8)
 
     def run(x: np.ndarray) -> np.ndarray:

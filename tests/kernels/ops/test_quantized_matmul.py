@@ -28,7 +28,7 @@ def threads():
 def make(name: str, T: int, N: int, K: int):
     rng = np.random.default_rng(5)
     w = rng.standard_normal((N, K), dtype=np.float32) / np.float32(K**0.5)
-    return rng.standard_normal((T, K), dtype=np.float32), quantize(w, name, encoder="plain")
+    return rng.standard_normal((T, K), dtype=np.float32), quantize(w, name, quantizer="reference")
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

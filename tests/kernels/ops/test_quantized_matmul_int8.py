@@ -62,7 +62,7 @@ def test_error_of_int8_activations(name):
     """
     rng = np.random.default_rng(3)
     x = rng.standard_normal((32, 1024), dtype=np.float32)
-    w = quantize(rng.standard_normal((256, 1024), dtype=np.float32), name, encoder="plain")
+    w = quantize(rng.standard_normal((256, 1024), dtype=np.float32), name, quantizer="reference")
     exact = reference.qmatmul(x, w)
     error = qmatmul(x, w, activations="int8") - exact
     relative = np.sqrt(np.square(error).mean() / np.square(exact).mean())
@@ -76,7 +76,7 @@ def test_one_quantization_serves_several_products_in_one_call_each():
     x = rng.standard_normal((9, 320), dtype=np.float32)
     rows = quantized(x)
     for name in ("q8_0", "q4_b16"):
-        w = quantize(rng.standard_normal((50, 320), dtype=np.float32), name, encoder="plain")
+        w = quantize(rng.standard_normal((50, 320), dtype=np.float32), name, quantizer="reference")
         want = qmatmul(x, w, activations="int8")
         out = np.full((9, 50), np.nan, np.float32)
         with capture() as seen:
@@ -96,7 +96,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
     """Every kernel and tile: GEMV of 1, 4 and 8 rows at a time, once and repeated, and GEMM."""
     rng = np.random.default_rng(6)
     x = rng.standard_normal((36, 512), dtype=np.float32)
-    w = quantize(rng.standard_normal((50, 512), dtype=np.float32), "q4_0", encoder="plain")
+    w = quantize(rng.standard_normal((50, 512), dtype=np.float32), "q4_0", quantizer="reference")
     whole = qmatmul(x, w, activations="int8")
     for n in (1, 2, 4, 5, 8, 9, 12, 13, 32, 33):
         assert np.array_equal(qmatmul(x[:n], w, activations="int8"), whole[:n]), n
@@ -116,7 +116,7 @@ def digest() -> str:
     x = rng.standard_normal((5, 200), dtype=np.float32)
     found = hashlib.sha256()
     for name in FORMATS:
-        w = quantize(rng.standard_normal((33, 200), dtype=np.float32), name, encoder="plain")
+        w = quantize(rng.standard_normal((33, 200), dtype=np.float32), name, quantizer="reference")
         for some in (x, x[:1]):
             found.update(qmatmul(some, w, activations="int8").tobytes())
     return found.hexdigest()

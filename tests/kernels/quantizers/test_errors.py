@@ -13,7 +13,7 @@ from nbflow_kernels.testing.format_table import relative_rmse, sample
 
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, AffineFormat)]
 
-# Relative root mean square error of the published encoders on N(0, 0.02), 4.2 million samples,
+# Relative root mean square error of the published quantizers on N(0, 0.02), 4.2 million samples,
 # three digits.
 PUBLISHED = {
     "q8_b32t1": 0.00465,
@@ -40,19 +40,19 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_plain_loses_what_was_published(name):
+def test_reference_loses_what_was_published(name):
     # 256 * 1024 samples in blocks of 64: the range of a block varies by 12 %, so the root mean
     # square over 4096 blocks by 0.2 %; 1 % is five times that, and covers the published rounding
-    assert relative_rmse(sample(256), name, "plain") == pytest.approx(PUBLISHED[name], rel=0.01)
+    assert relative_rmse(sample(256), name, "reference") == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["q8_b32t1", "q8_b32t2"])
-def test_plain_cuts_tiny_weights_off_and_best_does_not(name):
+def test_reference_cuts_tiny_weights_off_and_search_does_not(name):
     x = np.random.default_rng(0).normal(0, 0.0005, (64, 1024)).astype(np.float32)
     published = {"q8_b32t1": 2.16, "q8_b32t2": 0.80}[name]
     # every block has codes 0; only some escape the cutoff with q8_b32t2: 1 % for 2048 blocks
-    assert relative_rmse(x, name, "plain") == pytest.approx(published, rel=0.01)
-    assert relative_rmse(x, name, "best") < 1.05 * PUBLISHED[name]
+    assert relative_rmse(x, name, "reference") == pytest.approx(published, rel=0.01)
+    assert relative_rmse(x, name, "search") < 1.05 * PUBLISHED[name]
 
 
 def distributions(rng: np.random.Generator, columns: int) -> dict[str, np.ndarray]:
@@ -80,10 +80,10 @@ def distributions(rng: np.random.Generator, columns: int) -> dict[str, np.ndarra
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("columns", [128, 150])
-def test_best_never_loses_more_than_plain_in_any_block(name, columns):
+def test_search_never_loses_more_than_reference_in_any_block(name, columns):
     for what, x in distributions(np.random.default_rng(3), columns).items():
         best = block_errors(x, dequantize(quantize(x, name)), FORMATS[name].block_size)
-        plain_weights = dequantize(quantize(x, name, encoder="plain"))
+        plain_weights = dequantize(quantize(x, name, quantizer="reference"))
         plain = block_errors(x, plain_weights, FORMATS[name].block_size)
         assert np.isfinite(best).all(), what
         # the search compares float32 sums of up to 64 squares: 64 * 6e-8 = 4e-6 of the error;
@@ -100,9 +100,9 @@ def block_errors(x: np.ndarray, y: np.ndarray, block: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "at_most"), [("q4", 0.070), ("q3h", 0.120), ("q2", 0.297)])
-def test_best_is_clearly_better(name, at_most):
+def test_search_is_clearly_better(name, at_most):
     # plain: 0.0782, 0.1344, 0.320; measured for best: 0.0691, 0.119, 0.295
-    assert relative_rmse(sample(64), name, "best") < at_most
+    assert relative_rmse(sample(64), name, "search") < at_most
 
 
 @pytest.mark.parametrize("name", ["q4", "q8", "q4_b16"])
@@ -113,7 +113,7 @@ def test_padding_does_not_count(name):
     y = dequantize(quantize(x, name))
     # step 0.05 (q4), 0.004 (q8), 0.05 and base steps of 0.01 (q4_b16): half a step at most
     assert np.abs(y - x).max() <= {"q4": 0.025, "q8": 0.002, "q4_b16": 0.03}[name]
-    plain = dequantize(quantize(x, name, encoder="plain"))
+    plain = dequantize(quantize(x, name, quantizer="reference"))
     assert np.square(y - x).sum() <= np.square(plain - x).sum() * (1 + 1e-5)
 
 

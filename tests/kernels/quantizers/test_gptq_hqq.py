@@ -40,7 +40,7 @@ def losses(qt: nk.QuantTensor, w: np.ndarray, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", AFFINE)
 def test_grid_is_what_the_decoder_gives(name: str) -> None:
     format, w = FORMATS[name], weights(3)
-    data = nk.quantize(w, name, encoder="plain").data
+    data = nk.quantize(w, name, quantizer="reference").data
     grid, codes = affine_grid(format, data), format.integers(data).codes
     wanted = nk.dequantize(nk.QuantTensor(format, w.shape, data))
     # the decoders round to float32, some of them at every step: 3 roundings of the larger part
@@ -61,8 +61,8 @@ def test_gptq_loses_less_than_rounding(name: str, act_order: bool) -> None:
     gptq = losses(quantize_calibrated(w, name, "gptq", moments, act_order=act_order), w, x)
     squares = moments.matrix.diagonal()
     for other in (
-        quantize_calibrated(w, name, "best", squares),
-        nk.quantize(w, name, encoder="plain"),
+        quantize_calibrated(w, name, "search", squares),
+        nk.quantize(w, name, quantizer="reference"),
     ):
         rounding = losses(other, w, x)
         assert (gptq <= rounding * (1 + 1e-9)).all()  # row by row; float64 sums in another order
@@ -115,7 +115,7 @@ def test_hqq_lowers_its_sum_in_every_block(name: str) -> None:
         error = (decoded.astype(np.float64) - w).reshape(6, -1, format.block_size)
         return lp_errors(error, p)
 
-    plain = sums(quantize_rows(format, w, K, "plain"))
+    plain = sums(quantize_rows(format, w, K, "reference"))
     hqq = sums(hqq_rows(format, w, K))
     # decoded float32 values are off by 2**-23 of errors' size / 1e-3, to the power p
     assert (hqq <= plain * (1 + 1e-4)).all()
@@ -129,7 +129,7 @@ def test_hqq_with_statistics_loses_no_more_than_plain() -> None:
     for statistics in (x.T @ x, np.square(x).sum(axis=0)):
         hqq, plain = (
             nk.dequantize(quantize_calibrated(w, "q3", e, s)).astype(np.float64) - w
-            for e, s in (("hqq", statistics), ("plain", None))
+            for e, s in (("hqq", statistics), ("reference", None))
         )
         full = statistics if statistics.ndim == 2 else np.diag(statistics)
         lost, rounding = (np.einsum("nk,kl,nl->n", e, full, e) for e in (hqq, plain))
@@ -146,7 +146,7 @@ def test_wrong_use() -> None:
         (("q4", "gptq", np.full((K, K), np.nan)), "must be finite"),
         (("q4", "gptq", np.triu(np.ones((K, K)))), "must be symmetric"),
         (("q4", "hqq", -np.ones(K)), "must be finite, >= 0"),
-        (("q4", "gptk", None), "unknown encoder 'gptk'; did you mean 'gptq'"),
+        (("q4", "gptk", None), "unknown quantizer 'gptk'; did you mean 'gptq'"),
     ):
         with pytest.raises(UsageError, match=message):
             quantize_calibrated(w, *arguments)

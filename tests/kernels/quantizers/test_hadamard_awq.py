@@ -78,7 +78,9 @@ def test_scales_lower_the_error_of_planted_inputs() -> None:
         assert found.exponent > 0
         assert len(found.losses) == 20
         scaled = nk.dequantize(nk.quantize(w * found.scales, "q3")) / found.scales
-        best, plain = (nk.dequantize(nk.quantize(w, "q3", encoder=e)) for e in ("best", "plain"))
+        best, plain = (
+            nk.dequantize(nk.quantize(w, "q3", quantizer=e)) for e in ("search", "reference")
+        )
         assert output_error(w, scaled, x) < 0.95 * output_error(w, best, x)
         assert output_error(w, scaled, x) < 0.75 * output_error(w, plain, x)
 
@@ -136,7 +138,7 @@ def test_wrong_use() -> None:
     for arguments, options, message in (
         (("q4", "outliers"), {}, "needs a block format and outliers"),
         (("f16", "outliers"), {"outliers": 0.01}, "needs a block format"),
-        (("q4", "gptq", np.eye(64)), {"outliers": 0.01}, "goes with encoder 'outliers'"),
+        (("q4", "gptq", np.eye(64)), {"outliers": 0.01}, "goes with quantizer 'outliers'"),
         (("q4", "gptq", np.eye(64)), {"damping": 2.0}, r"damping must lie in 0\.\.1"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -38,10 +38,11 @@ def test_important_columns_lose_less(name):
 
 @pytest.mark.parametrize("name", GGML)
 @pytest.mark.parametrize("per_weight", [False, True])
-def test_best_never_loses_more_than_plain_in_any_block(name, per_weight):
+def test_search_never_loses_more_than_reference_in_any_block(name, per_weight):
     importance = np.abs(bell(2, X.shape)) if per_weight else SOME
     plain, best = (
-        errors(name, importance, importance=importance, encoder=e) for e in ("plain", "best")
+        errors(name, importance, importance=importance, quantizer=e)
+        for e in ("reference", "search")
     )
     # as without importance: float32 sums and quotients in the search
     assert np.all(best <= plain * (1 + 3e-5))
@@ -82,14 +83,14 @@ def test_columns_without_importance_are_free(name):
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats_are_rounded_to_nearest_for_any_importance(name):
-    for encoder in ("plain", "best"):
-        weighted = quantize(X, name, encoder=encoder, importance=SOME)
+    for quantizer in ("reference", "search"):
+        weighted = quantize(X, name, quantizer=quantizer, importance=SOME)
         assert np.array_equal(weighted.data, quantize(X, name).data)
 
 
-def test_plain_of_q8_0_is_the_published_one_which_uses_no_importance():
-    weighted = quantize(X, "q8_0", encoder="plain", importance=SOME)
-    assert np.array_equal(weighted.data, quantize(X, "q8_0", encoder="plain").data)
+def test_reference_of_q8_0_is_the_published_one_which_uses_no_importance():
+    weighted = quantize(X, "q8_0", quantizer="reference", importance=SOME)
+    assert np.array_equal(weighted.data, quantize(X, "q8_0", quantizer="reference").data)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,11 @@ def test_plain_of_q8_0_is_the_published_one_which_uses_no_importance():
             TypeError,
             "float32, float16 or float64, got int64",
         ),
-        ({"importance": SOME, "encoder": "plain"}, UsageError, "q4_b32t1a .* knows no importance"),
+        (
+            {"importance": SOME, "quantizer": "reference"},
+            UsageError,
+            "q4_b32t1a .* knows no importance",
+        ),
     ],
 )
 def test_errors_name_what_was_wrong(options, error, message):

@@ -54,7 +54,7 @@ def test_kernel_writes_the_bytes_of_the_numpy_form(name):
     x[2, 1] = -3e38
     x[3] = np.round(x[3] * 16 / scales[3]) / 16  # ties
     want = numpy_plain(format, x.reshape(-1, format.block_size)).reshape(len(x), -1)
-    assert np.array_equal(quantize(x, name, encoder="plain").data, want)
+    assert np.array_equal(quantize(x, name, quantizer="reference").data, want)
 
 
 def test_bytes_do_not_depend_on_threads():
@@ -64,7 +64,7 @@ def test_bytes_do_not_depend_on_threads():
         results = []
         for n in (1, 2):
             set_num_threads(n)
-            results.append(quantize(x, "q4", encoder="plain").data)
+            results.append(quantize(x, "q4", quantizer="reference").data)
     finally:
         set_num_threads(before)
     assert np.array_equal(*results)

@@ -33,19 +33,21 @@ def error(qt, x):
 @pytest.mark.parametrize("name", ["q4", "q3h", "q4_0"])
 def test_planted_weights_are_found_and_kept_exactly(name):
     x, where = planted()
-    qt = quantize(x, name, outliers=0.005, encoder="plain")
+    qt = quantize(x, name, outliers=0.005, quantizer="reference")
     assert qt.outliers is not None
     kept = qt.outliers.to_dense() != 0
     assert kept[where].all()
     assert np.array_equal(dequantize(qt)[kept], x[kept])
     # they stretched the range of every fifteenth block by a factor of 5 to 10
-    assert error(qt, x) < 0.75 * error(quantize(x, name, encoder="plain"), x)
+    assert error(qt, x) < 0.75 * error(quantize(x, name, quantizer="reference"), x)
 
 
 @pytest.mark.parametrize("name", ["q4", "q2"])
 def test_more_outliers_less_error_more_bytes(name):
     x, _ = planted()
-    tensors = [quantize(x, name, outliers=r, encoder="plain") for r in (0, 0.001, 0.005, 0.02)]
+    tensors = [
+        quantize(x, name, outliers=r, quantizer="reference") for r in (0, 0.001, 0.005, 0.02)
+    ]
     errors = [error(qt, x) for qt in tensors]
     assert errors == sorted(errors, reverse=True)
     assert [qt.nbytes for qt in tensors] == sorted(qt.nbytes for qt in tensors)
@@ -62,9 +64,9 @@ def test_no_block_becomes_worse(name):
     x = rng.standard_t(3, (12, 4 * size)).astype(np.float32)  # outliers of every size
     if name == "q4_b16":
         x = np.clip(0.1 * x, -1, 1.5)
-    encoder = "best" if name == "q3h" else "plain"
-    with_outliers = dequantize(quantize(x, name, outliers=0.05, encoder=encoder))
-    without = dequantize(quantize(x, name, encoder=encoder))
+    quantizer = "search" if name == "q3h" else "reference"
+    with_outliers = dequantize(quantize(x, name, outliers=0.05, quantizer=quantizer))
+    without = dequantize(quantize(x, name, quantizer=quantizer))
     a, b = (
         np.square(v - x.astype(np.float64)).reshape(-1, size).sum(1)
         for v in (with_outliers, without)

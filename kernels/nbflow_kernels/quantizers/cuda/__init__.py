@@ -38,7 +38,7 @@ _THREADS = 64
 _DECLARED = "f32* x, i32*? bits, u8* data, i32 T, i32 columns, i64 row_bytes"
 
 
-def quantize(x: Any, format: QuantFormat, encoder: str) -> Any:
+def quantize(x: Any, format: QuantFormat, quantizer: str) -> Any:
     """Return the bytes (rows, row bytes) of weights (rows, columns) on their device.
 
     Raises
@@ -47,10 +47,10 @@ def quantize(x: Any, format: QuantFormat, encoder: str) -> Any:
         If the format has no such quantizer on CUDA devices.
     """
     # a float or user format has one quantizer under both names
-    if encoder != "plain" and not isinstance(format, FloatFormat | UserFormat):
+    if quantizer != "reference" and not isinstance(format, FloatFormat | UserFormat):
         raise UsageError(
-            f"{format.name} has no encoder {encoder!r} on a CUDA device; it has encoder='plain'; "
-            "quantize in host memory and take to_device()"
+            f"{format.name} has no quantizer {quantizer!r} on a CUDA device; "
+            "it has quantizer='reference'; quantize in host memory and take to_device()"
         )
     device = cuda.device_of(x)
     n_blocks = format.row_blocks(x.shape[1])

@@ -1,4 +1,4 @@
-"""Search for the base and scale of each block with the least error (quantizer "best").
+"""Search for the base and scale of each block with the least error (quantizer "search").
 
 Each block tries clipped versions of its range: `a` and `c` quantization steps are cut off below and
 above.  Each range gives codes; least squares gives the base and scale for these codes; both are
@@ -101,7 +101,7 @@ def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
 
 @jit.kernel
 def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
-    """Return (stored base, stored scale, error): the better of `best` and the given ones."""
+    """Return (stored base, stored scale, error): the better of `search` and the given ones."""
     base_value = np.float32(0) if parameters == F16_SCALE else _value(base, parameters, True)
     scale_value = _value(scale, parameters, False)
     finite = abs(base_value) <= F16_MAX and 0 <= scale_value <= F16_MAX
@@ -151,7 +151,7 @@ def _search_block(x, weight, size, low, high, parameters, base, scale, smallest,
 
 @jit.kernel
 def _neighbours(x, weight, size, low, high, parameters, norm, best):
-    """Return the best of `best` and the stored values next to it."""
+    """Return the best of `search` and the stored values next to it."""
     base, scale = best[0], best[1]
     limit = 255 if parameters == U8_PAIR else 0xFFFF
     for i in range(-1, 2):

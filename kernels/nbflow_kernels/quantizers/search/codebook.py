@@ -1,4 +1,4 @@
-"""Search for formats with a table of levels (quantizer "best"); see `two_level_scales`."""
+"""Search for formats with a table of levels (quantizer "search"); see `two_level_scales`."""
 
 from __future__ import annotations
 

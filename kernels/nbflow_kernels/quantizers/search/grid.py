@@ -1,4 +1,4 @@
-"""Search for grid formats (quantizer "best"); see `two_level_scales`.
+"""Search for grid formats (quantizer "search"); see `two_level_scales`.
 
 A group of weights takes the best of the grid points near its magnitudes.  Where only 7 of 8 signs
 are stored and the parity is wrong, the weight with the least loss changes its sign.

@@ -1,4 +1,4 @@
-"""Search for the K-quants (quantizer "best"), 16 super-blocks at a time (one per SIMD lane).
+"""Search for the K-quants (quantizer "search"), 16 super-blocks at a time (one per SIMD lane).
 
 1.  For each sub-block, the best real scale and minimum: clipped ranges give codes, least squares
     gives the line through them.

@@ -1,4 +1,4 @@
-"""Search for formats with a d per block and an integer scale per sub-block (quantizer "best").
+"""Search for formats with a d per block and an integer scale per sub-block (quantizer "search").
 
 Each sub-block tries scales around that of its largest weight; each scale gives codes, and these the
 least squares scale.  The scale with the largest gain is the *ideal* scale of the sub-block.  Then d
