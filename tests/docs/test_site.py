@@ -98,6 +98,12 @@ def test_api_has_every_name(made):
                 assert re.search(rf"^##+ {name}$", page, re.M), name
 
 
+def test_api_has_the_experiments(made):
+    page = made["api_nbflow_experiments.md"]
+    for name in ("tensor_errors", "layer_errors", "attribution", "kv_errors", "Measure"):
+        assert re.search(rf"^##+ {name}$", page, re.M), name
+
+
 def test_api_has_parameters_and_fields(made):
     page = made["api_nbflow.md"]
     load = page.partition("## load\n")[2].partition("\n## ")[0]

@@ -6,10 +6,13 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
+
+from nbflow_kernels.errors import MissingExtraError
 
 FIELDS = ("Parameters", "Other Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes")
 """Sections that hold entries: ``name : type`` and an indented description."""
@@ -17,8 +20,11 @@ FIELDS = ("Parameters", "Other Parameters", "Returns", "Yields", "Raises", "Warn
 ABOUT = {
     "nbflow": "Models, engines and files: what `import nbflow` offers.",
     "nbflow_kernels": "Arrays in, arrays out: what `import nbflow_kernels as nk` offers.",
+    "nbflow_experiments": "Sweeps, measures, scores and analysis, by package.",
     "nbflow_ptx": "CUDA kernels on the CPU: what `import nbflow_ptx` offers.",
 }
+ROOMS = ("analysis", "compare", "scoring", "store", "report", "measures", "config", "sweep")
+"""Packages of `nbflow_experiments`, which exports nothing itself."""
 
 
 def api_page(package: str) -> str:
@@ -29,12 +35,38 @@ def api_page(package: str) -> str:
         lines += [f"## {title}", ""] if title else []
         for name in names:
             lines += _entry(name, getattr(module, name), level=3 if title else 2)
+    if package == "nbflow_experiments":
+        for room in ROOMS:
+            lines += _room(importlib.import_module(f"{package}.{room}"))
     return "\n".join(lines)
+
+
+def _room(package: Any) -> list[str]:
+    """Return the section of a package: its `__all__`, or the public names of its modules."""
+    listed = [
+        name for name in getattr(package, "__all__", ()) if name.islower() or name[0].isupper()
+    ]
+    found = {name: getattr(package, name) for name in listed}
+    found = {name: value for name, value in found.items() if callable(value)}
+    modules = () if found else pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    for info in modules:
+        try:
+            module = importlib.import_module(info.name)
+        except MissingExtraError:  # lm-evaluation-harness, which the site does not need
+            continue
+        for name, value in vars(module).items():
+            own = getattr(value, "__module__", "") == module.__name__
+            if own and not name.startswith("_") and name != "run" and inspect.getdoc(value):
+                found[name] = value
+    lines = [f"## {package.__name__}", "", *_prose(inspect.getdoc(package) or ""), ""]
+    for name, value in sorted(found.items()):
+        lines += _entry(name, value, level=3)
+    return lines
 
 
 def _groups(package: str, module: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield the public names, the kernels' by family."""
-    names = [n for n in module.__all__ if not n.startswith("__")]
+    names = [n for n in getattr(module, "__all__", ()) if not n.startswith("__")]
     names = [n for n in names if not inspect.ismodule(getattr(module, n))]
     if package == "nbflow_kernels":
         from nbflow_kernels.op_registry import FAMILIES

@@ -2,9 +2,9 @@
 
     python3 make.py docs    # builds site/
 
-Pages are docs/*.md, sections of README.md, and pages generated from the command line and the
-docstrings.  Links to files outside docs/ lead into the checkout that site/ lies in, or to
-`extra.source_url` of mkdocs.yml where it is set.  A broken link fails the build.
+Pages are docs/*.md, and pages generated from the command line and the docstrings.  Links to files
+outside docs/ lead into the checkout that site/ lies in, or to `extra.source_url` of mkdocs.yml
+where it is set.  A broken link fails the build.
 """
 
 from __future__ import annotations
@@ -18,58 +18,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "docs"))  # mkdocs imports this file alone
 
-from api_pages import api_page  # noqa: E402
+from api_pages import ABOUT, api_page  # noqa: E402
 from command_line_page import command_line_page  # noqa: E402
 
 log = logging.getLogger("mkdocs.nbflow_hooks")
-
-README_PAGES = {
-    "index.md": (
-        "nbflow",
-        "Two commands",
-        "First tokens",
-        "Models",
-        "Many requests, and a server",
-        "A sweep",
-        "Scoring",
-        "CUDA",
-        "What is not there yet",
-        "Licence",
-    ),
-}
-"""Pages made of sections of README.md."""
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+|`[^`\n]+`", re.S | re.M)
 
 
-def readme_page(titles: tuple[str, ...]) -> str:
-    """Return sections of README.md, with links relative to docs/."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    parts = re.split(r"^(?=##? )", text, flags=re.M)
-    sections = {part.partition("\n")[0].lstrip("# "): part for part in parts if part}
-    page = "".join(sections[title] for title in titles)
-    if not page.startswith("# "):  # a page of its own
-        page = page[1:]
-    return LINK.sub(
-        lambda m: f"{m[1]}[{m[2].removeprefix('docs/')}]({_from_docs(m[1], m[3])})", page
-    )
-
-
-def _from_docs(image: str, target: str) -> str:
-    """Rewrite a link of README.md relative to docs/."""
-    if "://" in target or target.startswith("#"):
-        return target
-    if target.startswith("docs/"):
-        return target.removeprefix("docs/")
-    return target if image else f"../{target}"
-
-
 def made_pages() -> dict[str, str]:
     """Return the generated pages, by name."""
-    pages = {name: readme_page(titles) for name, titles in README_PAGES.items()}
-    pages["command_line.md"] = command_line_page()
-    for package in ("nbflow", "nbflow_kernels", "nbflow_ptx"):
+    pages = {"command_line.md": command_line_page()}
+    for package in ABOUT:
         pages[f"api_{package}.md"] = api_page(package)
     return pages
 

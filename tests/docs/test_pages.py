@@ -1,0 +1,89 @@
+"""Pages for users: what they list exists, and is complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from mpirun import SOURCES
+
+from nbflow import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def page(name: str) -> str:
+    """Return the text of a page."""
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def python_blocks(text: str) -> list[str]:
+    """Return the Python examples of a page."""
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def test_the_readme_fits_two_screens_and_begins_with_a_picture():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.encode()) < 11_000
+    assert "![" in "\n".join(text.splitlines()[:12])
+
+
+def test_the_readme_prints_what_its_example_prints(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = next(block for block in python_blocks(text) if "tensor_errors" in block)
+    exec(compile(example, "README.md", "exec"), {})
+    found = capsys.readouterr().out.splitlines()
+    shown = re.search(r"^```text\n( +stored_bits.*?)```", text, re.S | re.M)[1].splitlines()
+    assert [line.split() for line in found[: len(shown)]] == [line.split() for line in shown]
+
+
+def test_environment_page_lists_the_variables_of_the_code():
+    listed = set(re.findall(r"`(NBFLOW_[A-Z_]+)`", page("environment.md")))
+    used: set[str] = set()
+    for root in (ROOT / "nbflow", *SOURCES[1:]):
+        for path in root.rglob("*.py"):
+            used |= set(re.findall(r"\bNBFLOW_[A-Z_]+\b", path.read_text(encoding="utf-8")))
+    assert listed == used - {"NBFLOW_VOCAB_DIR"}
+
+
+def test_install_page_lists_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    table = re.findall(r"^\| (`.*?`) \|", page("install.md"), re.M)
+    assert {name for row in table for name in re.findall(r"`([\w-]+)`", row)} == set(
+        project["optional-dependencies"]
+    )
+
+
+def test_notebooks_page_lists_every_notebook():
+    listed = re.findall(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", page("notebooks.md"))
+    assert sorted(listed) == sorted(p.name for p in (ROOT / "notebooks").glob("*.ipynb"))
+    for name in listed:
+        assert json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
+
+
+@pytest.mark.parametrize("name", ["get_started", "choosing_a_format", "memory", "troubleshooting"])
+def test_commands_exist(name):
+    for command in re.findall(
+        r"(?:^    (?:mpirun -n \d+ )?|`)nbflow ([a-z]+)\b", page(f"{name}.md"), re.M
+    ):
+        assert command in cli.COMMANDS
+
+
+def test_example_of_first_steps_prints_what_the_page_says(capsys):
+    (example,) = python_blocks(page("get_started.md"))
+    exec(compile(example, "get_started.md", "exec"), {})
+    bits, difference = map(float, capsys.readouterr().out.split())
+    assert bits == 4.5
+    assert difference == pytest.approx(0.0054, rel=0.05)  # the page says "about"
+
+
+def test_examples_with_pytorch_run():
+    torch = pytest.importorskip("torch", reason="PyTorch is no dependency, not even of the tests")
+    space = {"tensor": torch.ones(3)}
+    for block in python_blocks(page("torch.md")):
+        exec(compile(block, "torch.md", "exec"), space)
+    assert float(space["error"]) < 6  # 32 * 0.12 (error of q3h) / sqrt(pi / 2) = 3.1
