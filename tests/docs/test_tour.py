@@ -1,4 +1,4 @@
-"""The Llama built from `nbflow_kernels` alone generates the engine's tokens, on one and two ranks."""
+"""The Llama of `notebooks/` built from `nbflow_kernels` alone generates the engine's tokens."""
 
 from __future__ import annotations
 
