@@ -51,7 +51,7 @@ def test_draws_from_logits_follow_the_softmax(op: str, filters: Any, options: An
     mask = np.ones(len(probs), bool)
     if filters:
         k, p = filters
-        mask = reference._keep(probs, top_k=k, top_p=p, k_first=not options)
+        mask = reference._keep(probs, top_k=k, top_p=p, **options)
     check_frequencies(draws(getattr(nk, op), LOGITS, *filters, **options), frequencies(probs, mask))
 
 
