@@ -322,7 +322,7 @@ def swigluoai_and_mul(
         True: gate in the even columns, up in the odd ones, as gpt-oss stores its weights.
         False: gate in columns [0, I), up in columns [I, 2 * I).
     out
-        As in `glu`, as are the result and the errors.
+        As in `glu`; so are the result and the errors.
 
     References
     ----------

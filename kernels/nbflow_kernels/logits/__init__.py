@@ -147,7 +147,7 @@ def token_log_probs(
     Parameters
     ----------
     logits, temperature, logits_soft_cap
-        As in `log_softmax`, as are the errors.
+        As in `log_softmax`; so are the errors.
     ids : array of int32, shape (B,) or (B, K)
         The tokens to look up in each row, 0..V - 1.
 
@@ -233,7 +233,7 @@ def top1_agreement(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32])
     Parameters
     ----------
     logits_p, logits_q
-        As in `kl_divergence`, as are the errors.
+        As in `kl_divergence`; so are the errors.
 
     Returns
     -------

@@ -107,7 +107,7 @@ def gemma_rmsnorm(
     Parameters
     ----------
     x, out
-        As in `rmsnorm`, as are the result and the errors.
+        As in `rmsnorm`; so are the result and the errors.
     weight : array of float32, shape (E,) or, for three axes, (H, E)
         Scale for each column, minus one, as Gemma's checkpoints store it.  GGUF files hold the
         sum; use `rmsnorm` for them.
@@ -142,7 +142,7 @@ def layernorm(
     Parameters
     ----------
     x, weight, out
-        As in `rmsnorm`, as are the result and the errors.
+        As in `rmsnorm`; so are the result and the errors.
     bias : array of float32, shape as for `weight`, optional
         Shift for each column; none is a shift of zero.
     eps : float
@@ -189,7 +189,7 @@ def fused_add_rmsnorm(
     residual : array of float32, shape of `x`
         The residual stream; becomes ``residual + x``.
     weight, eps, offset
-        As in `rmsnorm`, as are the errors.
+        As in `rmsnorm`; so are the errors.
 
     See Also
     --------
@@ -223,7 +223,7 @@ def gemma_fused_add_rmsnorm(
     Parameters
     ----------
     x, residual
-        As in `fused_add_rmsnorm`, as are the errors.
+        As in `fused_add_rmsnorm`; so are the errors.
     weight, eps
         As in `gemma_rmsnorm`.
 
@@ -255,7 +255,7 @@ def fused_add_layernorm(
     Parameters
     ----------
     x, residual
-        As in `fused_add_rmsnorm`, as are the errors.
+        As in `fused_add_rmsnorm`; so are the errors.
     weight, bias, eps
         As in `layernorm`.
 
@@ -291,7 +291,7 @@ def l2norm(
     Parameters
     ----------
     x, out
-        As in `rmsnorm`, as are the result and the errors.
+        As in `rmsnorm`; so are the result and the errors.
     eps : float
         Added to the sum of squares before the root, in the units of ``x ** 2``.
 
@@ -328,7 +328,7 @@ def linear_norm(
     Parameters
     ----------
     x, out
-        As in `rmsnorm`, as are the result and the errors.
+        As in `rmsnorm`; so are the result and the errors.
     scale : float, optional
         The factor; the square root of E unless given.
 

@@ -108,7 +108,7 @@ def apply_no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, ngram_size: 
     Parameters
     ----------
     logits, token_ids, indptr
-        As in `apply_penalties`, as are the result and the errors.
+        As in `apply_penalties`; so are the result and the errors.
     ngram_size : int or array of integers, shape (B,)
         The n of the n-grams; 1 forbids every token that occurred, 0 nothing.
 
@@ -186,7 +186,7 @@ def apply_dry_penalty(
     Parameters
     ----------
     logits, token_ids, indptr
-        As in `apply_penalties`, as are the result and the errors.
+        As in `apply_penalties`; so are the result and the errors.
     multiplier : float or array, shape (B,)
         Penalty of a repetition of the allowed length, not negative; 0 switches it off.
     base : float or array, shape (B,)
@@ -282,7 +282,7 @@ def mask_token_ids(logits: Any, token_ids: Any, indptr: Any, *, keep: bool = Fal
     Parameters
     ----------
     logits, token_ids, indptr
-        As in `apply_logit_bias`, as are the result and the errors.
+        As in `apply_logit_bias`; so are the result and the errors.
     keep : bool
         Keep the listed tokens and mask the others; a row without a list stays as it is.
 

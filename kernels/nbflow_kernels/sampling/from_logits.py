@@ -149,7 +149,7 @@ def top_k_top_p_sampling_from_logits(
     Parameters
     ----------
     logits, temperature, seed, offset, indices
-        As in `sampling_from_logits`, as are the result and the errors.
+        As in `sampling_from_logits`; so are the result and the errors.
     top_k, top_p, filter_apply_order
         As in `top_k_top_p_sampling_from_probs`.
 
@@ -272,7 +272,7 @@ def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
     n : float or array, shape (B,)
         Number of deviations, not negative; 0 disables the filter, as in llama.cpp.
     out
-        As in `top_k_mask_logits`, as are the result and the errors.
+        As in `top_k_mask_logits`; so are the result and the errors.
 
     References
     ----------

@@ -79,7 +79,7 @@ def top_k_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the result and the errors.
+        As in `sampling_from_probs`; so are the result and the errors.
     top_k : int or array of integers, shape (B,)
         Number of tokens to keep, at least 1; V or more keeps all.
 
@@ -101,7 +101,7 @@ def top_p_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the result and the errors.
+        As in `sampling_from_probs`; so are the result and the errors.
     top_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1; the token that crosses it is kept.
 
@@ -123,7 +123,7 @@ def min_p_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the result and the errors.
+        As in `sampling_from_probs`; so are the result and the errors.
     min_p : float or array, shape (B,)
         Least ratio to the row's largest probability, 0..1.
 
@@ -152,7 +152,7 @@ def top_k_top_p_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the result and the errors.
+        As in `sampling_from_probs`; so are the result and the errors.
     top_k, top_p
         As in `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
     filter_apply_order : str
@@ -180,7 +180,7 @@ def typical_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the result and the errors.
+        As in `sampling_from_probs`; so are the result and the errors.
     typical_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1; the token that crosses it is kept.  1 keeps all.
 
@@ -221,7 +221,7 @@ def tail_free_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the result and the errors.
+        As in `sampling_from_probs`; so are the result and the errors.
     z : float or array, shape (B,)
         Share of the second differences to keep, 0..1; 1 keeps all.
     first_counts : bool
@@ -270,7 +270,7 @@ def mirostat_sampling_from_probs(
     Parameters
     ----------
     probs, seed, offset, indices
-        As in `sampling_from_probs`, as are the errors.
+        As in `sampling_from_probs`; so are the errors.
     mu : float or array, shape (B,)
         The cut in bits; ``2 * tau`` before the first token, then the second result of the last
         call.

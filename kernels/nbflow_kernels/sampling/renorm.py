@@ -56,7 +56,7 @@ def top_p_renorm_probs(probs: Any, top_p: Any, *, out: Any = None) -> Any:
     Parameters
     ----------
     probs, out
-        As in `top_k_renorm_probs`, as are the result and the errors.
+        As in `top_k_renorm_probs`; so are the result and the errors.
     top_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1.
 
@@ -76,7 +76,7 @@ def min_p_renorm_probs(probs: Any, min_p: Any, *, out: Any = None) -> Any:
     Parameters
     ----------
     probs, out
-        As in `top_k_renorm_probs`, as are the result and the errors.
+        As in `top_k_renorm_probs`; so are the result and the errors.
     min_p : float or array, shape (B,)
         Least ratio to the row's largest probability, 0..1.
 
@@ -96,7 +96,7 @@ def typical_renorm_probs(probs: Any, typical_p: Any, *, out: Any = None) -> Any:
     Parameters
     ----------
     probs, out
-        As in `top_k_renorm_probs`, as are the result and the errors.
+        As in `top_k_renorm_probs`; so are the result and the errors.
     typical_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1; see `typical_sampling_from_probs`.
 
@@ -118,7 +118,7 @@ def tail_free_renorm_probs(
     Parameters
     ----------
     probs, out
-        As in `top_k_renorm_probs`, as are the result and the errors.
+        As in `top_k_renorm_probs`; so are the result and the errors.
     z : float or array, shape (B,)
         Share of the second differences to keep, 0..1; see `tail_free_sampling_from_probs`.
     first_counts : bool
@@ -151,7 +151,7 @@ def xtc_renorm_probs(
     Parameters
     ----------
     probs, out
-        As in `top_k_renorm_probs`, as are the result and the errors.
+        As in `top_k_renorm_probs`; so are the result and the errors.
     probability : float or array, shape (B,)
         Probability of dropping tokens, 0..1; otherwise the row is only divided by its sum.
     threshold : float or array, shape (B,)
