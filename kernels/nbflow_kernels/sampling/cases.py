@@ -73,7 +73,7 @@ def _mirostat(name: str, B: int, V: int, **options: Any) -> OpCase:
     return replace(case, exact=False, atol=1e-12, reason=EXACT + ", in any order")
 
 
-_JOINT = {"filter_apply_order": "joint"}
+_JOINT: dict[str, Any] = {"filter_apply_order": "joint"}
 
 
 def _column(*values: float) -> np.ndarray:

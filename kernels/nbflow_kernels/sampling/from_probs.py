@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda, on_device, on_host
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_device, on_host, per_row
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.argument_checks import (
     NOT_PROBS,
     check_valid,
     limits_of,
-    per_row,
     rows_of,
     streams,
 )
