@@ -24,6 +24,16 @@ def empty(like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
     return device_of(like).empty(shape, dtype)
 
 
+def output(
+    like: Any, shape: tuple[int, ...], out: Any, dtype: Any = np.float32, *, rows: bool = False
+) -> Any:
+    """Return `out` after its check (`check_array`), or a new array on the device of `like`."""
+    if out is None:
+        return empty(like, shape, dtype)
+    check_array("out", out, shape, dtype, rows=rows)
+    return out
+
+
 def on_device(array: Any, like: Any) -> Any:
     """Return `array` on the device of `like`: itself, or a copy of an array on the host."""
     if is_cuda(array):
@@ -143,3 +153,34 @@ def check_array(
     inner = array[:1] if rows else array
     if not inner.flags.c_contiguous:
         raise UsageError(f"{name} must be C-contiguous; pass numpy.ascontiguousarray({name})")
+
+
+def check_rows(name: str, array: Any) -> None:
+    """Raise unless `array` is float32 (B, V) with V >= 1."""
+    check_array(name, array, (None, None))
+    if array.shape[1] == 0:
+        raise UsageError(f"{name} must have at least one column, got shape {array.shape}")
+
+
+def check_ids(name: str, ids: Any, n: int, meaning: str) -> None:
+    """Raise unless indices are in 0..n - 1; on a device they are not checked: it would wait."""
+    if not is_cuda(ids) and ids.size and (ids.min() < 0 or ids.max() >= n):
+        wrong = ids[(ids < 0) | (ids >= n)][0]
+        raise UsageError(f"{name} must be in 0..{n - 1}, {meaning}, got {wrong}")
+
+
+def per_row(name: str, value: Any, B: int) -> Any:
+    """Return one float64 per row from a number or an array of shape (B,)."""
+    array = np.asarray(on_host(value), np.float64)
+    if array.shape not in ((), (B,)):
+        raise UsageError(f"{name} must be a number or have shape ({B},), got {array.shape}")
+    return np.broadcast_to(array, B)
+
+
+def temperatures(value: Any, B: int) -> Any:
+    """Return one positive float32 per row; None is 1."""
+    scale = per_row("temperature", 1.0 if value is None else value, B)
+    # the reciprocal of a smaller number overflows
+    if not ((scale >= np.finfo(np.float32).tiny) & np.isfinite(scale)).all():
+        raise UsageError(f"temperature must be positive, got {scale.min()}; for 0 use argmax")
+    return scale.astype(np.float32)

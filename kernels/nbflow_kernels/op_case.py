@@ -7,7 +7,7 @@ name and parameters) and `cases.py` with a list `CASES` of `OpCase`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,11 @@ class OpCase:
     """Distinguishing name, e.g. ``odd_rows`` or ``llama2_7b``."""
     inputs: Callable[[np.random.Generator], dict[str, Any]]
     """Makes the keyword arguments of the call."""
-    rtol: float
+    rtol: float = 0.0
     """Relative tolerance against the float64 reference."""
-    atol: float
+    atol: float = 0.0
     """Absolute tolerance against the float64 reference."""
-    reason: str
+    reason: str = ""
     """Reason for the tolerance: dtype, length of the sums."""
     n_bytes: int = 0
     """Bytes that must be read and written at least once; 0 if the case is not for timing."""
@@ -41,7 +41,7 @@ class OpCase:
     """Names of array arguments that stay in host memory when the others are on a device."""
     exact: bool = False
     """Compare bit for bit (copies, integer results) instead of with a tolerance."""
-    timed: bool = field(default=False)
+    timed: bool = False
     """True if the benchmark times this case (a real model's shape)."""
     device_only: bool = False
     """True if only the benchmark of CUDA devices times it."""

@@ -115,7 +115,7 @@ def test_appending_moves_16_bytes_at_once() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_samplers_stay_in_registers(arch: str) -> None:
     """1024 threads per row have 64 registers each."""
-    for kernel in (sampling.sample_kernel, sampling.sample_logits_kernel):
+    for kernel in (sampling.sample.kernel, sampling.sample_logits.kernel):
         found = facts(kernel, arch)
         assert found.registers is not None
         assert found.registers <= 64

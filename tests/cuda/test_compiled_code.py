@@ -23,9 +23,9 @@ HALVES = ", i32 gate, i32 up"
 # kernel, bytes of its accesses besides those of 16, most registers
 HOT: dict[str, tuple[Any, set[int], int]] = {
     # a row of 4096: 256 threads with 16 numbers each, twice where there is a residual
-    "rmsnorm": (lambda: norm._rms(256, 4, True), set(), 64),
-    "rmsnorm of heads": (lambda: norm._rms(32, 4, True), set(), 64),
-    "layernorm": (lambda: norm._layer(256, 4, True), set(), 64),
+    "rmsnorm": (lambda: norm._instance("rms", 256, 4, True), set(), 64),
+    "rmsnorm of heads": (lambda: norm._instance("rms", 32, 4, True), set(), 64),
+    "layernorm": (lambda: norm._instance("layer", 256, 4, True), set(), 64),
     "SwiGLU": (lambda: activation._kernel("gated", "Silu", True, HALVES), set(), 32),
     "GeGLU": (lambda: activation._kernel("gated", "GeluTanh", True, HALVES), set(), 32),
     "GELU": (lambda: activation._kernel("plain", "Gelu", True, ""), set(), 32),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.activation import cpu, cuda
-from nbflow_kernels.arrays import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError, unknown_name
 
 __all__ = [
@@ -178,10 +178,7 @@ def _elementwise(name: str) -> Activation:
 
     def apply(x: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> Any:
         check_array("x", x, (None,) * max(1, getattr(x, "ndim", 1)))
-        if out is None:
-            out = empty(x, x.shape)
-        else:
-            check_array("out", out, x.shape)
+        out = output(x, x.shape, out)
         if x.size:
             rows = (-1, x.shape[-1])
             (cuda if is_cuda(x) else cpu).elementwise(x.reshape(rows), name, out.reshape(rows))
@@ -217,11 +214,7 @@ def _halves(x: Any, out: Any) -> tuple[Any, Any, Any, Any]:
     columns = x.shape[-1]
     if columns % 2:
         raise UsageError(f"x must have shape (..., 2 * I), gate and up columns, got {x.shape}")
-    shape = (*x.shape[:-1], columns // 2)
-    if out is None:
-        out = empty(x, shape)
-    else:
-        check_array("out", out, shape)
+    out = output(x, (*x.shape[:-1], columns // 2), out)
     variant = cuda if is_cuda(x) else cpu
     if ndim == 2:
         return variant, x, out, out
@@ -328,20 +321,8 @@ def swigluoai_and_mul(
     interleaved : bool
         True: gate in the even columns, up in the odd ones, as gpt-oss stores its weights.
         False: gate in columns [0, I), up in columns [I, 2 * I).
-    out : array of float32, shape (..., I), optional
-        Output array; it must not overlap `x`.
-
-    Returns
-    -------
-    array of float32, shape (..., I)
-        `out` if given, else a new array on the device of `x`.
-
-    Raises
-    ------
-    UsageError
-        If `x` has an odd number of columns, `out` another shape, or `limit` is not positive.
-    TypeError
-        If `x` or `out` is not a float32 array.
+    out
+        As in `glu`; so are the result and the errors.
 
     References
     ----------

@@ -7,7 +7,6 @@ tanh form of GELU), or with the normal distribution function (GELU).
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
@@ -37,9 +36,7 @@ GATED = {**ACTIVATIONS, "swigluoai": (CLAMPED, *OAI)}
 """Functions of a gate; the last one takes gate and up projection together."""
 
 
-def glu(
-    x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
-) -> None:
+def glu(x, activation, gate_first, out):
     """Compute `nbflow_kernels.glu` with any of `GATED`; rows of `x` and `out` may be strided."""
     hold(x)
     first = address_of(x)
@@ -48,13 +45,7 @@ def glu(
     _run(GATED[activation], gate, up, x.strides[0], False, out)
 
 
-def swigluoai_and_mul(
-    x: NDArray[np.float32],
-    alpha: float,
-    limit: float,
-    interleaved: bool,
-    out: NDArray[np.float32],
-) -> None:
+def swigluoai_and_mul(x, alpha, limit, interleaved, out):
     """See `nbflow_kernels.swigluoai_and_mul`."""
     hold(x)
     gate = address_of(x)
@@ -62,36 +53,20 @@ def swigluoai_and_mul(
     _run((CLAMPED, alpha, limit), gate, up, x.strides[0], interleaved, out)
 
 
-def elementwise(x: NDArray[np.float32], activation: str, out: NDArray[np.float32]) -> None:
+def elementwise(x, activation, out):
     """Apply one of `ACTIVATIONS` to every element."""
     hold(x)
     _run(ACTIVATIONS[activation], address_of(x), 0, x.strides[0], False, out)
 
 
-def _run(
-    activation: Activation,
-    gate: int,
-    up: int,
-    row_bytes: int,
-    interleaved: bool,
-    out: NDArray[np.float32],
-) -> None:
+def _run(activation, gate, up, row_bytes, interleaved, out):
     """Divide the rows of `out` (T, I) among the threads; `up` is 0 without a gate."""
     T, width = out.shape
     hold(out)
     parallel_for(
-        _activate,
-        T,
-        T * width * _COST,
-        gate,
-        up,
-        row_bytes,
-        interleaved,
-        address_of(out),
-        out.strides[0],
-        width,
-        *activation,
-    )
+        _activate, T, T * width * _COST,
+        gate, up, row_bytes, interleaved, address_of(out), out.strides[0], width, *activation,
+    )  # fmt: skip
 
 
 @jit.device_function(inline="llvm")

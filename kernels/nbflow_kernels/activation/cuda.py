@@ -6,18 +6,11 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
-from nbflow_kernels.activation.cpu import OAI
+from nbflow_kernels.activation.cpu import ACTIVATIONS, OAI
 
 _THREADS = 128
-FUNCTIONS = {
-    "silu": "Silu",
-    "gelu": "Gelu",
-    "gelu_tanh": "GeluTanh",
-    "gelu_quick": "GeluQuick",
-    "relu": "Relu",
-    "relu2": "Relu2",
-    "sigmoid": "Sigmoid",
-}
+FUNCTIONS = {name: name.title().replace("_", "") for name in ACTIVATIONS}
+"""Function to its class in `functions.cuh`, e.g. ``GeluTanh``."""
 
 
 @functools.cache

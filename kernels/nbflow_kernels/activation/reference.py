@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,39 +79,18 @@ def glu(x: Any, activation: str = "sigmoid", *, gate_first: bool = False) -> NDA
     return _times(_FUNCTIONS[activation](gate), up)
 
 
-def silu_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.silu_and_mul`."""
-    return glu(x, "silu", gate_first=True)
+def _and_mul(name: str) -> Callable[[Any], NDArray[np.float64]]:
+    """Return the gated form of a function, with the gate first."""
+    return lambda x: glu(x, name, gate_first=True)
 
 
-def gelu_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.gelu_and_mul`."""
-    return glu(x, "gelu", gate_first=True)
-
-
-def gelu_tanh_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    return glu(x, "gelu_tanh", gate_first=True)
-
-
-def gelu_quick_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.gelu_quick_and_mul`."""
-    return glu(x, "gelu_quick", gate_first=True)
-
-
-def relu_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.relu_and_mul`."""
-    return glu(x, "relu", gate_first=True)
-
-
-def relu2_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.relu2_and_mul`."""
-    return glu(x, "relu2", gate_first=True)
-
-
-def sigmoid_and_mul(x: Any) -> NDArray[np.float64]:
-    """See `nbflow_kernels.sigmoid_and_mul`."""
-    return glu(x, "sigmoid", gate_first=True)
+silu_and_mul = _and_mul("silu")
+gelu_and_mul = _and_mul("gelu")
+gelu_tanh_and_mul = _and_mul("gelu_tanh")
+gelu_quick_and_mul = _and_mul("gelu_quick")
+relu_and_mul = _and_mul("relu")
+relu2_and_mul = _and_mul("relu2")
+sigmoid_and_mul = _and_mul("sigmoid")
 
 
 def swigluoai_and_mul(

@@ -75,17 +75,7 @@ def in_order(cases: list[OpCase]) -> list[OpCase]:
 
 
 def limits(cupy: Any, repeats: int, copy_bytes: int = 1 << 30) -> dict[str, Any]:
-    """Return the device's name and its peak copy and matmul rates.
-
-    Parameters
-    ----------
-    cupy : module
-        CuPy.
-    repeats : int
-        Samples.
-    copy_bytes : int
-        What is copied to measure the bandwidth.
-    """
+    """Return the device's name and its peak copy and matmul rates."""
     found: dict[str, Any] = {"device": describe(cupy)}
     bandwidth, why = _attempt(lambda: copy_bandwidth(cupy, repeats, copy_bytes))
     found["copy_bytes_per_s"], found["copy_error"] = bandwidth, why

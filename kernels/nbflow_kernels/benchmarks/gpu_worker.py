@@ -40,15 +40,7 @@ _END = ""
 
 
 class Worker:
-    """Worker process.
-
-    Parameters
-    ----------
-    command : sequence of str
-        Command line.
-    job : dict
-        Its input; see `work`.
-    """
+    """Worker process that runs a command on a job (see `work`)."""
 
     def __init__(self, command: Sequence[str], job: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -99,24 +91,10 @@ def supervise(
     silence_s: float = SILENCE_S,
     command: Sequence[str] = COMMAND,
 ) -> dict[str, Any]:
-    """Measure the cases in worker processes; return the report.
+    """Measure the cases in worker processes that run `command`; return the report.
 
-    Parameters
-    ----------
-    cases : list of OpCase
-        Timed cases, in order.
-    repeats : int
-        Samples per case.
-    each : callable
-        Is given the report after every row.
-    formats : sequence of str
-        Files that register weight formats.
-    budget_s : float
-        When to begin no further case.
-    silence_s : float
-        How long to wait for a case.
-    command : sequence of str
-        Starts a process that does `work`.
+    `each` gets the report after every row.  After `budget_s` no case is begun; a worker that is
+    silent for `silence_s` is replaced.
     """
     started = time.perf_counter()
     report: dict[str, Any] = {"seconds": 0.0, "rows": []}
@@ -173,17 +151,10 @@ def _watch(
 
 
 def work(job: dict[str, Any], cupy: Any, say: Callable[[dict[str, Any]], None]) -> None:
-    """Measure the cases of a job, and say what `bench_gpu.events` yields.
+    """Measure the cases of a job, and pass to `say` what `gpu.events` yields.
 
-    Parameters
-    ----------
-    job : dict
-        ``cases``, their ids; ``repeats``; ``limits``, if they are known; ``formats``, files that
-        register weight formats.
-    cupy : module
-        CuPy.
-    say : callable
-        Is given each event.
+    A job holds ``cases``, their ids; ``repeats``; ``limits``, if they are known; ``formats``, files
+    that register weight formats.
     """
     for file in job["formats"]:
         nbflow_kernels.load_formats(file)

@@ -42,14 +42,7 @@ def stored(x: NDArray[np.float64], format: str) -> NDArray[np.float64]:
 
 @functools.cache
 def attention_error(format: str, *, values: bool = True) -> float:
-    """Return the relative error of attention over a cache in a format.
-
-    Parameters
-    ----------
-    format : str
-        Name of the format, as `kv_format` takes it.
-    values : bool
-        Quantize the values too, not only the keys.
+    """Return the relative error of attention over a cache with keys (and `values`) in a format.
 
     Examples
     --------

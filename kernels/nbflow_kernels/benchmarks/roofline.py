@@ -158,12 +158,7 @@ class ReadProbe:
         Bytes of a pass, rounded down to a multiple of 256 KB; by default `PROBE_BYTES`, several
         times the last cache.
     threads : int, optional
-        Number of threads; by default those of the calling thread's pool.
-
-    Raises
-    ------
-    UsageError
-        If `threads` is not between 1 and 1024.
+        As in `compute_peak`.
 
     Attributes
     ----------
@@ -198,23 +193,10 @@ class ReadProbe:
 
 
 def read_bandwidth(threads: int | None = None) -> float:
-    """Measure the bandwidth of reading memory.
+    """Measure the bandwidth of reading memory, in bytes per second; threads as in `compute_peak`.
 
-    Parameters
-    ----------
-    threads : int, optional
-        Number of threads; by default those of the calling thread's pool.
-
-    Returns
-    -------
-    float
-        Bytes per second: 384 MB of float32 summed by a compiled loop, the fastest of five passes
-        after one that touches the pages and compiles.
-
-    Raises
-    ------
-    UsageError
-        If `threads` is not between 1 and 1024.
+    384 MB of float32 are summed by a compiled loop; the fastest of five passes counts, after one
+    that touches the pages and compiles.
 
     Examples
     --------

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, check_ids, is_cuda, output
 from nbflow_kernels.embedding import cpu, cuda
-from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats import QuantTensor
@@ -70,13 +69,8 @@ def embedding(
     if not _is_quantized(table):
         check_array("table", table, (None, None), (np.float32, np.float16, np.uint16))
     V, E = table.shape
-    if not is_cuda(ids) and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
-        wrong = next(i for i in ids.tolist() if not 0 <= i < V)
-        raise UsageError(f"ids must be in 0..{V - 1}, the vocabulary has {V} tokens, got {wrong}")
-    if out is None:
-        out = empty(ids, (ids.shape[0], E))
-    else:
-        check_array("out", out, (ids.shape[0], E))
+    check_ids("ids", ids, V, f"the vocabulary has {V} tokens")
+    out = output(ids, (ids.shape[0], E), out)
     (cuda if is_cuda(ids) else cpu).embedding(ids, table, float(scale), out)
     return out
 

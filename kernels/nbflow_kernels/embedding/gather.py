@@ -26,18 +26,9 @@ def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.flo
 
     Rows of `out` may be strided; nothing is checked.
     """
-    parallel_for(
-        _gather,
-        len(ids),
-        float(out.size),
-        ids,
-        address_of(table),
-        table.strides[0],
-        _KINDS[table.dtype.name],
-        table.shape[1],
-        address_of(out),
-        out.strides[0],
-    )
+    source = address_of(table), table.strides[0], _KINDS[table.dtype.name], table.shape[1]
+    target = address_of(out), out.strides[0]
+    parallel_for(_gather, len(ids), float(out.size), ids, *source, *target)
 
 
 @jit.kernel

@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
-from nbflow_kernels.cuda import to_host
+from nbflow_kernels.arrays import (
+    check_array,
+    check_ids,
+    check_rows,
+    empty,
+    is_cuda,
+    output,
+    temperatures,
+)
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.logits import cpu, cuda
 
 __all__ = [
-    "kl_divergence",
-    "log_softmax",
-    "masked_softmax",
-    "soft_cap",
-    "token_log_probs",
+    "kl_divergence", "log_softmax", "masked_softmax", "soft_cap", "token_log_probs",
     "top1_agreement",
-]
+]  # fmt: skip
 
 
 def soft_cap(
@@ -70,7 +73,7 @@ def soft_cap(
     check_array("logits", logits, (None,) * max(1, getattr(logits, "ndim", 1)))
     if not (cap > 0 and np.isfinite(cap)):
         raise UsageError(f"cap must be positive, got {cap}")
-    out = _output(logits, out)
+    out = output(logits, logits.shape, out)
     (cuda if is_cuda(logits) else cpu).soft_cap(logits, float(cap), out)
     return out
 
@@ -121,9 +124,9 @@ def log_softmax(
     >>> log_softmax(np.array([[0.0, 0.0, -np.inf]], np.float32)).round(4)
     array([[-0.6931, -0.6931,    -inf]], dtype=float32)
     """
-    _check_rows("logits", logits)
-    scale, cap = _temperature(temperature, len(logits)), _cap(logits_soft_cap)
-    out = _output(logits, out)
+    check_rows("logits", logits)
+    scale, cap = temperatures(temperature, len(logits)), _cap(logits_soft_cap)
+    out = output(logits, logits.shape, out)
     (cuda if is_cuda(logits) else cpu).log_softmax(logits, scale, cap, out)
     return out
 
@@ -143,27 +146,15 @@ def token_log_probs(
 
     Parameters
     ----------
-    logits : array of float32, shape (B, V)
-        One row per token; -inf excludes a token of the vocabulary.
+    logits, temperature, logits_soft_cap
+        As in `log_softmax`; so are the errors.
     ids : array of int32, shape (B,) or (B, K)
-        The tokens to look up in each row.
-    temperature : float or array, shape (B,), optional
-        T: capped logits are divided by it; positive.
-    logits_soft_cap : float, optional
-        C; None or 0 for no cap.
+        The tokens to look up in each row, 0..V - 1.
 
     Returns
     -------
     array of float64, shape of `ids`
         Natural logarithms; NaN for a row with a NaN or +inf, or with nothing above -inf.
-
-    Raises
-    ------
-    UsageError
-        If a shape does not fit, an id is outside the vocabulary, a temperature is not positive
-        or a cap negative.
-    TypeError
-        If an array has another dtype.
 
     Examples
     --------
@@ -173,13 +164,11 @@ def token_log_probs(
     >>> token_log_probs(logits, np.array([1, 0], np.int32)).round(4)
     array([-0.2877, -0.6931])
     """
-    _check_rows("logits", logits)
+    check_rows("logits", logits)
     B, V = logits.shape
     check_array("ids", ids, (B, None) if getattr(ids, "ndim", 1) == 2 else (B,), np.int32)
-    if not is_cuda(ids) and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
-        wrong = ids[(ids < 0) | (ids >= V)][0]
-        raise UsageError(f"ids must be in 0..{V - 1}, the columns of logits, got {wrong}")
-    scale, cap = _temperature(temperature, B), _cap(logits_soft_cap)
+    check_ids("ids", ids, V, "the columns of logits")
+    scale, cap = temperatures(temperature, B), _cap(logits_soft_cap)
     out = empty(logits, ids.shape, np.float64)
     variant = cuda if is_cuda(logits) else cpu
     columns = (B, ids.size // B if B else 0)
@@ -231,7 +220,7 @@ def kl_divergence(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32]) 
     >>> kl_divergence(p, q).round(4)
     array([0.1438])
     """
-    _check_rows("logits_p", logits_p)
+    check_rows("logits_p", logits_p)
     check_array("logits_q", logits_q, logits_p.shape)
     out = empty(logits_p, (len(logits_p),), np.float64)
     (cuda if is_cuda(logits_p) else cpu).kl_divergence(logits_p, logits_q, out)
@@ -243,20 +232,13 @@ def top1_agreement(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32])
 
     Parameters
     ----------
-    logits_p, logits_q : arrays of float32, shape (B, V)
-        Logits of the two models.
+    logits_p, logits_q
+        As in `kl_divergence`; so are the errors.
 
     Returns
     -------
     array of bool, shape (B,)
         True where the lowest index of the largest element is the same; False for a row with a NaN.
-
-    Raises
-    ------
-    UsageError
-        If the shapes differ.
-    TypeError
-        If an array is not of float32.
 
     Examples
     --------
@@ -266,7 +248,7 @@ def top1_agreement(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32])
     >>> top1_agreement(p, np.array([[0, 2, 1], [0, 9, 0]], np.float32))
     array([ True, False])
     """
-    _check_rows("logits_p", logits_p)
+    check_rows("logits_p", logits_p)
     check_array("logits_q", logits_q, logits_p.shape)
     out = empty(logits_p, (len(logits_p),), np.bool_)
     (cuda if is_cuda(logits_p) else cpu).top1_agreement(logits_p, logits_q, out)
@@ -334,7 +316,7 @@ def masked_softmax(
     ndim = min(max(getattr(scores, "ndim", 2), 2), 4)
     check_array("scores", scores, (None,) * ndim)
     cap = _cap(logits_soft_cap)
-    out = _output(scores, out)
+    out = output(scores, scores.shape, out)
     shape = (1,) * (4 - ndim) + scores.shape
     variant = cuda if is_cuda(scores) else cpu
     variant.masked_softmax(
@@ -368,36 +350,9 @@ def _spread(name: str, x: Any, shape: tuple[int, ...], wanted: tuple[int, ...], 
     return spread
 
 
-def _check_rows(name: str, logits: Any) -> None:
-    check_array(name, logits, (None, None))
-    if logits.shape[1] == 0:
-        raise UsageError(f"{name} must have at least one column, got shape {logits.shape}")
-
-
-def _output(like, out):
-    """Return `out` after its check, or a new array."""
-    if out is None:
-        return empty(like, like.shape)
-    check_array("out", out, like.shape)
-    return out
-
-
 def _cap(cap: float | None) -> float:
     """Return the cap, 0 for none."""
     value = 0.0 if cap is None else float(cap)
     if not (value >= 0.0 and np.isfinite(value)):
         raise UsageError(f"logits_soft_cap must be positive, or None or 0 for none, got {cap}")
     return value
-
-
-def _temperature(temperature: Any, B: int) -> NDArray[np.float32]:
-    """Return a float32 temperature for each row."""
-    if is_cuda(temperature):
-        temperature = to_host(temperature)
-    given = np.asarray(1.0 if temperature is None else temperature, np.float64)
-    if given.shape not in ((), (B,)):
-        raise UsageError(f"temperature must be a number or have shape ({B}), got {given.shape}")
-    # below the least normal float32 the reciprocal overflows
-    if not ((given >= np.finfo(np.float32).tiny) & np.isfinite(given)).all():
-        raise UsageError(f"temperature must be positive, got {given.min()}; for 0 use argmax")
-    return np.array(np.broadcast_to(given, (B,)), np.float32)

@@ -18,6 +18,7 @@ _SUM_REASON = "log of a sum: exp 2e-7, 64 additions in a lane 5e-7, absolute"
 _RTOL = 4 * 2.0**-24
 # tanh 5e-7, the quotient and the product 6e-8 each, relative to at most the cap, for x and the top
 _CAP = 2 * 7e-7
+_CAP_REASON = "; tanh 7e-7 of the cap, twice"
 
 Inputs = Callable[[np.random.Generator], dict[str, Any]]
 
@@ -29,15 +30,21 @@ def _logits(rng: np.random.Generator, B: int, V: int) -> Any:
     return x
 
 
+def _of_sums(
+    op: str, name: str, inputs: Inputs, logits_soft_cap: float | None, **more: Any
+) -> OpCase:
+    """Return a case with the tolerance of the logarithm of a sum of capped logits."""
+    cap = logits_soft_cap or 0.0
+    reason = _SUM_REASON + (_CAP_REASON if cap else "")
+    return OpCase(op, name, inputs, _RTOL, _SUM + _CAP * cap, reason, **more)
+
+
 def _log_softmax(name: str, B: int, V: int, timed: bool = False, **options: Any) -> OpCase:
-    cap = options.get("logits_soft_cap") or 0.0
-    return OpCase(
+    return _of_sums(
         "log_softmax",
         name,
         lambda rng: {"logits": _logits(rng, B, V), **options},
-        rtol=_RTOL,
-        atol=_SUM + _CAP * cap,
-        reason=_SUM_REASON + ("; tanh 7e-7 of the cap, twice" if cap else ""),
+        options.get("logits_soft_cap"),
         n_bytes=8 * B * V,
         n_flops=20 * B * V,
         out=((B, V), "float32"),
@@ -48,8 +55,7 @@ def _log_softmax(name: str, B: int, V: int, timed: bool = False, **options: Any)
 def _token(
     name: str, B: int, V: int, K: int | None = None, timed: bool = False, **options: Any
 ) -> OpCase:
-    cap = options.get("logits_soft_cap") or 0.0
-    return OpCase(
+    return _of_sums(
         "token_log_probs",
         name,
         lambda rng: {
@@ -57,9 +63,7 @@ def _token(
             "ids": rng.integers(0, V, (B,) if K is None else (B, K)).astype(np.int32),
             **options,
         },
-        rtol=_RTOL,
-        atol=_SUM + _CAP * cap,
-        reason=_SUM_REASON + ("; tanh 7e-7 of the cap, twice" if cap else ""),
+        options.get("logits_soft_cap"),
         n_bytes=4 * B * V,
         n_flops=18 * B * V,
         timed=timed,
@@ -81,7 +85,6 @@ def _kl(name: str, B: int, V: int, distance: float, timed: bool = False) -> OpCa
         name,
         _pair(B, V, distance),
         # the mean of (p - q) has 64 additions too, relative to its terms of size `distance`
-        rtol=0.0,
         atol=2 * _SUM + 2e-6 * distance,
         reason="logs of two sums, 1e-6 each, and a mean of differences 2e-6 of their size",
         n_bytes=8 * B * V,
@@ -91,15 +94,8 @@ def _kl(name: str, B: int, V: int, distance: float, timed: bool = False) -> OpCa
 
 
 def _agreement(name: str, B: int, V: int, distance: float) -> OpCase:
-    return OpCase(
-        "top1_agreement",
-        name,
-        _pair(B, V, distance),
-        rtol=0.0,
-        atol=0.0,
-        reason="a comparison of places",
-        exact=True,
-    )
+    inputs, reason = _pair(B, V, distance), "a comparison of places"
+    return OpCase("top1_agreement", name, inputs, reason=reason, exact=True)
 
 
 def _cap(name: str, shape: tuple[int, ...], cap: float, timed: bool = False) -> OpCase:
@@ -109,7 +105,6 @@ def _cap(name: str, shape: tuple[int, ...], cap: float, timed: bool = False) -> 
         name,
         lambda rng: {"logits": 20.0 * rng.standard_normal(shape, dtype=np.float32), "cap": cap},
         rtol=7e-7,
-        atol=0.0,
         reason="tanh 5e-7, a quotient and a product of one rounding each",
         n_bytes=8 * n,
         n_flops=20 * n,
@@ -148,7 +143,7 @@ def _softmax(
         rtol=7e-6 + _CAP * cap,
         atol=1e-37,
         reason="exponent |u| <= 30 with 3 roundings, exp 2e-7, sum 5e-7; below e**-87 absolute"
-        + ("; tanh 7e-7 of the cap, twice" if cap else ""),
+        + (_CAP_REASON if cap else ""),
         n_bytes=8 * n,
         n_flops=22 * n,
         out=(shape, "float32"),

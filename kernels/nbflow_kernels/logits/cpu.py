@@ -61,15 +61,7 @@ def soft_cap(logits: np.ndarray, cap: float, out: np.ndarray) -> None:
     parallel_for(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
 
 
-def masked_softmax(
-    scores: np.ndarray,
-    mask: np.ndarray | None,
-    bias: np.ndarray | None,
-    sm_scale: float,
-    cap: float,
-    causal: bool,
-    out: np.ndarray,
-) -> None:
+def masked_softmax(scores, mask, bias, sm_scale, cap, causal, out):
     """See `nbflow_kernels.masked_softmax`.
 
     `scores` and `out` are (B, H, Tq, Tk); `mask` and `bias` have these axes too, with any strides
@@ -78,20 +70,10 @@ def masked_softmax(
     B, H, Tq, Tk = scores.shape
     hold(scores, mask, bias, out)
     parallel_for(
-        _masked_softmax,
-        B * H * Tq,
-        1.5 * _COST * scores.size,
-        address_of(scores),
-        *_places(mask),
-        *_places(bias),
-        H,
-        Tq,
-        Tk,
-        sm_scale,
-        cap,
-        causal,
+        _masked_softmax, B * H * Tq, 1.5 * _COST * scores.size,
+        address_of(scores), *_places(mask), *_places(bias), H, Tq, Tk, sm_scale, cap, causal,
         address_of(out),
-    )
+    )  # fmt: skip
 
 
 def _places(x: np.ndarray | None) -> tuple[int, int, int, int]:
@@ -361,25 +343,9 @@ def _clear(row, n):
 
 @jit.kernel
 def _masked_softmax(
-    scores,
-    mask,
-    mask_b,
-    mask_h,
-    mask_i,
-    bias,
-    bias_b,
-    bias_h,
-    bias_i,
-    H,
-    Tq,
-    Tk,
-    sm_scale,
-    cap,
-    causal,
-    out,
-    start,
-    stop,
-):
+    scores, mask, mask_b, mask_h, mask_i, bias, bias_b, bias_h, bias_i, H, Tq, Tk, sm_scale, cap,
+    causal, out, start, stop
+):  # fmt: skip
     scratch = np.zeros(32, np.float32)
     marks = np.arange(-16, 16).astype(np.uint8)  # 16 bytes for a mask, then 0..15
     for r in range(start, stop):

@@ -12,20 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.norm import cpu, cuda
 
 __all__ = [
-    "fused_add_layernorm",
-    "fused_add_rmsnorm",
-    "gemma_fused_add_rmsnorm",
-    "gemma_rmsnorm",
-    "l2norm",
-    "layernorm",
-    "linear_norm",
-    "rmsnorm",
-]
+    "fused_add_layernorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm",
+    "l2norm", "layernorm", "linear_norm", "rmsnorm",
+]  # fmt: skip
 
 
 def rmsnorm(
@@ -95,7 +89,7 @@ def rmsnorm(
     _check_columns("weight", weight, x)
     if weight is None and offset != 0.0:
         raise UsageError(f"offset is added to the weight; without one it must be 0, got {offset}")
-    out = _output(x, out)
+    out = output(x, x.shape, out, rows=True)
     _variant(x).rmsnorm(x, weight, float(eps), float(offset), out)
     return out
 
@@ -112,25 +106,13 @@ def gemma_rmsnorm(
 
     Parameters
     ----------
-    x : array of float32, shape (T, E) or (T, H, E)
-        Input, as in `rmsnorm`.
+    x, out
+        As in `rmsnorm`; so are the result and the errors.
     weight : array of float32, shape (E,) or, for three axes, (H, E)
         Scale for each column, minus one, as Gemma's checkpoints store it.  GGUF files hold the
         sum; use `rmsnorm` for them.
     eps : float
         As in `rmsnorm`; Gemma uses 1e-6.
-    out : array of float32, shape of `x`, optional
-        Output array.  It may be `x` itself.
-
-    Returns
-    -------
-    array of float32, shape of `x`
-        `out` if given, else a new array on the device of `x`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As in `rmsnorm`.
 
     See Also
     --------
@@ -159,29 +141,13 @@ def layernorm(
 
     Parameters
     ----------
-    x : array of float32, shape (T, E) or (T, H, E)
-        Input; the last axis is normalized.  Rows may be strided.
-    weight : array of float32, shape (E,) or, for three axes, (H, E); or None
-        Scale for each column, or for each head and column; None is a scale of one.
+    x, weight, out
+        As in `rmsnorm`; so are the result and the errors.
     bias : array of float32, shape as for `weight`, optional
         Shift for each column; none is a shift of zero.
     eps : float
         Added to the variance (the mean of squares, not divided by E - 1) before the root.
         FlashInfer's default is 1e-6, PyTorch's 1e-5.
-    out : array of float32, shape of `x`, optional
-        Output array.  It may be `x` itself.
-
-    Returns
-    -------
-    array of float32, shape of `x`
-        `out` if given, else a new array on the device of `x`.
-
-    Raises
-    ------
-    UsageError
-        If `x`, `weight`, `bias` or `out` does not have the shape above.
-    TypeError
-        If one of them is not a float32 array.
 
     See Also
     --------
@@ -201,7 +167,7 @@ def layernorm(
     _check_vectors("x", x)
     _check_columns("weight", weight, x)
     _check_columns("bias", bias, x)
-    out = _output(x, out)
+    out = output(x, x.shape, out, rows=True)
     _variant(x).layernorm(x, weight, bias, float(eps), out)
     return out
 
@@ -222,19 +188,8 @@ def fused_add_rmsnorm(
         Output of the previous layer; becomes ``rmsnorm(residual + x)``.
     residual : array of float32, shape of `x`
         The residual stream; becomes ``residual + x``.
-    weight : array of float32, shape (E,) or, for three axes, (H, E)
-        Scale for each column.
-    eps : float
-        As in `rmsnorm`.
-    offset : float
-        As in `rmsnorm`.
-
-    Raises
-    ------
-    UsageError
-        If `x`, `residual` or `weight` does not have the shape above.
-    TypeError
-        If one of them is not a float32 array.
+    weight, eps, offset
+        As in `rmsnorm`; so are the errors.
 
     See Also
     --------
@@ -254,7 +209,7 @@ def fused_add_rmsnorm(
     _check_vectors("x", x)
     check_array("residual", residual, x.shape, rows=True)
     _check_columns("weight", weight, x)
-    _variant(x).fused_add_rmsnorm(x, residual, weight, float(eps), float(offset))
+    _variant(x).rmsnorm(x, weight, float(eps), float(offset), x, residual=residual)
 
 
 def gemma_fused_add_rmsnorm(
@@ -267,19 +222,10 @@ def gemma_fused_add_rmsnorm(
 
     Parameters
     ----------
-    x : array of float32, shape (T, E) or (T, H, E)
-        Output of the previous layer; becomes ``gemma_rmsnorm(residual + x)``.
-    residual : array of float32, shape of `x`
-        The residual stream; becomes ``residual + x``.
-    weight : array of float32, shape (E,) or, for three axes, (H, E)
-        Scale for each column, minus one.
-    eps : float
-        As in `rmsnorm`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As in `fused_add_rmsnorm`.
+    x, residual
+        As in `fused_add_rmsnorm`; so are the errors.
+    weight, eps
+        As in `gemma_rmsnorm`.
 
     See Also
     --------
@@ -308,23 +254,10 @@ def fused_add_layernorm(
 
     Parameters
     ----------
-    x : array of float32, shape (T, E) or (T, H, E)
-        Output of the previous layer; becomes ``layernorm(residual + x)``.
-    residual : array of float32, shape of `x`
-        The residual stream; becomes ``residual + x``.
-    weight : array of float32, shape (E,) or, for three axes, (H, E); or None
-        Scale for each column; None is a scale of one.
-    bias : array of float32, shape as for `weight`, optional
-        Shift for each column.
-    eps : float
+    x, residual
+        As in `fused_add_rmsnorm`; so are the errors.
+    weight, bias, eps
         As in `layernorm`.
-
-    Raises
-    ------
-    UsageError
-        If `x`, `residual`, `weight` or `bias` does not have the shape above.
-    TypeError
-        If one of them is not a float32 array.
 
     See Also
     --------
@@ -345,7 +278,7 @@ def fused_add_layernorm(
     check_array("residual", residual, x.shape, rows=True)
     _check_columns("weight", weight, x)
     _check_columns("bias", bias, x)
-    _variant(x).fused_add_layernorm(x, residual, weight, bias, float(eps))
+    _variant(x).layernorm(x, weight, bias, float(eps), x, residual=residual)
 
 
 def l2norm(
@@ -357,24 +290,10 @@ def l2norm(
 
     Parameters
     ----------
-    x : array of float32, shape (T, E) or (T, H, E)
-        Input; the last axis is normalized.  Rows may be strided.
+    x, out
+        As in `rmsnorm`; so are the result and the errors.
     eps : float
         Added to the sum of squares before the root, in the units of ``x ** 2``.
-    out : array of float32, shape of `x`, optional
-        Output array.  It may be `x` itself.
-
-    Returns
-    -------
-    array of float32, shape of `x`
-        `out` if given, else a new array on the device of `x`.
-
-    Raises
-    ------
-    UsageError
-        If `x` or `out` does not have the shape above.
-    TypeError
-        If one of them is not a float32 array.
 
     Notes
     -----
@@ -392,8 +311,8 @@ def l2norm(
     array([[0.6, 0.8]], dtype=float32)
     """
     _check_vectors("x", x)
-    out = _output(x, out)
-    _variant(x).l2norm(x, float(eps), out)
+    out = output(x, x.shape, out, rows=True)
+    _variant(x).rmsnorm(x, None, float(eps), 0.0, out, divisor=1.0)
     return out
 
 
@@ -408,24 +327,10 @@ def linear_norm(
 
     Parameters
     ----------
-    x : array of float32, shape (T, E) or (T, H, E)
-        Input.
+    x, out
+        As in `rmsnorm`; so are the result and the errors.
     scale : float, optional
         The factor; the square root of E unless given.
-    out : array of float32, shape of `x`, optional
-        Output array.  It may be `x` itself.
-
-    Returns
-    -------
-    array of float32, shape of `x`
-        `out` if given, else a new array on the device of `x`.
-
-    Raises
-    ------
-    UsageError
-        If `x` or `out` does not have the shape above.
-    TypeError
-        If one of them is not a float32 array.
 
     See Also
     --------
@@ -445,7 +350,7 @@ def linear_norm(
     array([[2., 4., 6., 8.]], dtype=float32)
     """
     _check_vectors("x", x)
-    out = _output(x, out)
+    out = output(x, x.shape, out, rows=True)
     factor = math.sqrt(x.shape[-1]) if scale is None else float(scale)
     _variant(x).linear_norm(x, factor, out)
     return out
@@ -465,11 +370,3 @@ def _check_columns(name: str, weight: Any, x: Any) -> None:
     if weight is not None:
         per_head = x.ndim == 3 and getattr(weight, "ndim", 1) == 2
         check_array(name, weight, x.shape[1:] if per_head else x.shape[-1:])
-
-
-def _output(x, out):
-    """Return `out` after its check, or a new array."""
-    if out is None:
-        return empty(x, x.shape)
-    check_array("out", out, x.shape, rows=True)
-    return out

@@ -20,109 +20,33 @@ _COST = 2  # multiply-adds per element, for the decision to use more than one th
 _ONES, _ZEROS = np.ones(16, np.float32), np.zeros(16, np.float32)
 
 
-def rmsnorm(
-    x: NDArray[np.float32],
-    weight: NDArray[np.float32] | None,
-    eps: float,
-    offset: float,
-    out: NDArray[np.float32],
-) -> None:
-    """See `nbflow_kernels.rmsnorm`."""
-    _run_rms(x, None, weight, float(x.shape[-1]), eps, offset, out)
+def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None):
+    """See `nbflow_kernels.rmsnorm`, and `fused_add_rmsnorm` with a residual.
+
+    `divisor` turns the sum of squares into their mean; 1 makes `l2norm`.
+    """
+    hold(x, residual, weight, out)
+    parallel_for(
+        _rmsnorm, x.shape[0], x.size * _COST,
+        *_rows(x), *_rows(residual), *_columns(weight, _ONES), *_rows(out), *_heads(x),
+        float(divisor or x.shape[-1]), eps, offset,
+    )  # fmt: skip
 
 
-def fused_add_rmsnorm(
-    x: NDArray[np.float32],
-    residual: NDArray[np.float32],
-    weight: NDArray[np.float32],
-    eps: float,
-    offset: float,
-) -> None:
-    """See `nbflow_kernels.fused_add_rmsnorm`."""
-    _run_rms(x, residual, weight, float(x.shape[-1]), eps, offset, x)
-
-
-def l2norm(x: NDArray[np.float32], eps: float, out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.l2norm`."""
-    _run_rms(x, None, None, 1.0, eps, 0.0, out)
-
-
-def layernorm(
-    x: NDArray[np.float32],
-    weight: NDArray[np.float32] | None,
-    bias: NDArray[np.float32] | None,
-    eps: float,
-    out: NDArray[np.float32],
-) -> None:
-    """See `nbflow_kernels.layernorm`."""
-    _run_layer(x, None, weight, bias, eps, out)
-
-
-def fused_add_layernorm(
-    x: NDArray[np.float32],
-    residual: NDArray[np.float32],
-    weight: NDArray[np.float32] | None,
-    bias: NDArray[np.float32] | None,
-    eps: float,
-) -> None:
-    """See `nbflow_kernels.fused_add_layernorm`."""
-    _run_layer(x, residual, weight, bias, eps, x)
+def layernorm(x, weight, bias, eps, out, *, residual=None):
+    """See `nbflow_kernels.layernorm`, and `fused_add_layernorm` with a residual."""
+    hold(x, residual, weight, bias, out)
+    parallel_for(
+        _layernorm, x.shape[0], x.size * _COST,
+        *_rows(x), *_rows(residual), *_columns(weight, _ONES), *_columns(bias, _ZEROS),
+        *_rows(out), *_heads(x), eps,
+    )  # fmt: skip
 
 
 def linear_norm(x: NDArray[np.float32], scale: float, out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.linear_norm`; NumPy needs no compilation and is as fast."""
     not_capturable()
     np.multiply(x, np.float32(scale), out=out)
-
-
-def _run_rms(
-    x: NDArray[np.float32],
-    residual: NDArray[np.float32] | None,
-    weight: NDArray[np.float32] | None,
-    divisor: float,
-    eps: float,
-    offset: float,
-    out: NDArray[np.float32],
-) -> None:
-    """Divide the rows of `x` among the threads; `divisor` turns the sum of squares into a mean."""
-    hold(x, residual, weight, out)
-    parallel_for(
-        _rmsnorm,
-        x.shape[0],
-        x.size * _COST,
-        *_rows(x),
-        *_rows(residual),
-        *_columns(weight, _ONES),
-        *_rows(out),
-        *_heads(x),
-        divisor,
-        eps,
-        offset,
-    )
-
-
-def _run_layer(
-    x: NDArray[np.float32],
-    residual: NDArray[np.float32] | None,
-    weight: NDArray[np.float32] | None,
-    bias: NDArray[np.float32] | None,
-    eps: float,
-    out: NDArray[np.float32],
-) -> None:
-    """Divide the rows of `x` among the threads."""
-    hold(x, residual, weight, bias, out)
-    parallel_for(
-        _layernorm,
-        x.shape[0],
-        x.size * _COST,
-        *_rows(x),
-        *_rows(residual),
-        *_columns(weight, _ONES),
-        *_columns(bias, _ZEROS),
-        *_rows(out),
-        *_heads(x),
-        eps,
-    )
 
 
 def _rows(x: NDArray[np.float32] | None) -> tuple[int, int]:
@@ -195,23 +119,9 @@ def _add_to(target, source, E):
 
 @jit.kernel
 def _rmsnorm(
-    x,
-    x_bytes,
-    residual,
-    residual_bytes,
-    weight,
-    weight_head_bytes,
-    weight_bytes,
-    out,
-    out_bytes,
-    H,
-    E,
-    divisor,
-    eps,
-    offset,
-    start,
-    stop,
-):
+    x, x_bytes, residual, residual_bytes, weight, weight_head_bytes, weight_bytes, out, out_bytes,
+    H, E, divisor, eps, offset, start, stop
+):  # fmt: skip
     """Normalize rows [start, stop) of `x`, or of `residual` after adding `x` to it, into `out`."""
     body, rest = E - E % 16, E % 16
     shift = np.float32(offset)
@@ -239,24 +149,9 @@ def _rmsnorm(
 
 @jit.kernel
 def _layernorm(
-    x,
-    x_bytes,
-    residual,
-    residual_bytes,
-    weight,
-    weight_head_bytes,
-    weight_bytes,
-    bias,
-    bias_head_bytes,
-    bias_bytes,
-    out,
-    out_bytes,
-    H,
-    E,
-    eps,
-    start,
-    stop,
-):
+    x, x_bytes, residual, residual_bytes, weight, weight_head_bytes, weight_bytes, bias,
+    bias_head_bytes, bias_bytes, out, out_bytes, H, E, eps, start, stop
+):  # fmt: skip
     """Normalize rows [start, stop): mean first, then the mean square of the differences."""
     body, rest = E - E % 16, E % 16
     for t in range(start, stop):

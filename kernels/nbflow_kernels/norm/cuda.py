@@ -11,20 +11,14 @@ _WARP_VECTORS = 8  # vectors per thread block where a warp normalizes a vector
 
 
 @functools.cache
-def _rms(threads: int, n: int, wide: bool) -> cuda.Kernel:
+def _instance(function: str, threads: int, n: int, wide: bool) -> cuda.Kernel:
+    bias, bias_row, scalars = "", "", "f32 divisor, f32 eps, f32 offset"
+    if function == "layer":
+        bias, bias_row, scalars = "f32*? bias, ", "i32 bias_row, ", "f32 eps"
     return cuda.cpp_kernel(
-        __file__, "norm.cu", f"rms<{threads}, {n}, {str(wide).lower()}>",
-        "f32* x, f32*? residual, f32*? weight, f32* out, i32 n_vectors, i32 H, i32 E, i64 x_row, "
-        "i64 residual_row, i64 out_row, i32 weight_row, f32 divisor, f32 eps, f32 offset",
-    )  # fmt: skip
-
-
-@functools.cache
-def _layer(threads: int, n: int, wide: bool) -> cuda.Kernel:
-    return cuda.cpp_kernel(
-        __file__, "norm.cu", f"layer<{threads}, {n}, {str(wide).lower()}>",
-        "f32* x, f32*? residual, f32*? weight, f32*? bias, f32* out, i32 n_vectors, i32 H, i32 E, "
-        "i64 x_row, i64 residual_row, i64 out_row, i32 weight_row, i32 bias_row, f32 eps",
+        __file__, "norm.cu", f"{function}<{threads}, {n}, {str(wide).lower()}>",
+        f"f32* x, f32*? residual, f32*? weight, {bias}f32* out, i32 n_vectors, i32 H, i32 E, "
+        f"i64 x_row, i64 residual_row, i64 out_row, i32 weight_row, {bias_row}{scalars}",
     )  # fmt: skip
 
 
@@ -34,29 +28,14 @@ _linear = cuda.cpp_kernel(
 )  # fmt: skip
 
 
-def rmsnorm(x: Any, weight: Any, eps: float, offset: float, out: Any) -> None:
-    """See `nbflow_kernels.rmsnorm`."""
-    _run_rms(x, None, weight, float(x.shape[-1]), eps, offset, out)
+def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None):
+    """As `nbflow_kernels.norm.cpu.rmsnorm`."""
+    _launch("rms", x, residual, (weight,), out, float(divisor or x.shape[-1]), eps, offset)
 
 
-def fused_add_rmsnorm(x: Any, residual: Any, weight: Any, eps: float, offset: float) -> None:
-    """See `nbflow_kernels.fused_add_rmsnorm`."""
-    _run_rms(x, residual, weight, float(x.shape[-1]), eps, offset, x)
-
-
-def l2norm(x: Any, eps: float, out: Any) -> None:
-    """See `nbflow_kernels.l2norm`."""
-    _run_rms(x, None, None, 1.0, eps, 0.0, out)
-
-
-def layernorm(x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-    """See `nbflow_kernels.layernorm`."""
-    _run_layer(x, None, weight, bias, eps, out)
-
-
-def fused_add_layernorm(x: Any, residual: Any, weight: Any, bias: Any, eps: float) -> None:
-    """See `nbflow_kernels.fused_add_layernorm`."""
-    _run_layer(x, residual, weight, bias, eps, x)
+def layernorm(x, weight, bias, eps, out, *, residual=None):
+    """As `nbflow_kernels.norm.cpu.layernorm`."""
+    _launch("layer", x, residual, (weight, bias), out, eps)
 
 
 def linear_norm(x: Any, scale: float, out: Any) -> None:
@@ -66,32 +45,18 @@ def linear_norm(x: Any, scale: float, out: Any) -> None:
         _linear(min(n, 65535), 256, (x, out, n, H, E, _row(x), _row(out), scale))
 
 
-def _run_rms(
-    x: Any, residual: Any, weight: Any, divisor: float, eps: float, offset: float, out: Any
-) -> None:
+def _launch(function, x, residual, weights, out, *scalars):
+    """Launch a template's instance; `weights` are those of each column, or None."""
     if not x.size:
         return
     n, H, E = _vectors(x)
     threads, numbers = _shape(E)
-    wide = _wide(E, x, residual, weight, out)
+    wide = _wide(E, x, residual, *weights, out)
     args = (
-        x, residual, weight, out, n, H, E, _row(x), _row(residual), _row(out),
-        _columns(weight, E), divisor, eps, offset,
+        x, residual, *weights, out, n, H, E, _row(x), _row(residual), _row(out),
+        *(_columns(weight, E) for weight in weights), *scalars,
     )  # fmt: skip
-    _rms(threads, numbers, wide)(*_grid(n, threads), args)
-
-
-def _run_layer(x: Any, residual: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-    if not x.size:
-        return
-    n, H, E = _vectors(x)
-    threads, numbers = _shape(E)
-    wide = _wide(E, x, residual, weight, bias, out)
-    args = (
-        x, residual, weight, bias, out, n, H, E, _row(x), _row(residual), _row(out),
-        _columns(weight, E), _columns(bias, E), eps,
-    )  # fmt: skip
-    _layer(threads, numbers, wide)(*_grid(n, threads), args)
+    _instance(function, threads, numbers, wide)(*_grid(n, threads), args)
 
 
 def _vectors(x: Any) -> tuple[int, int, int]:

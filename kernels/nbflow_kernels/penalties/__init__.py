@@ -12,20 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, check_ids, check_rows, is_cuda, per_row
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.penalties import cpu, cuda
-from nbflow_kernels.sampling.argument_checks import check_rows, per_row
 
 __all__ = [
-    "Breakers",
-    "apply_dry_penalty",
-    "apply_logit_bias",
-    "apply_no_repeat_ngram",
-    "apply_penalties",
-    "apply_token_bitmask",
-    "mask_token_ids",
-]
+    "Breakers", "apply_dry_penalty", "apply_logit_bias", "apply_no_repeat_ngram", "apply_penalties",
+    "apply_token_bitmask", "mask_token_ids",
+]  # fmt: skip
 
 
 def apply_penalties(
@@ -93,24 +87,17 @@ def apply_penalties(
     >>> apply_penalties(logits, history, indptr, repetition_penalty=2.0, frequency_penalty=0.5)
     array([[ 0.5, -3. ,  3. ]], dtype=float32)
     """
-    B = _check("logits", logits, token_ids, indptr)
-    parameters = np.stack(
-        [
-            per_row("repetition_penalty", repetition_penalty, B),
-            per_row("frequency_penalty", frequency_penalty, B),
-            per_row("presence_penalty", presence_penalty, B),
-        ],
-        axis=1,
+    B = _check(logits, token_ids, indptr)
+    parameters = _columns(
+        B,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
     )
     if not np.isfinite(parameters).all() or not (parameters[:, 0] > 0).all():
         raise UsageError("penalties must be finite and repetition_penalty positive")
-    spans = np.stack(
-        [
-            _whole("window", window, B, -1),
-            _whole("prompt_lens", 0 if prompt_lens is None else prompt_lens, B, 0),
-        ],
-        axis=1,
-    )
+    n_prompt = _whole("prompt_lens", 0 if prompt_lens is None else prompt_lens, B, 0)
+    spans = np.stack([_whole("window", window, B, -1), n_prompt], axis=1)
     (cuda if is_cuda(logits) else cpu).penalties(logits, token_ids, indptr, parameters, spans)
     return logits
 
@@ -120,22 +107,10 @@ def apply_no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, ngram_size: 
 
     Parameters
     ----------
-    logits : array of float32, shape (B, V)
-        Changed in place.
-    token_ids, indptr
-        Histories as in `apply_penalties`.
+    logits, token_ids, indptr
+        As in `apply_penalties`; so are the result and the errors.
     ngram_size : int or array of integers, shape (B,)
         The n of the n-grams; 1 forbids every token that occurred, 0 nothing.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        `logits`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `apply_penalties`; UsageError if an `ngram_size` is negative.
 
     References
     ----------
@@ -153,7 +128,7 @@ def apply_no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, ngram_size: 
     >>> np.flatnonzero(apply_no_repeat_ngram(logits, history, indptr, 2) == -np.inf).tolist()
     [7]
     """
-    B = _check("logits", logits, token_ids, indptr)
+    B = _check(logits, token_ids, indptr)
     sizes = _whole("ngram_size", ngram_size, B, 0)
     (cuda if is_cuda(logits) else cpu).no_repeat_ngram(logits, token_ids, indptr, sizes)
     return logits
@@ -210,10 +185,8 @@ def apply_dry_penalty(
 
     Parameters
     ----------
-    logits : array of float32, shape (B, V)
-        Changed in place.
-    token_ids, indptr
-        Histories as in `apply_penalties`.
+    logits, token_ids, indptr
+        As in `apply_penalties`; so are the result and the errors.
     multiplier : float or array, shape (B,)
         Penalty of a repetition of the allowed length, not negative; 0 switches it off.
     base : float or array, shape (B,)
@@ -221,20 +194,10 @@ def apply_dry_penalty(
     allowed_length : int or array of integers, shape (B,)
         Repetitions shorter than this go free.
     window : int or array of integers, shape (B,)
-        How many of the last tokens count; -1 is all, 0 none.
+        As in `apply_penalties`.
     breakers : sequence of sequences of int
-        Token sequences over which no repetition reaches.  A token that is a breaker by itself is
-        never lowered.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        `logits`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `apply_penalties`; UsageError if a breaker is empty.
+        Token sequences, not empty, over which no repetition reaches.  A token that is a breaker by
+        itself is never lowered.
 
     Notes
     -----
@@ -255,8 +218,8 @@ def apply_dry_penalty(
     >>> apply_dry_penalty(logits, history, indptr, multiplier=1.5)
     array([[ 0. ,  0. , -1.5,  0. ]], dtype=float32)
     """
-    B = _check("logits", logits, token_ids, indptr)
-    parameters = np.stack([per_row("multiplier", multiplier, B), per_row("base", base, B)], axis=1)
+    B = _check(logits, token_ids, indptr)
+    parameters = _columns(B, multiplier=multiplier, base=base)
     if not np.isfinite(parameters).all() or not (parameters >= [0.0, 1.0]).all():
         raise UsageError("multiplier must be finite and not negative, base finite and at least 1")
     spans = np.stack(
@@ -304,7 +267,7 @@ def apply_logit_bias(logits: Any, token_ids: Any, biases: Any, indptr: Any) -> A
     array([[ 0.,  1., -2.],
            [ 5.,  0.,  0.]], dtype=float32)
     """
-    _check("logits", logits, token_ids, indptr)
+    _check(logits, token_ids, indptr)
     check_array("biases", biases, token_ids.shape)
     (cuda if is_cuda(logits) else cpu).logit_bias(logits, token_ids, biases, indptr)
     return logits
@@ -318,24 +281,10 @@ def mask_token_ids(logits: Any, token_ids: Any, indptr: Any, *, keep: bool = Fal
 
     Parameters
     ----------
-    logits : array of float32, shape (B, V)
-        Changed in place.
-    token_ids : array of int32, shape (N,)
-        Tokens of all rows.
-    indptr : array of int32, shape (B + 1,)
-        Where each row's tokens start and end.
+    logits, token_ids, indptr
+        As in `apply_logit_bias`; so are the result and the errors.
     keep : bool
         Keep the listed tokens and mask the others; a row without a list stays as it is.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        `logits`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `apply_logit_bias`.
 
     Examples
     --------
@@ -347,7 +296,7 @@ def mask_token_ids(logits: Any, token_ids: Any, indptr: Any, *, keep: bool = Fal
     >>> mask_token_ids(np.zeros((1, 3), np.float32), ids, indptr, keep=True)
     array([[-inf,   0., -inf]], dtype=float32)
     """
-    _check("logits", logits, token_ids, indptr)
+    _check(logits, token_ids, indptr)
     (cuda if is_cuda(logits) else cpu).mask(logits, token_ids, indptr, bool(keep))
     return logits
 
@@ -388,23 +337,26 @@ def apply_token_bitmask(logits: Any, bitmask: Any) -> Any:
     return logits
 
 
-def _check(name: str, logits: Any, token_ids: Any, indptr: Any) -> int:
+def _check(logits: Any, token_ids: Any, indptr: Any) -> int:
     """Raise unless the ragged lists fit the rows and tokens are in range; return B."""
-    check_rows(name, logits)
+    check_rows("logits", logits)
     B, V = logits.shape
     check_array("token_ids", token_ids, (None,), np.int32)
     check_array("indptr", indptr, (B + 1,), np.int32)
-    if is_cuda(logits):
-        return int(B)
-    if indptr[0] != 0 or indptr[-1] != len(token_ids) or (np.diff(indptr) < 0).any():
+    if not is_cuda(logits) and (
+        indptr[0] != 0 or indptr[-1] != len(token_ids) or (np.diff(indptr) < 0).any()
+    ):
         raise UsageError(
             f"indptr must rise from 0 to the number of token_ids, {len(token_ids)}, got "
             f"{indptr[0]}..{indptr[-1]}"
         )
-    if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= V):
-        bad = token_ids[(token_ids < 0) | (token_ids >= V)][0]
-        raise UsageError(f"token_ids must be in 0..{V - 1}, got {bad}")
+    check_ids("token_ids", token_ids, V, "the columns of logits")
     return int(B)
+
+
+def _columns(B: int, **values: Any) -> Any:
+    """Return named numbers per row as columns, float64."""
+    return np.stack([per_row(name, value, B) for name, value in values.items()], axis=1)
 
 
 def _whole(name: str, value: Any, B: int, least: int) -> Any:

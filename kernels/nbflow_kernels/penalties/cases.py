@@ -77,9 +77,7 @@ def _bitmask(name: str, B: int, V: int, timed: bool = False) -> OpCase:
         "apply_token_bitmask",
         name,
         inputs,
-        0.0,
-        0.0,
-        COPY,
+        reason=COPY,
         mutates=("logits",),
         exact=True,
         n_bytes=4 * B * V + B * V // 8,
@@ -90,11 +88,7 @@ def _bitmask(name: str, B: int, V: int, timed: bool = False) -> OpCase:
 CASES = [
     _case("apply_penalties", "repetition", 3, 50, 30, repetition_penalty=1.3),
     _case(
-        "apply_penalties",
-        "all_per_row",
-        4,
-        50,
-        30,
+        "apply_penalties", "all_per_row", 4, 50, 30,
         repetition_penalty=np.array([1.0, 1.2, 0.8, 2.0]),
         frequency_penalty=np.array([0.0, 0.1, 0.2, -0.3]),
         presence_penalty=0.5,
@@ -102,14 +96,8 @@ CASES = [
         prompt_lens=np.array([3, 0, 2, 10]),
     ),
     _case(
-        "apply_penalties",
-        "llama3",
-        4,
-        128256,
-        2048,
-        timed=True,
-        repetition_penalty=1.1,
-        frequency_penalty=0.1,
+        "apply_penalties", "llama3", 4, 128256, 2048,
+        timed=True, repetition_penalty=1.1, frequency_penalty=0.1,
     ),
     *(
         _case("apply_no_repeat_ngram", f"n{n}", 4, 40, 60, exact=True, ngram_size=n)
@@ -120,11 +108,7 @@ CASES = [
     ),
     _case("apply_dry_penalty", "plain", 5, 40, 80, multiplier=0.8),
     _case(
-        "apply_dry_penalty",
-        "breakers",
-        6,
-        40,
-        80,
+        "apply_dry_penalty", "breakers", 6, 40, 80,
         multiplier=np.array([0.0, 1.0, 2.0, 0.5, 1.0, 1.0]),
         base=np.array([1.5, 1.5, 1.1, 1.0, 1.75, 1.75]),
         allowed_length=1,
@@ -137,5 +121,5 @@ CASES = [
     _bitmask("plain", 3, 100),
     _bitmask("whole_words", 2, 64),
     _bitmask("llama3", 4, 128256, timed=True),
-]
+]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

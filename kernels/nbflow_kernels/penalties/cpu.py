@@ -10,13 +10,7 @@ from nbflow_kernels.cpu.parallel_for import parallel_for
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
 
 
-def penalties(
-    logits: np.ndarray,
-    token_ids: np.ndarray,
-    indptr: np.ndarray,
-    parameters: np.ndarray,
-    spans: np.ndarray,
-) -> None:
+def penalties(logits, token_ids, indptr, parameters, spans):
     """See `nbflow_kernels.apply_penalties`.
 
     `parameters` float64 (B, 3): repetition, frequency, presence; `spans` int64 (B, 2): window,
@@ -26,23 +20,13 @@ def penalties(
     parallel_for(_penalties, len(logits), work, logits, token_ids, indptr, parameters, spans)
 
 
-def no_repeat_ngram(
-    logits: np.ndarray, token_ids: np.ndarray, indptr: np.ndarray, sizes: np.ndarray
-) -> None:
+def no_repeat_ngram(logits, token_ids, indptr, sizes):
     """See `nbflow_kernels.apply_no_repeat_ngram`; `sizes` is int64 (B,)."""
     work = 4.0 * len(token_ids)
     parallel_for(_no_repeat_ngram, len(logits), work, logits, token_ids, indptr, sizes)
 
 
-def dry(
-    logits: np.ndarray,
-    token_ids: np.ndarray,
-    indptr: np.ndarray,
-    parameters: np.ndarray,
-    spans: np.ndarray,
-    words: np.ndarray,
-    edges: np.ndarray,
-) -> None:
+def dry(logits, token_ids, indptr, parameters, spans, words, edges):
     """See `nbflow_kernels.apply_dry_penalty`.
 
     `parameters` float64 (B, 2): multiplier, base; `spans` int64 (B, 2): window, allowed length;
@@ -55,21 +39,19 @@ def dry(
     )
 
 
-def logit_bias(
-    logits: np.ndarray, token_ids: np.ndarray, biases: np.ndarray, indptr: np.ndarray
-) -> None:
+def logit_bias(logits, token_ids, biases, indptr):
     """See `nbflow_kernels.apply_logit_bias`."""
     work = 4.0 * len(token_ids)
     parallel_for(_logit_bias, len(logits), work, logits, token_ids, biases, indptr)
 
 
-def mask(logits: np.ndarray, token_ids: np.ndarray, indptr: np.ndarray, keep: bool) -> None:
+def mask(logits, token_ids, indptr, keep):
     """See `nbflow_kernels.mask_token_ids`."""
     work = 4.0 * len(token_ids) + (logits.size if keep else 0)
     parallel_for(_mask, len(logits), work, logits, token_ids, indptr, keep)
 
 
-def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
+def bitmask(logits, bits):
     """See `nbflow_kernels.apply_token_bitmask`."""
     parallel_for(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
 

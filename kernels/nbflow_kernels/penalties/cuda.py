@@ -51,15 +51,7 @@ def no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, sizes: Any) -> Non
         _no_repeat_ngram(B, _THREADS, args)
 
 
-def dry(
-    logits: Any,
-    token_ids: Any,
-    indptr: Any,
-    parameters: Any,
-    spans: Any,
-    words: Any,
-    edges: Any,
-) -> None:
+def dry(logits, token_ids, indptr, parameters, spans, words, edges):
     """See `nbflow_kernels.apply_dry_penalty`."""
     B, V = logits.shape
     if token_ids.size:

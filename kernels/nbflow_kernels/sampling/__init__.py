@@ -44,26 +44,11 @@ from nbflow_kernels.sampling.renorm import (
 from nbflow_kernels.sampling.speculative import chain_speculative_sampling
 
 __all__ = [
-    "argmax",
-    "chain_speculative_sampling",
-    "min_p_renorm_probs",
-    "min_p_sampling_from_probs",
-    "mirostat_sampling_from_probs",
-    "sampling_from_logits",
-    "sampling_from_probs",
-    "softmax",
-    "tail_free_renorm_probs",
-    "tail_free_sampling_from_probs",
-    "top_k",
-    "top_k_mask_logits",
-    "top_k_renorm_probs",
-    "top_k_sampling_from_probs",
-    "top_k_top_p_sampling_from_logits",
-    "top_k_top_p_sampling_from_probs",
-    "top_n_sigma_mask_logits",
-    "top_p_renorm_probs",
-    "top_p_sampling_from_probs",
-    "typical_renorm_probs",
-    "typical_sampling_from_probs",
+    "argmax", "chain_speculative_sampling", "min_p_renorm_probs", "min_p_sampling_from_probs",
+    "mirostat_sampling_from_probs", "sampling_from_logits", "sampling_from_probs", "softmax",
+    "tail_free_renorm_probs", "tail_free_sampling_from_probs", "top_k", "top_k_mask_logits",
+    "top_k_renorm_probs", "top_k_sampling_from_probs", "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs", "top_n_sigma_mask_logits", "top_p_renorm_probs",
+    "top_p_sampling_from_probs", "typical_renorm_probs", "typical_sampling_from_probs",
     "xtc_renorm_probs",
-]
+]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
+from nbflow_kernels.arrays import check_array, check_ids, is_cuda, on_host, per_row
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling.cpu_filters import BY_RANK, FLOOR, MIN_P, OFF, TOP_K, TOP_P
 
@@ -14,36 +14,13 @@ NOT_PROBS = "must be finite, not negative and not all zero"
 NOT_LOGITS = "must not have a NaN or +inf, nor be all -inf"
 
 
-def check_valid(name: str, out: Any, wanted: str) -> None:
-    """Raise if a kernel marked a row as invalid, by a negative number.
+def check_valid(name: str, marks: Any, wanted: str, least: int = 0) -> None:
+    """Raise if a kernel marked a row as invalid, by a number below `least`.
 
     Device arrays are not checked: that would synchronize.
     """
-    if is_cuda(out):
-        return
-    if (out < 0).any():
-        raise UsageError(f"{name}: row {int(np.flatnonzero(out < 0)[0])} {wanted}")
-
-
-def check_flags(name: str, valid: Any, wanted: str) -> None:
-    """Raise if a kernel wrote 0 for a row; device arrays are not checked."""
-    if not is_cuda(valid):
-        check_valid(name, valid - 1, wanted)
-
-
-def check_rows(name: str, array: Any) -> None:
-    """Raise unless `array` is float32 (B, V) with V >= 1."""
-    check_array(name, array, (None, None))
-    if array.shape[1] == 0:
-        raise UsageError(f"{name} must have at least one column, got shape (B, 0)")
-
-
-def per_row(name: str, value: Any, B: int) -> Any:
-    """Return one float64 per row from a number or an array of shape (B,)."""
-    array = np.asarray(on_host(value), np.float64)
-    if array.shape not in ((), (B,)):
-        raise UsageError(f"{name} must be a number or have shape ({B},), got {array.shape}")
-    return np.broadcast_to(array, B)
+    if not is_cuda(marks) and (marks < least).any():
+        raise UsageError(f"{name}: row {int(np.flatnonzero(marks < least)[0])} {wanted}")
 
 
 def counts_per_row(name: str, value: Any, B: int) -> Any:
@@ -61,15 +38,6 @@ def fractions_per_row(name: str, value: Any, B: int) -> Any:
     if not inside.all():
         raise UsageError(f"{name} must be 0..1, got {fractions[~inside][0]:g}")
     return fractions
-
-
-def temperatures(value: Any, B: int) -> Any:
-    """Return one positive float32 per row; None is 1."""
-    scale = per_row("temperature", 1.0 if value is None else value, B)
-    # the reciprocal of a smaller number overflows
-    if not ((scale >= np.finfo(np.float32).tiny) & np.isfinite(scale)).all():
-        raise UsageError(f"temperature must be positive, got {scale.min()}; for 0 use argmax")
-    return scale.astype(np.float32)
 
 
 def limits_of(B: int, **filters: Any) -> Any:
@@ -91,9 +59,7 @@ def rows_of(indices: Any, R: int, name: str) -> Any:
     if indices is None:
         return np.arange(R, dtype=np.int32)
     check_array("indices", indices, (None,), np.int32)
-    if not is_cuda(indices) and len(indices) and (indices.min() < 0 or indices.max() >= R):
-        bad = indices[(indices < 0) | (indices >= R)][0]
-        raise UsageError(f"indices must name rows 0..{R - 1} of {name}, got {bad}")
+    check_ids("indices", indices, R, f"the rows of {name}")
     return indices
 
 
@@ -116,11 +82,3 @@ def streams(seed: Any, offset: Any, B: int) -> tuple[Any, Any]:
     if n_axes == 0:
         columns[1] = columns[1] + np.arange(B, dtype=np.uint64)
     return columns[0], columns[1]
-
-
-def output(name: str, like: Any, out: Any) -> Any:
-    """Return `out` after a check of its shape, or a new array like `like`."""
-    if out is not None:
-        check_array(name, out, like.shape)
-        return out
-    return empty(like, like.shape)

@@ -55,18 +55,15 @@ def _probs(
     return inputs
 
 
+def _exact(
+    op: str, name: str, inputs: Any, n_bytes: int, *, reason: str = EXACT, **more: Any
+) -> OpCase:
+    return OpCase(op, name, inputs, reason=reason, exact=True, n_bytes=n_bytes, **more)
+
+
 def _draw(op: str, name: str, B: int, V: int, timed: bool = False, **options: Any) -> OpCase:
-    return OpCase(
-        f"{op}_from_probs",
-        name,
-        _probs(B, V, **{"seed": 1234, **options}),
-        rtol=0.0,
-        atol=0.0,
-        reason=EXACT,
-        exact=True,
-        n_bytes=4 * B * V,
-        timed=timed,
-    )
+    inputs = _probs(B, V, **{"seed": 1234, **options})
+    return _exact(f"{op}_from_probs", name, inputs, 4 * B * V, timed=timed)
 
 
 def _mirostat(name: str, B: int, V: int, **options: Any) -> OpCase:
@@ -74,6 +71,9 @@ def _mirostat(name: str, B: int, V: int, **options: Any) -> OpCase:
     case = _draw("mirostat_sampling", name, B, V, **options)
     # sums of 300 numbers in two orders: 300 * 2**-53 = 3e-14, of a cut around 3
     return replace(case, exact=False, atol=1e-12, reason=EXACT + ", in any order")
+
+
+_JOINT: dict[str, Any] = {"filter_apply_order": "joint"}
 
 
 def _column(*values: float) -> np.ndarray:
@@ -89,8 +89,11 @@ def _ids(*values: int) -> np.ndarray:
 
 
 def _logit_draw(op: str, name: str, B: int, V: int, timed: bool = False, **options: Any) -> OpCase:
-    inputs = _logits(B, V, **{"seed": 99, **options})
-    return OpCase(op, name, inputs, 0.0, 0.0, EXACT, exact=True, n_bytes=4 * B * V, timed=timed)
+    return _exact(op, name, _logits(B, V, **{"seed": 99, **options}), 4 * B * V, timed=timed)
+
+
+def _argmax(name: str, B: int, V: int, timed: bool = False) -> OpCase:
+    return _exact("argmax", name, _logits(B, V), 4 * B * V, reason="integers", timed=timed)
 
 
 def _renorm(op: str, name: str, B: int, V: int, **options: Any) -> OpCase:
@@ -113,24 +116,12 @@ def _top_k(name: str, B: int, V: int, k: int, timed: bool = False, **options: An
         rows[:, 4] = -np.inf
         return {"input": rows, "k": k, **options}
 
-    return OpCase(
-        "top_k", name, inputs, 0.0, 0.0, "a copy", exact=True, n_bytes=4 * B * V, timed=timed
-    )
+    return _exact("top_k", name, inputs, 4 * B * V, reason="a copy", timed=timed)
 
 
 def _mask(op: str, name: str, B: int, V: int, timed: bool = False, **options: Any) -> OpCase:
-    return OpCase(
-        op,
-        name,
-        _logits(B, V, **options),
-        0.0,
-        0.0,
-        "a copy",
-        exact=True,
-        out=((B, V), "float32"),
-        n_bytes=8 * B * V,
-        timed=timed,
-    )
+    inputs, out = _logits(B, V, **options), ((B, V), "float32")
+    return _exact(op, name, inputs, 8 * B * V, reason="a copy", out=out, timed=timed)
 
 
 def _chain(name: str, B: int, n: int, V: int, timed: bool = False) -> OpCase:
@@ -140,25 +131,11 @@ def _chain(name: str, B: int, n: int, V: int, timed: bool = False) -> OpCase:
         draft = (target[:, :n] + other) / 2
         ids = rng.integers(0, V, (B, n)).astype(np.int32)
         ids[::2] = draft[::2].argmax(axis=-1)
-        return {
-            "draft_probs": draft,
-            "draft_token_ids": ids,
-            "target_probs": target,
-            "seed": 5,
-            "offset": 1,
-        }
+        rows = {"draft_probs": draft, "draft_token_ids": ids, "target_probs": target}
+        return {**rows, "seed": 5, "offset": 1}
 
-    return OpCase(
-        "chain_speculative_sampling",
-        name,
-        inputs,
-        0.0,
-        0.0,
-        EXACT,
-        exact=True,
-        n_bytes=4 * B * V * 2,  # only the row of the drawn token is read
-        timed=timed,
-    )
+    # only the row of the drawn token is read
+    return _exact("chain_speculative_sampling", name, inputs, 4 * B * V * 2, timed=timed)
 
 
 CASES = [
@@ -166,48 +143,24 @@ CASES = [
     _softmax("short_row", 2, 5),
     _softmax("per_row_temperature", 2, 64, temperature=_column(0.5, 2.0)),
     _softmax("llama3", 4, 128256, temperature=0.7, timed=True),
-    OpCase(
-        "argmax", "plain", _logits(4, 1000), 0.0, 0.0, "integers", exact=True, n_bytes=4 * 4 * 1000
-    ),
-    OpCase("argmax", "short_row", _logits(3, 7), 0.0, 0.0, "integers", exact=True),
-    OpCase(
-        "argmax",
-        "llama3",
-        _logits(4, 128256),
-        0.0,
-        0.0,
-        "integers",
-        exact=True,
-        n_bytes=4 * 4 * 128256,
-        timed=True,
-    ),
+    _argmax("plain", 4, 1000),
+    _argmax("short_row", 3, 7),
+    _argmax("llama3", 4, 128256, timed=True),
     _draw("sampling", "plain", 40, 50),
     _draw(
-        "sampling",
-        "streams",
-        3,
-        50,
-        seed=np.array([1, 2, 2**63], np.uint64),
-        offset=np.array([0, 2**40, 5]),
+        "sampling", "streams", 3, 50,
+        seed=np.array([1, 2, 2**63], np.uint64), offset=_counts(0, 2**40, 5),
     ),
-    _draw("sampling", "shared_rows", 2, 50, indices=np.array([1, 1, 0, 1], np.int32), offset=9),
+    _draw("sampling", "shared_rows", 2, 50, indices=_ids(1, 1, 0, 1), offset=9),
     _draw("top_k_sampling", "plain", 40, 300, top_k=5),
-    _draw("top_k_sampling", "per_row", 3, 300, top_k=np.array([1, 40, 1000])),
+    _draw("top_k_sampling", "per_row", 3, 300, top_k=_counts(1, 40, 1000)),
     _draw("top_p_sampling", "plain", 40, 300, top_p=0.8),
     _draw("top_p_sampling", "per_row", 3, 300, top_p=_column(0.0, 0.5, 1.0)),
     _draw("top_p_sampling", "llama3", 1, 128256, top_p=0.9, concentration=0.01, timed=True),
     _draw("min_p_sampling", "plain", 40, 300, min_p=0.1),
     _draw("min_p_sampling", "per_row", 3, 300, min_p=_column(0.0, 0.5, 1.0)),
     _draw("top_k_top_p_sampling", "top_k_first", 40, 300, top_k=10, top_p=0.8),
-    _draw(
-        "top_k_top_p_sampling",
-        "joint",
-        40,
-        300,
-        top_k=10,
-        top_p=0.8,
-        filter_apply_order="joint",
-    ),
+    _draw("top_k_top_p_sampling", "joint", 40, 300, top_k=10, top_p=0.8, **_JOINT),
     _draw("top_k_sampling", "many_chunks", 3, 20_003, top_k=_counts(3, 700, 20_000)),
     _draw("top_p_sampling", "many_chunks", 3, 20_003, top_p=_column(0.3, 0.9, 0.999)),
     _draw("top_p_sampling", "flat", 2, 9_000, concentration=50.0, top_p=0.7),
@@ -226,14 +179,8 @@ CASES = [
     _logit_draw("sampling_from_logits", "llama3", 4, 128256, timed=True),
     _logit_draw("top_k_top_p_sampling_from_logits", "top_k_first", 40, 300, top_k=9, top_p=0.8),
     _logit_draw(
-        "top_k_top_p_sampling_from_logits",
-        "joint",
-        3,
-        300,
-        top_k=_counts(1, 40, 300),
-        top_p=0.9,
-        filter_apply_order="joint",
-        temperature=_column(0.5, 1.0, 2.0),
+        "top_k_top_p_sampling_from_logits", "joint", 3, 300,
+        top_k=_counts(1, 40, 300), top_p=0.9, temperature=_column(0.5, 1.0, 2.0), **_JOINT,
     ),
     _logit_draw(
         "top_k_top_p_sampling_from_logits", "llama3", 4, 128256, top_k=40, top_p=0.95, timed=True
@@ -262,5 +209,5 @@ CASES = [
     _chain("no_draft", 3, 0, 20),
     _chain("one", 5, 1, 16),
     _chain("llama3", 1, 5, 128256, timed=True),
-]
+]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_compare import where_ge, wide_add, wide_sum, wide_zero
 from nbflow_kernels.sampling.cpu_filters import BY_RANK, TOP_K, draw, filter_row, float_at_least
 from nbflow_kernels.sampling.cpu_philox import uniform
@@ -28,6 +27,7 @@ from nbflow_kernels.sampling.cpu_row_passes import (
     exp_pass,
     fill,
     keep_from,
+    launcher,
     logits_pass,
     n_chunks,
     probs_pass,
@@ -35,110 +35,6 @@ from nbflow_kernels.sampling.cpu_row_passes import (
 )
 
 INVALID = -1  # token of a row that is not a distribution or has a NaN
-
-
-def softmax(logits: np.ndarray, temperature: np.ndarray, out: np.ndarray) -> None:
-    """See `nbflow_kernels.softmax`; `temperature` is float32 (B,)."""
-    B, V = logits.shape
-    parallel_for(_softmax, B, 20.0 * B * V, logits, temperature, out)
-
-
-def argmax(logits: np.ndarray, out: np.ndarray) -> None:
-    """See `nbflow_kernels.argmax`; a row with a NaN gives -1."""
-    B, V = logits.shape
-    parallel_for(_argmax, B, 2.0 * B * V, logits, out)
-
-
-def sample(
-    ranks: np.ndarray,
-    probs: np.ndarray,
-    rows: np.ndarray,
-    limits: np.ndarray,
-    top_k_first: bool,
-    seeds: np.ndarray,
-    offsets: np.ndarray,
-    out: np.ndarray,
-    shares: np.ndarray,
-) -> None:
-    """Draw one token for each entry of `rows`; -1 where a row is not a distribution.
-
-    `rows` int32 (B,) indexes `probs` and `ranks`, float32 (R, V).  Filters keep the largest ranks,
-    which are the probabilities except for the typical filter.  `limits` float64 (B, 5) holds the
-    parameters of the filters (`cpu_filters`); `seeds` and `offsets` are uint64 (B,).  Writes the
-    tokens to `out` int32 (B,) and their shares of the kept mass to `shares` float64 (B,).
-    """
-    B, V = len(rows), probs.shape[1]
-    parallel_for(
-        _sample, B, 6.0 * B * V,
-        ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares,
-    )  # fmt: skip
-
-
-def sample_logits(
-    logits: np.ndarray,
-    rows: np.ndarray,
-    temperature: np.ndarray,
-    limits: np.ndarray,
-    top_k_first: bool,
-    seeds: np.ndarray,
-    offsets: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Softmax and `sample` of rows of logits, fused; `temperature` is float32 (B,)."""
-    B, V = len(rows), logits.shape[1]
-    parallel_for(
-        _sample_logits, B, 20.0 * B * V,
-        logits, rows, temperature, limits, top_k_first, seeds, offsets, out,
-    )  # fmt: skip
-
-
-def renorm(
-    ranks: np.ndarray,
-    probs: np.ndarray,
-    limits: np.ndarray,
-    out: np.ndarray,
-    valid: np.ndarray,
-) -> None:
-    """Write the kept elements divided by their sum, and zeros elsewhere.
-
-    `ranks` and `limits` are as for `sample`; `valid` int32 (B,) becomes 0 or 1.
-    """
-    B, V = probs.shape
-    parallel_for(_renorm, B, 6.0 * B * V, ranks, probs, limits, out, valid)
-
-
-def xtc(
-    probs: np.ndarray,
-    parameters: np.ndarray,
-    seeds: np.ndarray,
-    offsets: np.ndarray,
-    out: np.ndarray,
-    valid: np.ndarray,
-) -> None:
-    """See `nbflow_kernels.xtc_renorm_probs`.
-
-    `parameters` float64 (B, 2) holds probability and threshold; `valid` int32 (B,) becomes 0 or 1.
-    """
-    B, V = probs.shape
-    parallel_for(_xtc, B, 6.0 * B * V, probs, parameters, seeds, offsets, out, valid)
-
-
-def top_k(x: np.ndarray, k: int, in_order: bool, values: np.ndarray, indices: np.ndarray) -> None:
-    """See `nbflow_kernels.top_k`; a row with a NaN gives -1."""
-    B, V = x.shape
-    parallel_for(_top_k, B, 3.0 * B * V, x, k, in_order, values, indices)
-
-
-def top_k_mask(logits: np.ndarray, counts: np.ndarray, out: np.ndarray, valid: np.ndarray) -> None:
-    """See `nbflow_kernels.top_k_mask_logits`; `counts` is int64 (B,), at most V."""
-    B, V = logits.shape
-    parallel_for(_top_k_mask, B, 4.0 * B * V, logits, counts, out, valid)
-
-
-def n_sigma_mask(logits: np.ndarray, n: np.ndarray, out: np.ndarray, valid: np.ndarray) -> None:
-    """See `nbflow_kernels.top_n_sigma_mask_logits`; `n` is float64 (B,)."""
-    B, V = logits.shape
-    parallel_for(_n_sigma_mask, B, 6.0 * B * V, logits, n, out, valid)
 
 
 @jit.kernel
@@ -365,3 +261,35 @@ def _n_sigma_mask(logits, n, out, valid, start, stop):
         if top > -np.inf and n[b] > 0.0:
             cut = float_at_least(np.float64(top) - n[b] * _deviation(logits[b]))
         keep_from(logits[b], cut, out[b])
+
+
+softmax = launcher(_softmax, 20.0)
+"""See `nbflow_kernels.softmax`; `temperature` is float32 (B,)."""
+argmax = launcher(_argmax, 2.0)
+"""See `nbflow_kernels.argmax`; a row with a NaN gives -1."""
+sample = launcher(_sample, 6.0)
+"""Draw one token for each entry of `rows`; -1 where a row is not a distribution.
+
+`rows` int32 (B,) indexes `probs` and `ranks`, float32 (R, V).  Filters keep the largest ranks,
+which are the probabilities except for the typical filter.  `limits` float64 (B, 5) holds the
+parameters of the filters (`cpu_filters`); `seeds` and `offsets` are uint64 (B,).  Writes the
+tokens to `out` int32 (B,) and their shares of the kept mass to `shares` float64 (B,).
+"""
+sample_logits = launcher(_sample_logits, 20.0)
+"""Softmax and `sample` of rows of logits, fused; `temperature` is float32 (B,)."""
+renorm = launcher(_renorm, 6.0)
+"""Write the kept elements divided by their sum, and zeros elsewhere.
+
+`ranks` and `limits` are as for `sample`; `valid` int32 (B,) becomes 0 or 1.
+"""
+xtc = launcher(_xtc, 6.0)
+"""See `nbflow_kernels.xtc_renorm_probs`; `valid` int32 (B,) becomes 0 or 1.
+
+`parameters` float64 (B, 2) holds probability and threshold.
+"""
+top_k = launcher(_top_k, 3.0)
+"""See `nbflow_kernels.top_k`; a row with a NaN gives -1."""
+top_k_mask = launcher(_top_k_mask, 4.0)
+"""See `nbflow_kernels.top_k_mask_logits`; `counts` is int64 (B,), at most V."""
+n_sigma_mask = launcher(_n_sigma_mask, 6.0)
+"""See `nbflow_kernels.top_n_sigma_mask_logits`; `n` is float64 (B,)."""

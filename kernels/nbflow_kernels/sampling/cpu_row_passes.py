@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_compare import log, where_ge, wide_add, wide_sum, wide_zero
 
 # 8 vectors: reducing the lanes costs about as much as reading them, and a vocabulary of 128256 has
@@ -17,6 +18,19 @@ CHUNK = 128
 INFINITY_BITS = 0x7F800000
 LOWEST = np.float32(-3.4028234663852886e38)
 TINY = np.float32(1.1754943508222875e-38)  # smallest normal float32
+
+
+def launcher(kernel, cost):
+    """Return a function that divides the rows of a kernel's last argument among the threads.
+
+    `cost` is the work for each of the columns of the first argument, in multiply-adds.
+    """
+
+    def launch(*arguments):
+        B, V = len(arguments[-1]), arguments[0].shape[-1]
+        parallel_for(kernel, B, cost * B * V, *arguments)
+
+    return launch
 
 
 @jit.device_function

@@ -5,28 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_compare import wide_add, wide_sum, wide_zero
 from nbflow_kernels.sampling.cpu_philox import uniform
-from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass
-
-
-def chain_speculative(
-    draft_probs: np.ndarray,
-    draft_token_ids: np.ndarray,
-    target_probs: np.ndarray,
-    seeds: np.ndarray,
-    offsets: np.ndarray,
-    out: np.ndarray,
-    accepted: np.ndarray,
-    emitted: np.ndarray,
-) -> None:
-    """See `nbflow_kernels.chain_speculative_sampling`; an invalid target row gives emitted -1."""
-    B, _, V = draft_probs.shape
-    parallel_for(
-        _chain, B, 4.0 * B * V,
-        draft_probs, draft_token_ids, target_probs, seeds, offsets, out, accepted, emitted,
-    )  # fmt: skip
+from nbflow_kernels.sampling.cpu_row_passes import launcher, n_chunks, probs_pass
 
 
 @jit.device_function
@@ -94,3 +75,7 @@ def _chain(
             out[b, position] = _draw(weights, u * total)
         else:
             out[b, position] = _draw(row, u * whole)
+
+
+chain_speculative = launcher(_chain, 4.0)
+"""See `nbflow_kernels.chain_speculative_sampling`; an invalid target row gives emitted -1."""

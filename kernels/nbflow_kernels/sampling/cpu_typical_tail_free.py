@@ -5,27 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.sampling.cpu_radix_select import key_of, sort_descending
-from nbflow_kernels.sampling.cpu_row_passes import n_chunks, probs_pass, typical_pass
-
-
-def typical_ranks(probs: np.ndarray, ranks: np.ndarray) -> None:
-    """Write the rank of each token (`cpu_row_passes.typical_pass`); an invalid row becomes -inf."""
-    B, V = probs.shape
-    parallel_for(_typical_ranks, B, 20.0 * B * V, probs, ranks)
-
-
-def tail_free_counts(
-    probs: np.ndarray, rows: np.ndarray, z: np.ndarray, first: int, counts: np.ndarray
-) -> None:
-    """Write the number of tokens that the tail-free filter keeps.
-
-    `rows` int32 (B,) indexes `probs`, `z` is float64 (B,), `first` the first second difference that
-    counts; `counts` float64 (B,) is infinity for a row that is not filtered or not a distribution.
-    """
-    B, V = len(rows), probs.shape[1]
-    parallel_for(_tail_free_counts, B, 40.0 * B * V, probs, rows, z, first, counts)
+from nbflow_kernels.sampling.cpu_row_passes import (
+    fill,
+    launcher,
+    n_chunks,
+    probs_pass,
+    typical_pass,
+)
 
 
 @jit.kernel
@@ -37,8 +24,7 @@ def _typical_ranks(probs, ranks, start, stop):
         if total > 0.0:
             typical_pass(probs[b], total, ranks[b])
         else:
-            for j in range(V):
-                ranks[b, j] = -np.inf
+            fill(ranks[b], -np.inf)
 
 
 @jit.kernel
@@ -70,3 +56,13 @@ def _tail_free_counts(probs, rows, z, first, counts, start, stop):
             if i > 0 and reached > z[b]:
                 counts[b] = i
                 break
+
+
+typical_ranks = launcher(_typical_ranks, 20.0)
+"""Write the rank of each token (`cpu_row_passes.typical_pass`); an invalid row becomes -inf."""
+tail_free_counts = launcher(_tail_free_counts, 40.0)
+"""Write the number of tokens that the tail-free filter keeps.
+
+`rows` int32 (B,) indexes `probs`, `z` is float64 (B,), `first` the first second difference that
+counts; `counts` float64 (B,) is infinity for a row that is not filtered or not a distribution.
+"""

@@ -23,51 +23,6 @@ from nbflow_kernels.errors import UsageError
 MAX_COLUMNS = 1 << 22
 
 
-def _kernel(name: str, parameters: str, file: str = "cuda_sampling.cu") -> cuda.Kernel:
-    return cuda.cpp_kernel(__file__, file, name, parameters)
-
-
-sample_kernel = _kernel(
-    "sample",
-    "f32* ranks, f32* probs, i32* rows, i32 n_rows, f64* limits, i32 top_k_first, u64* seeds, "
-    "u64* offsets, i32* out, f64* shares, i32 V, i32 fraction",
-)
-sample_logits_kernel = _kernel(
-    "sample_logits",
-    "f32* logits, i32* rows, i32 n_rows, f32* temperature, f64* limits, i32 top_k_first, "
-    "u64* seeds, u64* offsets, i32* out, i32 V, i32 fraction",
-)
-renorm_kernel = _kernel(
-    "renorm", "f32* ranks, f32* probs, f64* limits, f32* out, i32* valid, i32 V, i32 fraction"
-)
-xtc_kernel = _kernel(
-    "xtc",
-    "f32* probs, f64* parameters, u64* seeds, u64* offsets, f32* out, i32* valid, i32 V, "
-    "i32 fraction",
-)
-softmax_kernel = _kernel("softmax", "f32* logits, f32* temperature, f32* out, i32 V, i32 fraction")
-argmax_kernel = _kernel("argmax", "f32* logits, i32* out, i32 V")
-top_k_mask_kernel = _kernel("top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V")
-n_sigma_mask_kernel = _kernel("n_sigma_mask", "f32* logits, f64* n, f32* out, i32* valid, i32 V")
-chain_kernel = _kernel(
-    "chain_speculative",
-    "f32* draft_probs, i32* draft_token_ids, f32* target_probs, u64* seeds, u64* offsets, "
-    "i32* out, i32* accepted, i32* emitted, i32 n, i32 V, i32 fraction",
-)
-top_k_kernel = _kernel(
-    "top_k", "f32* x, i32 k, i32 in_order, f32* values, i32* indices, u32* work, i32 V",
-    "cuda_top_k_sort.cu",
-)  # fmt: skip
-typical_ranks_kernel = _kernel(
-    "typical_ranks", "f32* probs, f32* ranks, i32 V", "cuda_top_k_sort.cu"
-)
-tail_free_kernel = _kernel(
-    "tail_free_counts",
-    "f32* probs, i32* rows, i32 n_rows, f64* z, i32 first, f64* counts, u32* work, i32 V",
-    "cuda_top_k_sort.cu",
-)
-
-
 def _threads(V: int) -> int:
     """Return the threads per row."""
     return 1024 if V > 8192 else 256
@@ -80,88 +35,68 @@ def _fraction(V: int) -> int:
     return min(20, 39 - (V - 1).bit_length())
 
 
-def _sort_shared_bytes(threads: int) -> int:
-    """Return the shared memory of a sort: a count per digit and warp."""
-    return 4 * 256 * (threads // 32)
+class _RowKernel:
+    """Launcher of a kernel with a thread block for each row of its last array.
+
+    Arguments in host memory are copied at once.  Trailing parameters named ``n_rows``, ``V``
+    (the last two axes of the first array) and ``fraction`` need no argument.
+    """
+
+    def __init__(self, entry: str, parameters: str, file: str = "cuda_sampling.cu") -> None:
+        self.kernel = cuda.cpp_kernel(__file__, file, entry, parameters)
+        self._names = [p.name for p in self.kernel.parameters.all]
+
+    def __call__(self, *arguments: Any) -> None:
+        n_rows, V = arguments[0].shape[-2:]
+        B = len(arguments[-1])
+        if not B:
+            return
+        sizes = {"n_rows": n_rows, "V": V, "fraction": _fraction(V)}
+        hosted = [a for a in arguments if isinstance(a, np.ndarray)]
+        copies = iter(all_on_device(hosted, arguments[0]) if hosted else ())
+        placed = [next(copies) if isinstance(a, np.ndarray) else a for a in arguments]
+        more = [sizes[name] for name in self._names[len(arguments) :]]
+        self.kernel(B, _threads(V), (*placed, *more))
 
 
-def softmax(logits: Any, temperature: Any, out: Any) -> None:
-    """See `nbflow_kernels.softmax`."""
-    B, V = logits.shape
-    if B:
-        scale = on_device(temperature, logits)
-        softmax_kernel(B, _threads(V), (logits, scale, out, V, _fraction(V)))
-
-
-def argmax(logits: Any, out: Any) -> None:
-    """See `nbflow_kernels.argmax`."""
-    B, V = logits.shape
-    if B:
-        _fraction(V)
-        argmax_kernel(B, _threads(V), (logits, out, V))
-
-
-def sample(
-    ranks: Any,
-    probs: Any,
-    rows: Any,
-    limits: Any,
-    top_k_first: bool,
-    seeds: Any,
-    offsets: Any,
-    out: Any,
-    shares: Any,
-) -> None:
-    """See `nbflow_kernels.sampling.cpu.sample`."""
-    R, V = probs.shape
-    if len(rows):
-        rows, limits, seeds, offsets = all_on_device((rows, limits, seeds, offsets), probs)
-        sample_kernel(
-            len(rows), _threads(V),
-            (
-                ranks, probs, rows, R, limits, int(top_k_first), seeds, offsets, out, shares, V,
-                _fraction(V),
-            ),
-        )  # fmt: skip
-
-
-def sample_logits(
-    logits: Any,
-    rows: Any,
-    temperature: Any,
-    limits: Any,
-    top_k_first: bool,
-    seeds: Any,
-    offsets: Any,
-    out: Any,
-) -> None:
-    """See `nbflow_kernels.sampling.cpu.sample_logits`."""
-    R, V = logits.shape
-    if len(rows):
-        tables = all_on_device((rows, temperature, limits, seeds, offsets), logits)
-        rows, temperature, limits, seeds, offsets = tables
-        sample_logits_kernel(
-            len(rows), _threads(V),
-            (
-                logits, rows, R, temperature, limits, int(top_k_first), seeds, offsets, out, V,
-                _fraction(V),
-            ),
-        )  # fmt: skip
-
-
-def renorm(ranks: Any, probs: Any, limits: Any, out: Any, valid: Any) -> None:
-    """See `nbflow_kernels.sampling.cpu.renorm`."""
-    B, V = probs.shape
-    if B:
-        arguments = (ranks, probs, on_device(limits, probs), out, valid, V, _fraction(V))
-        renorm_kernel(B, _threads(V), arguments)
-
-
-def typical_ranks(probs: Any, ranks: Any) -> None:
-    """See `nbflow_kernels.sampling.cpu_typical_tail_free.typical_ranks`."""
-    B, V = probs.shape
-    if B:
-        typical_ranks_kernel(B, _threads(V), (probs, ranks, V))
+# Arguments are those of the functions of the same name in `cpu`, `cpu_typical_tail_free` and
+# `cpu_speculative`.
+sample = _RowKernel(
+    "sample",
+    "f32* ranks, f32* probs, i32* rows, f64* limits, i32 top_k_first, u64* seeds, u64* offsets, "
+    "i32* out, f64* shares, i32 n_rows, i32 V, i32 fraction",
+)
+sample_logits = _RowKernel(
+    "sample_logits",
+    "f32* logits, i32* rows, f32* temperature, f64* limits, i32 top_k_first, u64* seeds, "
+    "u64* offsets, i32* out, i32 n_rows, i32 V, i32 fraction",
+)
+renorm = _RowKernel(
+    "renorm", "f32* ranks, f32* probs, f64* limits, f32* out, i32* valid, i32 V, i32 fraction"
+)
+xtc = _RowKernel(
+    "xtc",
+    "f32* probs, f64* parameters, u64* seeds, u64* offsets, f32* out, i32* valid, i32 V, "
+    "i32 fraction",
+)
+softmax = _RowKernel("softmax", "f32* logits, f32* temperature, f32* out, i32 V, i32 fraction")
+argmax = _RowKernel("argmax", "f32* logits, i32* out, i32 V")
+top_k_mask = _RowKernel("top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V")
+n_sigma_mask = _RowKernel("n_sigma_mask", "f32* logits, f64* n, f32* out, i32* valid, i32 V")
+chain_speculative = _RowKernel(  # a token out of range is rejected; here n_rows are draft tokens
+    "chain_speculative",
+    "f32* draft_probs, i32* draft_token_ids, f32* target_probs, u64* seeds, u64* offsets, "
+    "i32* out, i32* accepted, i32* emitted, i32 n_rows, i32 V, i32 fraction",
+)
+typical_ranks = _RowKernel("typical_ranks", "f32* probs, f32* ranks, i32 V", "cuda_top_k_sort.cu")
+_top_k = cuda.cpp_kernel(
+    __file__, "cuda_top_k_sort.cu", "top_k",
+    "f32* x, i32 k, i32 in_order, f32* values, i32* indices, u32* work, i32 V",
+)  # fmt: skip
+_tail_free = cuda.cpp_kernel(
+    __file__, "cuda_top_k_sort.cu", "tail_free_counts",
+    "f32* probs, i32* rows, i32 n_rows, f64* z, i32 first, f64* counts, u32* work, i32 V",
+)  # fmt: skip
 
 
 def tail_free_counts(probs: Any, rows: Any, z: Any, first: int, counts: Any) -> None:
@@ -170,19 +105,8 @@ def tail_free_counts(probs: Any, rows: Any, z: Any, first: int, counts: Any) -> 
     if B:
         work, threads = empty(probs, (B, 2 * V), np.uint32), _threads(V)
         _fraction(V)
-        tail_free_kernel(
-            B, threads,
-            (probs, on_device(rows, probs), R, on_device(z, probs), first, counts, work, V),
-            _sort_shared_bytes(threads),
-        )  # fmt: skip
-
-
-def xtc(probs: Any, parameters: Any, seeds: Any, offsets: Any, out: Any, valid: Any) -> None:
-    """See `nbflow_kernels.xtc_renorm_probs`."""
-    B, V = probs.shape
-    if B:
-        tables = [on_device(a, probs) for a in (parameters, seeds, offsets)]
-        xtc_kernel(B, _threads(V), (probs, *tables, out, valid, V, _fraction(V)))
+        args = (probs, on_device(rows, probs), R, on_device(z, probs), first, counts, work, V)
+        _tail_free(B, threads, args, _sort_shared_bytes(threads))
 
 
 def top_k(x: Any, k: int, in_order: bool, values: Any, indices: Any) -> None:
@@ -191,44 +115,10 @@ def top_k(x: Any, k: int, in_order: bool, values: Any, indices: Any) -> None:
     if B:
         work, threads = empty(x, (B, 4 * k if in_order else 1), np.uint32), _threads(V)
         _fraction(V)
-        arguments = (x, k, int(in_order), values, indices, work, V)
-        top_k_kernel(B, threads, arguments, _sort_shared_bytes(threads) if in_order else 0)
+        shared = _sort_shared_bytes(threads) if in_order else 0
+        _top_k(B, threads, (x, k, in_order, values, indices, work, V), shared)
 
 
-def top_k_mask(logits: Any, counts: Any, out: Any, valid: Any) -> None:
-    """See `nbflow_kernels.top_k_mask_logits`."""
-    B, V = logits.shape
-    if B:
-        _fraction(V)
-        arguments = (logits, on_device(counts, logits), out, valid, V)
-        top_k_mask_kernel(B, _threads(V), arguments)
-
-
-def n_sigma_mask(logits: Any, n: Any, out: Any, valid: Any) -> None:
-    """See `nbflow_kernels.top_n_sigma_mask_logits`."""
-    B, V = logits.shape
-    if B:
-        n_sigma_mask_kernel(B, _threads(V), (logits, on_device(n, logits), out, valid, V))
-
-
-def chain_speculative(
-    draft_probs: Any,
-    draft_token_ids: Any,
-    target_probs: Any,
-    seeds: Any,
-    offsets: Any,
-    out: Any,
-    accepted: Any,
-    emitted: Any,
-) -> None:
-    """See `nbflow_kernels.chain_speculative_sampling`; a token out of range is rejected."""
-    B, n, V = draft_probs.shape
-    if B:
-        tables = [on_device(a, draft_probs) for a in (seeds, offsets)]
-        chain_kernel(
-            B, _threads(V),
-            (
-                draft_probs, draft_token_ids, target_probs, *tables, out, accepted, emitted, n, V,
-                _fraction(V),
-            ),
-        )  # fmt: skip
+def _sort_shared_bytes(threads: int) -> int:
+    """Return the shared memory of a sort: a count per digit and warp."""
+    return 4 * 256 * (threads // 32)

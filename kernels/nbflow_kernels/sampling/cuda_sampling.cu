@@ -145,9 +145,9 @@ DEV bool row_is_valid(bool good, int* valid, float* out, int V) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-sample(const float* ranks, const float* probs, const int* rows, int n_rows, const double* limits,
-       int top_k_first, const u64* seeds, const u64* offsets, int* out, double* shares, int V,
-       int fraction) {
+sample(const float* ranks, const float* probs, const int* rows, const double* limits,
+       int top_k_first, const u64* seeds, const u64* offsets, int* out, double* shares,
+       int n_rows, int V, int fraction) {
     __shared__ SharedScratch scratch;
     const int i = blockIdx.x;
     const i64 at = (i64)rows[i] * V;
@@ -170,9 +170,9 @@ sample(const float* ranks, const float* probs, const int* rows, int n_rows, cons
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-sample_logits(const float* logits, const int* rows, int n_rows, const float* temperature, const
-              double* limits, int top_k_first, const u64* seeds, const u64* offsets, int* out,
-              int V, int fraction) {
+sample_logits(const float* logits, const int* rows, const float* temperature,
+              const double* limits, int top_k_first, const u64* seeds, const u64* offsets, int* out,
+              int n_rows, int V, int fraction) {
     __shared__ SharedScratch scratch;
     const int i = blockIdx.x;
     const float* x = logits + (i64)rows[i] * V;

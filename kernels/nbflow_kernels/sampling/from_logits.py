@@ -6,21 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import empty, is_cuda
+from nbflow_kernels.arrays import check_rows, empty, is_cuda, output, per_row, temperatures
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.argument_checks import (
     NOT_LOGITS,
-    check_flags,
-    check_rows,
     check_valid,
     counts_per_row,
     limits_of,
-    output,
-    per_row,
     rows_of,
     streams,
-    temperatures,
 )
 from nbflow_kernels.sampling.from_probs import check_order
 
@@ -58,7 +53,7 @@ def softmax(logits: Any, temperature: Any = None, *, out: Any = None) -> Any:
     """
     check_rows("logits", logits)
     scale = temperatures(temperature, len(logits))
-    out = output("out", logits, out)
+    out = output(logits, logits.shape, out)
     (cuda if is_cuda(logits) else cpu).softmax(logits, scale, out)
     return out
 
@@ -153,28 +148,10 @@ def top_k_top_p_sampling_from_logits(
 
     Parameters
     ----------
-    logits : array of float32, shape (R, V)
-        Scores; -inf excludes a token.
-    top_k : int or array of integers, shape (B,)
-        Number of tokens to keep, at least 1; V or more keeps all.
-    top_p : float or array, shape (B,)
-        Share to keep, 0..1; the token that crosses it is kept.
-    filter_apply_order : str
-        ``"top_k_first"``: `top_p` is a share of what `top_k` keeps; ``"joint"``: of the whole row.
-    temperature : float or array, shape (B,), optional
-        Logits are divided by it first; positive.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_logits` and the single filters.
+    logits, temperature, seed, offset, indices
+        As in `sampling_from_logits`; so are the result and the errors.
+    top_k, top_p, filter_apply_order
+        As in `top_k_top_p_sampling_from_probs`.
 
     Notes
     -----
@@ -277,9 +254,9 @@ def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None) -> Any:
     check_rows("logits", logits)
     B, V = logits.shape
     counts = np.minimum(counts_per_row("top_k", top_k, B), V).astype(np.int64)
-    out, valid = output("out", logits, out), empty(logits, (B,), np.int32)
+    out, valid = output(logits, logits.shape, out), empty(logits, (B,), np.int32)
     (cuda if is_cuda(logits) else cpu).top_k_mask(logits, counts, out, valid)
-    check_flags("logits", valid, "must not have a NaN")
+    check_valid("logits", valid, "must not have a NaN", 1)
     return out
 
 
@@ -294,20 +271,8 @@ def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
         Rows without NaN or +inf; elements of -inf do not count in the deviation.
     n : float or array, shape (B,)
         Number of deviations, not negative; 0 disables the filter, as in llama.cpp.
-    out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `logits` itself.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        `out` if given, else a new array.
-
-    Raises
-    ------
-    UsageError
-        If a row has a NaN or +inf, an `n` is negative, or `out` has another shape.
-    TypeError
-        If `logits` is not an array of float32.
+    out
+        As in `top_k_mask_logits`; so are the result and the errors.
 
     References
     ----------
@@ -324,21 +289,13 @@ def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
     numbers = np.array(per_row("n", n, len(logits)))
     if not (numbers >= 0).all():
         raise UsageError(f"n must not be negative, got {numbers.min():g}")
-    out, valid = output("out", logits, out), empty(logits, (len(logits),), np.int32)
+    out, valid = output(logits, logits.shape, out), empty(logits, (len(logits),), np.int32)
     (cuda if is_cuda(logits) else cpu).n_sigma_mask(logits, numbers, out, valid)
-    check_flags("logits", valid, "must not have a NaN or +inf")
+    check_valid("logits", valid, "must not have a NaN or +inf", 1)
     return out
 
 
-def _draw(
-    logits: Any,
-    temperature: Any,
-    seed: Any,
-    offset: Any,
-    indices: Any,
-    top_k_first: bool,
-    **filters: Any,
-) -> Any:
+def _draw(logits, temperature, seed, offset, indices, top_k_first, **filters):
     """Draw a token from each row; raise if a row has a NaN, +inf or only -inf."""
     check_rows("logits", logits)
     rows = rows_of(indices, len(logits), "logits")

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda, on_device, on_host
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_device, on_host, per_row
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.argument_checks import (
     NOT_PROBS,
     check_valid,
     limits_of,
-    per_row,
     rows_of,
     streams,
 )
@@ -78,22 +77,10 @@ def top_k_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the result and the errors.
     top_k : int or array of integers, shape (B,)
         Number of tokens to keep, at least 1; V or more keeps all.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if a `top_k` is below 1.
 
     Examples
     --------
@@ -112,22 +99,10 @@ def top_p_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the result and the errors.
     top_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1; the token that crosses it is kept.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if a `top_p` is outside 0..1.
 
     Examples
     --------
@@ -146,22 +121,10 @@ def min_p_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the result and the errors.
     min_p : float or array, shape (B,)
         Least ratio to the row's largest probability, 0..1.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if a `min_p` is outside 0..1.
 
     Examples
     --------
@@ -187,26 +150,12 @@ def top_k_top_p_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
-    top_k : int or array of integers, shape (B,)
-        How many tokens to keep.
-    top_p : float or array, shape (B,)
-        Share to keep, 0..1.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the result and the errors.
+    top_k, top_p
+        As in `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
     filter_apply_order : str
         ``"top_k_first"``: `top_p` is a share of what `top_k` keeps; ``"joint"``: of the whole row.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As the single filters; UsageError for another `filter_apply_order`.
 
     Examples
     --------
@@ -229,22 +178,10 @@ def typical_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the result and the errors.
     typical_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1; the token that crosses it is kept.  1 keeps all.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if a `typical_p` is outside 0..1.
 
     Notes
     -----
@@ -282,25 +219,13 @@ def tail_free_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the result and the errors.
     z : float or array, shape (B,)
         Share of the second differences to keep, 0..1; 1 keeps all.
     first_counts : bool
         False leaves :math:`d_0` out of the sum that is compared with z, as Inferflow does;
         llama.cpp counts it.
-    seed, offset, indices
-        As in `sampling_from_probs`.
-
-    Returns
-    -------
-    array of int32, shape (B,)
-        Token ids.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if a `z` is outside 0..1.
 
     Notes
     -----
@@ -343,17 +268,15 @@ def mirostat_sampling_from_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (R, V)
-        Probabilities, as in `sampling_from_probs`.
+    probs, seed, offset, indices
+        As in `sampling_from_probs`; so are the errors.
     mu : float or array, shape (B,)
         The cut in bits; ``2 * tau`` before the first token, then the second result of the last
         call.
     tau : float or array, shape (B,)
         Target surprise in bits.
     eta : float or array, shape (B,)
-        Learning rate of the cut.
-    seed, offset, indices
-        As in `sampling_from_probs`.
+        Learning rate of the cut; `mu`, `tau` and `eta` must be finite.
 
     Returns
     -------
@@ -361,11 +284,6 @@ def mirostat_sampling_from_probs(
         Token ids.
     mu : array of float64, shape (B,)
         The cut for the next token.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if `mu`, `tau` or `eta` is not finite.
 
     References
     ----------
@@ -389,29 +307,12 @@ def mirostat_sampling_from_probs(
     return tokens, on_device(new, probs) if is_cuda(probs) else new
 
 
-def _draw(
-    probs: Any,
-    seed: Any,
-    offset: Any,
-    indices: Any,
-    *,
-    top_k_first: bool = True,
-    ranks: Any = None,
-    **filters: Any,
-) -> Any:
+def _draw(probs, seed, offset, indices, **filters):
     """Return the tokens of `_draw_with_shares`."""
-    return _draw_with_shares(probs, seed, offset, indices, top_k_first, ranks, **filters)[0]
+    return _draw_with_shares(probs, seed, offset, indices, **filters)[0]
 
 
-def _draw_with_shares(
-    probs: Any,
-    seed: Any,
-    offset: Any,
-    indices: Any,
-    top_k_first: bool = True,
-    ranks: Any = None,
-    **filters: Any,
-) -> tuple[Any, Any]:
+def _draw_with_shares(probs, seed, offset, indices, top_k_first=True, ranks=None, **filters):
     """Return the tokens and their shares of the kept mass; for `filters` see `limits_of`."""
     check_array("probs", probs, (None, None))
     rows = rows_of(indices, len(probs), "probs")

@@ -93,7 +93,7 @@ def _keep(
     top_k: float = np.inf,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    k_first: bool = True,
+    filter_apply_order: str = "top_k_first",
     typical_p: float = 1.0,
     z: float = 1.0,
     first_counts: bool = True,
@@ -101,7 +101,7 @@ def _keep(
 ) -> np.ndarray:
     """Return the mask of all filters combined."""
     mask = _first_of_order(row, int(min(top_k, len(row))))
-    total = row[mask].sum() if k_first else row.sum()
+    total = row[mask].sum() if filter_apply_order == "top_k_first" else row.sum()
     if top_p < 1:
         mask = mask & _top_p_mask(row, top_p * total)
     if typical_p < 1:
@@ -113,14 +113,11 @@ def _keep(
     return kept
 
 
-def _draw(probs: np.ndarray, seed: Any, offset: Any, indices: Any, **filters: Any) -> np.ndarray:
-    return _draw_with_shares(probs, seed, offset, indices, **filters)[0]
+def _draw(probs, seed, offset, indices, **filters):
+    """Draw by inverse transform: look the random number up in the cumulative kept weights.
 
-
-def _draw_with_shares(
-    probs: np.ndarray, seed: Any, offset: Any, indices: Any, **filters: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw by inverse transform: look the random number up in the cumulative kept weights."""
+    Returns the tokens and their shares of the kept mass.
+    """
     rows = probs.astype(np.float64)[slice(None) if indices is None else indices]
     B = len(rows)
     columns = {name: np.broadcast_to(value, B) for name, value in filters.items()}
@@ -135,66 +132,16 @@ def _draw_with_shares(
 
 
 def sampling_from_probs(
-    probs: np.ndarray, *, seed: Any, offset: Any = 0, indices: Any = None
+    probs: np.ndarray, *, seed: Any, offset: Any = 0, indices: Any = None, **filters: Any
 ) -> np.ndarray:
-    """See `nbflow_kernels.sampling_from_probs`."""
-    return _draw(probs, seed, offset, indices)
+    """See `nbflow_kernels.sampling_from_probs` and its forms with filters, those of `_keep`."""
+    tokens: np.ndarray = _draw(probs, seed, offset, indices, **filters)[0]
+    return tokens
 
 
-def top_k_sampling_from_probs(
-    probs: np.ndarray, top_k: Any, *, seed: Any, offset: Any = 0, indices: Any = None
-) -> np.ndarray:
-    """See `nbflow_kernels.top_k_sampling_from_probs`."""
-    return _draw(probs, seed, offset, indices, top_k=top_k)
-
-
-def top_p_sampling_from_probs(
-    probs: np.ndarray, top_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
-) -> np.ndarray:
-    """See `nbflow_kernels.top_p_sampling_from_probs`."""
-    return _draw(probs, seed, offset, indices, top_p=top_p)
-
-
-def min_p_sampling_from_probs(
-    probs: np.ndarray, min_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
-) -> np.ndarray:
-    """See `nbflow_kernels.min_p_sampling_from_probs`."""
-    return _draw(probs, seed, offset, indices, min_p=min_p)
-
-
-def top_k_top_p_sampling_from_probs(
-    probs: np.ndarray,
-    top_k: Any,
-    top_p: Any,
-    *,
-    filter_apply_order: str = "top_k_first",
-    seed: Any,
-    offset: Any = 0,
-    indices: Any = None,
-) -> np.ndarray:
-    """See `nbflow_kernels.top_k_top_p_sampling_from_probs`."""
-    k_first = filter_apply_order == "top_k_first"
-    return _draw(probs, seed, offset, indices, top_k=top_k, top_p=top_p, k_first=k_first)
-
-
-def typical_sampling_from_probs(
-    probs: np.ndarray, typical_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
-) -> np.ndarray:
-    """See `nbflow_kernels.typical_sampling_from_probs`."""
-    return _draw(probs, seed, offset, indices, typical_p=typical_p)
-
-
-def tail_free_sampling_from_probs(
-    probs: np.ndarray,
-    z: Any,
-    *,
-    first_counts: bool = True,
-    seed: Any,
-    offset: Any = 0,
-    indices: Any = None,
-) -> np.ndarray:
-    """See `nbflow_kernels.tail_free_sampling_from_probs`."""
-    return _draw(probs, seed, offset, indices, z=z, first_counts=first_counts)
+top_k_sampling_from_probs = top_p_sampling_from_probs = sampling_from_probs
+min_p_sampling_from_probs = top_k_top_p_sampling_from_probs = sampling_from_probs
+typical_sampling_from_probs = tail_free_sampling_from_probs = sampling_from_probs
 
 
 def mirostat_sampling_from_probs(
@@ -209,42 +156,27 @@ def mirostat_sampling_from_probs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.mirostat_sampling_from_probs`."""
     floor = 2.0 ** -np.asarray(mu, np.float64)
-    tokens, shares = _draw_with_shares(probs, seed, offset, indices, floor=floor)
+    tokens, shares = _draw(probs, seed, offset, indices, floor=floor)
     return tokens, mu - np.asarray(eta) * (-np.log2(shares) - tau)
 
 
-def _logits_to_probs(
-    logits: np.ndarray, temperature: Any, indices: Any, top_k: Any = np.inf
-) -> np.ndarray:
-    """Return the softmax after top_k, a row per draw."""
-    rows = logits[slice(None) if indices is None else indices]
-    return softmax(top_k_mask_logits(rows, top_k), temperature)
-
-
 def sampling_from_logits(
-    logits: np.ndarray, *, temperature: Any = None, seed: Any, offset: Any = 0, indices: Any = None
-) -> np.ndarray:
-    """See `nbflow_kernels.sampling_from_logits`."""
-    return _draw(_logits_to_probs(logits, temperature, indices), seed, offset, None)
-
-
-def top_k_top_p_sampling_from_logits(
     logits: np.ndarray,
-    top_k: Any,
-    top_p: Any,
     *,
-    filter_apply_order: str = "top_k_first",
     temperature: Any = None,
     seed: Any,
     offset: Any = 0,
     indices: Any = None,
+    **filters: Any,
 ) -> np.ndarray:
-    """See `nbflow_kernels.top_k_top_p_sampling_from_logits`."""
-    if filter_apply_order == "top_k_first":
-        probs = _logits_to_probs(logits, temperature, indices, top_k)
-        return _draw(probs, seed, offset, None, top_p=top_p)
-    probs = _logits_to_probs(logits, temperature, indices)
-    return _draw(probs, seed, offset, None, top_k=top_k, top_p=top_p, k_first=False)
+    """See `nbflow_kernels.sampling_from_logits` and `top_k_top_p_sampling_from_logits`."""
+    rows = logits[slice(None) if indices is None else indices]
+    if filters.get("filter_apply_order") != "joint":
+        rows = top_k_mask_logits(rows, filters.pop("top_k", np.inf))
+    return sampling_from_probs(softmax(rows, temperature), seed=seed, offset=offset, **filters)
+
+
+top_k_top_p_sampling_from_logits = sampling_from_logits
 
 
 def top_k(input: np.ndarray, k: int, sorted: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -272,38 +204,19 @@ def top_n_sigma_mask_logits(logits: np.ndarray, n: Any) -> np.ndarray:
     return out
 
 
-def _renormed(probs: np.ndarray, **filters: Any) -> np.ndarray:
+def top_k_renorm_probs(probs: np.ndarray, **filters: Any) -> np.ndarray:
+    """See `nbflow_kernels.top_k_renorm_probs` and its siblings; filters as for `_keep`."""
     out = np.zeros(probs.shape)
     columns = {name: np.broadcast_to(value, len(probs)) for name, value in filters.items()}
     for i, row in enumerate(probs.astype(np.float64)):
-        mask = _keep(row, k_first=False, **{name: column[i] for name, column in columns.items()})
+        own = {name: column[i] for name, column in columns.items()}
+        mask = _keep(row, filter_apply_order="joint", **own)
         out[i, mask] = row[mask] / row[mask].sum()
     return out
 
 
-def top_k_renorm_probs(probs: np.ndarray, top_k: Any) -> np.ndarray:
-    """See `nbflow_kernels.top_k_renorm_probs`."""
-    return _renormed(probs, top_k=top_k)
-
-
-def top_p_renorm_probs(probs: np.ndarray, top_p: Any) -> np.ndarray:
-    """See `nbflow_kernels.top_p_renorm_probs`."""
-    return _renormed(probs, top_p=top_p)
-
-
-def min_p_renorm_probs(probs: np.ndarray, min_p: Any) -> np.ndarray:
-    """See `nbflow_kernels.min_p_renorm_probs`."""
-    return _renormed(probs, min_p=min_p)
-
-
-def typical_renorm_probs(probs: np.ndarray, typical_p: Any) -> np.ndarray:
-    """See `nbflow_kernels.typical_renorm_probs`."""
-    return _renormed(probs, typical_p=typical_p)
-
-
-def tail_free_renorm_probs(probs: np.ndarray, z: Any, *, first_counts: bool = True) -> np.ndarray:
-    """See `nbflow_kernels.tail_free_renorm_probs`."""
-    return _renormed(probs, z=z, first_counts=first_counts)
+top_p_renorm_probs = min_p_renorm_probs = top_k_renorm_probs
+typical_renorm_probs = tail_free_renorm_probs = top_k_renorm_probs
 
 
 def xtc_renorm_probs(

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
+from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host, output
 from nbflow_kernels.sampling import cpu, cpu_typical_tail_free, cuda
 from nbflow_kernels.sampling.argument_checks import (
     NOT_PROBS,
-    check_flags,
+    check_valid,
     fractions_per_row,
     limits_of,
-    output,
     rows_of,
     streams,
 )
@@ -39,7 +38,7 @@ def top_k_renorm_probs(probs: Any, top_k: Any, *, out: Any = None) -> Any:
     Raises
     ------
     UsageError, TypeError
-        As `top_k_sampling_from_probs`.
+        As `sampling_from_probs`; UsageError if a number is out of range.
 
     Examples
     --------
@@ -56,22 +55,10 @@ def top_p_renorm_probs(probs: Any, top_p: Any, *, out: Any = None) -> Any:
 
     Parameters
     ----------
-    probs : array of float32, shape (B, V)
-        Probabilities, not negative; a row need not sum to 1.
+    probs, out
+        As in `top_k_renorm_probs`; so are the result and the errors.
     top_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1.
-    out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `probs` itself.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        Zeros outside the kept tokens; `out` if given.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `top_p_sampling_from_probs`.
 
     Examples
     --------
@@ -88,22 +75,10 @@ def min_p_renorm_probs(probs: Any, min_p: Any, *, out: Any = None) -> Any:
 
     Parameters
     ----------
-    probs : array of float32, shape (B, V)
-        Probabilities, not negative; a row need not sum to 1.
+    probs, out
+        As in `top_k_renorm_probs`; so are the result and the errors.
     min_p : float or array, shape (B,)
         Least ratio to the row's largest probability, 0..1.
-    out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `probs` itself.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        Zeros outside the kept tokens; `out` if given.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `min_p_sampling_from_probs`.
 
     Examples
     --------
@@ -120,22 +95,10 @@ def typical_renorm_probs(probs: Any, typical_p: Any, *, out: Any = None) -> Any:
 
     Parameters
     ----------
-    probs : array of float32, shape (B, V)
-        Probabilities, not negative; a row need not sum to 1.
+    probs, out
+        As in `top_k_renorm_probs`; so are the result and the errors.
     typical_p : float or array, shape (B,)
         Share of the row's sum to keep, 0..1; see `typical_sampling_from_probs`.
-    out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `probs` itself.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        Zeros outside the kept tokens; `out` if given.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `typical_sampling_from_probs`.
 
     Examples
     --------
@@ -154,24 +117,12 @@ def tail_free_renorm_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (B, V)
-        Probabilities, not negative; a row need not sum to 1.
+    probs, out
+        As in `top_k_renorm_probs`; so are the result and the errors.
     z : float or array, shape (B,)
         Share of the second differences to keep, 0..1; see `tail_free_sampling_from_probs`.
     first_counts : bool
         Count the first second difference; see `tail_free_sampling_from_probs`.
-    out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `probs` itself.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        Zeros outside the kept tokens; `out` if given.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `tail_free_sampling_from_probs`.
 
     Examples
     --------
@@ -199,8 +150,8 @@ def xtc_renorm_probs(
 
     Parameters
     ----------
-    probs : array of float32, shape (B, V)
-        Probabilities, not negative; a row need not sum to 1.
+    probs, out
+        As in `top_k_renorm_probs`; so are the result and the errors.
     probability : float or array, shape (B,)
         Probability of dropping tokens, 0..1; otherwise the row is only divided by its sum.
     threshold : float or array, shape (B,)
@@ -208,18 +159,6 @@ def xtc_renorm_probs(
         index among equals.  Above 0.5 at most one token is likely, and none is dropped.
     seed, offset
         As in `sampling_from_probs`; draw the token at another offset.
-    out : array of float32, shape (B, V), optional
-        Where to write the result; it may be `probs` itself.
-
-    Returns
-    -------
-    array of float32, shape (B, V)
-        Zeros outside the kept tokens; `out` if given.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `sampling_from_probs`; UsageError if a parameter is outside 0..1.
 
     References
     ----------
@@ -239,9 +178,9 @@ def xtc_renorm_probs(
     columns = (("probability", probability), ("threshold", threshold))
     parameters = np.stack([fractions_per_row(*column, B) for column in columns], axis=1)
     seeds, offsets = streams(seed, offset, B)
-    out, valid = output("out", probs, out), empty(probs, (B,), np.int32)
+    out, valid = output(probs, probs.shape, out), empty(probs, (B,), np.int32)
     (cuda if is_cuda(probs) else cpu).xtc(probs, parameters, seeds, offsets, out, valid)
-    check_flags("probs", valid, NOT_PROBS)
+    check_valid("probs", valid, NOT_PROBS, 1)
     return out
 
 
@@ -267,8 +206,8 @@ def _renorm(probs, out, ranks=None, **filters):
     """Filter and renormalize rows; for `filters` see `limits_of`."""
     check_array("probs", probs, (None, None))
     limits = limits_of(len(probs), **filters)
-    out, valid = output("out", probs, out), empty(probs, (len(probs),), np.int32)
+    out, valid = output(probs, probs.shape, out), empty(probs, (len(probs),), np.int32)
     variant = cuda if is_cuda(probs) else cpu
     variant.renorm(probs if ranks is None else ranks, probs, limits, out, valid)
-    check_flags("probs", valid, NOT_PROBS)
+    check_valid("probs", valid, NOT_PROBS, 1)
     return out

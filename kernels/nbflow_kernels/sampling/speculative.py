@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.arrays import check_array, check_ids, empty, is_cuda
 from nbflow_kernels.sampling import cpu_speculative, cuda
 from nbflow_kernels.sampling.argument_checks import NOT_PROBS, check_valid, streams
 
@@ -89,25 +88,23 @@ def chain_speculative_sampling(
     B, n, V = draft_probs.shape
     check_array("draft_token_ids", draft_token_ids, (B, n), np.int32)
     check_array("target_probs", target_probs, (B, n + 1, V))
-    counters = []
-    for name, counter in (
-        ("maybe_output_accepted_token_num", maybe_output_accepted_token_num),
-        ("maybe_output_emitted_draft_token_num", maybe_output_emitted_draft_token_num),
-    ):
+    counters = {
+        "maybe_output_accepted_token_num": maybe_output_accepted_token_num,
+        "maybe_output_emitted_draft_token_num": maybe_output_emitted_draft_token_num,
+    }
+    for name, counter in counters.items():
         if counter is not None:
             check_array(name, counter, (B,), np.int32)
-        counters.append(counter)
     seeds, offsets = streams(seed, offset, B)
-    ids = draft_token_ids
-    if not is_cuda(ids) and ids.size and (ids.min() < 0 or ids.max() >= V):
-        bad = ids[(ids < 0) | (ids >= V)][0]
-        raise UsageError(f"draft_token_ids must lie in 0..{V - 1}, got {bad}")
+    check_ids("draft_token_ids", draft_token_ids, V, "the columns of draft_probs")
     out = empty(draft_probs, (B, n + 1), np.int32)
     numbers = [empty(draft_probs, (B,), np.int32) for _ in "ab"]
     variant: Any = cuda if is_cuda(draft_probs) else cpu_speculative
-    variant.chain_speculative(draft_probs, ids, target_probs, seeds, offsets, out, *numbers)
+    variant.chain_speculative(
+        draft_probs, draft_token_ids, target_probs, seeds, offsets, out, *numbers
+    )
     check_valid("target_probs", numbers[1], NOT_PROBS)
-    for i, counter in enumerate(counters):
+    for i, counter in enumerate(counters.values()):
         if counter is not None:
             counter += numbers[i]
             numbers[i] = counter

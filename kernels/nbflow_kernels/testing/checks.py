@@ -43,6 +43,15 @@ def leaves(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
+def _mapped(function, value):
+    """Apply a function to the leaves of a value; see `leaves`."""
+    if isinstance(value, dict):
+        return {name: _mapped(function, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(function, item) for item in value)
+    return function(value)
+
+
 Place = Callable[[Any, bool], Any]
 """Copies a NumPy array to a device: ``(array, whether it is an output)``."""
 
@@ -85,7 +94,7 @@ def run(case: OpCase, place: Place | None = None, inputs: Inputs | None = None) 
             raise CheckError(f"{case.id}: the function returned another array than out=")
     if place is not None:
         _check_placed(case, arguments, result)
-        result, arguments = _fetched(result), _fetched(arguments)
+        result, arguments = _mapped(_fetched, (result, arguments))
     return {"result": result, "arguments": arguments}
 
 
@@ -93,22 +102,18 @@ def placed(
     case: OpCase, arguments: dict[str, Any], out: dict[str, Any], place: Place
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of a call and its output, copied to a device."""
-    on_device = {
-        name: value if name in case.host else _placed(value, place)
-        for name, value in arguments.items()
-    }
-    return on_device, {name: place(value, True) for name, value in out.items()}
 
+    def on_device(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return place(value, False)
+        if hasattr(value, "to_device"):
+            return value.to_device(place(np.zeros(1, np.float32), False))
+        return value
 
-def _placed(value: Any, place: Place) -> Any:
-    """Return a value with its arrays copied to a device."""
-    if isinstance(value, np.ndarray):
-        return place(value, False)
-    if isinstance(value, tuple | list):
-        return type(value)(_placed(item, place) for item in value)
-    if hasattr(value, "to_device"):
-        return value.to_device(place(np.zeros(1, np.float32), False))
-    return value
+    return (
+        {n: v if n in case.host else _mapped(on_device, v) for n, v in arguments.items()},
+        {name: place(value, True) for name, value in out.items()},
+    )
 
 
 def _check_placed(case: OpCase, arguments: dict[str, Any], result: Any) -> None:
@@ -120,22 +125,18 @@ def _check_placed(case: OpCase, arguments: dict[str, Any], result: Any) -> None:
             raise CheckError(f"{case.id}: arguments are on a device, the result is in host memory")
 
 
-def _fetched(value):
-    """Return a value with its arrays copied to host memory."""
-    if isinstance(value, dict):
-        return {name: _fetched(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_fetched(item) for item in value)
-    if hasattr(value, "to_host"):
-        return value.to_host()
-    return cuda.to_host(value) if is_cuda(value) else value
+def _fetched(leaf):
+    """Return a leaf in host memory."""
+    if hasattr(leaf, "to_host"):
+        return leaf.to_host()
+    return cuda.to_host(leaf) if is_cuda(leaf) else leaf
 
 
 def run_reference(case: OpCase, inputs: Inputs | None = None) -> dict[str, Any]:
     """Call the reference with float32 inputs widened to float64; `inputs` stay unchanged."""
     given = make_inputs(case) if inputs is None else inputs
     arguments = {
-        name: _widen(copy.deepcopy(value) if name in case.mutates else value)
+        name: _mapped(_widened, copy.deepcopy(value) if name in case.mutates else value)
         for name, value in given.items()
     }
     result = getattr(load(family_of(case.op), "reference"), case.op)(**arguments)
@@ -167,13 +168,10 @@ def check(case: OpCase, place: Place | None = None, inputs: Inputs | None = None
     return worst
 
 
-def _widen(value):
-    """Copy float32 arrays to float64; keep everything else, float16 storage too."""
-    if isinstance(value, tuple | list):
-        return type(value)(_widen(item) for item in value)
-    if isinstance(value, np.ndarray) and value.dtype == np.float32:
-        return value.astype(np.float64)
-    return value
+def _widened(leaf):
+    """Copy a float32 array to float64; keep everything else, float16 storage too."""
+    is_f32 = isinstance(leaf, np.ndarray) and leaf.dtype == np.float32
+    return leaf.astype(np.float64) if is_f32 else leaf
 
 
 def _check_unchanged(case: OpCase, arguments: Inputs, inputs: Inputs | None) -> None:

@@ -48,19 +48,8 @@ _REGISTERS = 16384
 def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
     """Compile the kernels of cases in `n_jobs` processes; return failures and omissions.
 
-    Parameters
-    ----------
-    cases : sequence of OpCase
-        Those of ops without a CUDA variant are left out.
-    arch : str
-        ``sm_80``, ``sm_90``, ...
-    n_jobs : int
-        Processes.
-
-    Raises
-    ------
-    MissingExtraError
-        If a compiler is not installed.
+    Cases of ops without a CUDA variant are left out.  Raises `MissingExtraError` if a compiler is
+    not installed.
     """
     nvrtc.version()
     names = [case.id for case in cases if case.op not in NO_CUDA]
@@ -74,25 +63,9 @@ def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
 
 
 def check_launch(cubin: bytes, entry: str, block: Dim3, shared: int, most_shared: int) -> None:
-    """Check a thread block's resources against a multiprocessor's, as the driver does.
+    """Raise `CudaError` if a thread block needs more than a multiprocessor has.
 
-    Parameters
-    ----------
-    cubin : bytes
-        The compiled code.
-    entry : str
-        The kernel.
-    block : tuple of int
-        Threads of a thread block.
-    shared : int
-        Bytes of dynamic shared memory.
-    most_shared : int
-        Bytes of shared memory that a thread block may have, static and dynamic.
-
-    Raises
-    ------
-    CudaError
-        If the launch would fail.
+    `shared` are bytes of dynamic shared memory; `most_shared` bounds static and dynamic together.
     """
     facts = importlib.import_module("nbflow_ptx").lint(cubin)[entry]
     n_warps = -(-math.prod(block) // 32)

@@ -21,6 +21,7 @@ from nbflow_kernels.formats.user_validation import sample_blocks
 from nbflow_kernels.quantized_matmul import qmatmul, reference
 from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.testing.checks import CheckError
+from nbflow_kernels.testing.format_table import relative_rmse
 
 __all__ = ["FormatReport", "check_format"]
 
@@ -84,9 +85,8 @@ def check_format(format: str | QuantFormat, *, quantizer: str = "search") -> For
     if not isinstance(chosen, FloatFormat):
         int8_error = _check_int8(chosen, qt, activations)
     y = rng.normal(0, 0.02, (256, 4 * max(size, 64))).astype(np.float32)
-    error = np.subtract(dequantize(quantize(y, chosen, quantizer=quantizer)), y, dtype=np.float64)
-    relative = float(np.sqrt(np.square(error).mean() / np.square(y, dtype=np.float64).mean()))
-    return FormatReport(chosen.name, chosen.bits_per_weight, relative, int8_error)
+    error = relative_rmse(y, chosen, quantizer)
+    return FormatReport(chosen.name, chosen.bits_per_weight, error, int8_error)
 
 
 def _require(holds: Any, format: QuantFormat, what: str) -> None:

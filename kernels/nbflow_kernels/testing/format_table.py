@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.formats import FORMATS, dequantize
+from nbflow_kernels.formats import FORMATS, QuantFormat, dequantize
 from nbflow_kernels.quantizers import quantize
 
 HEADER = (
@@ -31,17 +31,8 @@ COLUMNS = (
 """Columns of the table: measured value and its format."""
 
 
-def relative_rmse(x: NDArray[np.float32], format: str, quantizer: str) -> float:
+def relative_rmse(x: NDArray[np.float32], format: str | QuantFormat, quantizer: str) -> float:
     """Return the root mean square error of a format on `x`, relative to that of zeros.
-
-    Parameters
-    ----------
-    x : array of float32, shape (rows, K)
-        The weights.
-    format : str
-        Name of the format.
-    quantizer : {"search", "reference"}
-        See `quantize`.
 
     Examples
     --------

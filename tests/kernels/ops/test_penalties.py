@@ -97,7 +97,7 @@ IDS, INDPTR = history((1, 2), (), (3,))
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: nk.mask_token_ids(logits(), IDS + 6, INDPTR), UsageError, r"0\.\.7, got 8"),
+        (lambda: nk.mask_token_ids(logits(), IDS + 6, INDPTR), UsageError, r"0\.\.7, .* got 8"),
         (lambda: nk.mask_token_ids(logits(), -IDS, INDPTR), UsageError, "got -1"),
         (lambda: nk.mask_token_ids(logits(2), IDS, INDPTR), UsageError, r"indptr .*\(3\)"),
         (lambda: nk.mask_token_ids(logits(), IDS[:2], INDPTR), UsageError, "number of token_ids"),

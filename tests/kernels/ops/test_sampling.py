@@ -179,7 +179,7 @@ P = np.full((2, 4), 0.25, np.float32)
         (
             lambda: nk.sampling_from_probs(P, seed=1, indices=np.array([2], np.int32)),
             UsageError,
-            "indices must name rows 0..1 of probs, got 2",
+            "indices must be in 0..1, the rows of probs, got 2",
         ),
         (
             lambda: nk.top_k_top_p_sampling_from_probs(
