@@ -24,6 +24,14 @@ def empty(like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
     return device_of(like).empty(shape, dtype)
 
 
+def output(out: Any, like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """Return the checked `out`, or a new array on the device of `like` if it is None."""
+    if out is None:
+        return empty(like, shape, dtype)
+    check_array("out", out, shape, dtype)
+    return out
+
+
 def on_device(array: Any, like: Any) -> Any:
     """Return `array` on the device of `like`: itself, or a copy of an array on the host."""
     if is_cuda(array):
@@ -143,3 +151,24 @@ def check_array(
     inner = array[:1] if rows else array
     if not inner.flags.c_contiguous:
         raise UsageError(f"{name} must be C-contiguous; pass numpy.ascontiguousarray({name})")
+
+
+def check_indptr(
+    name: str, indptr: Any, n: int | None = None, *, end: tuple[str, int] | None = None
+) -> None:
+    """Raise unless `indptr` has `n` int32 offsets that start at 0 and never fall.
+
+    `end` is the wanted last offset, with its description for the message.
+    """
+    check_array(name, indptr, (n,), np.int32)
+    if len(indptr) == 0 or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        raise UsageError(f"{name} must start at 0 and never fall, got {indptr.tolist()}")
+    if end is not None and indptr[-1] != end[1]:
+        raise UsageError(f"{name} must end at {end[0]}, {end[1]}, got {indptr[-1]}")
+
+
+def check_range(wanted: str, indices: Any, n: int) -> None:
+    """Raise unless all indices are in 0..n - 1; `wanted` is the message, with {} for the range."""
+    if indices.size and (indices.min() < 0 or indices.max() >= n):
+        bad = indices[(indices < 0) | (indices >= n)][0]
+        raise UsageError(f"{wanted.format(f'0..{n - 1}')}, got {bad}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import cpu, cuda
 
@@ -94,10 +94,6 @@ def alibi_bias(
     TypeError
         If an array is not float32.
 
-    References
-    ----------
-    .. [1] O. Press, N. Smith and M. Lewis, "Train Short, Test Long", arXiv:2108.12409, section 3.
-
     Examples
     --------
     >>> from nbflow_kernels import alibi_bias, alibi_slopes
@@ -116,7 +112,4 @@ def bias_output(like: Any, H: int, n_queries: int, n_keys: int, out: Any) -> Any
     """Return the checked `out`, or a new array (H, Tq, Tk)."""
     if n_queries < 0 or n_keys < 0:
         raise UsageError(f"n_queries and n_keys must not be negative, got {n_queries} and {n_keys}")
-    if out is None:
-        return empty(like, (H, n_queries, n_keys))
-    check_array("out", out, (H, n_queries, n_keys))
-    return out
+    return output(out, like, (H, n_queries, n_keys))

@@ -131,7 +131,7 @@ def test_wrong_numbers_are_named() -> None:
         apply_rope_pos_ids(q, q, ints(0, -1))
     with pytest.raises(UsageError, match="rope_theta and rope_scale must be positive"):
         apply_rope_pos_ids(q, q, ints(0, 1), rope_scale=0.0)
-    with pytest.raises(UsageError, match="end at the number of rows 2"):
+    with pytest.raises(UsageError, match="indptr must end at the number of rows, 2, got 3"):
         apply_rope(q, q, ints(0, 3), ints(0))
     with pytest.raises(UsageError, match="rotary_dim must be even and positive, got 3"):
         rope_cos_sin_cache(4, 3, theta=1e4)

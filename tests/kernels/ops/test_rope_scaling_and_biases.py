@@ -355,7 +355,7 @@ def test_learned_positions_may_be_added_in_place() -> None:
             lambda: nk.add_learned_positions(
                 np.ones((2, 3), np.float32), ints(0, 3), np.ones((4, 3), np.float32), offset=1
             ),
-            r"rows 0\.\.3 of the table, got position 3",
+            r"positions plus offset 1 must be rows 0\.\.3 of the table, got 4",
         ),
     ],
 )
