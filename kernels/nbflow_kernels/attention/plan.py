@@ -10,17 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import is_cuda
+from nbflow_kernels.arrays import check_indptr, is_cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.scheduler import schedule
-from nbflow_kernels.attention.options import (
-    Options,
-    check_cap,
-    check_heads,
-    check_indptr,
-    mask_table,
-    rope_table_for,
-)
+from nbflow_kernels.attention.options import Options, check_heads, mask_table, rope_table_for
 from nbflow_kernels.attention.plan_layout import (
     CHUNK,
     HEADER_SIZE,
@@ -47,18 +40,8 @@ class AttentionPlan:
         Query heads, KV heads, head size of queries and keys, head size of values.
     page_size : int
         Tokens per page.
-    kv_layout : str
-        ``"NHD"`` or ``"HND"``.
-    causal : bool
-        Causal mask: row t of n sees keys 0..kv_len - n + t.
-    window_left : int
-        Number of keys to the left of its position that a row sees; -1 for all.
-    logits_soft_cap : float
-        Soft cap of the scores; 0 for none.
-    sm_scale : float
-        Softmax scale.
-    split_keys : int
-        Keys per split.
+    kv_layout, causal, window_left, logits_soft_cap, sm_scale, split_keys
+        As in `Options`.
     may_split : bool
         Allow splitting the keys of a row among threads; the bits are the same.
     may_share : bool
@@ -87,7 +70,7 @@ class AttentionPlan:
         self.kv_layout = kv_layout
         self.page_size = page_size
         self.causal = causal
-        self.window_left = window_left if window_left >= 0 else -1
+        self.window_left = max(window_left, -1)
         self.logits_soft_cap = logits_soft_cap
         self.sm_scale = sm_scale
         self.n_items = self.n_merges = self.n_shares = 0
@@ -258,23 +241,10 @@ def plan_into(
     kv_indices: np.ndarray,
     kv_lens: np.ndarray,
 ) -> int:
-    """Fill a plan with a step; arrays are neither checked nor copied.
+    """Fill a plan with a step and return the number of work items.
 
-    Parameters
-    ----------
-    plan : AttentionPlan
-        Plan to fill.
-    qo_indptr, kv_indptr : arrays of int32, shape (B + 1,)
-        Offsets of each request in the query rows and in `kv_indices`.
-    kv_indices : array of int32
-        Page numbers.
-    kv_lens : array of int32, shape (B,)
-        Keys of each request.
-
-    Returns
-    -------
-    int
-        Number of work items.
+    The arrays (int32, as for the wrappers; `kv_lens` are the keys of each request) are neither
+    checked nor copied.
     """
     n_threads = min(get_num_threads(), MAX_THREADS)
     may_split = plan.header[at.MAY_SPLIT]
@@ -314,17 +284,11 @@ def make_plan(
     check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
     masked = custom_mask is not None or packed_custom_mask is not None
     plan = AttentionPlan(
-        heads,
-        page_size,
-        kv_layout=options.kv_layout,
-        causal=options.causal and not masked,
-        window_left=options.window_left,
-        logits_soft_cap=check_cap(options.logits_soft_cap),
-        sm_scale=options.scale(heads[2]),
-        split_keys=options.split_keys or SPLIT,
-        may_split=not options.disable_split_kv,
-        may_share=not options.disable_page_sharing,
-    )
+        heads, page_size, kv_layout=options.kv_layout, causal=options.causal and not masked,
+        window_left=options.window_left, logits_soft_cap=float(options.logits_soft_cap or 0.0),
+        sm_scale=options.scale(heads[2]), split_keys=options.split_keys or SPLIT,
+        may_split=not options.disable_split_kv, may_share=not options.disable_page_sharing,
+    )  # fmt: skip
     plan.workspace = workspace
     if masked:
         qo_lens = qo_indptr[1:] - qo_indptr[:-1]

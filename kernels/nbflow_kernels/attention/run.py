@@ -10,11 +10,11 @@ import numpy as np
 from nbflow_kernels.arrays import check_array, check_together, is_cuda
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
+from nbflow_kernels.attention.options import head_factors, output_dtype
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
 from nbflow_kernels.cuda import device_of
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,11 @@ def run_plan(
     *,
     page_bytes: tuple[int, int] | None = None,
 ) -> Any:
-    """Attend with a plan to checked caches; return the result, or the pair (out, lse).
+    """Attend with a plan to checked queries and caches; return the result, or (out, lse).
 
     `page_bytes` overrides the page strides on a device, for overlapping pages.
     """
-    H, G, D_qk, D_vo = plan.heads
-    check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
+    H, G, _, D_vo = plan.heads
     dtype = output_dtype(call.o_dtype, q)
     if call.out is not None:
         check_array("out", call.out, (plan.n_query_rows, H, D_vo), dtype)
@@ -109,13 +108,14 @@ def run_plan(
         if not is_cuda(q):
             check_together(q=q, sinks=call.sinks)
     check_devices(plan, call, q)
-    natural = check_lse_base(call.lse_base)
+    if call.lse_base not in ("2", "e"):
+        raise unknown_name("lse_base", call.lse_base, ("2", "e"))
     functions = check_variant(variant, plan, call)
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
     plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
     if call.sinks is not None or plan.table(at.SINKS) is not None:
         plan.set_table(at.SINKS, call.sinks)
-    plan.header[at.LSE_NATURAL] = natural
+    plan.header[at.LSE_NATURAL] = call.lse_base == "e"
     if is_cuda(q):
         return _run_cuda(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
@@ -132,13 +132,18 @@ def run_plan(
             cpu.merge_splits(plan, out, lse)
     else:
         cpu.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
-    if dtype != np.float32:
-        if call.out is None:
-            out = out.astype(dtype)
-        else:
-            call.out[...] = out
-            out = call.out
+    out = narrow_output(out, call.out, dtype)
     return (out, lse) if call.return_lse else out
+
+
+def narrow_output(found: Any, out: Any, dtype: Any) -> Any:
+    """Return the float32 result in `dtype`, in `out` if given."""
+    if found.dtype == dtype:
+        return found
+    if out is None:
+        return found.astype(dtype)
+    out[...] = found
+    return out
 
 
 def _run_cuda(

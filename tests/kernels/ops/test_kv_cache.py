@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
@@ -16,10 +17,6 @@ from nbflow_kernels.kv_cache import (
     get_batch_indices_positions,
     get_seq_lens,
 )
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def arguments(T: int = 3, D: int = 20, dtype: Any = np.float32) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import (
@@ -15,10 +16,6 @@ from nbflow_kernels.position import (
     rope_cos_sin_cache,
 )
 from nbflow_kernels.position.cases import ATOL
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def rows(seed: int, T: int, H: int, D: int) -> np.ndarray:

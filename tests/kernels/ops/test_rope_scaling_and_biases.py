@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
@@ -20,10 +21,6 @@ from nbflow_kernels.position.cases import SCALINGS
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "rope_scalings.json").read_text()
 )
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def _scaling(case: dict[str, Any]) -> nk.RopeScaling | None:
