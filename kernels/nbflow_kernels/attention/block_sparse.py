@@ -141,10 +141,8 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
 
         Raises
         ------
-        UsageError
-            If the matrix does not fit the sizes, or a number is out of range.
-        TypeError
-            If an argument is not an array of the type above.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse_positions(pos_encoding_mode)
         indptr, indices = on_host(indptr), on_host(indices)
@@ -203,10 +201,8 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
 
         Raises
         ------
-        UsageError
-            If `plan` was not called, or the arrays do not fit the plan.
-        TypeError
-            If an argument is not an array or has another dtype.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         M, N, C, H, G, D = self._planned()
         check_array("q", q, (M, H, D), FLOATS, rows=True)

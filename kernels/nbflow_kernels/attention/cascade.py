@@ -147,10 +147,8 @@ class MultiLevelCascadeAttentionWrapper:
 
         Raises
         ------
-        UsageError
-            If a list does not have an entry per level, or the tables are inconsistent.
-        TypeError
-            If an entry is not an int32 array.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse_positions(pos_encoding_mode)
         if window_left >= 0:

@@ -109,10 +109,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
 
         Raises
         ------
-        UsageError
-            If the tables are inconsistent, or a number is out of range.
-        TypeError
-            If an argument is not an int32 array.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         self.current = None
         least = {"num_heads": 1, "head_dim_ckv": 1, "head_dim_kpe": 0}
@@ -180,10 +178,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
 
         Raises
         ------
-        UsageError
-            If `plan` was not called, or the arrays do not fit the plan.
-        TypeError
-            If an argument is not an array or has another dtype.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         plan = self._planned()
         H, D_ckv, D_kpe, page_size = self._sizes

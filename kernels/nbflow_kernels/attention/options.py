@@ -20,32 +20,24 @@ _FLOAT_DTYPES = ("float32", "float16")
 
 @dataclass(frozen=True)
 class Options:
-    """Options common to all rows of a step."""
+    """Options common to all rows of a step.
+
+    As in `single_prefill_with_kv_cache` and `BatchPrefillWithPagedKVCacheWrapper.plan`.
+    """
 
     kv_layout: str = "NHD"
-    """``"NHD"`` or ``"HND"``."""
     causal: bool = False
-    """Causal mask: row t of n sees keys 0..kv_len - n + t."""
     window_left: int = -1
-    """Sliding window: number of keys to the left of its position that a row sees; -1 for all."""
     logits_soft_cap: float | None = None
-    """Scores become cap * tanh(score / cap); None or 0 for no cap."""
     sm_scale: float | None = None
-    """Softmax scale; 1 / sqrt(head_dim_qk) by default."""
     pos_encoding_mode: str = "NONE"
-    """``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``."""
     rope_scale: float | None = None
-    """Divisor of positions; 1 by default."""
     rope_theta: float | None = None
-    """Base of the RoPE frequencies; 1e4 by default."""
     split_keys: int | None = None
     """Keys per split; 2048 by default."""
     disable_split_kv: bool = False
-    """Process the keys of a row in one work item."""
     disable_page_sharing: bool = False
-    """Load pages shared by several requests once per request."""
     use_fp16_qk_reduction: bool = False
-    """Must be False: dot products are summed in float32."""
 
     def __post_init__(self) -> None:
         check_layout(self.kv_layout)

@@ -40,13 +40,10 @@ class AttentionPlan:
         Query heads, KV heads, head size of queries and keys, head size of values.
     page_size : int
         Tokens per page.
-    kv_layout, causal, window_left, logits_soft_cap, sm_scale, split_keys
-        As in `Options`.
-    may_split : bool
-        Allow splitting the keys of a row among threads; the bits are the same.
-    may_share : bool
-        Allow items of neighbouring requests with a common prefix of pages, which load it once (on
-        the CPU); the bits are the same.
+    causal : bool
+        Causal mask: row t of n sees keys 0..kv_len - n + t.
+    **options
+        Further fields of `Options`.
     """
 
     COLUMNS = ITEM_COLUMNS
@@ -57,22 +54,17 @@ class AttentionPlan:
         heads: tuple[int, int, int, int],
         page_size: int,
         *,
-        kv_layout: str = "NHD",
         causal: bool = True,
-        window_left: int = -1,
-        logits_soft_cap: float = 0.0,
-        sm_scale: float,
-        split_keys: int = SPLIT,
-        may_split: bool = True,
-        may_share: bool = True,
+        **options: Any,
     ) -> None:
+        chosen = Options(causal=causal, **options)
         self.heads = heads
-        self.kv_layout = kv_layout
+        self.kv_layout = chosen.kv_layout
         self.page_size = page_size
         self.causal = causal
-        self.window_left = max(window_left, -1)
-        self.logits_soft_cap = logits_soft_cap
-        self.sm_scale = sm_scale
+        self.window_left = chosen.window_left
+        self.logits_soft_cap = float(chosen.logits_soft_cap or 0.0)
+        self.sm_scale = chosen.scale(heads[2])
         self.n_items = self.n_merges = self.n_shares = 0
         self.work = 0.0
         """Multiply-adds of one layer."""
@@ -99,9 +91,10 @@ class AttentionPlan:
         head = self.header
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
-        head[at.SPLIT_KEYS], head[at.MAY_SPLIT] = split_keys, may_split
-        head[at.MAY_SHARE] = may_share
-        self._factors = np.full(heads[0], sm_scale, np.float32)
+        head[at.SPLIT_KEYS] = chosen.split_keys or SPLIT
+        head[at.MAY_SPLIT] = not chosen.disable_split_kv
+        head[at.MAY_SHARE] = not chosen.disable_page_sharing
+        self._factors = np.full(heads[0], self.sm_scale, np.float32)
         self.set_table(at.SCORE_FACTORS, self._factors)
 
     @property
@@ -167,12 +160,8 @@ class AttentionPlan:
     def set_bias(self, table: np.ndarray, longest: int) -> None:
         """Set a relative position bias (T5), added to the scores.
 
-        Parameters
-        ----------
-        table : array of float32, shape (H, 2 * longest - 1)
-            Bias per head for distances 1 - longest .. longest - 1 from query to key.
-        longest : int
-            Largest number of keys of a request.
+        `table`, float32 (H, 2 * longest - 1), is the bias per head for distances 1 - longest ..
+        longest - 1 from query to key; `longest` is the largest number of keys of a request.
         """
         padded = np.zeros((len(table), 2 * longest - 1 + 2 * CHUNK), np.float32)
         padded[:, CHUNK:-CHUNK] = table  # chunks of keys may exceed a request
@@ -283,12 +272,8 @@ def make_plan(
     check_heads(*heads)
     check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
     masked = custom_mask is not None or packed_custom_mask is not None
-    plan = AttentionPlan(
-        heads, page_size, kv_layout=options.kv_layout, causal=options.causal and not masked,
-        window_left=options.window_left, logits_soft_cap=float(options.logits_soft_cap or 0.0),
-        sm_scale=options.scale(heads[2]), split_keys=options.split_keys or SPLIT,
-        may_split=not options.disable_split_kv, may_share=not options.disable_page_sharing,
-    )  # fmt: skip
+    chosen = {**vars(options), "causal": options.causal and not masked}
+    plan = AttentionPlan(heads, page_size, **chosen)
     plan.workspace = workspace
     if masked:
         qo_lens = qo_indptr[1:] - qo_indptr[:-1]

@@ -253,7 +253,10 @@ def _attend(
 ) -> Any:
     """Check, plan and run the rows of one request."""
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
-    formats = _formats_of(k, v, kv_format)
+    if kv_format is None:  # messages name `k` and `v`
+        check_array("k", k, (None, None, None), (np.float32, np.float16))
+        check_array("v", v, (None, None, None), (np.float32, np.float16))
+    formats = formats_of(k, v, kv_format)
     plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
     kinds = (formats[0].kind, formats[1].kind)
     return run_plan(plan, q, k[None], v[None], kinds, call, variant)
@@ -267,14 +270,6 @@ def _both(name: str, per_head: Any, single: Any) -> Any:
     if np.ndim(single):
         raise UsageError(f"{name}_scale must be a number if scale_{name} is given")
     return np.asarray(per_head, np.float64) * single
-
-
-def _formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
-    """Return the formats of keys and values; messages name `k` and `v`."""
-    if name is None:
-        check_array("k", k, (None, None, None), (np.float32, np.float16))
-        check_array("v", v, (None, None, None), (np.float32, np.float16))
-    return formats_of(k, v, name)
 
 
 def _plan_one(

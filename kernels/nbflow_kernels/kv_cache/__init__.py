@@ -104,11 +104,9 @@ def append_paged_kv_cache(
 
     Raises
     ------
-    UsageError
+    UsageError, TypeError
         If shapes do not fit, the format is unknown, or the page table lacks a row's request or
-        position.
-    TypeError
-        If an argument is not an array or has another dtype.
+        position, or if an argument is not an array or has another dtype.
 
     Notes
     -----
@@ -336,10 +334,9 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
 
     Raises
     ------
-    UsageError
-        If `nnz` is wrong, or a sequence is shorter than its new rows.
-    TypeError
-        If an argument is not an int32 array.
+    UsageError, TypeError
+        If `nnz` is wrong, or a sequence is shorter than its new rows, or if an argument is not an
+        int32 array.
 
     Examples
     --------

@@ -61,10 +61,8 @@ def sinusoidal_position_embedding(
 
     Raises
     ------
-    UsageError
-        If the form is unknown, or a size does not fit.
-    TypeError
-        If an array has another dtype.
+    UsageError, TypeError
+        If the form is unknown, or a size does not fit, or if an array has another dtype.
 
     References
     ----------
@@ -135,10 +133,9 @@ def add_learned_positions(
 
     Raises
     ------
-    UsageError
-        If a shape does not fit or a position is outside the table.
-    TypeError
-        If an array has another dtype.
+    UsageError, TypeError
+        If a shape does not fit or a position is outside the table, or if an array has another
+        dtype.
 
     Examples
     --------

@@ -89,10 +89,8 @@ def alibi_bias(
 
     Raises
     ------
-    UsageError
-        If a shape does not fit or a length is negative.
-    TypeError
-        If an array is not float32.
+    UsageError, TypeError
+        If a shape does not fit or a length is negative, or if an array is not float32.
 
     Examples
     --------

@@ -47,10 +47,9 @@ def relative_position_bucket(
 
     Raises
     ------
-    UsageError
-        If `num_buckets` or `max_distance` is out of range.
-    TypeError
-        If `relative_position` is not an int32 array.
+    UsageError, TypeError
+        If `num_buckets` or `max_distance` is out of range, or if `relative_position` is not an
+        int32 array.
 
     References
     ----------

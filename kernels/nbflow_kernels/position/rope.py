@@ -154,10 +154,9 @@ def apply_rope_with_cos_sin_cache_inplace(
 
     Raises
     ------
-    UsageError
-        If shapes do not fit or a position is not in the cache.
-    TypeError
-        If an argument is not an array or has another dtype.
+    UsageError, TypeError
+        If shapes do not fit or a position is not in the cache, or if an argument is not an array or
+        has another dtype.
 
     Examples
     --------
