@@ -117,7 +117,7 @@ class PagedAttentionWrapper(PlannedWrapper):
         all_heads = (*heads[:3], heads[2] if heads[3] is None else heads[3])
         # parameters that must be the same in all plans of a graph
         names = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo")
-        settings = {
+        settings: dict[str, Any] = {
             **dict(zip(names, all_heads, strict=True)), "page_size": page_size, **options,
             "q_len_per_req": q_len_per_req, "kv_format": kv_format, "q_data_type": q_data_type,
             "kv_data_type": kv_data_type, "o_data_type": o_data_type,
