@@ -290,10 +290,10 @@ def _plan_one(
     check_array("v", v, (*k.shape[:2], None), v.dtype)
     same = v.shape[2] == formats[1].row_length(D)
     D_v = D if same else _size_of(v.shape[2], formats[1])
-    tables = ([0, T], [0, 1 if N else 0], [0], [N])
     return make_plan(
-        *(np.array(table, np.int32) for table in tables), (H, G, D, D_v), max(N, 1), options,
-        custom_mask=custom_mask, packed_custom_mask=packed,
+        np.array([0, T], np.int32), np.array([0, 1 if N else 0], np.int32), np.zeros(1, np.int32),
+        np.array([N], np.int32), (H, G, D, D_v), max(N, 1), options, custom_mask=custom_mask,
+        packed_custom_mask=packed,
     )  # fmt: skip
 
 
