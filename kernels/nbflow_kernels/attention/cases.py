@@ -17,7 +17,6 @@ from nbflow_kernels.quantizers import quantize
 # errors are independent, and their sum is divided out: below 5 * (1e-6 + 2e-7) / 2 = 3e-6.  The
 # LSE has the absolute error of a score, times log2(e), and half an ulp at 16, 1e-6.
 ATOL = 3e-6
-MERGE_REASON = "float64 inside, one rounding to float32 (6e-8)"
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
 ON_DEVICES: dict[str, Any] = {"kv_layout": "HND", "timed": True, "device_only": True}
 PROMPT = (4096, 4096, 8, 2)
@@ -123,6 +122,11 @@ def _many_states(rng: np.random.Generator) -> dict[str, Any]:
     return {"v": rng.standard_normal((4, 5, 3, 20)).astype(np.float32), "s": s}
 
 
+def _merge(op: str, name: str, inputs: Callable[..., dict[str, Any]], **options: Any) -> OpCase:
+    reason = "float64 inside, one rounding to float32 (6e-8)"
+    return OpCase(op, name, inputs, 2e-7, 1e-7, reason, **options)
+
+
 CASES = [
     _case("all_heads", 5, 37, 3, 3, 16),
     _case("causal_append", 7, 150, 4, 2, 64, causal=True, return_lse=True),
@@ -166,10 +170,7 @@ CASES = [
     _case("llama3_8b_f16", 0, 32768, 32, 8, 128, dtype=np.float16, **ON_DEVICES),
     _case("llama3_8b_q8_0", 0, 32768, 32, 8, 128, kv_format="q8_0", **ON_DEVICES),
     _case("llama3_8b_q4_0", 0, 32768, 32, 8, 128, kv_format="q4_0", **ON_DEVICES),
-    OpCase("merge_state", "with_empty_sides", _states, 2e-7, 1e-7, MERGE_REASON),
-    OpCase(
-        "merge_state_in_place", "with_a_mask", _states_in_place, 2e-7, 1e-7, MERGE_REASON,
-        mutates=("v", "s"),
-    ),  # fmt: skip
-    OpCase("merge_states", "five_with_empty_ones", _many_states, 2e-7, 1e-7, MERGE_REASON),
+    _merge("merge_state", "with_empty_sides", _states),
+    _merge("merge_state_in_place", "with_a_mask", _states_in_place, mutates=("v", "s")),
+    _merge("merge_states", "five_with_empty_ones", _many_states),
 ]

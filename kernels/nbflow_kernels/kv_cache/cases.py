@@ -156,16 +156,15 @@ def _gather(
 
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
 
+HALF_HEADS_FIRST: dict[str, Any] = {"format": "f16", "kv_layout": "HND"}
+
 CASES = [
     _case("prefill_and_decode", [5, 1, 9], [5, 1, 1], 2, 20, 4),
     _case("half", [5, 8], [2, 8], 3, 36, 4, format="f16"),
     _case("bfloat16", [5, 8], [2, 8], 3, 36, 4, format="bf16"),
     _case("heads_first", [5, 8], [2, 8], 3, 16, 4, kv_layout="HND"),
     _case("one_array", [5, 8], [2, 8], 3, 16, 4, joined=True),
-    _case(
-        "one_array_half_heads_first", [3], [1], 2, 100, 1, joined=True, format="f16",
-        kv_layout="HND",
-    ),  # fmt: skip
+    _case("one_array_half_heads_first", [3], [1], 2, 100, 1, joined=True, **HALF_HEADS_FIRST),
     _case("nothing_new", [3, 0], [0, 0], 2, 16, 2),
     *(_case(f"{name}_padded", [3, 6], [2, 5], 2, 80, 4, format=name) for name in BLOCK_FORMATS),
     _case("q8_0_heads_first", [5], [5], 3, 64, 2, format="q8_0", kv_layout="HND", joined=True),

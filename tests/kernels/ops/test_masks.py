@@ -12,7 +12,6 @@ from paged_sequences import ints
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
 
-
 TRUE = np.ones(9, bool)
 
 
