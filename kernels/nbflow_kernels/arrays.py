@@ -11,7 +11,7 @@ from nbflow_kernels.errors import UsageError
 
 
 def is_cuda(array: object) -> bool:
-    """Return whether `array` has the CUDA array interface (CuPy)."""
+    """Return True if `array` has the CUDA array interface (CuPy)."""
     return hasattr(array, "__cuda_array_interface__")
 
 
@@ -92,7 +92,7 @@ def check_together(**arrays: Any) -> None:
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Return whether two arrays may share memory, i.e. their memory bounds overlap."""
+    """Return True if two arrays may share memory, i.e. their memory bounds overlap."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
         return both and np.may_share_memory(a, b)
@@ -184,3 +184,24 @@ def temperatures(value: Any, B: int) -> Any:
     if not ((scale >= np.finfo(np.float32).tiny) & np.isfinite(scale)).all():
         raise UsageError(f"temperature must be positive, got {scale.min()}; for 0 use argmax")
     return scale.astype(np.float32)
+
+
+def check_indptr(
+    name: str, indptr: Any, n: int | None = None, *, end: tuple[str, int] | None = None
+) -> None:
+    """Raise unless `indptr` has `n` int32 offsets that start at 0 and never fall.
+
+    `end` is the wanted last offset, with its description for the message.
+    """
+    check_array(name, indptr, (n,), np.int32)
+    if len(indptr) == 0 or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        raise UsageError(f"{name} must start at 0 and never fall, got {indptr.tolist()}")
+    if end is not None and indptr[-1] != end[1]:
+        raise UsageError(f"{name} must end at {end[0]}, {end[1]}, got {indptr[-1]}")
+
+
+def check_range(wanted: str, indices: Any, n: int) -> None:
+    """Raise unless all indices are in 0..n - 1; `wanted` is the message, with {} for the range."""
+    if indices.size and (indices.min() < 0 or indices.max() >= n):
+        bad = indices[(indices < 0) | (indices >= n)][0]
+        raise UsageError(f"{wanted.format(f'0..{n - 1}')}, got {bad}")

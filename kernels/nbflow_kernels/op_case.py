@@ -53,3 +53,14 @@ class OpCase:
     def id(self) -> str:
         """Return ``op-name``, the id of the test."""
         return f"{self.op}-{self.name}"
+
+
+def exact_case(
+    op: str,
+    name: str,
+    inputs: Callable[[np.random.Generator], dict[str, Any]],
+    reason: str,
+    **options: Any,
+) -> OpCase:
+    """Return a case that is compared bit for bit; `options` are further fields of `OpCase`."""
+    return OpCase(op, name, inputs, 0.0, 0.0, reason, exact=True, **options)

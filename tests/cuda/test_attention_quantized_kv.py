@@ -12,8 +12,8 @@ import nbflow_kernels as nk
 from nbflow_kernels.attention import reference
 from nbflow_kernels.attention.cuda import quantized_kv
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
-from nbflow_kernels.kv_cache.cuda import strides
 from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.kv_cache.page_table import strides
 
 # Products of codes with queries and weights are off by 2**-22, less than a float32 dot product may
 # be: `attention.cases` derives this for float32 all the way.

@@ -52,7 +52,7 @@ def measure(model_name: str, weights: str, kv: str, n: int) -> dict[str, Any]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     texts = set()
     for may_share in (False, True, False, True):
-        plan: Any = functools.partial(AttentionPlan, may_share=may_share)
+        plan: Any = functools.partial(AttentionPlan, disable_page_sharing=not may_share)
         bind.AttentionPlan = plan
         with nbflow.load(model_name, weights=weights, kv=kv) as model:
             done = rounds(model, n)

@@ -42,20 +42,10 @@ from nbflow_kernels.attention.single import (
 from nbflow_kernels.attention.variants import AttentionVariant
 
 __all__ = [
-    "AttentionPlan",
-    "AttentionVariant",
-    "BatchAttention",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchMLAPagedAttentionWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BlockSparseAttentionWrapper",
-    "CascadeTiming",
-    "MultiLevelCascadeAttentionWrapper",
-    "VariableBlockSparseAttentionWrapper",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "single_decode_with_kv_cache",
+    "AttentionPlan", "AttentionVariant", "BatchAttention", "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper", "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper", "BlockSparseAttentionWrapper", "CascadeTiming",
+    "MultiLevelCascadeAttentionWrapper", "VariableBlockSparseAttentionWrapper", "merge_state",
+    "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
-]
+]  # fmt: skip

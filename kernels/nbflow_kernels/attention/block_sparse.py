@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, on_host
+from nbflow_kernels.arrays import (
+    check_array,
+    check_indptr,
+    check_range,
+    empty,
+    on_host,
+    output,
+)
 from nbflow_kernels.attention.paged import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.masks import check_indptr, convert_bsr_mask_layout
-
-__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+from nbflow_kernels.masks import convert_bsr_mask_layout
 
 FLOATS = (np.float32, np.float16)
 
@@ -37,6 +42,19 @@ class _BlockMaskWrapper:
     ) -> None:
         """Set the split-KV workspace for later plans; None to allocate per plan."""
         self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def _plan_blocks(
+        self, tables: tuple[Any, Any, Any], heads: tuple[int, int, int], page: int, **options: Any
+    ) -> Any:
+        """Plan requests whose pages, given by (qo_indptr, kv_indptr, kv_indices), are all full."""
+        last = np.where(tables[1][1:] > tables[1][:-1], page, 0).astype(np.int32)
+        return self._wrapper.plan(*tables, last, *heads, page, **options)
+
+    def _planned(self) -> tuple[int, int, int, int, int, int]:
+        """Return M, N, the page size, H, G and D of the current plan."""
+        if self._sizes is None:
+            raise UsageError("run needs a plan: call plan(...) first, once per mask")
+        return self._sizes
 
 
 class BlockSparseAttentionWrapper(_BlockMaskWrapper):
@@ -123,10 +141,8 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
 
         Raises
         ------
-        UsageError
-            If the matrix does not fit the sizes, or a number is out of range.
-        TypeError
-            If an argument is not an array of the type above.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse_positions(pos_encoding_mode)
         indptr, indices = on_host(indptr), on_host(indices)
@@ -142,14 +158,12 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
         if causal:
             first = np.repeat(indices.astype(np.int64) * C, C) + np.tile(np.arange(C), len(indices))
             seen = add_causal(seen, first, indptr.astype(np.int64) * C, qo_indptr, N - M)
-        used = indptr[1:] > indptr[:-1]
-        plan = self._wrapper.plan(
-            qo_indptr, indptr, indices, np.where(used, C, 0).astype(np.int32), num_qo_heads,
-            num_kv_heads, head_dim, C, causal=False, custom_mask=seen,
-            use_fp16_qk_reduction=use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type,
-            non_blocking=non_blocking,
+        plan = self._plan_blocks(
+            (qo_indptr, indptr, indices), (num_qo_heads, num_kv_heads, head_dim), C,
+            custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
+            rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            o_data_type=o_data_type, non_blocking=non_blocking,
         )  # fmt: skip
         self._sizes = (M, N, C, num_qo_heads, num_kv_heads, head_dim)
         return plan
@@ -187,14 +201,10 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
 
         Raises
         ------
-        UsageError
-            If `plan` was not called, or the arrays do not fit the plan.
-        TypeError
-            If an argument is not an array or has another dtype.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        if self._sizes is None:
-            raise UsageError("run needs a plan: call plan(...) first, once per mask")
-        M, N, C, H, G, D = self._sizes
+        M, N, C, H, G, D = self._planned()
         check_array("q", q, (M, H, D), FLOATS, rows=True)
         check_array("k", k, (N, G, D), FLOATS)
         check_array("v", v, (N, G, D), k.dtype)
@@ -204,11 +214,6 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
 
 class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
     """Attention under a block mask with blocks of unequal sizes, one mask per KV head.
-
-    Parameters
-    ----------
-    float_workspace_buffer : array, optional
-        Split-KV workspace, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples
     --------
@@ -253,28 +258,14 @@ class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
         block_col_sz : array of int32, shape (G, NB)
             Keys of each block column; they sum to N for every head.  Their greatest common divisor
             is the page size of the kernel: multiples of 16 are fast.
-        num_qo_heads, num_kv_heads, head_dim : int
-            H, G and D; H must be a multiple of G.
-        causal : bool
-            Additionally mask keys after m + N - M for row m.
-        pos_encoding_mode : str
-            Must be ``"NONE"``.
-        use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `single_prefill_with_kv_cache`.
-        non_blocking, q_data_type, kv_data_type
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        num_qo_heads, num_kv_heads, head_dim, causal, pos_encoding_mode, use_fp16_qk_reduction
+        logits_soft_cap, sm_scale, rope_scale, rope_theta, non_blocking, q_data_type, kv_data_type
+            As in `BlockSparseAttentionWrapper.plan`.
 
         Returns
         -------
         AttentionPlan
             The plan of the paged kernel, one request per head and block row.
-
-        Raises
-        ------
-        UsageError
-            If the sizes are inconsistent, or a number is out of range.
-        TypeError
-            If an argument is not an array of the type above.
         """
         refuse_positions(pos_encoding_mode)
         G = num_kv_heads
@@ -299,10 +290,9 @@ class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
             seen = add_causal(
                 None, keys.ravel(), kv_indptr.astype(np.int64) * page, qo_indptr, N - M, rows
             )
-        last = np.where(kv_indptr[1:] > kv_indptr[:-1], page, 0).astype(np.int32)
-        plan = self._wrapper.plan(
-            qo_indptr, kv_indptr, kv_indices, last, num_qo_heads // G, 1, head_dim, page,
-            causal=False, custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
+        plan = self._plan_blocks(
+            (qo_indptr, kv_indptr, kv_indices), (num_qo_heads // G, 1, head_dim), page,
+            custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
             non_blocking=non_blocking,
@@ -322,47 +312,20 @@ class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
     ) -> Any:
         """Attend with the current plan.
 
-        Parameters
-        ----------
-        q : array of float32 or float16, shape (H, M, D)
-            Query rows, head by head.
-        k, v : array of float32 or float16, shape (G, N, D)
-            Keys and values, head by head.
-        out : array, shape (H, M, D), optional
-            Output array.
-        lse : array of float32, shape (H, M), optional
-            Output array of the base-2 LSE.
-        return_lse : bool
-            Return the pair (out, lse).
-
-        Returns
-        -------
-        array of the queries' dtype, shape (H, M, D), or a pair with the LSE, shape (H, M)
-            A row without visible keys gives zeros and an LSE of -inf.
-
-        Raises
-        ------
-        UsageError
-            If `plan` was not called, or the arrays do not fit the plan.
-        TypeError
-            If an argument is not an array or has another dtype.
+        As for `BlockSparseAttentionWrapper.run`, but all arrays are ordered head by head: `q` and
+        `out` are (H, M, D), `k` and `v` are (G, N, D), `lse` is (H, M).
         """
-        if self._sizes is None:
-            raise UsageError("run needs a plan: call plan(...) first, once per mask")
-        M, N, page, H, G, D = self._sizes
+        M, N, page, H, G, D = self._planned()
         check_array("q", q, (H, M, D), FLOATS)
         check_array("k", k, (G, N, D), FLOATS)
         check_array("v", v, (G, N, D), k.dtype)
-        if out is not None:
-            check_array("out", out, (H, M, D), q.dtype)
         if lse is not None:
             check_array("lse", lse, (H, M))
+        out = output(q, (H, M, D), out, q.dtype)
         group = H // G
         rows = q.reshape(G, group, M, D).swapaxes(1, 2).copy()
         pages = tuple(a.reshape(-1, page, 1, D) for a in (k, v))
         found, found_lse = self._wrapper.run(rows.reshape(G * M, group, D), pages, return_lse=True)
-        if out is None:
-            out = empty(q, (H, M, D), q.dtype)
         out.reshape(G, group, M, D)[:] = found.reshape(G, M, group, D).swapaxes(1, 2)
         if not return_lse and lse is None:
             return out
@@ -396,9 +359,7 @@ def check_bsr(indptr: Any, indices: Any, M: int, N: int, R: int, C: int) -> None
     check_array("indices", indices, (None,), np.int32)
     if len(indices) != indptr[-1]:
         raise UsageError(f"indices must have indptr[-1] = {indptr[-1]} entries, got {len(indices)}")
-    if len(indices) and (indices.min() < 0 or indices.max() >= N // C):
-        bad = indices[(indices < 0) | (indices >= N // C)][0]
-        raise UsageError(f"indices must be block columns 0..{N // C - 1}, got {bad}")
+    check_range("indices must be block columns {}", indices, N // C)
     rows = np.repeat(np.arange(len(indptr) - 1, dtype=np.int64), np.diff(indptr))
     places, counts = np.unique(rows * (N // C) + indices, return_counts=True)
     if (counts > 1).any():

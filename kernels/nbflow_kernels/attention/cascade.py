@@ -21,9 +21,8 @@ from nbflow_kernels.arrays import check_array, on_host
 from nbflow_kernels.attention.block_sparse import refuse_positions
 from nbflow_kernels.attention.merge import merge_state_in_place
 from nbflow_kernels.attention.paged import BatchPrefillWithPagedKVCacheWrapper
+from nbflow_kernels.attention.run import narrow_output
 from nbflow_kernels.errors import UsageError
-
-__all__ = ["CascadeTiming", "MultiLevelCascadeAttentionWrapper"]
 
 
 @dataclass(frozen=True)
@@ -138,23 +137,18 @@ class MultiLevelCascadeAttentionWrapper:
             same row.
         paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : lists of arrays of int32
             For each level, the page table of its entries; one cache holds the pages of all levels.
-        num_qo_heads, num_kv_heads, head_dim, page_size : int
-            H, G, D and the tokens of a page.
         causal : bool
             Causal mask on the last level, the requests' own keys; shared keys precede all rows.
         pos_encoding_mode, window_left
             Must be ``"NONE"`` and -1: the index of a key on its level is not its position.
-        use_fp16_qk_reduction, sm_scale, logits_soft_cap, rope_scale, rope_theta
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        q_data_type, kv_data_type, kv_format
+        num_qo_heads, num_kv_heads, head_dim, page_size, use_fp16_qk_reduction, sm_scale
+        logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, kv_format
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Raises
         ------
-        UsageError
-            If a list does not have an entry per level, or the tables are inconsistent.
-        TypeError
-            If an entry is not an int32 array.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse_positions(pos_encoding_mode)
         if window_left >= 0:
@@ -202,34 +196,22 @@ class MultiLevelCascadeAttentionWrapper:
 
         Parameters
         ----------
-        q : array of float32 or float16, shape (nnz, H, D)
-            Query rows of all requests.
-        paged_kv_cache : pair of arrays, or one array
-            Keys and values, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        q, paged_kv_cache, lse, return_lse
+            As in `BatchPrefillWithPagedKVCacheWrapper.run`; `lse` is over all levels.
         out : array of the queries' dtype, shape (nnz, H, D), optional
             Output array.
-        lse : array of float32, shape (nnz, H), optional
-            Output array of the base-2 LSE over all levels.
-        return_lse : bool
-            Return the pair (out, lse).
 
         Returns
         -------
         array of the queries' dtype, shape (nnz, H, D), or a pair with the LSE
             The attention over the keys of all levels.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        if self._flat is None:
-            raise UsageError("run needs a plan: call plan(...) first, once per step")
+        self._planned("run")
         into = wide_output(q, out)
         found, lse = self._levels[-1].run(q, paged_kv_cache, out=into, lse=lse, return_lse=True)
         for level in self._levels[:-1]:
             merge_state_in_place(found, lse, *level.run(q, paged_kv_cache, return_lse=True))
-        out = narrow_output(q, found, out)
+        out = narrow_output(found, out, q.dtype)
         return (out, lse) if return_lse else out
 
     def predicted_byte_ratio(self) -> float:
@@ -243,14 +225,8 @@ class MultiLevelCascadeAttentionWrapper:
         -------
         float
             At least 1; 1 without shared or any keys.
-
-        Raises
-        ------
-        UsageError
-            If `plan` was not called.
         """
-        if self._flat is None:
-            raise UsageError("predicted_byte_ratio needs a plan: call plan(...) first")
+        self._planned("predicted_byte_ratio")
         entries, flat = self._segments()
         once = sum(
             int(plan.kv_lens[np.unique(entry)].sum())
@@ -281,11 +257,10 @@ class MultiLevelCascadeAttentionWrapper:
             If `plan` was not called, or a shared level ends within a page: whole sequences then
             have no page table.
         """
-        if self._flat is None:
-            raise UsageError("measure needs a plan: call plan(...) first")
+        make_flat = self._planned("measure")
         if repeats < 1:
             raise UsageError(f"repeats must be at least 1, got {repeats}")
-        flat = self._flat()
+        flat = make_flat()
         seconds: tuple[list[float], list[float]] = ([], [])
         for i in range(repeats + 1):
             both: tuple[Any, Any] = (flat, self)
@@ -296,6 +271,12 @@ class MultiLevelCascadeAttentionWrapper:
                     runs.append(time.perf_counter() - started)
         flat_s, cascade_s = (float(np.median(runs)) for runs in seconds)
         return CascadeTiming(self.predicted_byte_ratio(), flat_s, cascade_s)
+
+    def _planned(self, method: str) -> Callable[[], BatchPrefillWithPagedKVCacheWrapper]:
+        """Return the function that plans whole sequences, without the cascade."""
+        if self._flat is None:
+            raise UsageError(f"{method} needs a plan: call plan(...) first, once per step")
+        return self._flat
 
     def _segments(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Return, per run of rows with the same entries, each level's entry and the total keys.
@@ -354,13 +335,3 @@ def wide_output(q: Any, out: Any) -> Any:
         return None
     check_array("out", out, q.shape, q.dtype)
     return out if out.dtype == np.float32 else None
-
-
-def narrow_output(q: Any, found: Any, out: Any) -> Any:
-    """Return the float32 result in the queries' dtype, in `out` if given."""
-    if found.dtype == q.dtype:
-        return found
-    if out is None:
-        return found.astype(q.dtype)
-    out[...] = found
-    return out

@@ -17,7 +17,6 @@ from nbflow_kernels.quantizers import quantize
 # errors are independent, and their sum is divided out: below 5 * (1e-6 + 2e-7) / 2 = 3e-6.  The
 # LSE has the absolute error of a score, times log2(e), and half an ulp at 16, 1e-6.
 ATOL = 3e-6
-MERGE_REASON = "float64 inside, one rounding to float32 (6e-8)"
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
 ON_DEVICES: dict[str, Any] = {"kv_layout": "HND", "timed": True, "device_only": True}
 PROMPT = (4096, 4096, 8, 2)
@@ -92,18 +91,13 @@ def _case(
     pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
     plain = not options.get("return_lse") and not half
     return OpCase(
-        "single_prefill_with_kv_cache" if T else "single_decode_with_kv_cache",
-        name,
-        _single(T, N, H, G, D, **options),
-        rtol=rtol,
-        atol=HALF_ATOL if half else ATOL,
-        reason=HALF_REASON if half else REASON + ("; float32 table of rotations" if rtol else ""),
+        "single_prefill_with_kv_cache" if T else "single_decode_with_kv_cache", name,
+        _single(T, N, H, G, D, **options), rtol, HALF_ATOL if half else ATOL,
+        HALF_REASON if half else REASON + ("; float32 table of rotations" if rtol else ""),
         out=((T, H, D_vo)[0 if T else 1 :], "float32") if plain else None,
         n_bytes=N * G * row_bytes + 4 * max(T, 1) * H * (D + D_vo),
-        n_flops=2 * H * (D + D_vo) * pairs,
-        timed=timed,
-        device_only=device_only,
-    )
+        n_flops=2 * H * (D + D_vo) * pairs, timed=timed, device_only=device_only,
+    )  # fmt: skip
 
 
 def _states(rng: np.random.Generator) -> dict[str, Any]:
@@ -126,6 +120,11 @@ def _many_states(rng: np.random.Generator) -> dict[str, Any]:
     s = rng.normal(0, 5, (4, 5, 3)).astype(np.float32)
     s[0, 1:4], s[1] = -np.inf, -np.inf
     return {"v": rng.standard_normal((4, 5, 3, 20)).astype(np.float32), "s": s}
+
+
+def _merge(op: str, name: str, inputs: Callable[..., dict[str, Any]], **options: Any) -> OpCase:
+    reason = "float64 inside, one rounding to float32 (6e-8)"
+    return OpCase(op, name, inputs, 2e-7, 1e-7, reason, **options)
 
 
 CASES = [
@@ -171,29 +170,7 @@ CASES = [
     _case("llama3_8b_f16", 0, 32768, 32, 8, 128, dtype=np.float16, **ON_DEVICES),
     _case("llama3_8b_q8_0", 0, 32768, 32, 8, 128, kv_format="q8_0", **ON_DEVICES),
     _case("llama3_8b_q4_0", 0, 32768, 32, 8, 128, kv_format="q4_0", **ON_DEVICES),
-    OpCase(
-        "merge_state",
-        "with_empty_sides",
-        _states,
-        rtol=2e-7,
-        atol=1e-7,
-        reason=MERGE_REASON,
-    ),
-    OpCase(
-        "merge_state_in_place",
-        "with_a_mask",
-        _states_in_place,
-        rtol=2e-7,
-        atol=1e-7,
-        reason=MERGE_REASON,
-        mutates=("v", "s"),
-    ),
-    OpCase(
-        "merge_states",
-        "five_with_empty_ones",
-        _many_states,
-        rtol=2e-7,
-        atol=1e-7,
-        reason=MERGE_REASON,
-    ),
+    _merge("merge_state", "with_empty_sides", _states),
+    _merge("merge_state_in_place", "with_a_mask", _states_in_place, mutates=("v", "s")),
+    _merge("merge_states", "five_with_empty_ones", _many_states),
 ]

@@ -46,30 +46,16 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     >>> v.ravel(), s.ravel()
     (array([2., 2.], dtype=float32), array([1.], dtype=float32))
     """
-    _check_pair(("v_a", "s_a", "v_b", "s_b"), v_a, s_a, v_b, s_b)
+    _check_states(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     v, s = empty(v_a, v_a.shape), empty(v_a, s_a.shape)
     (cuda if is_cuda(v_a) else merge).merge_state(v_a, s_a, v_b, s_b, v, s)
     return v, s
 
 
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
-    """Merge the attention over other keys into `v` and `s`, in place.
+    """Merge the attention over other keys into `v` and `s`, in place, as `merge_state` does.
 
-    Parameters
-    ----------
-    v : array of float32, shape (T, H, D)
-        Output over a set of keys; becomes the output over both sets.
-    s : array of float32, shape (T, H)
-        Base-2 LSE of `v`; becomes that over both sets.
-    v_other, s_other : array of float32, shapes of `v` and `s`
-        Output and LSE over the other set of keys.
-    mask : array of bool, shape (T,), optional
-        Rows to merge; others are unchanged.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If the arrays do not have these shapes or dtypes.
+    `mask`, an optional array of bool, shape (T,), selects the rows to merge.
 
     Examples
     --------
@@ -80,7 +66,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     >>> v.ravel(), s.ravel()
     (array([2., 1.], dtype=float32), array([1., 0.], dtype=float32))
     """
-    _check_pair(("v", "s", "v_other", "s_other"), v, s, v_other, s_other)
+    _check_states(v=v, s=s, v_other=v_other, s_other=s_other)
     if mask is not None:
         check_array("mask", mask, v.shape[:1], np.bool_)
     (cuda if is_cuda(v) else merge).merge_state(v, s, v_other, s_other, v, s, mask)
@@ -125,9 +111,9 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     return v_out, s_out
 
 
-def _check_pair(names: tuple[str, ...], v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> None:
-    """Raise unless two states have the same shapes."""
-    check_array(names[0], v_a, (None, None, None))
-    check_array(names[1], s_a, v_a.shape[:2])
-    check_array(names[2], v_b, v_a.shape)
-    check_array(names[3], s_b, v_a.shape[:2])
+def _check_states(**arrays: Any) -> None:
+    """Raise unless two states, (v, s) each, have the same shapes."""
+    shape: tuple[int | None, ...] = (None, None, None)
+    for i, (name, array) in enumerate(arrays.items()):
+        check_array(name, array, shape[:2] if i % 2 else shape)
+        shape = array.shape if i == 0 else shape

@@ -15,20 +15,7 @@ from nbflow_kernels.kv_cache.page_table import check_kv_lens
 class BatchAttention(PagedAttentionWrapper):
     """Attention of prefill and decode requests in one batch, with lengths in tokens.
 
-    Parameters
-    ----------
-    kv_layout : str
-        ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one.
-
-    Attributes
-    ----------
-    current : AttentionPlan or None
-        The plan of the current step, inspectable as NumPy arrays.
-
-    Raises
-    ------
-    UsageError
-        If `kv_layout` is another name.
+    `kv_layout` and `current` as for `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples
     --------
@@ -84,20 +71,15 @@ class BatchAttention(PagedAttentionWrapper):
         -------
         AttentionPlan
             The plan, also kept as `current`.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
         kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
         check_kv_lens(kv_indptr, kv_indices, kv_len_arr, page_size)
         return self._plan_lens(
-            qo_indptr, kv_indptr, kv_indices, kv_len_arr,
-            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,
-            {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
-            {"kv_format": kv_format, "q": q_data_type, "kv": kv_data_type},
+            (qo_indptr, kv_indptr, kv_indices, kv_len_arr),
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size, causal=causal,
+            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, kv_format=kv_format,
         )  # fmt: skip
 
     def run(
@@ -123,11 +105,6 @@ class BatchAttention(PagedAttentionWrapper):
         -------
         out, lse : arrays, shapes (nnz, H, D_v) and (nnz, H)
             The result and its base-2 LSE.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         plan = self._planned()
         if logits_soft_cap and logits_soft_cap != plan.logits_soft_cap:

@@ -13,22 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda, on_host
+from nbflow_kernels.arrays import check_array, check_indptr, empty, is_cuda, on_host
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cascade import narrow_output, wide_output
-from nbflow_kernels.attention.options import check_dtype, check_indptr, check_workspace
+from nbflow_kernels.attention.cascade import wide_output
+from nbflow_kernels.attention.options import check_dtype
+from nbflow_kernels.attention.paged_base import PlannedWrapper
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
-from nbflow_kernels.attention.run import AttentionCall, check_devices
+from nbflow_kernels.attention.run import AttentionCall, check_devices, narrow_output
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.page_table import check_kv_lens, check_mla_cache, check_page_numbers
+from nbflow_kernels.kv_cache.page_table import check_kv_lens, check_mla_cache
 
 FLOATS = (np.float32, np.float16)
 
-__all__ = ["BatchMLAPagedAttentionWrapper"]
 
-
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     r"""Latent attention of a batch, prefill and decode mixed.
 
     .. math:: o_{th} = \sum_n \mathrm{softmax}_n\bigl(\mathrm{scale}\,(q^{nope}_{th} \cdot ckv_n
@@ -62,11 +61,9 @@ class BatchMLAPagedAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
-        self.current: AttentionPlan | None = None
+        super().__init__(float_workspace_buffer)
         self._sizes = (0, 0, 0, 0)
         self._dtypes: tuple[Any, Any] = (None, None)
-        self._n_pages = -1
         self._q = np.zeros((0, 0, 0), np.float32)
 
     def plan(
@@ -88,23 +85,16 @@ class BatchMLAPagedAttentionWrapper:
 
         Parameters
         ----------
-        qo_indptr : array of int32, shape (B + 1,)
-            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, at the end of its
-            sequence.
-        kv_indptr : array of int32, shape (B + 1,)
-            Pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
-        kv_indices : array of int32, shape (n_pages,)
-            Page numbers; unused entries at the end are allowed.
+        qo_indptr, kv_indptr, kv_indices : arrays of int32, shapes (B + 1,), (B + 1,) and (n_pages,)
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         kv_len_arr : array of int32, shape (B,)
             Tokens of each request, at most the capacity of its pages.
         num_heads : int
             H.
         head_dim_ckv, head_dim_kpe : int
             Sizes of ckv and kpe, 512 and 64 in DeepSeek-V2 and -V3; kpe may have size 0.
-        page_size : int
-            Tokens per page.
-        causal : bool
-            Row t of n sees tokens 0..len - n + t; otherwise all tokens of its request.
+        page_size, causal
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         sm_scale : float
             Softmax scale, from the head size before the absorption: ``1 / sqrt(128 + 64)`` in
             DeepSeek-V2 and -V3, times the YaRN factor.
@@ -119,19 +109,14 @@ class BatchMLAPagedAttentionWrapper:
 
         Raises
         ------
-        UsageError
-            If the tables are inconsistent, or a number is out of range.
-        TypeError
-            If an argument is not an int32 array.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         self.current = None
-        for name, value, least in (
-            ("num_heads", num_heads, 1),
-            ("head_dim_ckv", head_dim_ckv, 1),
-            ("head_dim_kpe", head_dim_kpe, 0),
-        ):
-            if value < least:
-                raise UsageError(f"{name} must be at least {least}, got {value}")
+        least = {"num_heads": 1, "head_dim_ckv": 1, "head_dim_kpe": 0}
+        for name, value in zip(least, (num_heads, head_dim_ckv, head_dim_kpe), strict=True):
+            if value < least[name]:
+                raise UsageError(f"{name} must be at least {least[name]}, got {value}")
         if not np.isfinite(sm_scale):
             raise UsageError(f"sm_scale must be finite, got {sm_scale}")
         qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
@@ -193,14 +178,10 @@ class BatchMLAPagedAttentionWrapper:
 
         Raises
         ------
-        UsageError
-            If `plan` was not called, or the arrays do not fit the plan.
-        TypeError
-            If an argument is not an array or has another dtype.
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        plan = self.current
-        if plan is None:
-            raise UsageError("run needs a plan: call plan(...) first, once per step")
+        plan = self._planned()
         H, D_ckv, D_kpe, page_size = self._sizes
         check_array("q_nope", q_nope, (plan.n_rows, H, D_ckv), FLOATS, rows=True)
         check_array("q_pe", q_pe, (plan.n_rows, H, D_kpe), q_nope.dtype, rows=True)
@@ -209,11 +190,7 @@ class BatchMLAPagedAttentionWrapper:
         if kv_format is None:
             check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
         check_devices(plan, AttentionCall(), q_nope)
-        if (
-            self._n_pages != ckv_cache.shape[0]
-        ):  # once per plan: all layers have the same number of pages
-            check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], ckv_cache.shape[0])
-            self._n_pages = ckv_cache.shape[0]
+        self._check_page_numbers(plan, ckv_cache.shape[0])
         into = wide_output(q_nope, out)
         if into is None:
             into = empty(q_nope, q_nope.shape)
@@ -228,5 +205,5 @@ class BatchMLAPagedAttentionWrapper:
         q[:, :, :D_ckv], q[:, :, D_ckv:] = q_nope, q_pe
         variant = cuda if is_cuda(q_nope) else cpu
         variant.latent_attention(plan, q, ckv_cache, kpe_cache, into, lse, format.kind)
-        out = narrow_output(q_nope, into, out)
+        out = narrow_output(into, out, q_nope.dtype)
         return (out, lse) if return_lse else out

@@ -11,51 +11,50 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kv_cache.page_table import check_layout
 from nbflow_kernels.position import rope_cos_sin_cache
 
-LAYOUTS = ("NHD", "HND")
 POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-LSE_BASES = ("2", "e")
 _FLOAT_DTYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options common to all rows of a step."""
+    """Options common to all rows of a step.
+
+    As in `single_prefill_with_kv_cache` and `BatchPrefillWithPagedKVCacheWrapper.plan`.
+    """
 
     kv_layout: str = "NHD"
-    """``"NHD"`` or ``"HND"``."""
     causal: bool = False
-    """Causal mask: row t of n sees keys 0..kv_len - n + t."""
     window_left: int = -1
-    """Sliding window: number of keys to the left of its position that a row sees; -1 for all."""
     logits_soft_cap: float | None = None
-    """Scores become cap * tanh(score / cap); None or 0 for no cap."""
     sm_scale: float | None = None
-    """Softmax scale; 1 / sqrt(head_dim_qk) by default."""
     pos_encoding_mode: str = "NONE"
-    """``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``."""
     rope_scale: float | None = None
-    """Divisor of positions; 1 by default."""
     rope_theta: float | None = None
-    """Base of the RoPE frequencies; 1e4 by default."""
     split_keys: int | None = None
     """Keys per split; 2048 by default."""
     disable_split_kv: bool = False
-    """Process the keys of a row in one work item."""
     disable_page_sharing: bool = False
-    """Load pages shared by several requests once per request."""
+    use_fp16_qk_reduction: bool = False
 
     def __post_init__(self) -> None:
-        if self.kv_layout not in LAYOUTS:
-            raise unknown_name("kv_layout", self.kv_layout, LAYOUTS)
+        check_layout(self.kv_layout)
+        if self.use_fp16_qk_reduction:
+            raise UsageError(
+                "use_fp16_qk_reduction must be False: dot products are summed in float32"
+            )
         if self.pos_encoding_mode not in POSITION_MODES:
             raise unknown_name("pos_encoding_mode", self.pos_encoding_mode, POSITION_MODES)
         if not isinstance(self.window_left, int | np.integer) or self.window_left < -1:
             raise UsageError(
                 f"window_left must be a number of keys, or -1 for all, got {self.window_left!r}"
             )
-        check_cap(self.logits_soft_cap)
+        if self.logits_soft_cap is not None and not 0.0 <= self.logits_soft_cap < float("inf"):
+            raise UsageError(
+                f"logits_soft_cap must be positive, or None for none, got {self.logits_soft_cap}"
+            )
         for name in ("rope_scale", "rope_theta"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and isfinite(value)):
@@ -73,22 +72,6 @@ class Options:
         return 1.0 / sqrt(head_dim) if self.sm_scale is None else float(self.sm_scale)
 
 
-def check_cap(logits_soft_cap: float | None) -> float:
-    """Return the soft cap, 0 for none."""
-    if logits_soft_cap is not None and not 0.0 <= logits_soft_cap < float("inf"):
-        raise UsageError(
-            f"logits_soft_cap must be positive, or None for none, got {logits_soft_cap}"
-        )
-    return float(logits_soft_cap or 0.0)
-
-
-def check_lse_base(lse_base: str) -> bool:
-    """Return whether the LSE is a natural logarithm."""
-    if lse_base not in LSE_BASES:
-        raise unknown_name("lse_base", lse_base, LSE_BASES)
-    return lse_base == "e"
-
-
 def check_heads(num_qo_heads: int, num_kv_heads: int, *head_dims: int) -> None:
     """Raise unless the head counts and sizes are valid."""
     if min(num_qo_heads, num_kv_heads, *head_dims) < 1:
@@ -100,27 +83,17 @@ def check_heads(num_qo_heads: int, num_kv_heads: int, *head_dims: int) -> None:
         )
 
 
-def check_indptr(name: str, indptr: Any, n: int | None = None) -> None:
-    """Raise unless `indptr` is int32, starts at 0 and never falls."""
-    check_array(name, indptr, (n,), np.int32)
-    if len(indptr) == 0 or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
-        raise UsageError(f"{name} must start at 0 and never fall, got {indptr.tolist()}")
+_rope_table = functools.lru_cache(maxsize=4)(rope_cos_sin_cache)
 
 
-@functools.lru_cache(maxsize=4)
-def rope_table(n_positions: int, head_dim: int, theta: float, scale: float) -> np.ndarray:
-    """Return cosines and sines of `n_positions` positions, float32 (n_positions, head_dim)."""
-    table: np.ndarray = rope_cos_sin_cache(n_positions, head_dim, theta=theta, scale=scale)
-    return table
-
-
-def rope_table_for(options: Options, n_positions: int, head_dim: int) -> np.ndarray:
+def rope_table_for(options: Options, n_positions: int, head_dim: int) -> Any:
     """Return a cached table of at least `n_positions`, rounded up to a power of two."""
     if head_dim % 2:
         raise UsageError(f"pos_encoding_mode='ROPE_LLAMA' needs an even head_dim, got {head_dim}")
     theta = 1e4 if options.rope_theta is None else float(options.rope_theta)
     scale = 1.0 if options.rope_scale is None else float(options.rope_scale)
-    return rope_table(1 << max(8, (n_positions - 1).bit_length()), head_dim, theta, scale)
+    n_rows = 1 << max(8, (n_positions - 1).bit_length())
+    return _rope_table(n_rows, head_dim, theta=theta, scale=scale)
 
 
 def mask_table(
@@ -183,24 +156,18 @@ def output_dtype(o_dtype: Any, q: Any) -> np.dtype[Any]:
     return dtype
 
 
-def check_workspace(name: str, workspace: Any) -> Any:
+def check_workspace(workspace: Any) -> Any:
     """Return the split-KV workspace of the caller, checked: an array of any dtype, or None."""
     if workspace is None:
         return None
     if not isinstance(workspace, np.ndarray) and not is_cuda(workspace):
         raise TypeError(
-            f"{name} must be a NumPy array, an array on a CUDA device, or None to allocate one, "
-            f"got {type(workspace).__name__}"
+            "float_workspace_buffer must be a NumPy array, an array on a CUDA device, or None to "
+            f"allocate one, got {type(workspace).__name__}"
         )
     if not workspace.flags.c_contiguous:
-        raise UsageError(f"{name} must be C-contiguous")
+        raise UsageError("float_workspace_buffer must be C-contiguous")
     return workspace
-
-
-def refuse_int_workspace(int_workspace_buffer: Any) -> None:
-    """Raise if the caller passes a buffer for plan tables."""
-    if int_workspace_buffer is not None:
-        raise UsageError("int_workspace_buffer must be None: plans allocate their own tables")
 
 
 def check_backend(backend: str) -> None:
@@ -209,9 +176,3 @@ def check_backend(backend: str) -> None:
         raise UsageError(
             f"backend must be 'auto': the kernel is selected by the arrays, got {backend!r}"
         )
-
-
-def refuse_half_precision(use_fp16_qk_reduction: bool) -> None:
-    """Raise if dot products in float16 are requested."""
-    if use_fp16_qk_reduction:
-        raise UsageError("use_fp16_qk_reduction must be False: dot products are summed in float32")

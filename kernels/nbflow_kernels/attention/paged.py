@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention.cuda_graph import graph_of
-from nbflow_kernels.attention.options import refuse_half_precision
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall
@@ -146,8 +145,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         packed_custom_mask : array of uint8, optional
             The same packed into bits, lowest bit first; each request starts at a byte.
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap
-            As in `single_prefill_with_kv_cache`.
-        rope_scale, rope_theta : float, optional
+        rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type : dtype or str, optional
             If given, `run` requires these dtypes (FlashInfer's default is float16).
@@ -182,24 +180,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         TypeError
             If an argument is not an array of the required dtype.
         """
-        refuse_half_precision(use_fp16_qk_reduction)
-        vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         return self._plan_pages(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-            (num_qo_heads, num_kv_heads, head_dim_qk, vo), page_size,
-            {
-                "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
-                "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
-                "rope_scale": rope_scale, "rope_theta": rope_theta,
-                "split_keys": fixed_split_size and fixed_split_size * page_size,
-                "disable_split_kv": disable_split_kv,
-                "disable_page_sharing": disable_page_sharing,
-            },
-            {
-                "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
-                "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
-                "o": o_data_type, "non_blocking": non_blocking,
-            },
+            (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len),
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal,
+            pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
+            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+            disable_page_sharing=disable_page_sharing, kv_format=kv_format, variant=variant,
         )  # fmt: skip
 
     def run(
@@ -267,32 +257,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
 class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
     """Decode attention over a paged key/value cache: the newest row of each request.
 
-    Parameters
-    ----------
-    float_workspace_buffer : array, optional
-        As in `BatchPrefillWithPagedKVCacheWrapper`.
-    kv_layout : str
-        ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one.
-    use_cuda_graph : bool
-        As in `BatchPrefillWithPagedKVCacheWrapper`.
-    use_tensor_cores : bool
-        True: `run` raises if no tensor-core kernel supports the call.  False: tensor cores are
-        used where supported.
-    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : arrays
-        Buffers of `use_cuda_graph`, int32, on the device of the queries, with B + 1, the largest
-        number of pages, and B elements.
-    backend : str
-        Must be ``"auto"``: the kind of array chooses the kernel.
-
-    Attributes
-    ----------
-    current : AttentionPlan or None
-        The plan of the current step, inspectable as NumPy arrays.
-
-    Raises
-    ------
-    UsageError
-        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
+    Parameters, attributes and errors as for `BatchPrefillWithPagedKVCacheWrapper`, with three
+    buffers for `use_cuda_graph`, and `use_tensor_cores`: with True, `run` raises if no tensor-core
+    kernel supports the call; with False, tensor cores are used where supported.
 
     Examples
     --------
@@ -360,55 +327,35 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
         Parameters
         ----------
-        indptr : array of int32, shape (B + 1,)
-            Pages of request b are ``indices[indptr[b]:indptr[b + 1]]``.
-        indices : array of int32, shape (n_pages,)
-            Page numbers.
-        last_page_len : array of int32, shape (B,)
-            Tokens on each request's last page, 1..page_size; 0 for a request without pages.
-        num_qo_heads, num_kv_heads, head_dim, page_size : int
-            H, G, the head size of queries and keys, and tokens per page.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `single_prefill_with_kv_cache`.
-        q_data_type, kv_data_type, o_data_type, non_blocking, fixed_split_size, disable_split_kv
-        disable_page_sharing
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        indptr, indices, last_page_len : arrays of int32, shapes (B + 1,), (n_pages,) and (B,)
+            The page table, as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo : int
+            H, G, the head size of queries and keys, tokens per page, and the head size of the
+            values, `head_dim` by default.
         q_len_per_req : int
             Query rows of each request, with a causal mask among them.
-        head_dim_vo : int, optional
-            Head size of the values; `head_dim` by default.
-        kv_format, variant
+        pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type
+        sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size, disable_split_kv
+        disable_page_sharing, kv_format, variant
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Returns
         -------
         AttentionPlan
             The plan, also kept as `current`.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         if q_len_per_req < 1:
             raise UsageError(f"q_len_per_req must be positive, got {q_len_per_req}")
-        vo = head_dim if head_dim_vo is None else head_dim_vo
         rows = np.arange(max(len(indptr), 1), dtype=np.int32) * np.int32(q_len_per_req)
         return self._plan_pages(
-            rows, indptr, indices, last_page_len,
-            (num_qo_heads, num_kv_heads, head_dim, vo), page_size,
-            {
-                "causal": True, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
-                "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
-                "rope_scale": rope_scale, "rope_theta": rope_theta,
-                "split_keys": fixed_split_size and fixed_split_size * page_size,
-                "disable_split_kv": disable_split_kv,
-                "disable_page_sharing": disable_page_sharing,
-            },
-            {
-                "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
-                "o": o_data_type, "non_blocking": non_blocking, "rows_each": q_len_per_req,
-            },
+            (rows, indptr, indices, last_page_len),
+            (num_qo_heads, num_kv_heads, head_dim, head_dim_vo), page_size, causal=True,
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            o_data_type=o_data_type, sm_scale=sm_scale, rope_scale=rope_scale,
+            rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv, disable_page_sharing=disable_page_sharing,
+            q_len_per_req=q_len_per_req, kv_format=kv_format, variant=variant,
         )  # fmt: skip
 
     run = BatchPrefillWithPagedKVCacheWrapper.run

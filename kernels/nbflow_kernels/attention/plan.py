@@ -10,17 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import is_cuda
+from nbflow_kernels.arrays import check_indptr, is_cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.scheduler import schedule
-from nbflow_kernels.attention.options import (
-    Options,
-    check_cap,
-    check_heads,
-    check_indptr,
-    mask_table,
-    rope_table_for,
-)
+from nbflow_kernels.attention.options import Options, check_heads, mask_table, rope_table_for
 from nbflow_kernels.attention.plan_layout import (
     CHUNK,
     HEADER_SIZE,
@@ -47,23 +40,10 @@ class AttentionPlan:
         Query heads, KV heads, head size of queries and keys, head size of values.
     page_size : int
         Tokens per page.
-    kv_layout : str
-        ``"NHD"`` or ``"HND"``.
     causal : bool
         Causal mask: row t of n sees keys 0..kv_len - n + t.
-    window_left : int
-        Number of keys to the left of its position that a row sees; -1 for all.
-    logits_soft_cap : float
-        Soft cap of the scores; 0 for none.
-    sm_scale : float
-        Softmax scale.
-    split_keys : int
-        Keys per split.
-    may_split : bool
-        Allow splitting the keys of a row among threads; the bits are the same.
-    may_share : bool
-        Allow items of neighbouring requests with a common prefix of pages, which load it once (on
-        the CPU); the bits are the same.
+    **options
+        Further fields of `Options`.
     """
 
     COLUMNS = ITEM_COLUMNS
@@ -74,22 +54,17 @@ class AttentionPlan:
         heads: tuple[int, int, int, int],
         page_size: int,
         *,
-        kv_layout: str = "NHD",
         causal: bool = True,
-        window_left: int = -1,
-        logits_soft_cap: float = 0.0,
-        sm_scale: float,
-        split_keys: int = SPLIT,
-        may_split: bool = True,
-        may_share: bool = True,
+        **options: Any,
     ) -> None:
+        chosen = Options(causal=causal, **options)
         self.heads = heads
-        self.kv_layout = kv_layout
+        self.kv_layout = chosen.kv_layout
         self.page_size = page_size
         self.causal = causal
-        self.window_left = window_left if window_left >= 0 else -1
-        self.logits_soft_cap = logits_soft_cap
-        self.sm_scale = sm_scale
+        self.window_left = chosen.window_left
+        self.logits_soft_cap = float(chosen.logits_soft_cap or 0.0)
+        self.sm_scale = chosen.scale(heads[2])
         self.n_items = self.n_merges = self.n_shares = 0
         self.work = 0.0
         """Multiply-adds of one layer."""
@@ -116,9 +91,10 @@ class AttentionPlan:
         head = self.header
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
-        head[at.SPLIT_KEYS], head[at.MAY_SPLIT] = split_keys, may_split
-        head[at.MAY_SHARE] = may_share
-        self._factors = np.full(heads[0], sm_scale, np.float32)
+        head[at.SPLIT_KEYS] = chosen.split_keys or SPLIT
+        head[at.MAY_SPLIT] = not chosen.disable_split_kv
+        head[at.MAY_SHARE] = not chosen.disable_page_sharing
+        self._factors = np.full(heads[0], self.sm_scale, np.float32)
         self.set_table(at.SCORE_FACTORS, self._factors)
 
     @property
@@ -184,12 +160,8 @@ class AttentionPlan:
     def set_bias(self, table: np.ndarray, longest: int) -> None:
         """Set a relative position bias (T5), added to the scores.
 
-        Parameters
-        ----------
-        table : array of float32, shape (H, 2 * longest - 1)
-            Bias per head for distances 1 - longest .. longest - 1 from query to key.
-        longest : int
-            Largest number of keys of a request.
+        `table`, float32 (H, 2 * longest - 1), is the bias per head for distances 1 - longest ..
+        longest - 1 from query to key; `longest` is the largest number of keys of a request.
         """
         padded = np.zeros((len(table), 2 * longest - 1 + 2 * CHUNK), np.float32)
         padded[:, CHUNK:-CHUNK] = table  # chunks of keys may exceed a request
@@ -258,23 +230,10 @@ def plan_into(
     kv_indices: np.ndarray,
     kv_lens: np.ndarray,
 ) -> int:
-    """Fill a plan with a step; arrays are neither checked nor copied.
+    """Fill a plan with a step and return the number of work items.
 
-    Parameters
-    ----------
-    plan : AttentionPlan
-        Plan to fill.
-    qo_indptr, kv_indptr : arrays of int32, shape (B + 1,)
-        Offsets of each request in the query rows and in `kv_indices`.
-    kv_indices : array of int32
-        Page numbers.
-    kv_lens : array of int32, shape (B,)
-        Keys of each request.
-
-    Returns
-    -------
-    int
-        Number of work items.
+    The arrays (int32, as for the wrappers; `kv_lens` are the keys of each request) are neither
+    checked nor copied.
     """
     n_threads = min(get_num_threads(), MAX_THREADS)
     may_split = plan.header[at.MAY_SPLIT]
@@ -313,18 +272,8 @@ def make_plan(
     check_heads(*heads)
     check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
     masked = custom_mask is not None or packed_custom_mask is not None
-    plan = AttentionPlan(
-        heads,
-        page_size,
-        kv_layout=options.kv_layout,
-        causal=options.causal and not masked,
-        window_left=options.window_left,
-        logits_soft_cap=check_cap(options.logits_soft_cap),
-        sm_scale=options.scale(heads[2]),
-        split_keys=options.split_keys or SPLIT,
-        may_split=not options.disable_split_kv,
-        may_share=not options.disable_page_sharing,
-    )
+    chosen = {**vars(options), "causal": options.causal and not masked}
+    plan = AttentionPlan(heads, page_size, **chosen)
     plan.workspace = workspace
     if masked:
         qo_lens = qo_indptr[1:] - qo_indptr[:-1]

@@ -7,13 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, is_cuda, on_host
+from nbflow_kernels.arrays import check_array, check_indptr, is_cuda, on_host
 from nbflow_kernels.attention.cuda_graph import graph_of
-from nbflow_kernels.attention.options import (
-    check_dtype,
-    check_indptr,
-    refuse_half_precision,
-)
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall, run_plan
@@ -23,29 +18,17 @@ from nbflow_kernels.kv_cache.formats import formats_of
 class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
     """Attention of a batch with contiguous keys, one request after the other.
 
+    Parameters, attributes and errors as for `BatchPrefillWithPagedKVCacheWrapper`, but:
+
     Parameters
     ----------
-    float_workspace_buffer : array, optional
-        As in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"``: keys are (nnz_kv, G, D); ``"HND"``: (G, nnz_kv, D).
     use_cuda_graph : bool
-        As in `BatchPrefillWithPagedKVCacheWrapper`; `k` and `v` have the rows of the first plan in
-        every call, and later plans have at most its number of keys.
+        `k` and `v` have the rows of the first plan in every call, and later plans have at most its
+        number of keys.
     qo_indptr_buf, kv_indptr_buf : arrays of int32, optional
         Buffers of `use_cuda_graph`, of B + 1 elements each, on the device of the queries.
-    backend : str
-        Must be ``"auto"``: the kernel is selected by the arrays.
-
-    Attributes
-    ----------
-    current : AttentionPlan or None
-        The plan of the current step, inspectable as NumPy arrays.
-
-    Raises
-    ------
-    UsageError
-        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
 
     Examples
     --------
@@ -113,13 +96,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         ----------
         qo_indptr, kv_indptr : array of int32, shape (B + 1,)
             Query rows and key rows of each request.
-        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo : int
-            H, G, the head size of queries and keys, and of values (by default that of keys).
-        custom_mask, packed_custom_mask, causal, pos_encoding_mode, use_fp16_qk_reduction
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `single_prefill_with_kv_cache`.
-        q_data_type, kv_data_type, o_data_type, non_blocking, disable_split_kv, kv_format, variant
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask
+        causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale
+        rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking
+        disable_split_kv, kv_format, variant
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         fixed_split_size : int, optional
             Keys per split, instead of 2048; other sizes change the last bits.
@@ -128,13 +108,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         -------
         AttentionPlan
             The plan, also kept as `current`; each request is one page.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
-        refuse_half_precision(use_fp16_qk_reduction)
         rows, starts = on_host(qo_indptr), on_host(kv_indptr)
         check_indptr("kv_indptr", starts)
         kv_lens = starts[1:] - starts[:-1]
@@ -142,22 +116,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         longest = max(int(kv_lens.max()), 1) if len(kv_lens) else 1
         if self._graph is not None:  # fixed by the captured launches
             longest = max(self._graph.n_keys, 1) if self._graph.is_planned else max(n_keys, 1)
-        vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         # "page" b starts at token starts[b]: the cache is viewed as overlapping pages
         plan = self._plan_lens(
-            rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens,
-            (num_qo_heads, num_kv_heads, head_dim_qk, vo), longest,
-            {
-                "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
-                "sm_scale": sm_scale, "pos_encoding_mode": pos_encoding_mode,
-                "rope_scale": rope_scale, "rope_theta": rope_theta,
-                "split_keys": fixed_split_size, "disable_split_kv": disable_split_kv,
-            },
-            {
-                "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
-                "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
-                "o": o_data_type, "non_blocking": non_blocking, "n_keys": n_keys,
-            },
+            (rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens),
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), longest, n_keys=n_keys,
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal,
+            pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
+            split_keys=fixed_split_size, disable_split_kv=disable_split_kv, kv_format=kv_format,
+            variant=variant,
         )  # fmt: skip
         self._nnz_kv = n_keys if self._graph is None else self._graph.n_keys
         return plan
@@ -192,26 +161,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         -------
         array, shape (nnz, H, D_v), or a pair with the LSE
             The bits of a row do not depend on the batch.
-
-        Raises
-        ------
-        UsageError, TypeError
-            As `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         plan = self._planned()
-        H, G, D_qk, D_vo = plan.heads
+        _, G, D_qk, D_vo = plan.heads
         formats = formats_of(k, v, self._kv_format)
         heads_first = self.kv_layout == "HND"
         for name, array, format, size in zip("kv", (k, v), formats, (D_qk, D_vo), strict=True):
             row = format.row_length(size)
             shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
             check_array(name, array, shape, array.dtype)
-            if self._kv_format is None:
-                check_dtype(name, self._dtypes["kv"], array.dtype)
-        check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
-        if self._graph is not None:
-            self._graph.check_device(q)
-        check_dtype("q", self._dtypes["q"], q.dtype)
+        self._check_arrays(plan, q, ("k", k), ("v", v))
         kinds = (formats[0].kind, formats[1].kind)
         call = AttentionCall(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
@@ -229,11 +188,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
 
 def _pages_of_tokens(rows: Any, heads_first: bool) -> Any:
     """Return a 4-D view of ragged rows as overlapping pages, one starting at each token."""
-    token, head = (1, 0) if heads_first else (0, 1)
-    n, G, D = rows.shape[token], rows.shape[head], rows.shape[2]
-    strides = rows.strides
-    steps = (strides[token], strides[head]) if not heads_first else (strides[head], strides[token])
-    lengths = (1, G) if not heads_first else (G, 1)
+    token = 1 if heads_first else 0
+    lengths = list(rows.shape)
+    n, lengths[token] = lengths[token], 1
     return np.lib.stride_tricks.as_strided(
-        rows, (n, *lengths, D), (strides[token], *steps, strides[2]), writeable=False
+        rows, (n, *lengths), (rows.strides[token], *rows.strides), writeable=False
     )

@@ -149,22 +149,18 @@ def _mix(
         return out, (top + np.log(total))[..., 0]
 
 
-def _params(variant: Any) -> tuple[Any, ...]:
-    return tuple(getattr(variant, "params", ()))
-
-
 def _transform(
-    variant: Any, scores: np.ndarray, shown: np.ndarray, G: int, batch: int = 0
+    variant: Any, scores: np.ndarray, shown: np.ndarray, G: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return scores and mask after a variant's functions, called score by score."""
     scores, shown = scores.copy(), shown.copy()
-    group = scores.shape[1] // G
+    params, group = tuple(getattr(variant, "params", ())), scores.shape[1] // G
     for t, h, n in np.ndindex(*scores.shape):
         where = (0, t, n, h, h // group)
         if getattr(variant, "logits_mask", None):
-            shown[t, h, n] &= bool(variant.logits_mask(_params(variant), *where))
+            shown[t, h, n] &= bool(variant.logits_mask(params, *where))
         if getattr(variant, "logits_transform", None):
-            scores[t, h, n] = variant.logits_transform(_params(variant), scores[t, h, n], *where)
+            scores[t, h, n] = variant.logits_transform(params, scores[t, h, n], *where)
     return scores, shown
 
 
@@ -172,9 +168,9 @@ def _transform_output(variant: Any, out: np.ndarray) -> np.ndarray:
     """Return the result after a variant's function, called element by element."""
     if getattr(variant, "output_transform", None) is None:
         return out
-    done = np.empty_like(out)
+    params, done = tuple(getattr(variant, "params", ())), np.empty_like(out)
     for t, h, d in np.ndindex(*out.shape):
-        done[t, h, d] = variant.output_transform(_params(variant), out[t, h, d], 0, t, h)
+        done[t, h, d] = variant.output_transform(params, out[t, h, d], 0, t, h)
     return done
 
 

@@ -7,36 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda
+from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
+from nbflow_kernels.attention.options import head_factors, output_dtype
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
-from nbflow_kernels.cuda import device_of
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Arguments of a call beyond the plan."""
+    """Arguments of a call beyond the plan, as in `BatchPrefillWithPagedKVCacheWrapper.run`."""
 
     q_scale: Any = None
-    """Factor of the queries: a number, or one per query head."""
     k_scale: Any = None
-    """Factor of the keys: a number, or one per KV head."""
     v_scale: Any = None
-    """Factor of the values: a number, or one per KV head."""
     sinks: Any = None
-    """Attention sinks, float32 (H,): score of a key without value per query head."""
     out: Any = None
-    """Output array."""
     lse: Any = None
-    """Output array of the LSE."""
     return_lse: bool = False
-    """Return the pair (out, lse)."""
     lse_base: str = "2"
-    """``"2"`` or ``"e"``."""
     o_dtype: Any = None
     """dtype of the result; by default that of the queries."""
     tensor_cores: bool = False
@@ -93,12 +84,11 @@ def run_plan(
     *,
     page_bytes: tuple[int, int] | None = None,
 ) -> Any:
-    """Attend with a plan to checked caches; return the result, or the pair (out, lse).
+    """Attend with a plan to checked queries and caches; return the result, or (out, lse).
 
     `page_bytes` overrides the page strides on a device, for overlapping pages.
     """
-    H, G, D_qk, D_vo = plan.heads
-    check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
+    H, G, _, D_vo = plan.heads
     dtype = output_dtype(call.o_dtype, q)
     if call.out is not None:
         check_array("out", call.out, (plan.n_query_rows, H, D_vo), dtype)
@@ -109,36 +99,46 @@ def run_plan(
         if not is_cuda(q):
             check_together(q=q, sinks=call.sinks)
     check_devices(plan, call, q)
-    natural = check_lse_base(call.lse_base)
+    if call.lse_base not in ("2", "e"):
+        raise unknown_name("lse_base", call.lse_base, ("2", "e"))
     functions = check_variant(variant, plan, call)
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
     plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
     if call.sinks is not None or plan.table(at.SINKS) is not None:
         plan.set_table(at.SINKS, call.sinks)
-    plan.header[at.LSE_NATURAL] = natural
-    if is_cuda(q):
-        return _run_cuda(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
-    wide = q if q.dtype == np.float32 else q.astype(np.float32)
-    out = call.out
-    new = np.empty if plan.fixed_rows is None else np.zeros  # padding rows
-    if out is None or out.dtype != np.float32:
-        out = new((plan.n_query_rows, H, D_vo), np.float32)
-    lse = call.lse
+    plan.header[at.LSE_NATURAL] = call.lse_base == "e"
+    out, lse = call.out, call.lse
+    written = dtype if is_cuda(q) else np.dtype(np.float32)  # by the kernels
+    if out is None or out.dtype != written:
+        out = empty(q, (plan.n_query_rows, H, D_vo), written)
     if lse is None and call.return_lse:
-        lse = new((plan.n_query_rows, H), np.float32)
+        lse = empty(q, (plan.n_query_rows, H))
+    if is_cuda(q):
+        _run_cuda(plan, q, k, v, out, lse, kinds, call, functions, page_bytes)
+        return (out, lse) if call.return_lse else out
+    if plan.fixed_rows is not None:
+        for array, given in ((out, call.out), (lse, call.lse)):
+            if array is not None and array is not given:
+                array[plan.n_rows :] = 0.0  # padding rows
+    wide = q if q.dtype == np.float32 else q.astype(np.float32)
     if functions is None:
         cpu.attend(plan, wide, k, v, out, lse, kinds)
         if plan.n_merges:
             cpu.merge_splits(plan, out, lse)
     else:
         cpu.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
-    if dtype != np.float32:
-        if call.out is None:
-            out = out.astype(dtype)
-        else:
-            call.out[...] = out
-            out = call.out
+    out = narrow_output(out, call.out, dtype)
     return (out, lse) if call.return_lse else out
+
+
+def narrow_output(found: Any, out: Any, dtype: Any) -> Any:
+    """Return the float32 result in `dtype`, in `out` if given."""
+    if found.dtype == dtype:
+        return found
+    if out is None:
+        return found.astype(dtype)
+    out[...] = found
+    return out
 
 
 def _run_cuda(
@@ -146,28 +146,22 @@ def _run_cuda(
     q: Any,
     k: Any,
     v: Any,
+    out: Any,
+    lse: Any,
     kinds: tuple[int, int],
     call: AttentionCall,
-    dtype: Any,
     functions: AttentionVariant | None,
     page_bytes: tuple[int, int] | None,
-) -> Any:
+) -> None:
     """Run a plan on a CUDA device; the kernels write any output dtype."""
-    H, _, _, D_vo = plan.heads
-    device = device_of(q)
-    out = device.empty((plan.n_query_rows, H, D_vo), dtype) if call.out is None else call.out
-    lse = call.lse
-    if lse is None and call.return_lse:
-        lse = device.empty((plan.n_query_rows, H), np.float32)
     for name, array in (("k", k), ("v", v), ("out", out), ("lse", lse)):
         if array is not None and not is_cuda(array):
             raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")
+    arguments = (q, k, v, out, lse, kinds)
     if functions is None:
-        cuda.attend(
-            plan, q, k, v, out, lse, kinds, page_bytes=page_bytes, tensor_cores=call.tensor_cores
-        )
+        tensor_cores = call.tensor_cores
+        cuda.attend(plan, *arguments, page_bytes=page_bytes, tensor_cores=tensor_cores)
     elif call.tensor_cores:
         raise UsageError("use_tensor_cores=True is not supported with variant; leave it False")
     else:
-        cuda.attend_variant(plan, functions, q, k, v, out, lse, kinds, page_bytes=page_bytes)
-    return (out, lse) if call.return_lse else out
+        cuda.attend_variant(plan, functions, *arguments, page_bytes=page_bytes)

@@ -7,18 +7,11 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.arrays import check_array, on_host
-from nbflow_kernels.attention.options import (
-    Options,
-    check_backend,
-    check_heads,
-    refuse_half_precision,
-)
+from nbflow_kernels.attention.options import Options, check_backend, check_heads
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan
 from nbflow_kernels.attention.run import AttentionCall, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, formats_of
-
-_FIRST_PAGE = np.zeros(1, np.int32)
 
 
 def single_prefill_with_kv_cache(
@@ -151,11 +144,11 @@ def single_prefill_with_kv_cache(
            [2., 3., 4., 5.]], dtype=float32)
     """
     check_backend(backend)
-    refuse_half_precision(use_fp16_qk_reduction)
     options = Options(
         kv_layout=kv_layout, causal=causal, window_left=window_left, sm_scale=sm_scale,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
         rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
+        use_fp16_qk_reduction=use_fp16_qk_reduction,
     )  # fmt: skip
     call = AttentionCall(
         q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
@@ -203,9 +196,8 @@ def single_decode_with_kv_cache(
         supported.
     q_scale, k_scale, v_scale : float, optional
         Factors of the query, the keys and the values.
-    window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse
-        As in `single_prefill_with_kv_cache`.
-    sinks, kv_format, variant, lse_base
+    window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, sinks, kv_format
+    variant, lse_base
         As in `single_prefill_with_kv_cache`.
     out : array of the dtype of `q`, shape (H, D_v), optional
         Output array.
@@ -216,11 +208,6 @@ def single_decode_with_kv_cache(
     -------
     array, shape (H, D_v), or a pair with the LSE, shape (H,)
         The bits are those of the last row of `single_prefill_with_kv_cache`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As `single_prefill_with_kv_cache`.
 
     Examples
     --------
@@ -266,7 +253,10 @@ def _attend(
 ) -> Any:
     """Check, plan and run the rows of one request."""
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
-    formats = _formats_of(k, v, kv_format)
+    if kv_format is None:  # messages name `k` and `v`
+        check_array("k", k, (None, None, None), (np.float32, np.float16))
+        check_array("v", v, (None, None, None), (np.float32, np.float16))
+    formats = formats_of(k, v, kv_format)
     plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
     kinds = (formats[0].kind, formats[1].kind)
     return run_plan(plan, q, k[None], v[None], kinds, call, variant)
@@ -280,14 +270,6 @@ def _both(name: str, per_head: Any, single: Any) -> Any:
     if np.ndim(single):
         raise UsageError(f"{name}_scale must be a number if scale_{name} is given")
     return np.asarray(per_head, np.float64) * single
-
-
-def _formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
-    """Return the formats of keys and values; messages name `k` and `v`."""
-    if name is None:
-        check_array("k", k, (None, None, None), (np.float32, np.float16))
-        check_array("v", v, (None, None, None), (np.float32, np.float16))
-    return formats_of(k, v, name)
 
 
 def _plan_one(
@@ -309,16 +291,10 @@ def _plan_one(
     same = v.shape[2] == formats[1].row_length(D)
     D_v = D if same else _size_of(v.shape[2], formats[1])
     return make_plan(
-        np.array([0, T], np.int32),
-        np.array([0, 1 if N else 0], np.int32),
-        _FIRST_PAGE,
-        np.array([N], np.int32),
-        (H, G, D, D_v),
-        max(N, 1),
-        options,
-        custom_mask=custom_mask,
+        np.array([0, T], np.int32), np.array([0, 1 if N else 0], np.int32), np.zeros(1, np.int32),
+        np.array([N], np.int32), (H, G, D, D_v), max(N, 1), options, custom_mask=custom_mask,
         packed_custom_mask=packed,
-    )
+    )  # fmt: skip
 
 
 def _size_of(row_length: int, format: KVFormat) -> int:

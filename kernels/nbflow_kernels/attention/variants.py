@@ -68,6 +68,12 @@ class AttentionVariant:
     use_softmax: bool = True
     """Turn scores into weights by softmax; False uses the scores as weights."""
 
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """Return what a kernel is compiled for: the functions, and `use_softmax`."""
+        hooks = (self.logits_transform, self.logits_mask, self.output_transform)
+        return *hooks, self.use_softmax
+
 
 def read_variant(variant: Any) -> AttentionVariant:
     """Return the functions and parameters of any object or class, checked."""
@@ -103,6 +109,15 @@ def _attribute(variant: Any, name: str) -> Any:
     if isinstance(raw, staticmethod):
         return raw.__func__
     return raw if inspect.isfunction(raw) else getattr(variant, name)
+
+
+def cannot_compile(error: Exception) -> UsageError:
+    """Return the error for functions that Numba cannot compile."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return UsageError(
+        "variant cannot be compiled; its functions may use numbers, math and NumPy arrays: "
+        + " ".join(lines[:6])
+    )
 
 
 def no_transform(params, x, *where):

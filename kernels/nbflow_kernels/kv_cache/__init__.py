@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda, on_device, on_host
+from nbflow_kernels.arrays import (
+    check_array,
+    check_indptr,
+    check_range,
+    empty,
+    is_cuda,
+    on_device,
+    on_host,
+)
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kv_cache import cpu, cuda
 from nbflow_kernels.kv_cache.formats import (
@@ -30,10 +38,10 @@ from nbflow_kernels.kv_cache.formats import (
     split_names,
 )
 from nbflow_kernels.kv_cache.page_table import (
+    PAGE_NUMBERS,
     check_cache,
     check_layout,
     check_mla_cache,
-    check_page_numbers,
     check_page_table,
     count_tokens,
     split_cache,
@@ -96,11 +104,9 @@ def append_paged_kv_cache(
 
     Raises
     ------
-    UsageError
+    UsageError, TypeError
         If shapes do not fit, the format is unknown, or the page table lacks a row's request or
-        position.
-    TypeError
-        If an argument is not an array or has another dtype.
+        position, or if an argument is not an array or has another dtype.
 
     Notes
     -----
@@ -160,15 +166,13 @@ def append_paged_mla_kv_cache(
         Compressed key and value of each new token (size 512 in DeepSeek-V2 and -V3).
     append_kpe : array of float32, shape (nnz, D_kpe)
         Rotated part of the key, shared by all heads (size 64 there).
-    batch_indices, positions : array of int32, shape (nnz,)
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : array of int32
         As in `append_paged_kv_cache`.
     ckv_cache : array, shape (pages, page_size, D_ckv)
         Pages in float32, float16 or `kv_format`, with any token stride: both caches may be slices
         of one array (pages, page_size, D_ckv + D_kpe).
     kpe_cache : array, shape (pages, page_size, D_kpe)
         As `ckv_cache`, in the same format.
-    kv_indices, kv_indptr, kv_last_page_len : array of int32
-        The page table, as in `append_paged_kv_cache`.
     kv_format : str, optional
         One name, as in `append_paged_kv_cache`, for both caches, whose last axes then have
         ``row_length`` elements.
@@ -262,7 +266,7 @@ def gather_paged_kv_cache(
         on_host, (kv_indices, kv_indptr, kv_last_page_len)
     )
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
-    check_page_numbers(kv_indices[: kv_indptr[-1]], k.shape[0])
+    check_range(PAGE_NUMBERS, kv_indices[: kv_indptr[-1]], k.shape[0])
     lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
@@ -283,10 +287,8 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
 
     Parameters
     ----------
-    kv_indptr : array of int32, shape (B + 1,)
-        Page offset of each request.
-    kv_last_page_len : array of int32, shape (B,)
-        Tokens on each request's last page; 0 for a request without pages.
+    kv_indptr, kv_last_page_len : array of int32, shapes (B + 1,) and (B,)
+        The page table, as in `append_paged_kv_cache`.
     page_size : int
         Tokens per page.
 
@@ -332,10 +334,9 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
 
     Raises
     ------
-    UsageError
-        If `nnz` is wrong, or a sequence is shorter than its new rows.
-    TypeError
-        If an argument is not an int32 array.
+    UsageError, TypeError
+        If `nnz` is wrong, or a sequence is shorter than its new rows, or if an argument is not an
+        int32 array.
 
     Examples
     --------
@@ -347,16 +348,9 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     """
     given = append_indptr
     append_indptr, seq_lens = on_host(append_indptr), on_host(seq_lens)
-    check_array("append_indptr", append_indptr, (None,), np.int32)
-    if not len(append_indptr):
-        raise UsageError("append_indptr must have one entry more than there are requests, got none")
+    check_indptr("append_indptr", append_indptr, end=("nnz", nnz))
     check_array("seq_lens", seq_lens, (len(append_indptr) - 1,), np.int32)
     counts = append_indptr[1:] - append_indptr[:-1]
-    if append_indptr[0] != 0 or (counts < 0).any() or nnz != append_indptr[-1]:
-        raise UsageError(
-            f"append_indptr must start at 0, never fall and end at nnz = {nnz}, "
-            f"got {append_indptr.tolist()}"
-        )
     if (counts > seq_lens).any():
         request = int(np.flatnonzero(counts > seq_lens)[0])
         raise UsageError(
@@ -399,28 +393,15 @@ def _check_tables(
     check_array("batch_indices", batch_indices, (T,), np.int32)
     check_array("positions", positions, (T,), np.int32)
     if any(is_cuda(table) for table in (batch_indices, positions, *tables)):
-        _check_shapes(kv_indices, kv_indptr, kv_last_page_len)
+        # values on a device are not read
+        check_array("kv_indptr", kv_indptr, (None,), np.int32)
+        check_array("kv_indices", kv_indices, (None,), np.int32)
+        check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
         return
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
-    check_page_numbers(kv_indices[: kv_indptr[-1]], n_pages)
-    _check_positions(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
-
-
-def _check_shapes(kv_indices, kv_indptr, kv_last_page_len):
-    """Raise unless a device page table has the right dtypes and shapes; values are not read."""
-    check_array("kv_indptr", kv_indptr, (None,), np.int32)
-    check_array("kv_indices", kv_indices, (None,), np.int32)
-    check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
-
-
-def _check_positions(batch_indices, positions, lens):
-    """Raise unless every row's request and position are in the page table."""
-    if not len(batch_indices):
-        return
-    B = len(lens)
-    if batch_indices.min() < 0 or batch_indices.max() >= B:
-        bad = batch_indices[(batch_indices < 0) | (batch_indices >= B)][0]
-        raise UsageError(f"batch_indices must name requests 0..{B - 1}, got {bad}")
+    check_range(PAGE_NUMBERS, kv_indices[: kv_indptr[-1]], n_pages)
+    lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
+    check_range("batch_indices must name requests {}", batch_indices, len(lens))
     wrong = (positions < 0) | (positions >= lens[batch_indices])
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from nbflow_kernels.kv_cache.cpu_codec import FIRST_BLOCK_KIND, KINDS
 from nbflow_kernels.kv_cache.formats import kv_format, kv_formats, split_names
-from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.op_case import OpCase, exact_case
 from nbflow_kernels.quantizers import quantize
 
 COPY = "copies, rounded or encoded once in the cache's format"
-INTEGERS = "integers"
 
 
 def page_table(
@@ -61,7 +59,8 @@ def _cache(
     return {"paged_kv_cache": pages if joined else pair, "kv_layout": kv_layout, **named}
 
 
-def _append(
+def _case(
+    name: str,
     lens: list[int],
     new: list[int],
     G: int,
@@ -71,7 +70,11 @@ def _append(
     format: str = "f32",
     kv_layout: str = "NHD",
     joined: bool = False,
-) -> Callable[[np.random.Generator], dict[str, Any]]:
+    timed: bool = False,
+) -> OpCase:
+    """Return a case that appends `new` tokens to requests, of which `lens` include them."""
+    row_bytes = sum(f.row_bytes(D) for f in kv_formats(format))
+
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         indptr, indices, last = page_table(rng, lens, page_size)
         cache = _cache(rng, len(indices), G, D, page_size, format, kv_layout, joined)
@@ -88,25 +91,10 @@ def _append(
             **cache,
         }
 
-    return inputs
-
-
-def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: Any) -> OpCase:
-    timed = options.pop("timed", False)
-    G, D, page_size = sizes
-    row_bytes = sum(f.row_bytes(D) for f in kv_formats(options.get("format", "f32")))
-    return OpCase(
-        "append_paged_kv_cache",
-        name,
-        _append(lens, new, G, D, page_size, **options),
-        rtol=0.0,
-        atol=0.0,
-        reason=COPY,
-        exact=True,
-        mutates=("paged_kv_cache",),
-        n_bytes=sum(new) * G * (8 * D + row_bytes),
-        timed=timed,
-    )
+    return exact_case(
+        "append_paged_kv_cache", name, inputs, COPY, mutates=("paged_kv_cache",),
+        n_bytes=sum(new) * G * (8 * D + row_bytes), timed=timed,
+    )  # fmt: skip
 
 
 def _mla(name: str, format: str, D_ckv: int, D_kpe: int) -> OpCase:
@@ -132,21 +120,18 @@ def _mla(name: str, format: str, D_ckv: int, D_kpe: int) -> OpCase:
             **named,
         }
 
-    return OpCase(
-        "append_paged_mla_kv_cache",
-        name,
-        inputs,
-        rtol=0.0,
-        atol=0.0,
-        reason=COPY,
-        exact=True,
-        mutates=("ckv_cache", "kpe_cache"),
-    )
+    mutates = ("ckv_cache", "kpe_cache")
+    return exact_case("append_paged_mla_kv_cache", name, inputs, COPY, mutates=mutates)
 
 
-def _gather(name: str, lens: list[int], *sizes: int, **options: Any) -> OpCase:
-    timed = options.pop("timed", False)
-    dtype = options.pop("dtype", "float32")
+def _gather(
+    name: str,
+    lens: list[int],
+    *sizes: int,
+    dtype: str = "float32",
+    timed: bool = False,
+    **options: Any,
+) -> OpCase:
     G, D, page_size = sizes
     options = {"format": "f32", "kv_layout": "NHD", "joined": False, **options}
     row_bytes = sum(f.row_bytes(D) for f in kv_formats(options["format"]))
@@ -162,20 +147,16 @@ def _gather(name: str, lens: list[int], *sizes: int, **options: Any) -> OpCase:
             **_cache(rng, len(indices), G, D, page_size, **options),
         }
 
-    return OpCase(
-        "gather_paged_kv_cache",
-        name,
-        inputs,
-        rtol=0.0,
-        atol=0.0,
-        reason="decoding rounds once to float32, and once more to float16 where that is wanted",
-        exact=True,
-        n_bytes=sum(lens) * G * (2 * D * np.dtype(dtype).itemsize + row_bytes),
-        timed=timed,
-    )
+    return exact_case(
+        "gather_paged_kv_cache", name, inputs,
+        "decoding rounds once to float32, and once more to float16 where that is wanted",
+        n_bytes=sum(lens) * G * (2 * D * np.dtype(dtype).itemsize + row_bytes), timed=timed,
+    )  # fmt: skip
 
 
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
+
+HALF_HEADS_FIRST: dict[str, Any] = {"format": "f16", "kv_layout": "HND"}
 
 CASES = [
     _case("prefill_and_decode", [5, 1, 9], [5, 1, 1], 2, 20, 4),
@@ -183,17 +164,7 @@ CASES = [
     _case("bfloat16", [5, 8], [2, 8], 3, 36, 4, format="bf16"),
     _case("heads_first", [5, 8], [2, 8], 3, 16, 4, kv_layout="HND"),
     _case("one_array", [5, 8], [2, 8], 3, 16, 4, joined=True),
-    _case(
-        "one_array_half_heads_first",
-        [3],
-        [1],
-        2,
-        100,
-        1,
-        joined=True,
-        format="f16",
-        kv_layout="HND",
-    ),
+    _case("one_array_half_heads_first", [3], [1], 2, 100, 1, joined=True, **HALF_HEADS_FIRST),
     _case("nothing_new", [3, 0], [0, 0], 2, 16, 2),
     *(_case(f"{name}_padded", [3, 6], [2, 5], 2, 80, 4, format=name) for name in BLOCK_FORMATS),
     _case("q8_0_heads_first", [5], [5], 3, 64, 2, format="q8_0", kv_layout="HND", joined=True),
@@ -217,7 +188,7 @@ CASES = [
     _gather("f32_and_q4_padded_to_half", [5], 2, 36, 4, format="f32/q4", dtype="float16"),
     _gather("llama3_8b_q8_0", [2048], 8, 128, 16, format="q8_0", timed=True),
     _gather("llama3_8b_q3h", [2048], 8, 128, 16, format="q3h", timed=True),
-    OpCase(
+    exact_case(
         "get_seq_lens",
         "with_an_empty_request",
         lambda rng: {
@@ -225,12 +196,9 @@ CASES = [
             "kv_last_page_len": np.array([2, 0, 16], np.int32),
             "page_size": 16,
         },
-        rtol=0.0,
-        atol=0.0,
-        reason=INTEGERS,
-        exact=True,
+        "integers",
     ),
-    OpCase(
+    exact_case(
         "get_batch_indices_positions",
         "ragged",
         lambda rng: {
@@ -238,9 +206,6 @@ CASES = [
             "seq_lens": np.array([3, 7, 20], np.int32),
             "nnz": 4,
         },
-        rtol=0.0,
-        atol=0.0,
-        reason=INTEGERS,
-        exact=True,
+        "integers",
     ),
 ]

@@ -15,6 +15,7 @@ from nbflow_kernels.kv_cache.cpu_codec import (
     encode_row,
     write_floats,
 )
+from nbflow_kernels.kv_cache.page_table import strides
 
 BLOCK_COST = 4.0  # cost of encoding a number into a block, in float copies
 
@@ -39,7 +40,7 @@ def append_paged_kv_cache(
         (2.0 if is_float else 2.0 * BLOCK_COST) * T * G * D, *kinds,
         address_of(key), address_of(value), key.strides[0], value.strides[0], batch_indices,
         positions, address_of(k_cache), address_of(v_cache),
-        _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
+        (*strides(k_cache, kv_layout), *strides(v_cache, kv_layout)), kv_indices, kv_indptr,
         k_cache.shape[1 if kv_layout == "NHD" else 2], G, D, value.shape[2],
     )  # fmt: skip
 
@@ -61,7 +62,7 @@ def gather_paged_kv_cache(
     parallel_for(
         _gather, T, 2.0 * T * G * D, *kinds, F32 if key.itemsize == 4 else F16, address_of(key),
         address_of(value), batch_indices, positions, address_of(k_cache), address_of(v_cache),
-        _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
+        (*strides(k_cache, kv_layout), *strides(v_cache, kv_layout)), kv_indices, kv_indptr,
         k_cache.shape[1 if kv_layout == "NHD" else 2], G, D, value.shape[2],
     )  # fmt: skip
 
@@ -137,10 +138,3 @@ def _copy(kind, source, n, out_kind, target, scratch):
         between = simd.address(scratch)
         decode_row(kind, source, n, np.float32(1), between, n)
         write_floats(out_kind, between, n, target)
-
-
-def _strides(k_cache: np.ndarray, v_cache: np.ndarray, kv_layout: str) -> tuple[int, ...]:
-    """Return the page, token and head strides in bytes of keys and of values."""
-    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
-    k, v = k_cache.strides, v_cache.strides
-    return k[0], k[token], k[head], v[0], v[token], v[head]

@@ -20,7 +20,8 @@ from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_int8 import store_narrow
 from nbflow_kernels.cpu.simd_memory import (
     load_first,
-    read_bf16,
+    load_first_bf16,
+    load_first_f16,
     read_f16,
     read_f32,
     store_f16,
@@ -140,43 +141,34 @@ def decode_row(kind, source, n, factor, target, padded):
     then zeros up to `padded` >= n.
     """
     if kind < FIRST_BLOCK_KIND:
-        _copy_floats(kind, source, n, factor, target)
-        d = n
-    else:
-        _copy_blocks(kind, source, n, factor, target, padded)
-        d = min((n + 15) // 16 * 16, padded)
-    while d < padded:
-        count = padded - d
-        if count >= 16:
-            simd.store_f32(target + 4 * d, simd.splat(0.0))
-        else:
-            store_first(target + 4 * d, count, simd.splat(0.0))
-        d += 16
+        copy_floats(kind, source, n, factor, target, padded)
+        return
+    _copy_blocks(kind, source, n, factor, target, padded)
+    for d in range(min((n + 15) // 16 * 16, padded), padded, 16):
+        store_first(target + 4 * d, padded - d, simd.splat(0.0))
 
 
 @jit.device_function
-def _copy_floats(kind, source, n, factor, target):
-    f = simd.splat(factor)
-    d = 0
-    while d + 16 <= n:
+def copy_floats(kind, source, n, factor, target, padded):
+    """Convert n floats of a float kind to float32 times `factor`; zeros up to `padded`."""
+    times = simd.splat(factor)
+    body = n - n % 16
+    for d in range(0, body, 16):
         if kind == F32:
-            v = simd.load_f32(source + 4 * d)
+            x = simd.load_f32(source + 4 * d)
         elif kind == F16:
-            v = simd.load_f16(source + 2 * d)
+            x = simd.load_f16(source + 2 * d)
         else:
-            v = simd.load_bf16(source + 2 * d)
-        simd.store_f32(target + 4 * d, simd.mul(v, f))
-        d += 16
-    scalar = np.float32(factor)
-    while d < n:
+            x = simd.load_bf16(source + 2 * d)
+        simd.store_f32(target + 4 * d, simd.mul(x, times))
+    for d in range(body, padded, 16):
         if kind == F32:
-            x = read_f32(source + 4 * d)
+            x = load_first(source + 4 * d, n - d, 0.0)
         elif kind == F16:
-            x = read_f16(source + 2 * d)
+            x = load_first_f16(source + 2 * d, n - d)
         else:
-            x = read_bf16(source + 2 * d)
-        write_f32(target + 4 * d, x * scalar)
-        d += 1
+            x = load_first_bf16(source + 2 * d, n - d)
+        store_first(target + 4 * d, padded - d, simd.mul(x, times))
 
 
 @jit.device_function

@@ -11,6 +11,7 @@ from typing import Any
 from nbflow_kernels import cuda
 from nbflow_kernels.arrays import on_device
 from nbflow_kernels.kv_cache.cpu_codec import F16, F32, LAYOUTS
+from nbflow_kernels.kv_cache.page_table import strides
 
 _CACHE = "any* k_cache, any* v_cache, " + ", ".join(
     f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head")
@@ -113,12 +114,6 @@ def gather_paged_kv_cache(
             F32 if key.itemsize == 4 else F16,
         ),
     )  # fmt: skip
-
-
-def strides(cache: Any, kv_layout: str) -> tuple[int, int, int]:
-    """Return the page, token and head strides in bytes."""
-    page, first, second, _ = cache.strides
-    return (page, first, second) if kv_layout == "NHD" else (page, second, first)
 
 
 def _table(kv_indices: Any, kv_indptr: Any, like: Any, k_cache: Any, kv_layout: str) -> Any:

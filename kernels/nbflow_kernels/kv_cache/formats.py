@@ -12,11 +12,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kv_cache.cpu_codec import BLOCK, BLOCK_BYTES, FIRST_BLOCK_KIND, KINDS, LAYOUTS
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "f32": np.dtype(np.float32),
-    "f16": np.dtype(np.float16),
-    "bf16": np.dtype(np.uint16),
-}
+_DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 _FLOAT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -97,11 +93,8 @@ def kv_format(name: str) -> KVFormat:
                 f"numbers of any size; take one of {', '.join(KINDS)}"
             )
         raise unknown_name("kv_format", name, KINDS)
-    if kind < FIRST_BLOCK_KIND:
-        dtype = _DTYPES[explicit]
-        return KVFormat(explicit, kind, dtype, 1, dtype.itemsize)
-    sizes = int(LAYOUTS[kind, BLOCK]), int(LAYOUTS[kind, BLOCK_BYTES])
-    return KVFormat(explicit, kind, np.dtype(np.uint8), *sizes)
+    dtype = np.dtype(_DTYPES.get(explicit, np.uint8))
+    return KVFormat(explicit, kind, dtype, *LAYOUTS[kind, [BLOCK, BLOCK_BYTES]].tolist())
 
 
 def kv_formats(name: str) -> tuple[KVFormat, KVFormat]:
@@ -117,11 +110,6 @@ def kv_formats(name: str) -> tuple[KVFormat, KVFormat]:
     -------
     pair of KVFormat
         Formats of keys and of values.
-
-    Raises
-    ------
-    UsageError
-        If the format is unknown, or not supported for a cache.
 
     Examples
     --------
@@ -156,15 +144,7 @@ def kinds_of(k: Any, v: Any, name: str | None) -> tuple[int, int]:
 
 
 def format_of(array: Any, name: str | None) -> KVFormat:
-    """Return the format of a cache array: `name`, or that of a float dtype.
-
-    Raises
-    ------
-    UsageError
-        If the format is unknown, or not supported for a cache.
-    TypeError
-        If `array` is not an array, or has neither a float dtype nor the dtype of `name`.
-    """
+    """Return the format of a cache array: `name`, or that of a float dtype."""
     if not isinstance(array, np.ndarray) and not is_cuda(array):
         raise TypeError(
             f"paged_kv_cache must be arrays (NumPy or on a CUDA device), got {type(array).__name__}"

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array
+from nbflow_kernels.arrays import check_array, check_indptr
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kv_cache.formats import KVFormat, format_of, formats_of
 
 LAYOUTS = ("NHD", "HND")
+PAGE_NUMBERS = "kv_indices must name pages {} of the cache"
+"""Message of `check_range` for a page table."""
 
 
 def check_layout(kv_layout: str) -> None:
@@ -35,30 +37,19 @@ def check_page_table(
     """Raise unless the arrays are a page table of `page_size`; `kv_indices` may be None."""
     if page_size < 1:
         raise UsageError(f"page_size must be positive, got {page_size}")
-    check_array("kv_indptr", kv_indptr, (None,), np.int32)
+    check_indptr("kv_indptr", kv_indptr)
     if kv_indices is not None:
         check_array("kv_indices", kv_indices, (None,), np.int32)
-    B = len(kv_indptr) - 1
-    if B < 0:
-        raise UsageError(
-            "kv_indptr must have one entry more than there are requests, got 0 entries"
-        )
-    check_array("kv_last_page_len", kv_last_page_len, (B,), np.int32)
-    if B == 0:
-        return
+        if kv_indptr[-1] > len(kv_indices):
+            raise UsageError(
+                f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), got "
+                f"{kv_indptr[-1]}"
+            )
+    check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
     counts = kv_indptr[1:] - kv_indptr[:-1]
-    if kv_indptr[0] != 0 or counts.min() < 0:
-        raise UsageError(f"kv_indptr must start at 0 and never fall, got {kv_indptr.tolist()}")
-    if kv_indices is not None and kv_indptr[-1] > len(kv_indices):
-        raise UsageError(
-            f"kv_indptr must end within kv_indices ({len(kv_indices)} entries), got {kv_indptr[-1]}"
-        )
-    if (kv_last_page_len > page_size).any() or ((kv_last_page_len > 0) != (counts > 0)).any():
-        request = int(
-            np.flatnonzero(
-                (kv_last_page_len > page_size) | ((kv_last_page_len > 0) != (counts > 0))
-            )[0]
-        )
+    wrong = (kv_last_page_len > page_size) | ((kv_last_page_len > 0) != (counts > 0))
+    if wrong.any():
+        request = int(np.flatnonzero(wrong)[0])
         raise UsageError(
             f"kv_last_page_len of request {request} must be 1..{page_size} (0 without pages), "
             f"got {kv_last_page_len[request]} with {counts[request]} pages"
@@ -83,11 +74,10 @@ def check_kv_lens(
         )
 
 
-def check_page_numbers(kv_indices: np.ndarray, n_pages: int) -> None:
-    """Raise unless every page of the table exists in the cache."""
-    if len(kv_indices) and (kv_indices.min() < 0 or kv_indices.max() >= n_pages):
-        bad = kv_indices[(kv_indices < 0) | (kv_indices >= n_pages)][0]
-        raise UsageError(f"kv_indices must name pages 0..{n_pages - 1} of the cache, got {bad}")
+def strides(cache: Any, kv_layout: str) -> tuple[int, int, int]:
+    """Return the page, token and head strides of a cache in bytes."""
+    page, first, second, _ = cache.strides
+    return (page, first, second) if kv_layout == "NHD" else (page, second, first)
 
 
 def split_cache(paged_kv_cache: Any) -> tuple[Any, Any]:
@@ -144,20 +134,15 @@ def check_mla_cache(
             "its keys; pass one name"
         )
     format = format_of(ckv_cache, kv_format)
-    for name, array, size in (
-        ("ckv_cache", ckv_cache, sizes[0]),
-        ("kpe_cache", kpe_cache, sizes[1]),
-    ):
+    caches = (("ckv_cache", ckv_cache, sizes[0]), ("kpe_cache", kpe_cache, sizes[1]))
+    for name, array, size in caches:
         row = format.row_length(size)
         if array.dtype != ckv_cache.dtype:
             raise TypeError(
                 f"{name} must have dtype {ckv_cache.dtype.name}, got {array.dtype.name}"
             )
-        if (
-            array.ndim != 3
-            or array.shape[2] != row
-            or (page_size or array.shape[1]) != array.shape[1]
-        ):
+        fits = array.ndim == 3 and array.shape[2] == row and page_size in (None, array.shape[1])
+        if not fits:
             raise UsageError(
                 f"{name} must have shape (pages, {page_size or 'page_size'}, {row}), "
                 f"got {array.shape}"

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, check_indptr, is_cuda
 from nbflow_kernels.cuda import to_host
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import unknown_name
 from nbflow_kernels.masks import cpu, cuda
 
 __all__ = ["convert_bsr_mask_layout", "packbits", "segment_packbits"]
@@ -96,11 +96,8 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, A
     check_array("x", x, (None,), BINARY)
     if is_cuda(x):
         indptr = to_host(indptr)  # the sizes of the results follow from it
-    check_indptr("indptr", indptr)
-    if indptr[-1] != len(x):
-        raise UsageError(f"indptr must end at the length of x, {len(x)}, got {indptr[-1]}")
-    variant = cuda if is_cuda(x) else cpu
-    y, new_indptr = variant.segment_packbits(x, indptr, bitorder)
+    check_indptr("indptr", indptr, end=("the length of x", len(x)))
+    y, new_indptr = (cuda if is_cuda(x) else cpu).segment_packbits(x, indptr, bitorder)
     return y, new_indptr
 
 
@@ -135,17 +132,8 @@ def convert_bsr_mask_layout(mask: Any, indptr: Any) -> Any:
     check_array("mask", mask, (None, None, None), np.bool_)
     if is_cuda(mask):
         indptr = to_host(indptr)
-    check_indptr("indptr", indptr)
-    if indptr[-1] != len(mask):
-        raise UsageError(f"indptr must end at the number of blocks, {len(mask)}, got {indptr[-1]}")
+    check_indptr("indptr", indptr, end=("the number of blocks", len(mask)))
     return (cuda if is_cuda(mask) else cpu).convert_bsr_mask_layout(mask, indptr)
-
-
-def check_indptr(name: str, indptr: Any) -> None:
-    """Raise unless the array is an int32 row pointer."""
-    check_array(name, indptr, (None,), np.int32)
-    if not len(indptr) or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
-        raise UsageError(f"{name} must start at 0 and never fall, got {indptr.tolist()}")
 
 
 def _check_order(bitorder: str) -> None:

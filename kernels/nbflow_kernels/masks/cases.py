@@ -6,20 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.op_case import OpCase, exact_case
 
 
 def _case(op: str, name: str, **arguments: Any) -> OpCase:
     """Return an exact case; callables make arguments from random numbers."""
-    return OpCase(
-        op,
-        name,
-        lambda rng: {k: v(rng) if callable(v) else v for k, v in arguments.items()},
-        rtol=0.0,
-        atol=0.0,
-        reason="booleans and bits: no rounding",
-        exact=True,
-    )
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        return {k: v(rng) if callable(v) else v for k, v in arguments.items()}
+
+    return exact_case(op, name, inputs, "booleans and bits: no rounding")
 
 
 def _bools(*shape: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, check_range, is_cuda, output
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.position import cpu, cuda
 
@@ -61,10 +61,8 @@ def sinusoidal_position_embedding(
 
     Raises
     ------
-    UsageError
-        If the form is unknown, or a size does not fit.
-    TypeError
-        If an array has another dtype.
+    UsageError, TypeError
+        If the form is unknown, or a size does not fit, or if an array has another dtype.
 
     References
     ----------
@@ -93,10 +91,7 @@ def sinusoidal_position_embedding(
         )
     if not base > 0:
         raise UsageError(f"base must be positive, got {base}")
-    if out is None:
-        out = empty(positions, (len(positions), dim))
-    else:
-        check_array("out", out, (len(positions), dim))
+    out = output(positions, (len(positions), dim), out)
     step = 1.0 / (half - 1) if form == "fairseq" else 2.0 / dim
     frequencies = np.exp(-math.log(base) * step * np.arange(half))
     variant = cuda if is_cuda(positions) else cpu
@@ -138,10 +133,9 @@ def add_learned_positions(
 
     Raises
     ------
-    UsageError
-        If a shape does not fit or a position is outside the table.
-    TypeError
-        If an array has another dtype.
+    UsageError, TypeError
+        If a shape does not fit or a position is outside the table, or if an array has another
+        dtype.
 
     Examples
     --------
@@ -155,18 +149,10 @@ def add_learned_positions(
     check_array("x", x, (None, None))
     check_array("positions", positions, (len(x),), np.int32)
     check_array("table", table, (None, x.shape[1]), (np.float32, np.float16, np.uint16))
-    on_host = len(x) and not is_cuda(positions)
-    if on_host and (positions.min() + offset < 0 or positions.max() + offset >= len(table)):
-        rows = positions + offset
-        bad = rows[(rows < 0) | (rows >= len(table))][0] - offset
-        raise UsageError(
-            f"positions plus offset {offset} must be rows 0..{len(table) - 1} of the table, "
-            f"got position {bad}"
-        )
-    if out is None:
-        out = empty(x, x.shape)
-    else:
-        check_array("out", out, x.shape)
+    if not is_cuda(positions):
+        wanted = f"positions plus offset {offset} must be rows {{}} of the table"
+        check_range(wanted, positions + offset, len(table))
+    out = output(x, x.shape, out)
     variant = cuda if is_cuda(x) else cpu
     variant.add_learned_positions(x, positions, table, int(offset), out)
     return out

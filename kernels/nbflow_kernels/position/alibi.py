@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
+from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import cpu, cuda
 
@@ -89,14 +89,8 @@ def alibi_bias(
 
     Raises
     ------
-    UsageError
-        If a shape does not fit or a length is negative.
-    TypeError
-        If an array is not float32.
-
-    References
-    ----------
-    .. [1] O. Press, N. Smith and M. Lewis, "Train Short, Test Long", arXiv:2108.12409, section 3.
+    UsageError, TypeError
+        If a shape does not fit or a length is negative, or if an array is not float32.
 
     Examples
     --------
@@ -116,7 +110,4 @@ def bias_output(like: Any, H: int, n_queries: int, n_keys: int, out: Any) -> Any
     """Return the checked `out`, or a new array (H, Tq, Tk)."""
     if n_queries < 0 or n_keys < 0:
         raise UsageError(f"n_queries and n_keys must not be negative, got {n_queries} and {n_keys}")
-    if out is None:
-        return empty(like, (H, n_queries, n_keys))
-    check_array("out", out, (H, n_queries, n_keys))
-    return out
+    return output(like, (H, n_queries, n_keys), out)

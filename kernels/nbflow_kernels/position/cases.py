@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.op_case import OpCase, exact_case
 from nbflow_kernels.position import (
     DynamicNtkRopeScaling,
     LinearRopeScaling,
@@ -27,17 +27,14 @@ REASON = "two float32 products, |x| < 5, may cancel; cos and sin rounded to floa
 def _rows(rng: np.random.Generator, T: int, H: int, D: int, spread: int = 0) -> np.ndarray:
     """Return (T, H, D) rows, with `spread` elements between them."""
     wide = rng.standard_normal((T, H * D + spread)).astype(np.float32)
-    return wide[:, : H * D].reshape(T, H, D) if not spread else _view(wide, T, H, D)
+    return np.lib.stride_tricks.as_strided(wide, (T, H, D), (wide.strides[0], 4 * D, 4))
 
 
-def _view(wide: np.ndarray, T: int, H: int, D: int) -> np.ndarray:
-    strides = (wide.strides[0], 4 * D, 4)
-    return np.lib.stride_tricks.as_strided(wide, (T, H, D), strides)
+def _case_inplace(
+    name: str, *shape: int, is_neox: bool, spread: int = 0, timed: bool = False
+) -> OpCase:
+    T, H, G, D, rotary_dim = shape
 
-
-def _inplace(
-    T: int, H: int, G: int, D: int, rotary_dim: int, *, is_neox: bool, spread: int = 0
-) -> Callable[[np.random.Generator], dict[str, Any]]:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         return {
             "positions": rng.integers(0, 50, T).astype(np.int32),
@@ -47,23 +44,11 @@ def _inplace(
             "is_neox": is_neox,
         }
 
-    return inputs
-
-
-def _case_inplace(name: str, *shape: int, timed: bool = False, **options: Any) -> OpCase:
-    T, H, G, D, rotary_dim = shape
+    rotated = T * (H + G) * rotary_dim
     return OpCase(
-        "apply_rope_with_cos_sin_cache_inplace",
-        name,
-        _inplace(T, H, G, D, rotary_dim, **options),
-        rtol=0.0,
-        atol=ATOL,
-        reason=REASON,
-        mutates=("query", "key"),
-        n_bytes=2 * 4 * T * (H + G) * rotary_dim,
-        n_flops=3 * T * (H + G) * rotary_dim,
-        timed=timed,
-    )
+        "apply_rope_with_cos_sin_cache_inplace", name, inputs, 0.0, ATOL, REASON,
+        mutates=("query", "key"), n_bytes=2 * 4 * rotated, n_flops=3 * rotated, timed=timed,
+    )  # fmt: skip
 
 
 def _pos_ids(T: int, H: int, G: int, D: int, **options: Any) -> Callable[..., dict[str, Any]]:
@@ -125,37 +110,27 @@ SCALINGS = {
 
 def _table(name: str, atol: float = 1.2e-7, **arguments: Any) -> OpCase:
     return OpCase(
-        "rope_cos_sin_cache",
-        name,
-        lambda rng: {"max_pos": 100, "rotary_dim": 20, "theta": 1e6, **arguments},
-        rtol=0.0,
-        atol=atol,
-        reason="float64 angles up to 100, results in -2..2 rounded to float32: half an ulp",
-    )
+        "rope_cos_sin_cache", name,
+        lambda rng: {"max_pos": 100, "rotary_dim": 20, "theta": 1e6, **arguments}, 0.0, atol,
+        "float64 angles up to 100, results in -2..2 rounded to float32: half an ulp",
+    )  # fmt: skip
 
 
 def _frequencies(name: str, seq_len: int | None) -> OpCase:
     arguments = {"rotary_dim": 20, "theta": 1e4, "scaling": SCALINGS[name], "seq_len": seq_len}
     return OpCase(
-        "rope_frequencies",
-        name if seq_len is None else f"{name}_{seq_len}",
-        lambda rng: arguments,
-        rtol=1e-13,
-        atol=0.0,
-        reason="a power (its exponent up to 14) and a few roundings in float64, 2**-53 each",
-    )
+        "rope_frequencies", name if seq_len is None else f"{name}_{seq_len}", lambda rng: arguments,
+        1e-13, 0.0, "a power (its exponent up to 14) and a few roundings in float64, 2**-53 each",
+    )  # fmt: skip
 
 
 def _sinusoidal(name: str, T: int, dim: int, **options: Any) -> OpCase:
     return OpCase(
-        "sinusoidal_position_embedding",
-        name,
+        "sinusoidal_position_embedding", name,
         lambda rng: {"positions": np.arange(T, dtype=np.int32) * 3, "dim": dim, **options},
-        rtol=0.0,
-        atol=6e-8,
-        reason="float64 angles, results in -1..1 rounded to float32: half an ulp",
+        0.0, 6e-8, "float64 angles, results in -1..1 rounded to float32: half an ulp",
         out=((T, dim), "float32"),
-    )
+    )  # fmt: skip
 
 
 def _learned(name: str, T: int, E: int, dtype: str, offset: int) -> OpCase:
@@ -170,72 +145,38 @@ def _learned(name: str, T: int, E: int, dtype: str, offset: int) -> OpCase:
         }
 
     return OpCase(
-        "add_learned_positions",
-        name,
-        inputs,
-        rtol=2.0**-24,
-        atol=0.0,
-        reason="one rounding of the sum",
+        "add_learned_positions", name, inputs, 2.0**-24, 0.0, "one rounding of the sum",
         out=((T, E), "float32"),
-    )
+    )  # fmt: skip
 
 
 def _alibi(name: str, H: int, Tq: int, Tk: int, symmetric: bool) -> OpCase:
+    lengths = {"n_queries": Tq, "n_keys": Tk, "symmetric": symmetric}
     return OpCase(
-        "alibi_bias",
-        name,
-        lambda rng: {
-            "slopes": rng.random(H, dtype=np.float32),
-            "n_queries": Tq,
-            "n_keys": Tk,
-            "symmetric": symmetric,
-        },
-        rtol=2.0**-24,
-        atol=0.0,
-        reason="one rounding of the product",
-        out=((H, Tq, Tk), "float32"),
-    )
+        "alibi_bias", name, lambda rng: {"slopes": rng.random(H, dtype=np.float32), **lengths},
+        2.0**-24, 0.0, "one rounding of the product", out=((H, Tq, Tk), "float32"),
+    )  # fmt: skip
 
 
 def _bucket(name: str, n: int, **options: Any) -> OpCase:
-    return OpCase(
-        "relative_position_bucket",
-        name,
-        lambda rng: {"relative_position": np.arange(-n, n, dtype=np.int32), **options},
-        rtol=0.0,
-        atol=0.0,
-        reason="integers",
-        exact=True,
-    )
+    arguments = {"relative_position": np.arange(-n, n, dtype=np.int32), **options}
+    return exact_case("relative_position_bucket", name, lambda rng: arguments, "integers")
 
 
 def _bias(name: str, Tq: int, Tk: int, bidirectional: bool) -> OpCase:
-    return OpCase(
-        "relative_position_bias",
-        name,
-        lambda rng: {
-            "table": rng.standard_normal((32, 6), dtype=np.float32),
-            "n_queries": Tq,
-            "n_keys": Tk,
-            "bidirectional": bidirectional,
-        },
-        rtol=0.0,
-        atol=0.0,
-        reason="a copy",
-        out=((6, Tq, Tk), "float32"),
-        exact=True,
-    )
+    lengths = {"n_queries": Tq, "n_keys": Tk, "bidirectional": bidirectional}
+    return exact_case(
+        "relative_position_bias", name,
+        lambda rng: {"table": rng.standard_normal((32, 6), dtype=np.float32), **lengths},
+        "a copy", out=((6, Tq, Tk), "float32"),
+    )  # fmt: skip
 
 
 def _slopes(n_heads: int) -> OpCase:
     return OpCase(
-        "alibi_slopes",
-        f"{n_heads}_heads",
-        lambda rng: {"n_heads": n_heads},
-        rtol=2.0**-24,
-        atol=0.0,
-        reason="rounded to float32",
-    )
+        "alibi_slopes", f"{n_heads}_heads", lambda rng: {"n_heads": n_heads}, 2.0**-24, 0.0,
+        "rounded to float32",
+    )  # fmt: skip
 
 
 CASES = [

@@ -29,21 +29,10 @@ def apply_rope_with_cos_sin_cache_inplace(
     D = (query if H > 1 else key).strides[1] // 4
     hold(query, key, cos_sin_cache)
     parallel_for(
-        _rope,
-        T,
-        2.0 * T * (H + G) * cos_sin_cache.shape[1],
-        positions,
-        address_of(query),
-        query.strides[0],
-        H,
-        address_of(key),
-        key.strides[0],
-        G,
-        D,
-        address_of(cos_sin_cache),
-        cos_sin_cache.shape[1] // 2,
-        is_neox,
-    )
+        _rope, T, 2.0 * T * (H + G) * cos_sin_cache.shape[1], positions, address_of(query),
+        query.strides[0], H, address_of(key), key.strides[0], G, D, address_of(cos_sin_cache),
+        cos_sin_cache.shape[1] // 2, is_neox,
+    )  # fmt: skip
 
 
 def alibi_bias(slopes: np.ndarray, symmetric: bool, out: np.ndarray) -> None:
@@ -95,11 +84,9 @@ def sinusoidal_position_embedding(
     rows = positions.astype(np.int64) + offset
     angles = np.outer(rows, frequencies)
     out[:, 2 * half :] = 0.0
-    sines, cosines = (
-        (slice(0, None, 2), slice(1, None, 2))
-        if interleave
-        else (slice(0, half), slice(half, 2 * half))
-    )
+    sines, cosines = slice(0, half), slice(half, 2 * half)
+    if interleave:
+        sines, cosines = slice(0, None, 2), slice(1, None, 2)
     out[:, sines], out[:, cosines] = np.sin(angles), np.cos(angles)
     if padding_idx is not None:
         out[rows == padding_idx] = 0.0
@@ -166,20 +153,9 @@ def _rotate_pairs(x, cos, half):
 
 @jit.kernel
 def _rope(
-    positions,
-    query,
-    query_row_bytes,
-    H,
-    key,
-    key_row_bytes,
-    G,
-    D,
-    cache,
-    half,
-    is_neox,
-    start,
-    stop,
-):
+    positions, query, query_row_bytes, H, key, key_row_bytes, G, D, cache, half, is_neox, start,
+    stop
+):  # fmt: skip
     for row in range(start, stop):
         cos = cache + 8 * half * np.int64(positions[row])
         for h in range(H + G):

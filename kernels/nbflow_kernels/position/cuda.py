@@ -50,9 +50,7 @@ _bucket = _plain(
     "bucket",
     "i32* relative, i32* near, i32* out, i64 n, i32 last, i32 n_buckets, i32 bidirectional",
 )
-_bucket_bias = _plain(
-    "bucket_bias", "f32* table, i32* buckets, f32* out, i32 H, i32 Tq, i32 Tk"
-)  # fmt: skip
+_bucket_bias = _plain("bucket_bias", "f32* table, i32* buckets, f32* out, i32 H, i32 Tq, i32 Tk")
 _sinusoidal = _plain(
     "sinusoidal",
     "i32* positions, f64* frequencies, f32* out, i32 dim, i32 half, i32 interleave, i32 offset, "

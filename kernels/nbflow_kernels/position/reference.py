@@ -49,11 +49,9 @@ def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) 
         return (1.0 - smooth) * w / scaling.factor + smooth * w
     if isinstance(scaling, YarnRopeScaling):
         # real-valued index of the pair with beta turns over the trained length
+        period = scaling.original_max_position / (2.0 * math.pi)
         low, high = (
-            d
-            * math.log(scaling.original_max_position / (2.0 * math.pi * beta))
-            / 2.0
-            / math.log(theta)
+            d * math.log(period / beta) / 2.0 / math.log(theta)
             for beta in (scaling.beta_fast, scaling.beta_slow)
         )
         if scaling.truncate:
@@ -207,38 +205,30 @@ def _positions(indptr: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.concatenate([*runs, np.zeros(0, np.int64)]).astype(np.int64)
 
 
-def apply_rope(
-    q: np.ndarray, k: np.ndarray, indptr: np.ndarray, offsets: np.ndarray, **options: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """See `nbflow_kernels.apply_rope`."""
-    return apply_rope_pos_ids(q, k, _positions(indptr, offsets), **options)
+def _ragged(function: Any) -> Any:
+    """Return the function for ragged rows, with `indptr` and `offsets` instead of `pos_ids`."""
+
+    def apply(q: Any, k: Any, indptr: Any, offsets: Any, **options: Any) -> Any:
+        return function(q, k, _positions(indptr, offsets), **options)
+
+    return apply
 
 
-def apply_llama31_rope(
-    q: np.ndarray, k: np.ndarray, indptr: np.ndarray, offsets: np.ndarray, **options: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """See `nbflow_kernels.apply_llama31_rope`."""
-    return apply_llama31_rope_pos_ids(q, k, _positions(indptr, offsets), **options)
+def _in_place(function: Any) -> Any:
+    """Return the function that writes the results to `q` and `k`."""
+
+    def apply(q: Any, k: Any, **options: Any) -> None:
+        q[...], k[...] = function(q, k, **options)
+
+    return apply
 
 
-def apply_rope_pos_ids_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
-    """See `nbflow_kernels.apply_rope_pos_ids_inplace`."""
-    q[...], k[...] = apply_rope_pos_ids(q, k, **options)
-
-
-def apply_llama31_rope_pos_ids_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
-    """See `nbflow_kernels.apply_llama31_rope_pos_ids_inplace`."""
-    q[...], k[...] = apply_llama31_rope_pos_ids(q, k, **options)
-
-
-def apply_rope_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
-    """See `nbflow_kernels.apply_rope_inplace`."""
-    q[...], k[...] = apply_rope(q, k, **options)
-
-
-def apply_llama31_rope_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
-    """See `nbflow_kernels.apply_llama31_rope_inplace`."""
-    q[...], k[...] = apply_llama31_rope(q, k, **options)
+apply_rope = _ragged(apply_rope_pos_ids)
+apply_llama31_rope = _ragged(apply_llama31_rope_pos_ids)
+apply_rope_pos_ids_inplace = _in_place(apply_rope_pos_ids)
+apply_llama31_rope_pos_ids_inplace = _in_place(apply_llama31_rope_pos_ids)
+apply_rope_inplace = _in_place(apply_rope)
+apply_llama31_rope_inplace = _in_place(apply_llama31_rope)
 
 
 def alibi_slopes(n_heads: int) -> np.ndarray:
@@ -295,10 +285,7 @@ def relative_position_bias(
     """See `nbflow_kernels.relative_position_bias`."""
     distance = np.arange(n_keys) - np.arange(n_keys - n_queries, n_keys)[:, None]
     buckets = relative_position_bucket(
-        distance,
-        bidirectional=bidirectional,
-        num_buckets=len(table),
-        max_distance=max_distance,
+        distance, bidirectional=bidirectional, num_buckets=len(table), max_distance=max_distance
     )
     return np.asarray(np.moveaxis(table[buckets], 2, 0), np.float64)
 

@@ -47,10 +47,9 @@ def relative_position_bucket(
 
     Raises
     ------
-    UsageError
-        If `num_buckets` or `max_distance` is out of range.
-    TypeError
-        If `relative_position` is not an int32 array.
+    UsageError, TypeError
+        If `num_buckets` or `max_distance` is out of range, or if `relative_position` is not an
+        int32 array.
 
     References
     ----------
@@ -99,14 +98,10 @@ def relative_position_bias(
     ----------
     table : array of float32, shape (num_buckets, H)
         Tensor ``relative_attention_bias`` of the stack's first block.
-    n_queries, n_keys : int
-        Tq and Tk.  The queries are the last of the sequence: query i is at key i'.
-    bidirectional : bool
-        True for encoders, False for decoders; see `relative_position_bucket`.
-    max_distance : int
+    n_queries, n_keys, out
+        As in `alibi_bias`.
+    bidirectional, max_distance
         As in `relative_position_bucket`.
-    out : array of float32, shape (H, Tq, Tk), optional
-        Output array.
 
     Returns
     -------
@@ -115,10 +110,8 @@ def relative_position_bias(
 
     Raises
     ------
-    UsageError
-        If a shape does not fit or a length is negative.
-    TypeError
-        If an array is not float32.
+    UsageError, TypeError
+        As `alibi_bias`.
 
     Examples
     --------
@@ -132,13 +125,10 @@ def relative_position_bias(
     check_array("table", table, (None, None))
     out = bias_output(table, table.shape[1], n_queries, n_keys, out)
     # all distances from key to query
-    distances = np.arange(1 - n_keys, n_queries, dtype=np.int32)
     buckets = relative_position_bucket(
-        distances,
-        bidirectional=bidirectional,
-        num_buckets=len(table),
-        max_distance=max_distance,
-    )
+        np.arange(1 - n_keys, n_queries, dtype=np.int32), bidirectional=bidirectional,
+        num_buckets=len(table), max_distance=max_distance,
+    )  # fmt: skip
     variant = cuda if is_cuda(table) else cpu
     variant.relative_position_bias(table, buckets, out)
     return out

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, check_indptr, check_range, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import cpu, cuda
 from nbflow_kernels.position.rope_scaling import Frequencies, LinearRopeScaling, RopeScaling
@@ -88,10 +88,8 @@ def rope_cos_sin_cache(
     ----------
     max_pos : int
         Number of positions.
-    rotary_dim : int
-        d, the even number of rotated elements.
-    theta : float
-        Base of the frequencies, 1e4 in the paper.
+    rotary_dim, theta
+        As in `rope_frequencies`.
     scale : float
         Divisor of positions (linear interpolation).
     scaling : RopeScaling, optional
@@ -109,10 +107,6 @@ def rope_cos_sin_cache(
     ------
     UsageError
         If `rotary_dim` is odd or a number is out of range.
-
-    References
-    ----------
-    .. [1] J. Su et al., "RoFormer", arXiv:2104.09864, section 3.2.2.
 
     Examples
     --------
@@ -148,10 +142,8 @@ def apply_rope_with_cos_sin_cache_inplace(
     ----------
     positions : array of int32, shape (T,)
         Row of `cos_sin_cache` for each token.
-    query : array of float32, shape (T, H, D) or (T, H * D)
+    query, key : arrays of float32, shapes (T, H, D) and (T, G, D), or (T, H * D) and (T, G * D)
         Changed in place; any row stride (columns of a wider matrix).
-    key : array of float32, shape (T, G, D) or (T, G * D)
-        Changed in place; any row stride.
     head_size : int, optional
         D; needed for arrays of two axes.
     cos_sin_cache : array of float32, shape (max_pos, d)
@@ -162,10 +154,9 @@ def apply_rope_with_cos_sin_cache_inplace(
 
     Raises
     ------
-    UsageError
-        If shapes do not fit or a position is not in the cache.
-    TypeError
-        If an argument is not an array or has another dtype.
+    UsageError, TypeError
+        If shapes do not fit or a position is not in the cache, or if an argument is not an array or
+        has another dtype.
 
     Examples
     --------
@@ -188,11 +179,8 @@ def apply_rope_with_cos_sin_cache_inplace(
         raise UsageError(
             f"cos_sin_cache must have an even number of columns up to the head size {D}, got {d}"
         )
-    if T and not is_cuda(positions) and (positions.min() < 0 or positions.max() >= max_pos):
-        bad = positions[(positions < 0) | (positions >= max_pos)][0]
-        raise UsageError(
-            f"positions must be 0..{max_pos - 1}, the rows of cos_sin_cache, got {bad}"
-        )
+    if not is_cuda(positions):
+        check_range("positions must be {}, the rows of cos_sin_cache", positions, max_pos)
     variant = cuda if is_cuda(query) else cpu
     variant.apply_rope_with_cos_sin_cache_inplace(positions, query, key, cos_sin_cache, is_neox)
 
@@ -205,22 +193,7 @@ def apply_rope_with_cos_sin_cache(
     cos_sin_cache: Any = None,
     is_neox: bool = True,
 ) -> tuple[Any, Any]:
-    """Return query and key rows with RoPE applied.
-
-    Parameters
-    ----------
-    positions, query, key, head_size, cos_sin_cache, is_neox
-        As in `apply_rope_with_cos_sin_cache_inplace`; `query` and `key` are not changed.
-
-    Returns
-    -------
-    query, key : arrays of float32
-        New arrays of the same shapes.
-
-    Raises
-    ------
-    UsageError, TypeError
-        As in `apply_rope_with_cos_sin_cache_inplace`.
+    """Return rotated copies of query and key rows, as for `apply_rope_with_cos_sin_cache_inplace`.
 
     Examples
     --------
@@ -250,10 +223,8 @@ def apply_rope_pos_ids(
 
     Parameters
     ----------
-    q : array of float32, shape (T, H, D)
-        Query rows.
-    k : array of float32, shape (T, G, D)
-        Key rows.
+    q, k : array of float32, shapes (T, H, D) and (T, G, D)
+        Query and key rows, with any row stride.
     pos_ids : array of int32, shape (T,)
         Position of each row, not negative.
     rotary_dim : int, optional
@@ -283,10 +254,7 @@ def apply_rope_pos_ids(
     >>> apply_rope_pos_ids(q, q, np.array([3], np.int32))[0].ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
-    frequencies = check_rope(q, k, pos_ids, rotary_dim, rope_scale, rope_theta)
-    q, k = q.copy(order="C"), k.copy(order="C")
-    rotate(q, k, pos_ids, interleave, rope_scale, frequencies)
-    return q, k
+    return rotated(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_pos_ids_inplace(
@@ -298,19 +266,7 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> None:
-    """Apply RoPE to query and key rows, in place.
-
-    Parameters
-    ----------
-    q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; any row stride.
-    pos_ids, rotary_dim, interleave, rope_scale, rope_theta
-        As in `apply_rope_pos_ids`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If shapes, dtypes or numbers do not fit.
+    """Apply RoPE to query and key rows in place; arguments as for `apply_rope_pos_ids`.
 
     Examples
     --------
@@ -321,8 +277,7 @@ def apply_rope_pos_ids_inplace(
     >>> q.ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
-    frequencies = check_rope(q, k, pos_ids, rotary_dim, rope_scale, rope_theta)
-    rotate(q, k, pos_ids, interleave, rope_scale, frequencies)
+    rotate(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope(
@@ -339,26 +294,17 @@ def apply_rope(
 
     Parameters
     ----------
-    q : array of float32, shape (T, H, D)
-        Query rows of all requests.
-    k : array of float32, shape (T, G, D)
-        Key rows of all requests.
+    q, k, rotary_dim, interleave, rope_scale, rope_theta
+        As for `apply_rope_pos_ids`, with the rows of all requests.
     indptr : array of int32, shape (B + 1,)
         Rows of request b are ``indptr[b]:indptr[b + 1]``.
     offsets : array of int32, shape (B,)
         Position of each request's first row.
-    rotary_dim, interleave, rope_scale, rope_theta
-        As in `apply_rope_pos_ids`.
 
     Returns
     -------
     q, k : arrays of float32
         New arrays of the same shapes.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If shapes, dtypes or numbers do not fit.
 
     Examples
     --------
@@ -383,19 +329,7 @@ def apply_rope_inplace(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> None:
-    """Apply RoPE to ragged query and key rows in place, each request starting at its offset.
-
-    Parameters
-    ----------
-    q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; any row stride.
-    indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta
-        As in `apply_rope`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If shapes, dtypes or numbers do not fit.
+    """Apply RoPE to ragged query and key rows in place; arguments as for `apply_rope`.
 
     Examples
     --------
@@ -417,26 +351,31 @@ def positions_of(q: Any, indptr: Any, offsets: Any) -> Any:
     check_array("offsets", offsets, (max(len(indptr) - 1, 0),), np.int32)
     if is_cuda(indptr) and len(indptr):
         return cuda.ragged_positions(indptr, offsets, len(q))
-    counts = np.diff(indptr)
-    if not len(indptr) or indptr[0] != 0 or (counts < 0).any() or indptr[-1] != len(q):
-        raise UsageError(
-            f"indptr must start at 0, never fall and end at the number of rows {len(q)}, "
-            f"got {indptr.tolist()}"
-        )
+    check_indptr("indptr", indptr, end=("the number of rows", len(q)))
     shift = (offsets - indptr[:-1]).astype(np.int32)  # position minus row number
-    return np.asarray(np.repeat(shift, counts) + np.arange(len(q), dtype=np.int32))
+    return np.asarray(np.repeat(shift, np.diff(indptr)) + np.arange(len(q), dtype=np.int32))
 
 
-def check_rope(
+def rotated(q: Any, k: Any, *arguments: Any) -> tuple[Any, Any]:
+    """Return copies of `q` and `k` after `rotate`."""
+    check_array("q", q, (None, None, None), rows=True)
+    check_array("k", k, (None, None, None), rows=True)
+    q, k = q.copy(order="C"), k.copy(order="C")
+    rotate(q, k, *arguments)
+    return q, k
+
+
+def rotate(
     q: Any,
     k: Any,
     pos_ids: Any,
     rotary_dim: int | None,
+    interleave: bool,
     rope_scale: float,
     rope_theta: float,
     scaling: RopeScaling | None = None,
-) -> Frequencies:
-    """Check the arguments of a call; return its frequencies."""
+) -> None:
+    """Check the arguments and rotate rows in place, with a row of cosines and sines per token."""
     check_array("q", q, (None, None, None), rows=True)
     check_array("k", k, (len(q), None, q.shape[2]), rows=True)
     check_array("pos_ids", pos_ids, (len(q),), np.int32)
@@ -449,13 +388,7 @@ def check_rope(
         raise UsageError(
             f"rope_theta and rope_scale must be positive, got {rope_theta} and {rope_scale}"
         )
-    return rope_frequencies(width, theta=rope_theta, scaling=scaling)
-
-
-def rotate(
-    q: Any, k: Any, pos_ids: Any, interleave: bool, rope_scale: float, frequencies: Frequencies
-) -> None:
-    """Rotate checked rows in place, with one row of cosines and sines per token."""
+    frequencies = rope_frequencies(width, theta=rope_theta, scaling=scaling)
     if is_cuda(q):
         cuda.apply_rope_with_frequencies(pos_ids, q, k, frequencies, rope_scale, not interleave)
         return

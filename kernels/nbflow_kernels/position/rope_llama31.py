@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbflow_kernels.position.rope import check_rope, positions_of, rotate
-from nbflow_kernels.position.rope_scaling import Frequencies, Llama3RopeScaling
+from nbflow_kernels.position.rope import positions_of, rotate, rotated
+from nbflow_kernels.position.rope_scaling import Llama3RopeScaling
 
 
 def apply_llama31_rope_pos_ids(
@@ -28,11 +28,8 @@ def apply_llama31_rope_pos_ids(
         As in `apply_rope_pos_ids`.
     rope_scale : float
         Divisor of the long wavelengths.
-    low_freq_factor, high_freq_factor : float
-        Turns over the trained length below which a frequency is divided, and above which it is
-        kept.
-    old_context_len : int
-        Context length of training.
+    low_freq_factor, high_freq_factor, old_context_len
+        As in `Llama3RopeScaling`, the same scaling for `rope_cos_sin_cache`.
 
     Returns
     -------
@@ -44,10 +41,6 @@ def apply_llama31_rope_pos_ids(
     UsageError, TypeError
         If shapes, dtypes or numbers do not fit.
 
-    See Also
-    --------
-    nbflow_kernels.Llama3RopeScaling : The same scaling for `rope_cos_sin_cache`.
-
     Examples
     --------
     >>> import numpy as np
@@ -56,11 +49,8 @@ def apply_llama31_rope_pos_ids(
     >>> apply_llama31_rope_pos_ids(q, q, np.array([3], np.int32))[0].ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
-    scaling = (rope_scale, low_freq_factor, high_freq_factor, old_context_len)
-    frequencies = _check(q, k, pos_ids, rotary_dim, rope_theta, scaling)
-    q, k = q.copy(order="C"), k.copy(order="C")
-    rotate(q, k, pos_ids, interleave, 1.0, frequencies)
-    return q, k
+    scaling = _llama31(rope_scale, low_freq_factor, high_freq_factor, old_context_len)
+    return rotated(q, k, pos_ids, rotary_dim, interleave, 1.0, rope_theta, scaling)
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -75,21 +65,7 @@ def apply_llama31_rope_pos_ids_inplace(
     high_freq_factor: float = 4.0,
     old_context_len: int = 8192,
 ) -> None:
-    """Apply Llama 3.1's RoPE to query and key rows, in place.
-
-    Parameters
-    ----------
-    q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; any row stride.
-    pos_ids, rotary_dim, interleave, rope_scale, rope_theta
-        As in `apply_llama31_rope_pos_ids`.
-    low_freq_factor, high_freq_factor, old_context_len
-        As in `apply_llama31_rope_pos_ids`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If shapes, dtypes or numbers do not fit.
+    """Apply Llama 3.1's RoPE in place; arguments as for `apply_llama31_rope_pos_ids`.
 
     Examples
     --------
@@ -100,9 +76,8 @@ def apply_llama31_rope_pos_ids_inplace(
     >>> q.ravel().round(3)
     array([-1.131, -0.849], dtype=float32)
     """
-    scaling = (rope_scale, low_freq_factor, high_freq_factor, old_context_len)
-    frequencies = _check(q, k, pos_ids, rotary_dim, rope_theta, scaling)
-    rotate(q, k, pos_ids, interleave, 1.0, frequencies)
+    scaling = _llama31(rope_scale, low_freq_factor, high_freq_factor, old_context_len)
+    rotate(q, k, pos_ids, rotary_dim, interleave, 1.0, rope_theta, scaling)
 
 
 def apply_llama31_rope(
@@ -120,24 +95,7 @@ def apply_llama31_rope(
 ) -> tuple[Any, Any]:
     """Return ragged query and key rows with Llama 3.1's RoPE applied.
 
-    Parameters
-    ----------
-    q, k, indptr, offsets
-        As in `apply_rope`.
-    rotary_dim, interleave, rope_scale, rope_theta
-        As in `apply_llama31_rope_pos_ids`.
-    low_freq_factor, high_freq_factor, old_context_len
-        As in `apply_llama31_rope_pos_ids`.
-
-    Returns
-    -------
-    q, k : arrays of float32
-        New arrays of the same shapes.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If shapes, dtypes or numbers do not fit.
+    Arguments as for `apply_rope`, then as for `apply_llama31_rope_pos_ids`.
 
     Examples
     --------
@@ -167,23 +125,7 @@ def apply_llama31_rope_inplace(
     high_freq_factor: float = 4.0,
     old_context_len: int = 8192,
 ) -> None:
-    """Apply Llama 3.1's RoPE to ragged query and key rows, in place.
-
-    Parameters
-    ----------
-    q, k : arrays of float32, shapes (T, H, D) and (T, G, D)
-        Changed in place; any row stride.
-    indptr, offsets
-        As in `apply_rope`.
-    rotary_dim, interleave, rope_scale, rope_theta
-        As in `apply_llama31_rope_pos_ids`.
-    low_freq_factor, high_freq_factor, old_context_len
-        As in `apply_llama31_rope_pos_ids`.
-
-    Raises
-    ------
-    UsageError, TypeError
-        If shapes, dtypes or numbers do not fit.
+    """Apply Llama 3.1's RoPE to ragged rows in place; arguments as for `apply_llama31_rope`.
 
     Examples
     --------
@@ -201,17 +143,7 @@ def apply_llama31_rope_inplace(
     )  # fmt: skip
 
 
-def _check(
-    q: Any,
-    k: Any,
-    pos_ids: Any,
-    rotary_dim: int | None,
-    rope_theta: float,
-    scaling: tuple[float, float, float, int],
-) -> Frequencies:
-    """Check the arguments of a call; return the scaled frequencies."""
-    factor, low, high, length = scaling
-    llama31 = Llama3RopeScaling(
+def _llama31(factor: float, low: float, high: float, length: int) -> Llama3RopeScaling:
+    return Llama3RopeScaling(
         factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position=length
     )
-    return check_rope(q, k, pos_ids, rotary_dim, 1.0, rope_theta, llama31)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -55,24 +55,7 @@ class RopeScaling:
     """
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
-        """Return the frequencies and the attention factor.
-
-        Parameters
-        ----------
-        rotary_dim : int
-            Number of rotated elements, even.
-        theta : float
-            Base of the frequencies.
-        seq_len : int
-            Sequence length, used by `DynamicNtkRopeScaling` and `LongRopeScaling`.
-
-        Returns
-        -------
-        frequencies : array of float64, shape (rotary_dim / 2,)
-            Angle per position of each pair.
-        attention_factor : float
-            Factor of cosines and sines.
-        """
+        """Return the frequencies and the attention factor; see `rope_frequencies`."""
         raise NotImplementedError("use a class derived from RopeScaling")
 
     @property
@@ -122,8 +105,10 @@ class RopeScaling:
             return None
         if kind not in _TYPES:
             raise unknown_name("rope_type", kind, ("default", *_TYPES))
-        scaling, keys = _TYPES[kind]
-        known = {"original_max_position_embeddings": "original_max_position", **keys}
+        scaling = _TYPES[kind]
+        length = "original_max_position"  # the only field with another name in a config.json
+        known = {f"{length}_embeddings": length}
+        known |= {field.name: field.name for field in fields(scaling) if field.name != length}
         numbers: dict[str, Any] = {}
         for key, value in config.items():
             if key in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
@@ -133,7 +118,7 @@ class RopeScaling:
             if value is not None:
                 numbers[known[key]] = tuple(value) if isinstance(value, list) else value
         _complete(scaling, numbers, max_position, original_max_position)
-        missing = [key for key, name in keys.items() if name in _NEEDED and name not in numbers]
+        missing = [name for name in known if name in _NEEDED and name not in numbers]
         if missing:
             raise UsageError(f"rope_type {kind!r} needs {' and '.join(missing)}; found none")
         return scaling(**numbers)
@@ -282,17 +267,14 @@ class YarnRopeScaling(RopeScaling):
         if theta <= 1.0:
             raise UsageError(f"YaRN scaling needs a theta above 1, got {theta}")
         plain = _plain(rotary_dim, theta)
-        low, high = (self._pair(turns, rotary_dim, theta) for turns in self._betas)
+        betas = self.beta_fast, self.beta_slow
+        low, high = (self._pair(turns, rotary_dim, theta) for turns in betas)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         width = high - low if high != low else 0.001
         ramp = np.clip((np.arange(rotary_dim // 2) - low) / width, 0.0, 1.0)
         return plain / self.factor * ramp + plain * (1.0 - ramp), self._factor()
-
-    @property
-    def _betas(self) -> tuple[float, float]:
-        return self.beta_fast, self.beta_slow
 
     def _pair(self, turns: float, rotary_dim: int, theta: float) -> float:
         """Return the real-valued index of the pair with this number of turns over M."""
@@ -430,28 +412,12 @@ class LongRopeScaling(RopeScaling):
         return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_position))
 
 
-def _same(*keys: str) -> dict[str, str]:
-    return {key: key for key in keys}
-
-
-_YARN_KEYS = _same(
-    "factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-_LONG_KEYS = _same(
-    "short_factor", "long_factor", "factor", "attention_factor", "short_mscale", "long_mscale"
-)
-_TYPES: dict[str, tuple[type[RopeScaling], dict[str, str]]] = {
-    "linear": (LinearRopeScaling, _same("factor")),
-    "dynamic": (DynamicNtkRopeScaling, _same("factor")),
-    "yarn": (YarnRopeScaling, _YARN_KEYS),
-    "llama3": (Llama3RopeScaling, _same("factor", "low_freq_factor", "high_freq_factor")),
-    "longrope": (LongRopeScaling, _LONG_KEYS),
-    "su": (LongRopeScaling, _LONG_KEYS),
+_TYPES: dict[str, type[RopeScaling]] = {
+    "linear": LinearRopeScaling,
+    "dynamic": DynamicNtkRopeScaling,
+    "yarn": YarnRopeScaling,
+    "llama3": Llama3RopeScaling,
+    "longrope": LongRopeScaling,
+    "su": LongRopeScaling,
 }
-"""Type in a config.json to the class and its keys."""
+"""Type in a config.json to the class; its fields are the keys."""

@@ -16,7 +16,8 @@ from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, devi
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats.layout_mma import MmaLayout
 from nbflow_kernels.formats.tensor import QuantTensor
-from nbflow_kernels.kv_cache.cuda import format_type, strides
+from nbflow_kernels.kv_cache.cuda import format_type
+from nbflow_kernels.kv_cache.page_table import strides
 from nbflow_kernels.quantized_matmul.cuda import (
     GEMV_MAX_ROWS,
     GEMV_PARAMETERS,

@@ -17,7 +17,8 @@ from nbflow_kernels.quantizers import quantize
 
 HEADER = (
     "| format | short name | block | bytes | bits/weight | packed "
-    "| error, reference | error, search | model: weight error | model: KLD (nat/token) | GEMV f32, Gweights/s | GB/s (of read) "
+    "| error, reference | error, search | model: weight error | model: KLD (nat/token) "
+    "| GEMV f32, Gweights/s | GB/s (of read) "
     "| GEMV int8, Gweights/s | GB/s (of read) |\n"
     "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )

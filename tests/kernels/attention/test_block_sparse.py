@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention import reference
@@ -13,10 +14,6 @@ from nbflow_kernels.cpu import parallel_for
 from nbflow_kernels.errors import UsageError
 
 ATOL = 3e-6  # as nbflow_kernels.attention.cases: float32 scores and means of values up to 5
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def inputs(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention import reference
@@ -17,10 +18,6 @@ from nbflow_kernels.kv_cache.reference import gather_paged_kv_cache
 # A level is off by 3e-6 (see nbflow_kernels.attention.cases); a merge is a mean of two results with
 # weights off by 1e-7 each and one more rounding to float32, 5 * 2e-7, for each of up to 2 merges.
 ATOL = 5e-6
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 class Tree:

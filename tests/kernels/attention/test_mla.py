@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention import reference
@@ -21,10 +22,6 @@ from nbflow_kernels.kv_cache.reference import decode
 # that are off by that, their sum divided out: 5e-6.  The LSE: 1.3e-6 * log2(e), and half an ulp
 # at 16.
 ATOL = 5e-6
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 class Batch:

@@ -7,14 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
 
 TRUE = np.ones(9, bool)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import (
@@ -15,10 +16,6 @@ from nbflow_kernels.position import (
     rope_cos_sin_cache,
 )
 from nbflow_kernels.position.cases import ATOL
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def rows(seed: int, T: int, H: int, D: int) -> np.ndarray:
@@ -131,7 +128,7 @@ def test_wrong_numbers_are_named() -> None:
         apply_rope_pos_ids(q, q, ints(0, -1))
     with pytest.raises(UsageError, match="rope_theta and rope_scale must be positive"):
         apply_rope_pos_ids(q, q, ints(0, 1), rope_scale=0.0)
-    with pytest.raises(UsageError, match="end at the number of rows 2"):
+    with pytest.raises(UsageError, match="indptr must end at the number of rows, 2, got 3"):
         apply_rope(q, q, ints(0, 3), ints(0))
     with pytest.raises(UsageError, match="rotary_dim must be even and positive, got 3"):
         rope_cos_sin_cache(4, 3, theta=1e4)

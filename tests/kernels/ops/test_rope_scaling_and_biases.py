@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_sequences import ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
@@ -20,10 +21,6 @@ from nbflow_kernels.position.cases import SCALINGS
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "rope_scalings.json").read_text()
 )
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def _scaling(case: dict[str, Any]) -> nk.RopeScaling | None:
@@ -355,7 +352,7 @@ def test_learned_positions_may_be_added_in_place() -> None:
             lambda: nk.add_learned_positions(
                 np.ones((2, 3), np.float32), ints(0, 3), np.ones((4, 3), np.float32), offset=1
             ),
-            r"rows 0\.\.3 of the table, got position 3",
+            r"positions plus offset 1 must be rows 0\.\.3 of the table, got 4",
         ),
     ],
 )

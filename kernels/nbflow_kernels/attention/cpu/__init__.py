@@ -20,6 +20,7 @@ from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
+from nbflow_kernels.kv_cache.page_table import strides
 
 __all__ = ["attend", "attend_variant", "latent_attention", "merge_splits"]
 
@@ -49,11 +50,16 @@ def attend(
     """
     if kinds is None:
         kinds = _float_kind(k_cache), _float_kind(v_cache)
-    k, v, strides = _cache_addresses(plan, k_cache, v_cache)
+    cache = _cache_addresses(plan, k_cache, v_cache)
+    _launch(plan, _readers(plan, kinds, *cache), q, cache, out, lse)
+
+
+def _launch(
+    plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any
+) -> None:
     parallel_for(
-        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
-        *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
-        address_of(out), 0 if lse is None else address_of(lse),
+        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, *readers,
+        address_of(q), q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
 
 
@@ -62,7 +68,7 @@ def _float_kind(cache: np.ndarray) -> int:
 
 
 def _readers(
-    plan: AttentionPlan, kinds: tuple[int, int], k: int, v: int, strides: tuple[int, ...]
+    plan: AttentionPlan, kinds: tuple[int, int], k: int, v: int, steps: tuple[int, ...]
 ) -> list[tuple[Any, ...]]:
     """Return the readers of keys and of values, (source, like, kind, pack) each."""
     _, _, D_qk, D_vo = plan.heads
@@ -70,11 +76,11 @@ def _readers(
     # the block decoder also converts floats, which saves a kernel for mixed formats
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     readers = []
-    for kind, start, steps in zip(kinds, (k, v), (strides[:4], strides[4:]), strict=True):
+    for kind, start, each in zip(kinds, (k, v), (steps[:4], steps[4:]), strict=True):
         if packed or kind not in _TILES:
             readers.append((copied, _FLOAT32, kind, True))
             continue
-        crosses_lines = any(at_byte % 64 for at_byte in (start, *steps))
+        crosses_lines = any(at_byte % 64 for at_byte in (start, *each))
         pack = kind == F32 and plan.header[at.MAX_VECTORS] >= PACK_FROM and crosses_lines
         readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
     return readers
@@ -91,11 +97,11 @@ def attend_variant(
     kinds: tuple[int, int],
 ) -> None:
     """Attend with an `AttentionVariant`; the plan must not be split."""
-    k, v, strides = _cache_addresses(plan, k_cache, v_cache)
     source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     args = (
-        plan.header, variant.params, source, kinds, address_of(q), q.strides[0], k, v, strides,
-        address_of(out), 0 if lse is None else address_of(lse),
+        plan.header, variant.params, source, kinds, address_of(q), q.strides[0],
+        *_cache_addresses(plan, k_cache, v_cache), address_of(out),
+        0 if lse is None else address_of(lse),
     )  # fmt: skip
     parallel_for(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
 
@@ -104,11 +110,9 @@ def _cache_addresses(
     plan: AttentionPlan, k_cache: np.ndarray, v_cache: np.ndarray
 ) -> tuple[int, int, tuple[int, ...]]:
     """Return the addresses of keys and values, and bytes per page, token, head and row of each."""
-    token, head = (1, 2) if plan.kv_layout == "NHD" else (2, 1)
-    ks, vs = k_cache.strides, v_cache.strides
     return address_of(k_cache), address_of(v_cache), (
-        ks[0], ks[token], ks[head], k_cache.itemsize * k_cache.shape[3],
-        vs[0], vs[token], vs[head], v_cache.itemsize * v_cache.shape[3],
+        *strides(k_cache, plan.kv_layout), k_cache.itemsize * k_cache.shape[3],
+        *strides(v_cache, plan.kv_layout), v_cache.itemsize * v_cache.shape[3],
     )  # fmt: skip
 
 
@@ -127,16 +131,8 @@ def latent_attention(
     strides; `q` is (nnz, H, D_ckv + D_kpe); the rest as in `attend`.
     """
     plan.header[at.LATENT] = 1
-    strides = (
-        *ckv_cache.strides[:2], 0, ckv_cache.itemsize * ckv_cache.shape[2],
-        *kpe_cache.strides[:2], 0, kpe_cache.itemsize * kpe_cache.shape[2],
-    )  # fmt: skip
+    cache = _cache_addresses(plan, ckv_cache[:, :, None], kpe_cache[:, :, None])
     reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
-    parallel_for(
-        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader,
-        reader,
-        address_of(q), q.strides[0], address_of(ckv_cache), address_of(kpe_cache), strides,
-        address_of(out), 0 if lse is None else address_of(lse),
-    )  # fmt: skip
+    _launch(plan, [reader, reader], q, cache, out, lse)
     if plan.n_merges:
         merge_splits(plan, out, lse)

@@ -29,12 +29,10 @@ from nbflow_kernels.attention.cpu.head_rows import (
     unpack_chunk,
 )
 from nbflow_kernels.attention.cpu.online_softmax import (
-    F32,
     MASKED,
     SCORE_BYTES,
     STATE_BYTES,
     apply_mask,
-    copy_floats,
     exp1,
     exp_weights,
     merge_partial,
@@ -59,6 +57,7 @@ from nbflow_kernels.cpu.simd_memory import (
     write_f32,
     write_i64,
 )
+from nbflow_kernels.kv_cache.cpu_codec import F32, copy_floats
 
 LOG2_E = 1.4426950408889634
 
@@ -199,14 +198,8 @@ def softmax_weights(header, cap, M, group, head, request, row, position, base, s
             for i in range(0, SCORE_BYTES, 64):
                 simd.store_f32(scores + i, soft_cap(simd.load_f32(scores + i), cap))
         if first % 16 or last % 16 or mask != 0:
-            apply_mask(
-                scores,
-                first,
-                last,
-                mask,
-                read_word(header, at.MASK_BITS) != 0,
-                index + (m // group) * kv_len,
-            )
+            bits = read_word(header, at.MASK_BITS) != 0
+            apply_mask(scores, first, last, mask, bits, index + (m // group) * kv_len)
         old = read_f32(record + ROW_MAX)
         row_max, row_sum = exp_weights(scores, first, last, old)
         rescale = np.float32(1.0)
@@ -341,14 +334,10 @@ def merge_split(M, running, acc, row_bytes, state):
     for m in range(M):
         record = state + STATE_BYTES * m
         row_max, row_sum = merge_partial(
-            running + m * row_bytes,
-            read_f32(record + RUN_MAX),
-            read_f32(record + RUN_SUM),
-            acc + m * row_bytes,
-            read_f32(record + ROW_MAX),
-            read_f32(record + ROW_SUM),
+            running + m * row_bytes, read_f32(record + RUN_MAX), read_f32(record + RUN_SUM),
+            acc + m * row_bytes, read_f32(record + ROW_MAX), read_f32(record + ROW_SUM),
             row_bytes // 4,
-        )
+        )  # fmt: skip
         write_f32(record + RUN_MAX, row_max)
         write_f32(record + RUN_SUM, row_sum)
     reset_state(M, acc, row_bytes, state)

@@ -12,10 +12,10 @@ import numpy as np
 from numba.core import types
 from numba.core.extending import overload
 
-from nbflow_kernels.attention.cpu.online_softmax import copy_floats
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.simd_memory import read_i32, read_i64, read_word, write_i64
+from nbflow_kernels.kv_cache.cpu_codec import copy_floats, decode_row
 from nbflow_kernels.position.cpu import rotate_halves
 
 TABLE = 8 * CHUNK
@@ -27,9 +27,7 @@ def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any)
     if isinstance(source, np.float32):
         copy_floats(kind, row, n, 1.0, target, padded)
     elif isinstance(source, np.uint8):
-        from nbflow_kernels.kv_cache.cpu_codec import decode_row as decode
-
-        decode(kind, row, n, 1.0, target, padded)
+        decode_row(kind, row, n, 1.0, target, padded)
 
 
 @overload(copy_row, inline="always", strict=False)
@@ -39,9 +37,7 @@ def _copy_row_overload(source, kind, row, n, target, padded):
             kind, row, n, 1.0, target, padded
         )
     if source == types.uint8:
-        from nbflow_kernels.kv_cache.cpu_codec import decode_row as decode
-
-        return lambda source, kind, row, n, target, padded: decode(
+        return lambda source, kind, row, n, target, padded: decode_row(
             kind, row, n, 1.0, target, padded
         )
     return lambda source, kind, row, n, target, padded: None  # rows are read in place

@@ -20,20 +20,15 @@ import numpy as np
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, register_tiles, simd
 from nbflow_kernels.cpu.simd_memory import (
-    load_first,
-    load_first_bf16,
-    load_first_f16,
     prefetch,
     read_i64,
     read_u8,
-    store_first,
     store_quarters,
     write_f32,
 )
 
 # Score of a masked key: finite, so that NaN and infinity remain detectable.
 MASKED = np.float32(-1e30)
-F32, F16 = 0, 1  # KINDS of `kv_cache.cpu_codec`; the third is bfloat16
 SCORE_BYTES = 4 * CHUNK
 """Bytes of the scores of a query vector."""
 STATE_BYTES = 64
@@ -223,29 +218,3 @@ def merge_partial(acc, row_max, row_sum, new, new_max, new_sum, n):
     # float32 products are exact in float64, with or without fma
     joined = np.float64(row_sum) * np.float64(a) + np.float64(new_sum) * np.float64(b)
     return both, np.float32(joined)
-
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-@jit.device_function
-def copy_floats(kind, source, n, factor, target, padded):
-    """Convert n floats of a float kind to float32 times `factor`; zeros up to `padded`."""
-    times = simd.splat(factor)
-    body = n - n % 16
-    for d in range(0, body, 16):
-        if kind == F32:
-            x = simd.load_f32(source + 4 * d)
-        elif kind == F16:
-            x = simd.load_f16(source + 2 * d)
-        else:
-            x = simd.load_bf16(source + 2 * d)
-        simd.store_f32(target + 4 * d, simd.mul(x, times))
-    for d in range(body, padded, 16):
-        if kind == F32:
-            x = load_first(source + 4 * d, n - d, 0.0)
-        elif kind == F16:
-            x = load_first_f16(source + 2 * d, n - d)
-        else:
-            x = load_first_bf16(source + 2 * d, n - d)
-        store_first(target + 4 * d, padded - d, simd.mul(x, times))

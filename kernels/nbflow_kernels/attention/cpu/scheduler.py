@@ -44,18 +44,10 @@ def assign_shares(items, n_items, total, shares, n_shares):
 
 
 @jit.device_function
-def write_item(place, request, row, rows, head, position, first, end, partial, cost, shared):
-    """Write a row of the item table."""
-    write_i64(place + 8 * at.ITEM_REQUEST, request)
-    write_i64(place + 8 * at.ITEM_ROW, row)
-    write_i64(place + 8 * at.ITEM_N_ROWS, rows)
-    write_i64(place + 8 * at.ITEM_HEAD, head)
-    write_i64(place + 8 * at.ITEM_POSITION, position)
-    write_i64(place + 8 * at.ITEM_FIRST_KEY, first)
-    write_i64(place + 8 * at.ITEM_END_KEY, end)
-    write_i64(place + 8 * at.ITEM_PARTIAL, partial)
-    write_i64(place + 8 * at.ITEM_COST, cost)
-    write_i64(place + 8 * at.ITEM_SHARED, shared)
+def write_row(place, columns):
+    """Write a row of the item table or of the merge table."""
+    for i in range(len(columns)):
+        write_i64(place + 8 * i, columns[i])
 
 
 @jit.device_function
@@ -157,10 +149,10 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
                     continue
                 if n_items < read_word(header, at.ITEM_CAPACITY):
                     position = kv_len - (read_i32(rows_at + 4 * b + 4) - row)
-                    write_item(
-                        items + at.ITEM_BYTES * n_items, b, row, rows, head, position, 0, end, -1,
-                        cost, shared,
-                    )  # fmt: skip
+                    write_row(
+                        items + at.ITEM_BYTES * n_items,
+                        (b, row, rows, head, position, 0, end, -1, cost, shared),
+                    )
                 n_items += 1
                 continue
             end_row = read_i32(rows_at + 4 * b + 4)
@@ -191,20 +183,19 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
                         stop = min(end, (first // split + 1) * split)
                         partial = n_partials + i * rows * group
                     if n_items < read_word(header, at.ITEM_CAPACITY):
-                        write_item(
-                            items + at.ITEM_BYTES * n_items, b, row, rows, head, position, first,
-                            stop, partial, (stop - first) * each + ITEM_COST, 0,
-                        )  # fmt: skip
+                        cost = (stop - first) * each + ITEM_COST
+                        write_row(
+                            items + at.ITEM_BYTES * n_items,
+                            (b, row, rows, head, position, first, stop, partial, cost, 0),
+                        )
                     n_items += 1
                     first = stop
                 if n_splits > 1:
                     if n_merges < read_word(header, at.MERGE_CAPACITY):
-                        field = merges + at.MERGE_BYTES * n_merges
-                        write_i64(field + 8 * at.MERGE_ROW, row)
-                        write_i64(field + 8 * at.MERGE_N_ROWS, rows)
-                        write_i64(field + 8 * at.MERGE_HEAD, head)
-                        write_i64(field + 8 * at.MERGE_PARTIAL, n_partials)
-                        write_i64(field + 8 * at.MERGE_N_SPLITS, n_splits)
+                        write_row(
+                            merges + at.MERGE_BYTES * n_merges,
+                            (row, rows, head, n_partials, n_splits),
+                        )
                     n_merges += 1
                     n_partials += n_splits * rows * group
                 row += rows

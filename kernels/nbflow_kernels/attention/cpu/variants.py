@@ -13,42 +13,38 @@ from numba.core.errors import NumbaError
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.flash_attention import LOG2_E, load_queries
 from nbflow_kernels.attention.cpu.head_rows import copy_row
-from nbflow_kernels.attention.cpu.online_softmax import F32, copy_floats, mask_bit
-from nbflow_kernels.attention.variants import AttentionVariant, no_mask, no_transform
+from nbflow_kernels.attention.cpu.online_softmax import mask_bit
+from nbflow_kernels.attention.variants import (
+    AttentionVariant,
+    cannot_compile,
+    no_mask,
+    no_transform,
+)
 from nbflow_kernels.cpu import simd
 from nbflow_kernels.cpu.simd_memory import read_f32, read_i32, read_i64, read_word, write_f32
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache.cpu_codec import F32, copy_floats
 
 _KERNELS: dict[tuple[Any, ...], Any] = {}
 
 
 def run_variant(variant: AttentionVariant, kernel_args: tuple[Any, ...]) -> Callable[..., None]:
     """Return the kernel of a variant, compiled for these arguments."""
-    key = (
-        variant.logits_transform, variant.logits_mask, variant.output_transform,
-        variant.use_softmax,
-    )  # fmt: skip
+    key = variant.functions
     if key not in _KERNELS:
         _KERNELS[key] = _make_kernel(*key)
     kernel: Callable[..., None] = _KERNELS[key]
     try:
         kernel(*kernel_args, 0, 0)  # compiles; the range of shares is empty
     except NumbaError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise UsageError(
-            "variant cannot be compiled; its functions may use numbers, math and NumPy arrays: "
-            + " ".join(lines[:6])
-        ) from error
+        raise cannot_compile(error) from error
     return kernel
 
 
 def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> Any:
     """Return a kernel of work items with the functions inlined; the plan must not be split."""
     compile_one = numba.njit(nogil=True, error_model="numpy")
-    logits_transform, logits_mask = (
-        compile_one(transform or no_transform),
-        compile_one(mask or no_mask),
-    )
+    logits_transform = compile_one(transform or no_transform)
+    logits_mask = compile_one(mask or no_mask)
     output_transform = compile_one(output or no_transform)
 
     @compile_one
@@ -63,19 +59,12 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
         header, params, source, kinds, k, v, strides, request, qo_idx, low, high, h, q, row, acc
     ):
         """Attend from one query vector; return the maximal score and the sum of weights."""
-        g, page_size = (
-            h // (read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS)),
-            read_word(header, at.PAGE_SIZE),
-        )
-        pages = read_word(header, at.KV_INDICES) + 4 * read_i32(
-            read_word(header, at.KV_INDPTR) + 4 * request
-        )
+        g = h // (read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS))
+        page_size, index = read_word(header, at.PAGE_SIZE), np.int64(0)
+        pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
+        pages = read_word(header, at.KV_INDICES) + 4 * pages
         kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
-        D_qk, D_vo, index = (
-            read_word(header, at.DIM_QK),
-            read_word(header, at.DIM_VO),
-            np.int64(0),
-        )
+        D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
         wide = (D_qk + 15) // 16 * 16
         if read_word(header, at.MASK) != 0:
             index = read_i64(read_word(header, at.MASK_STARTS) + 8 * request) + qo_idx * kv_len
@@ -136,9 +125,8 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
                     low = max(0, here - read_word(header, at.WINDOW))
                 if read_word(header, at.CAUSAL) != 0:
                     high = min(kv_len, here + 1)
-                qo_idx = (
-                    first_row + m // group - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
-                )
+                qo_start = read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
+                qo_idx = first_row + m // group - qo_start
                 row_max, row_sum = attend_one(
                     header, params, source, kinds, k, v, strides, request, qo_idx, low, high, h,
                     simd.address(vectors[m]), row, acc,
@@ -152,9 +140,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
                 copy_floats(F32, simd.address(done), D_vo, 1.0, out + 4 * D_vo * place, D_vo)
                 if lse != 0:
                     log = row_max + math.log(row_sum) if row_sum != 0.0 else -np.inf
-                    write_f32(
-                        lse + 4 * place,
-                        log if read_word(header, at.LSE_NATURAL) != 0 else log * LOG2_E,
-                    )
+                    base = 1.0 if read_word(header, at.LSE_NATURAL) != 0 else LOG2_E
+                    write_f32(lse + 4 * place, log * base)
 
     return kernel

@@ -37,7 +37,8 @@ from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
-from nbflow_kernels.kv_cache.cuda import format_types, strides
+from nbflow_kernels.kv_cache.cuda import format_types
+from nbflow_kernels.kv_cache.page_table import strides
 
 WARPS = 4
 SIMT = Tiling(16)

@@ -49,10 +49,7 @@ def supports(
             return False
         if _parts(kind, D) > MAX_PARTS:
             return False
-        if LAYOUTS[kind, RADIX] not in (
-            0,
-            PAIR_RADIX,
-        ):  # other radixes are not split
+        if LAYOUTS[kind, RADIX] not in (0, PAIR_RADIX):  # other radixes are not split
             return False
     if not all(0 <= step < 1 << 32 for steps in kv_strides for step in steps[:2]):
         return False
@@ -82,10 +79,8 @@ def attend(
     copy = _copies(plan, (k_cache, v_cache), kv_strides, kinds)[0]
     one_row = min(4 * cuda.ceil_div(H // G, 4), DECODE_VECTORS)
     tables = device_plan(plan, q)
-    for tiling in (
-        Tiling(DECODE_VECTORS, at_most=one_row),
-        Tiling(DECODE_VECTORS, more_than=one_row),
-    ):
+    single = Tiling(DECODE_VECTORS, at_most=one_row)
+    for tiling in (single, Tiling(DECODE_VECTORS, more_than=one_row)):
         items = tables.items(tiling)
         if not len(items.items):
             continue

@@ -21,9 +21,13 @@ from nbflow_kernels.arrays import empty, on_device
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.flash_attention import LOG2_E
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.variants import AttentionVariant, no_mask, no_transform
+from nbflow_kernels.attention.variants import (
+    AttentionVariant,
+    cannot_compile,
+    no_mask,
+    no_transform,
+)
 from nbflow_kernels.cuda import numba_cuda
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F32
 from nbflow_kernels.kv_cache.cuda import WARPS, gather_kernel
 
@@ -112,16 +116,12 @@ def _kernel(
     values = (*params, *arrays, *scalars)
     kinds = [_numba_type(types, value) for value in values]
     signature = (types.Tuple(kinds[: len(params)]), *kinds[len(params) :])
-    functions = (
-        variant.logits_transform, variant.logits_mask, variant.output_transform,
-        variant.use_softmax,
-    )  # fmt: skip
-    key = (functions, signature)
+    key = (variant.functions, signature)
     with _lock:
         if key not in _KERNELS:
             declared = ", ".join(_declaration(f"a{i}", value) for i, value in enumerate(values))
             _KERNELS[key] = cuda.Kernel(
-                "attend_variant", declared, _compiler(_make_kernel(*functions), signature)
+                "attend_variant", declared, _compiler(_make_kernel(*variant.functions), signature)
             )
         return _KERNELS[key]
 
@@ -131,11 +131,7 @@ def _compiler(function: Callable[..., Any], signature: Any) -> Any:
         try:
             code = numba_cuda.compile_typed(function, signature, arch, output, "attend_variant")
         except cuda.CompileError as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise UsageError(
-                "variant cannot be compiled; its functions may use numbers, math and NumPy arrays: "
-                + " ".join(lines[:6])
-            ) from error
+            raise cannot_compile(error) from error
         return code, "attend_variant"
 
     return compile
