@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx import floats
-from nbflow_ptx.binder import Binder, Run, full, threads
+from nbflow_ptx.instructions import floats
+from nbflow_ptx.instructions.binder import Binder, Run, full, threads
 from nbflow_ptx.instructions.floating import pack16, unpack16
-from nbflow_ptx.memory import space_of
-from nbflow_ptx.syntax import Instruction, Vec
-from nbflow_ptx.types import STORAGE, TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.parsing.syntax import Instruction, Vec
+from nbflow_ptx.parsing.types import STORAGE, TYPES, Type
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 #: Operations NumPy can do for many threads at one address, in thread order.
@@ -28,7 +25,7 @@ _UFUNC: dict[str, Any] = {
 
 def atomic(b: Binder, ins: Instruction) -> Run:
     """``atom`` (gives the old value) and ``red`` (does not)."""
-    kind, space = b.type_of(ins), space_of(ins)
+    kind, space = b.type_of(ins), ins.space
     op = next((o for o in _OPERATIONS if o in ins.op[1:]), "")
     if (
         not op

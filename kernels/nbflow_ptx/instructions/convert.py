@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx import floats
-from nbflow_ptx.binder import Binder, Run
-from nbflow_ptx.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, WINDOW_BYTES
+from nbflow_ptx.instructions import floats
+from nbflow_ptx.instructions.binder import Binder, Run
 from nbflow_ptx.instructions.floating import pack16, unpack16
-from nbflow_ptx.syntax import Instruction, Vec
-from nbflow_ptx.types import FLOATS, STORAGE, TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.memory.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, WINDOW_BYTES
+from nbflow_ptx.parsing.syntax import Instruction, Vec
+from nbflow_ptx.parsing.types import FLOATS, STORAGE, TYPES, Type
 
 
 def move(b: Binder, ins: Instruction) -> Run:

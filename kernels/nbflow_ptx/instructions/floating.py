@@ -8,17 +8,15 @@ PTX ISA states for the hardware's (see docs/ptx_emulator.md); only ``sin.approx`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx import floats
-from nbflow_ptx.binder import Binder, Run
-from nbflow_ptx.syntax import Instruction
-from nbflow_ptx.types import TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.instructions import floats
+from nbflow_ptx.instructions.binder import Binder, Run
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.parsing.syntax import Instruction
+from nbflow_ptx.parsing.types import TYPES, Type
 
 Float = Callable[..., Any]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx.binder import Binder, Run
 from nbflow_ptx.instructions import floating
-from nbflow_ptx.syntax import Imm, Instruction, Pair
-from nbflow_ptx.types import FLOATS, SIGNED, STORAGE, TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.instructions.binder import Binder, Run
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.parsing.syntax import Imm, Instruction, Pair
+from nbflow_ptx.parsing.types import FLOATS, SIGNED, STORAGE, TYPES, Type
 
 _WIDE = {
     "u16": TYPES["u32"], "s16": TYPES["s32"], "u32": TYPES["u64"], "s32": TYPES["s64"],
