@@ -214,7 +214,7 @@ def _activemask(b: Binder, ins: Instruction, c: Control) -> Control:
 def _barrier(b: Binder, ins: Instruction) -> Barrier:
     u = TYPES["u32"]
     aligned = ins.opcode == "bar" or ins.has("aligned")
-    mode = next((p for p in ("sync", "arrive", "red") if p in ins.op), "")
+    mode = ins.one_of("sync", "arrive", "red")
     if not mode:
         raise b.unsupported(ins)
     args = ins.args
@@ -222,7 +222,7 @@ def _barrier(b: Binder, ins: Instruction) -> Barrier:
         return Barrier(
             mode, b.read(args[0], u), b.read(args[1], u) if len(args) > 1 else None, aligned
         )
-    reduce = next(p for p in ("popc", "and", "or") if p in ins.op)
+    reduce = ins.one_of("popc", "and", "or")
     count = b.read(args[2], u) if len(args) == 4 else None
     return Barrier(
         mode,

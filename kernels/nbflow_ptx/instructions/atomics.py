@@ -26,7 +26,7 @@ _UFUNC: dict[str, Any] = {
 def atomic(b: Binder, ins: Instruction) -> Run:
     """``atom`` (gives the old value) and ``red`` (does not)."""
     kind, space = b.type_of(ins), ins.space
-    op = next((o for o in _OPERATIONS if o in ins.op[1:]), "")
+    op = ins.one_of(*_OPERATIONS)
     if (
         not op
         or ins.has("async", "bulk")
@@ -122,18 +122,10 @@ def operation(op: str, kind: Type) -> Callable[[Any, Any, Any], Any]:
 
 def _small(op: str, old: Any, x: Any, name: str) -> Any:
     a, b = unpack16(old, name), unpack16(x, name)
-    r = (
-        floats.add_to_odd(a, b)
-        if op == "add"
-        else {"min": floats.minimum, "max": floats.maximum}[op](a, b)
-    )
-    return pack16(r, name)
+    f = {"add": floats.add_to_odd, "min": floats.minimum, "max": floats.maximum}[op]
+    return pack16(f(a, b), name)
 
 
 def _small_pair(op: str, old: Any, x: Any, name: str) -> Any:
-    low, high = (
-        _small(op, ((old >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16),
-               ((x >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), name)
-        for s in (0, 16)
-    )  # fmt: skip
-    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+    pairs = zip(floats.split16(old), floats.split16(x), strict=True)
+    return floats.join16(*(_small(op, a, b, name) for a, b in pairs))

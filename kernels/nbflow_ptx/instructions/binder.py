@@ -68,7 +68,7 @@ class Binder:
 
     def rounding(self, ins: Instruction) -> str:
         """Return the float rounding mode (``rn`` if none is named)."""
-        return next((p for p in ins.op if p in ("rn", "rz", "rm", "rp", "rna")), "rn")
+        return ins.one_of("rn", "rz", "rm", "rp", "rna") or "rn"
 
     # Reading ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_ptx.instructions import floats
 from nbflow_ptx.instructions.binder import Binder, Run
-from nbflow_ptx.instructions.floating import pack16, unpack16
+from nbflow_ptx.instructions.floating import pack16, unpack16, unpack_pair
 from nbflow_ptx.machine.machine import Machine
 from nbflow_ptx.memory.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, WINDOW_BYTES
 from nbflow_ptx.parsing.syntax import Instruction, Vec
@@ -255,13 +255,7 @@ def _convert_fp8(b: Binder, ins: Instruction, to: Type, source: Type) -> Run:
     if source.name == "f16x2" and to.name in ("e4m3x2", "e5m2x2"):
 
         def shrink(x: Any) -> Any:
-            low, high = (
-                floats.to_fp8(
-                    unpack16(((x >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), "f16"),
-                    to.name[:4],
-                )
-                for s in (0, 16)
-            )
+            low, high = (floats.to_fp8(v, to.name[:4]) for v in unpack_pair(x, "f16"))
             return low.astype(np.uint16) | (high.astype(np.uint16) << np.uint16(8))
 
         return b.apply(ins, shrink, TYPES["b32"])
@@ -314,7 +308,7 @@ def set_predicate(b: Binder, ins: Instruction) -> Run:
         return _set_predicate_pair(b, ins, kind)
     p, q = b.pair(ins.args[0])
     test = _compared(b, ins, kind)
-    join = next((o for o in ("and", "or", "xor") if o in ins.op[2:]), "")
+    join = ins.one_of("and", "or", "xor")
     if not join:
         if q is None:
             return lambda m, i: p(m, i, test(m, i))
@@ -348,12 +342,8 @@ def _set_predicate_pair(b: Binder, ins: Instruction, kind: Type) -> Run:
     x, y = b.reads(ins.args[1:3], TYPES["b32"])
 
     def run(m: Machine, i: Any) -> None:
-        a, c = x(m, i), y(m, i)
-        for s, d in ((0, p), (16, second)):
-            halves = [
-                unpack16(((v >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), kind.name)
-                for v in (a, c)
-            ]
+        pairs = [unpack_pair(v(m, i), kind.name) for v in (x, y)]
+        for d, halves in zip((p, second), zip(*pairs, strict=True), strict=True):
             d(m, i, test(*halves))
 
     return run

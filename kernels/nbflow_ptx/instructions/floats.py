@@ -42,6 +42,16 @@ def f64_to_bf16(x: Any, mode: str = "rn") -> Any:
     return f32_to_bf16(bits.view(np.float32), mode)
 
 
+def split16(words: Any) -> tuple[Any, Any]:
+    """Return the low and the high half of 32-bit words (uint16)."""
+    return (words & np.uint32(0xFFFF)).astype(np.uint16), (words >> np.uint32(16)).astype(np.uint16)
+
+
+def join16(low: Any, high: Any) -> Any:
+    """Return 32-bit words of two 16-bit halves."""
+    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+
+
 def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     """Return ``(s, e)`` with ``s = fl(a + b)`` and ``s + e = a + b`` exactly (Knuth)."""
     s = a + b

@@ -90,20 +90,21 @@ def fragment_b(depth: int, nbytes: int, registers: int) -> tuple[Any, Any]:
     return group + 0 * depth_index, depth_index
 
 
+def elements(raw: Any, name: str) -> Any:
+    """Return the numbers of a type in an array of bytes or words, along its last axis."""
+    if name == "bf16":
+        return floats.bf16_to_f32(raw.view(np.uint16))
+    if name == "tf32":  # the hardware reads the upper 19 bits
+        return (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    if name in floats.FP8:
+        return floats.FP8[name][raw.view(np.uint8)]
+    return raw.view({"f16": np.float16, "f64": np.float64, "s8": np.int8, "u8": np.uint8}[name])
+
+
 def decode(words: Any, name: str) -> Any:
     """Return the elements of fragment registers: (warps, 32, registers, elements)."""
     w = np.ascontiguousarray(words)
-    if name == "f64":
-        return w.view(np.float64)[..., None]
-    if name == "f16":
-        return w.view(np.float16).reshape(*w.shape, 2)
-    if name == "bf16":
-        return floats.bf16_to_f32(w.view(np.uint16)).reshape(*w.shape, 2)
-    if name == "tf32":  # the hardware reads the upper 19 bits
-        return (w & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
-    if name in ("s8", "u8"):
-        return w.view(np.int8 if name == "s8" else np.uint8).reshape(*w.shape, 4)
-    return floats.FP8[name][w.view(np.uint8)].reshape(*w.shape, 4)
+    return elements(w.reshape(*w.shape, 1), name)
 
 
 def _accumulate(
@@ -123,10 +124,9 @@ def _accumulate(
         old = decode(c, "f16").astype(np.float64)
         for r, d in enumerate(writes):
             both = [
-                pack16(product[:, row + 8 * r, col + e] + old[:, :, r, e], "f16").astype(np.uint32)
-                for e in (0, 1)
+                pack16(product[:, row + 8 * r, col + e] + old[:, :, r, e], "f16") for e in (0, 1)
             ]
-            d(m, i, (both[0] | (both[1] << np.uint32(16))).reshape(-1))
+            d(m, i, floats.join16(*both).reshape(-1))
         return
     kind = {"f32": np.float32, "s32": np.int32, "f64": np.float64}[to]
     old = (
@@ -161,7 +161,7 @@ def load_matrix(b: Binder, ins: Instruction) -> Collective:
                 low, high = values[:, r, col, row], values[:, r, col + 1, row]
             else:
                 low, high = values[:, r, row, col], values[:, r, row, col + 1]
-            d(m, i, (low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))).reshape(-1))
+            d(m, i, floats.join16(low, high).reshape(-1))
 
     return run
 
@@ -181,10 +181,7 @@ def store_matrix(b: Binder, ins: Instruction) -> Collective:
         values = np.zeros((n_warps, n, 8, 8), np.uint16)
         for r, x in enumerate(reads):
             v = full(m, i, x(m, i)).reshape(n_warps, 32)
-            low, high = (
-                (v & np.uint32(0xFFFF)).astype(np.uint16),
-                (v >> np.uint32(16)).astype(np.uint16),
-            )
+            low, high = floats.split16(v)
             if transposed:
                 values[:, r, col, row], values[:, r, col + 1, row] = low, high
             else:
@@ -205,8 +202,8 @@ def transpose(b: Binder, ins: Instruction) -> Collective:
     def run(m: Machine, i: Any, masks: Any) -> None:
         n_warps = _whole_warps(m, threads(m, i), ins)
         v = full(m, i, x(m, i)).reshape(n_warps, 32)
-        values = np.zeros((n_warps, 8, 8), np.uint32)
-        values[:, row, col], values[:, row, col + 1] = v & np.uint32(0xFFFF), v >> np.uint32(16)
-        d(m, i, (values[:, col, row] | (values[:, col + 1, row] << np.uint32(16))).reshape(-1))
+        values = np.zeros((n_warps, 8, 8), np.uint16)
+        values[:, row, col], values[:, row, col + 1] = floats.split16(v)
+        d(m, i, floats.join16(values[:, col, row], values[:, col + 1, row]).reshape(-1))
 
     return run

@@ -28,7 +28,7 @@ def warp_bits(m: Machine, t: Any, flags: Any) -> Any:
 
 def shuffle(b: Binder, ins: Instruction) -> Collective:
     """``shfl.sync`` in its four modes."""
-    mode = next((p for p in ("up", "down", "bfly", "idx") if p in ins.op), "")
+    mode = ins.one_of("up", "down", "bfly", "idx")
     if not mode:
         raise b.unsupported(ins)
     d, p = b.pair(ins.args[0])
@@ -82,7 +82,7 @@ def shuffle_source(mode: str, lane: Any, offset: Any, clamp: Any) -> tuple[Any, 
 
 def vote(b: Binder, ins: Instruction) -> Collective:
     """``vote.sync``: all, any, uni, ballot."""
-    mode = next((p for p in ("all", "any", "uni", "ballot") if p in ins.op), "")
+    mode = ins.one_of("all", "any", "uni", "ballot")
     if not mode or not ins.has("sync"):
         raise b.unsupported(ins)
     d, p = b.write(ins.args[0]), b.read(ins.args[1], TYPES["pred"])

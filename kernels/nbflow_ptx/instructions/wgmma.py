@@ -1,6 +1,6 @@
 """Products of matrices by a warpgroup of 128 threads: ``wgmma``.
 
-The sums are those of ``mma.sync`` in this package (`matrix`): exact products, added in float64 and
+The sums are those of ``mma.sync`` in this package (`mma`): exact products, added in float64 and
 rounded once per instruction.  So a kernel of ``wgmma`` and one of ``mma.sync`` that take the same
 steps of 16 along K give the same bits here; hardware promises no such thing.
 """
@@ -14,7 +14,6 @@ import numpy as np
 
 from nbflow_ptx.instructions import mma
 from nbflow_ptx.instructions.binder import Binder, Read, full, threads
-from nbflow_ptx.instructions.floats import FP8, bf16_to_f32
 from nbflow_ptx.instructions.warp_collectives import Collective
 from nbflow_ptx.instructions.wgmma_descriptors import core_rows, decode, problem
 from nbflow_ptx.machine.async_proxy import read_units
@@ -131,7 +130,7 @@ class _Product:
                 places[word] = core_rows(found, lines, mn).reshape(-1)
         at = np.stack([places[word] for word in bits.tolist()])
         raw = read_units(m, lanes[::WARPGROUP], at, f"wgmma's read of {name}")
-        values = _elements(raw, kind, self.exact)  # (groups, core rows, elements of each)
+        values = mma.elements(raw, kind).astype(self.exact)  # (groups, core rows, elements of each)
         if mn:
             return values.reshape(len(bits), 16, lines).swapaxes(1, 2)
         return values.reshape(len(bits), lines, self.k)
@@ -162,21 +161,6 @@ class _Product:
         words = total.astype(self.to).view(np.uint32)
         for d, v in zip(self.writes, words, strict=True):
             d(m, i, v)
-
-
-def _elements(raw: Any, kind: str, exact: Any) -> Any:
-    """Return the numbers in bytes of shared memory."""
-    if kind == "f16":
-        values = raw.view(np.float16)
-    elif kind == "bf16":
-        values = bf16_to_f32(raw.view(np.uint16))
-    elif kind == "tf32":  # the hardware reads the upper 19 bits
-        values = (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    elif kind in _INTEGERS:
-        values = raw.view(np.int8 if kind == "s8" else np.uint8)
-    else:
-        values = FP8[kind][raw]
-    return values.astype(exact)
 
 
 def _immediate(b: Binder, ins: Instruction, a: Operand) -> int:

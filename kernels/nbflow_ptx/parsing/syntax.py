@@ -128,6 +128,10 @@ class Instruction:
         """Return whether any of the qualifiers is present."""
         return any(q in self.op for q in qualifiers)
 
+    def one_of(self, *qualifiers: str) -> str:
+        """Return the first of the qualifiers that is present, or an empty string."""
+        return next((q for q in qualifiers if q in self.op[1:]), "")
+
 
 @dataclass
 class Function:
