@@ -282,18 +282,14 @@ def from_transformers(kind: str, options: dict[str, Any]) -> Made:
         model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
     if is_pair:
         read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
-        return Made(
-            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert
-        )
+        return Made(model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert)
     return Made(model, lambda ids: model(ids).logits)
 
 
 def with_head(model: Any) -> Convert:
     """Return a conversion that adds the head of `model` to its tensors."""
 
-    def convert(
-        tensors: Tensors, config: dict[str, Any]
-    ) -> tuple[Tensors, dict[str, Any]]:
+    def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
         head = {"lm_head.weight": model.lm_head.weight.data.half()}
         return tensors | head, config | {"tie_word_embeddings": False}
 
