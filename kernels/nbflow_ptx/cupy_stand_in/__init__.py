@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from nbflow_ptx import nvrtc
 from nbflow_ptx.checks import Checks
-from nbflow_ptx.cupy_stand_in.kernel_device import EmulatedDevice
+from nbflow_ptx.cupy_stand_in.kernel_device import EmulatedDevice, enqueue
 from nbflow_ptx.cupy_stand_in.pools import MemoryPool, PinnedMemory, using_allocator
 from nbflow_ptx.cupy_stand_in.state import Here
 from nbflow_ptx.cupy_stand_in.state import State as _State
@@ -409,16 +409,7 @@ class _Function:
             for k, (a, p) in enumerate(zip(args, params, strict=True))
         ]
         sizes = triple(grid, "grid"), triple(block, "block")
-
-        def run() -> None:
-            self._emulator.checks = _State.checks
-            _State.n_launches += 1
-            _State.last = self._emulator.launch(
-                self._program.kernel.name, *sizes, *values, shared_bytes=shared_mem,
-                device=_State.device,
-            )  # fmt: skip
-
-        perform(run)
+        enqueue(self._emulator, self._program.kernel.name, *sizes, values, shared_mem)
 
     @property
     def num_regs(self) -> int:

@@ -9,14 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from nbflow_ptx.cupy_stand_in.state import State
 from nbflow_ptx.cupy_stand_in.streams import current_stream, perform
 from nbflow_ptx.emulator import Emulator
 from nbflow_ptx.errors import LaunchError
 
 Dim3 = tuple[int, int, int]
+
+
+def enqueue(
+    emulator: Emulator, name: str, grid: Dim3, block: Dim3, values: list[bytes], shared_bytes: int
+) -> None:
+    """Launch a kernel on the current stream; `values` are the bytes of its arguments."""
+
+    def run() -> None:
+        emulator.checks = State.checks
+        State.n_launches += 1
+        State.last = emulator.launch(
+            name, grid, block, *values, shared_bytes=shared_bytes, device=State.device
+        )
+
+    perform(run)
 
 
 class EmulatedDevice:
@@ -36,7 +49,7 @@ class EmulatedDevice:
         asarray: Callable[..., Any],
         mapped: Callable[..., Any],
     ) -> None:
-        self._empty, self._asarray, self._mapped = empty, asarray, mapped
+        self.empty, self.asarray, self.mapped = empty, asarray, mapped
 
     output = "ptx"
     n_sms = 4  # few, so that loops over the grid are taken more than once
@@ -75,29 +88,9 @@ class EmulatedDevice:
                 )
             values = [packed[e - p.size : e] for e, p in zip(ends, kernel.params, strict=True)]
 
-            def run() -> None:
-                emulator.checks = State.checks
-                State.n_launches += 1
-                State.last = emulator.launch(
-                    kernel.name, grid, block, *values, shared_bytes=shared,
-                    names=[p.name for p in kernel.params], device=State.device,
-                )  # fmt: skip
-
-            perform(run)
+            enqueue(emulator, kernel.name, grid, block, values, shared)
 
         return launch
-
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return an array whose elements count as uninitialised."""
-        return self._empty(shape, dtype)
-
-    def mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
-        """Return an array of zeros, or of `values`, that counts as pinned memory of the host."""
-        return self._mapped(shape, dtype, values)
-
-    def asarray(self, array: Any) -> Any:
-        """Return the contents of an array in emulated memory."""
-        return self._asarray(array)
 
     def synchronize(self) -> None:
         """Wait for the current stream, which checks what it was sent."""
