@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from nbflow_ptx.errors import UnsupportedInstruction, unknown
 from nbflow_ptx.instructions.binder import Binder, Read, Run, Write
 from nbflow_ptx.instructions.mbarrier import Wait, wait
-from nbflow_ptx.instructions.opcodes import CONTROL, PLAIN, WARP, WARPGROUP
-from nbflow_ptx.instructions.warp_collectives import Collective, member_mask, synchronise, warp_bits
+from nbflow_ptx.instructions.opcodes import PLAIN, WARP, WARPGROUP
+from nbflow_ptx.instructions.warp_collectives import (
+    Collective,
+    active_mask,
+    member_mask,
+    synchronise,
+)
 from nbflow_ptx.instructions.wgmma_registers import RegisterPlan
 from nbflow_ptx.machine.clusters import ClusterBarrier
-from nbflow_ptx.machine.machine import Machine
 from nbflow_ptx.parsing.linker import Linked
 from nbflow_ptx.parsing.syntax import Instruction, Sym
 from nbflow_ptx.parsing.types import TYPES
@@ -52,12 +55,11 @@ class Control:
 
 @dataclass
 class Barrier:
-    """``bar``: `mode` is ``sync``, ``arrive`` or ``red``; `aligned` as PTX says."""
+    """``bar``: `mode` is ``sync``, ``arrive`` or ``red``."""
 
     mode: str
     number: Read
     count: Read | None
-    aligned: bool
     reduce: str = ""
     value: Read | None = None
     result: Write | None = None
@@ -80,31 +82,36 @@ class Program:
     """
 
     kernel: Linked
-    slots: dict[str, int]
     registers: RegisterPlan
     blocks: dict[int, Block] = field(default_factory=dict)
     granules: dict[str, int] = field(default_factory=dict)
     grid_barrier: bool = False
 
 
+#: Kinds of `Control` by opcode (`_kind` has those that depend on more than the opcode).
+_KINDS = {
+    "bra": "branch", "brx": "table", "ret": "exit", "exit": "exit", "activemask": "active",
+    **dict.fromkeys(WARP, "warp"), **dict.fromkeys(WARPGROUP, "group"),
+}  # fmt: skip
+
+
 def bind(kernel: Linked) -> Program:
     """Bind every instruction of a kernel; unsupported ones are named with their line."""
     b = Binder(kernel)
-    program = Program(kernel, b.slots, b.plan)
-    program.granules = {"global": _granule(b, "global"), "shared": _granule(b, "shared")}
-    leaders = _leaders(kernel)
-    code = kernel.code
+    granules = {space: _granule(b, space) for space in ("global", "shared")}
+    code, kinds = kernel.code, [_kind(ins) for ins in kernel.code]
+    program = Program(kernel, b.plan, granules=granules, grid_barrier="grid" in kinds)
+    leaders = _leaders(kernel, kinds)
     pc = 0
     while pc < len(code):
         start, steps = pc, []
-        while pc < len(code) and not _is_control(code[pc]):
+        while pc < len(code) and not kinds[pc]:
             steps.append(_step(b, code[pc], pc))
             pc += 1
             if pc in leaders:
                 break
-        if pc < len(code) and _is_control(code[pc]) and (pc == start or pc not in leaders):
-            control = _control(b, code[pc], pc)
-            program.grid_barrier |= control.kind == "grid"
+        if pc < len(code) and kinds[pc] and (pc == start or pc not in leaders):
+            control = _control(b, kinds[pc], code[pc], pc)
             pc += 1
         else:
             control = Control("next", pc - 1)
@@ -113,38 +120,29 @@ def bind(kernel: Linked) -> Program:
     return program
 
 
-def _is_control(ins: Instruction) -> bool:
-    known = ins.opcode in WARP or ins.opcode in WARPGROUP or ins.opcode in CONTROL
-    return known or _is_grid_barrier(ins) or _is_wait(ins)
-
-
-def _is_wait(ins: Instruction) -> bool:
-    return ins.opcode == "mbarrier" and ins.has("try_wait")
-
-
-def _is_grid_barrier(ins: Instruction) -> bool:
-    return ins.opcode == "call" and any(
+def _kind(ins: Instruction) -> str:
+    """Return the kind of `Control` an instruction is, or an empty string."""
+    if ins.opcode in ("bar", "barrier"):
+        return ins.one_of("warp", "cluster") or "barrier"
+    if ins.opcode == "mbarrier" and ins.has("try_wait"):
+        return "mbarrier"
+    if ins.opcode == "call" and any(
         isinstance(a, Sym) and a.name == "cudaCGSynchronize" for a in ins.args
-    )
+    ):
+        return "grid"
+    return _KINDS.get(ins.opcode, "")
 
 
-def _is_warp(ins: Instruction) -> bool:
-    own = ins.opcode in WARP or ins.opcode in WARPGROUP or _is_wait(ins)
-    return own or (ins.opcode in ("bar", "barrier") and ins.has("warp"))
-
-
-def _leaders(kernel: Linked) -> set[int]:
+def _leaders(kernel: Linked, kinds: list[str]) -> set[int]:
     """Return where blocks begin: branch targets, warp-wide instructions, after control."""
-    found = {0}
-    for pc, ins in enumerate(kernel.code):
+    found = {0}.union(*kernel.tables.values())
+    for pc, (ins, kind) in enumerate(zip(kernel.code, kinds, strict=True)):
         if ins.target >= 0:
             found.add(ins.target)
-        if _is_control(ins):
+        if kind:
             found.add(pc + 1)
-        if _is_warp(ins):
+        if kind in ("warp", "group", "mbarrier"):
             found.add(pc)
-    for table in kernel.tables.values():
-        found.update(table)
     return found
 
 
@@ -156,7 +154,7 @@ def _guard(b: Binder, ins: Instruction) -> tuple[int, bool]:
 
 def _step(b: Binder, ins: Instruction, pc: int) -> Step:
     if ins.opcode not in PLAIN:
-        known = [*PLAIN, *WARP, *WARPGROUP, *CONTROL]
+        known = [*PLAIN, *_KINDS, "bar", "barrier"]
         raise UnsupportedInstruction(
             f"PTX line {ins.line}: {ins.text}: {unknown('instruction', ins.opcode, known)}"
         )
@@ -169,67 +167,38 @@ def _step(b: Binder, ins: Instruction, pc: int) -> Step:
     return Step(b.plan.watch(ins, run), pc, *_guard(b, ins))
 
 
-def _control(b: Binder, ins: Instruction, pc: int) -> Control:
-    guard, negated = _guard(b, ins)
-    c = Control("next", pc, guard, negated)
-    if ins.opcode == "bra":
-        c.kind, c.target = "branch", ins.target
-    elif ins.opcode in ("ret", "exit"):
-        c.kind = "exit"
-    elif ins.opcode == "brx":
-        c.kind, c.index = "table", b.read(ins.args[0], TYPES["u32"])
+def _control(b: Binder, kind: str, ins: Instruction, pc: int) -> Control:
+    c = Control(kind, pc, *_guard(b, ins), target=ins.target)
+    if kind == "table":
+        c.index = b.read(ins.args[0], TYPES["u32"])
         c.targets = b.kernel.tables[getattr(ins.args[1], "name", "")]
-    elif _is_grid_barrier(ins):
-        c.kind = "grid"
-    elif ins.opcode in WARP:
-        c.kind, c.mask = "warp", member_mask(b, ins)
-        c.collective = b.plan.watch(ins, WARP[ins.opcode](b, ins))
-    elif ins.opcode in WARPGROUP:
-        c.kind, c.collective = "group", WARPGROUP[ins.opcode](b, ins)
-    elif _is_wait(ins):
-        c.kind, c.wait = "mbarrier", wait(b, ins)
-    elif ins.has("cluster"):
-        c.kind = "cluster"
+    elif kind == "warp":
+        c.mask = member_mask(b, ins)
+        c.collective = b.plan.watch(ins, WARP.get(ins.opcode, synchronise)(b, ins))
+    elif kind == "group":
+        c.collective = WARPGROUP[ins.opcode](b, ins)
+    elif kind == "active":
+        c.collective = active_mask(b, ins)
+    elif kind == "mbarrier":
+        c.wait = wait(b, ins)
+    elif kind == "cluster":
         c.cluster = ClusterBarrier(ins.has("arrive"), ins.has("relaxed"))
-    elif ins.opcode == "activemask":
-        return _activemask(b, ins, c)
-    elif ins.has("warp"):
-        c.kind, c.collective, c.mask = "warp", synchronise(b, ins), member_mask(b, ins)
-    else:
-        c.kind, c.barrier = "barrier", _barrier(b, ins)
-    return c
-
-
-def _activemask(b: Binder, ins: Instruction, c: Control) -> Control:
-    d = b.write(ins.args[0])
-
-    def run(m: Machine, i: Any, masks: Any) -> None:
-        t = m.all_lanes if i is None else i
-        d(m, i, warp_bits(m, t, True)[m.warp_id[t]])
-
-    c.kind, c.collective = "active", run
+    elif kind == "barrier":
+        c.barrier = _barrier(b, ins)
     return c
 
 
 def _barrier(b: Binder, ins: Instruction) -> Barrier:
-    u = TYPES["u32"]
-    aligned = ins.opcode == "bar" or ins.has("aligned")
-    mode = ins.one_of("sync", "arrive", "red")
+    mode, u, args = ins.one_of("sync", "arrive", "red"), TYPES["u32"], ins.args
     if not mode:
         raise b.unsupported(ins)
-    args = ins.args
     if mode != "red":
-        return Barrier(
-            mode, b.read(args[0], u), b.read(args[1], u) if len(args) > 1 else None, aligned
-        )
-    reduce = ins.one_of("popc", "and", "or")
-    count = b.read(args[2], u) if len(args) == 4 else None
+        return Barrier(mode, b.read(args[0], u), b.read(args[1], u) if len(args) > 1 else None)
     return Barrier(
         mode,
         b.read(args[1], u),
-        count,
-        aligned,
-        reduce,
+        b.read(args[2], u) if len(args) == 4 else None,
+        ins.one_of("popc", "and", "or"),
         b.read(args[-1], TYPES["pred"]),
         b.write(args[0]),
     )

@@ -34,6 +34,8 @@ def run(m: Machine, blocks: dict[int, Block]) -> None:
 class _Scheduler:
     def __init__(self, m: Machine, blocks: dict[int, Block]) -> None:
         self.m, self.blocks = m, blocks
+        kinds = ("barrier", "warp", "group")
+        self.waits = {b.control.pc: b.control for b in blocks.values() if b.control.kind in kinds}
         self.ready: dict[int, list[Any]] = {0: [m.all_lanes]}
         self.at_warp: dict[int, Any] = {}  # lanes waiting at a warp-wide instruction
         self.bar_pc = np.full(m.lanes, -1, np.int64)  # the barrier a lane waits at
@@ -350,7 +352,7 @@ class _Scheduler:
     def force_warps(self) -> None:
         """Continue with the lanes that arrived; used with the check of masks off."""
         pc = min(self.at_warp)
-        c = self.warp_control(pc)
+        c = self.waits[pc]
         if c.kind == "group":
             self.deadlock()
         lanes = self.at_warp.pop(pc)
@@ -431,11 +433,8 @@ class _Scheduler:
         if m.checks.barrier and (pcs != pcs[0]).any():
             self.check_aligned(lanes, pcs)
         self.order(lanes, keys)
-        controls = {
-            b.control.pc: b.control for b in self.blocks.values() if b.control.kind == "barrier"
-        }
         for pc in np.unique(pcs):
-            c = controls[int(pc)]
+            c = self.waits[int(pc)]
             some = lanes[pcs == pc]
             assert c.barrier is not None
             if c.barrier.result is not None:
@@ -515,21 +514,19 @@ class _Scheduler:
         m = self.m
         mine = m.block_of == block
         lines = []
-        places = [
-            ("wait at", pc, (self.bar_pc == pc) & mine)
-            for pc in np.unique(self.bar_pc[self.bar_pc >= 0])
-        ]
+        places = [(pc, self.bar_pc == pc) for pc in np.unique(self.bar_pc[self.bar_pc >= 0])]
         others = [*self.at_grid, *self.m.clusters.waiting, *self.parked.places()]
         for pc, lanes in [*self.at_warp.items(), *others]:
             chosen = np.zeros(m.lanes, np.bool_)
             chosen[lanes] = True
-            places.append(("wait at", pc, chosen & mine))
-        for what, pc, chosen in places:
+            places.append((pc, chosen))
+        for pc, waiting in places:
+            chosen = waiting & mine
             if chosen.any():
                 place, text = m.where(int(pc))
                 first = m.thread_name(int(np.flatnonzero(chosen)[0]))[1]
                 lines.append(
-                    f"{int(chosen.sum())} threads (the first: {first}) {what} {place}: {text}"
+                    f"{int(chosen.sum())} threads (the first: {first}) wait at {place}: {text}"
                 )
         lines += self.parked.describe(block)
         gone = int((mine & ~m.alive).sum())
@@ -558,7 +555,7 @@ class _Scheduler:
     def why_stuck(self, pc: int, lane: int) -> str:
         """Say which lanes a warp-wide instruction waits for."""
         m = self.m
-        c = self.warp_control(pc)
+        c = self.waits[pc]
         if c.kind == "group":
             return "deadlock: not all 128 threads of the warpgroup come to this instruction"
         lanes = self.at_warp[pc]
@@ -570,11 +567,3 @@ class _Scheduler:
                 f"its member mask {mask:#010x} names lanes that have left the kernel: {gone:#010x}"
             )
         return f"deadlock: lanes {mask & ~here:#010x} of its member mask {mask:#010x} never come"
-
-    def warp_control(self, pc: int) -> Control:
-        """Return the warp-wide instruction at `pc`."""
-        return next(
-            b.control
-            for b in self.blocks.values()
-            if b.control.pc == pc and b.control.kind in ("warp", "group")
-        )

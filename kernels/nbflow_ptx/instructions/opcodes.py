@@ -92,5 +92,3 @@ WARP: dict[str, Bind[Collective]] = _table(
 WARPGROUP: dict[str, Bind[Collective]] = _table(
     (wgmma.wgmma, "wgmma"),
 )
-#: Instructions the machine itself executes (also ``mbarrier.try_wait``).
-CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier", "activemask")

@@ -169,6 +169,17 @@ def elect(b: Binder, ins: Instruction) -> Collective:
     return run
 
 
+def active_mask(b: Binder, ins: Instruction) -> Collective:
+    """``activemask``: the lanes of the warp that execute it together."""
+    d = b.write(ins.args[0])
+
+    def run(m: Machine, i: Any, masks: Any) -> None:
+        t = threads(m, i)
+        d(m, i, warp_bits(m, t, True)[m.warp_id[t]])
+
+    return run
+
+
 def member_mask(b: Binder, ins: Instruction) -> Any:
     """Return the reader of the member mask of a warp-wide instruction; None for all lanes."""
     if ins.opcode in ("mma", "ldmatrix", "stmatrix", "movmatrix", "wmma"):

@@ -142,14 +142,10 @@ class _Linker:
         guard = ins.guard and (Reg(prefix + ins.guard[0].name), ins.guard[1])
         if ins.opcode == "bra":
             assert isinstance(ins.args[0], Sym)
-            new = replace(ins, guard=guard)
-            self.pending.append((new, prefix + ins.args[0].name))
-            self.out.code.append(new)
+            self.branch(replace(ins, guard=guard), prefix + ins.args[0].name)
             return
         if ins.opcode == "ret" and done:
-            new = replace(ins, op=("bra", "uni"), args=(Sym(done),), guard=guard)
-            self.pending.append((new, done))
-            self.out.code.append(new)
+            self.branch(replace(ins, op=("bra", "uni"), args=(Sym(done),), guard=guard), done)
             return
         args = tuple(_rename(a, prefix, names) for a in ins.args)
         if ins.opcode == "brx":
@@ -158,6 +154,11 @@ class _Linker:
             self.inline(callee, replace(ins, args=args, guard=guard))
             return
         self.out.code.append(replace(ins, args=args, guard=guard))
+
+    def branch(self, ins: Instruction, label: str) -> None:
+        """Append a branch to a label that may come later."""
+        self.pending.append((ins, label))
+        self.out.code.append(ins)
 
     def callee(self, ins: Instruction) -> Function | None:
         """Return the function a call enters; None for a built-in."""
@@ -193,16 +194,8 @@ class _Linker:
                 )
         done = prefix + "done"
         if ins.guard is not None:  # a guarded call: branch around the inlined body
-            around = Instruction(
-                ("bra",),
-                (Sym(done),),
-                ins.text,
-                ins.line,
-                (ins.guard[0], not ins.guard[1]),
-                ins.source,
-            )
-            self.pending.append((around, done))
-            self.out.code.append(around)
+            guard = ins.guard[0], not ins.guard[1]
+            self.branch(replace(ins, op=("bra",), args=(Sym(done),), guard=guard), done)
         self.copy(f, prefix, alias, done)
         self.labels[done] = len(self.out.code)
 

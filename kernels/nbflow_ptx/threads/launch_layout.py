@@ -100,9 +100,8 @@ class Layout:
                 f"a thread block has at most {MAX_SHARED}"
             )
         external = [v for v in kernel.shared if not v.size]
-        at = -(-at // max([16, *(v.align for v in external)])) * max(
-            [16, *(v.align for v in external)]
-        )
+        align = max([16, *(v.align for v in external)])
+        at = -(-at // align) * align
         for v in external:
             self.addresses[v.name] = at
         if dynamic:
