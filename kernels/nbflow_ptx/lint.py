@@ -20,7 +20,6 @@ from nbflow_ptx.errors import ParseError
 from nbflow_ptx.parsing.linker import link
 from nbflow_ptx.parsing.parser import parse
 from nbflow_ptx.parsing.syntax import Instruction, Module, Vec
-from nbflow_ptx.parsing.types import TYPES
 from nbflow_ptx.threads.launch_layout import short_name
 
 _TENSOR = ("mma", "wmma", "wgmma", "ldmatrix", "stmatrix", "tcgen05")
@@ -195,7 +194,7 @@ def _facts(module: Module, name: str) -> KernelFacts:
 
 def access_bytes(ins: Instruction) -> int:
     """Return the bytes one thread moves in a load or store."""
-    kind = [TYPES[p] for p in ins.op if p in TYPES][-1]
+    kind = ins.types[-1]
     vector = next((a for a in ins.args if isinstance(a, Vec)), None)
     return max(kind.nbytes, 1) * (len(vector.items) if vector else 1)
 

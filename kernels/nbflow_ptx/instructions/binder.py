@@ -55,16 +55,11 @@ class Binder:
             f"PTX line {ins.line}: unsupported instruction {'.'.join(ins.op)}{tail}: {ins.text}"
         )
 
-    def types(self, ins: Instruction) -> list[Type]:
-        """Return the types among the parts of the opcode, in order."""
-        return [TYPES[p] for p in ins.op[1:] if p in TYPES]
-
     def type_of(self, ins: Instruction) -> Type:
         """Return the last type of the opcode."""
-        found = self.types(ins)
-        if not found:
+        if not ins.types:
             raise self.unsupported(ins, "it names no type")
-        return found[-1]
+        return ins.types[-1]
 
     def rounding(self, ins: Instruction) -> str:
         """Return the float rounding mode (``rn`` if none is named)."""

@@ -98,7 +98,7 @@ def is_space(b: Binder, ins: Instruction) -> Run:
 
 def convert(b: Binder, ins: Instruction) -> Run:
     """``cvt`` between integers, floats and packed small floats."""
-    kinds = b.types(ins)
+    kinds = ins.types
     if len(kinds) != 2:
         raise b.unsupported(ins)
     to, source = kinds
@@ -351,7 +351,7 @@ def _set_predicate_pair(b: Binder, ins: Instruction, kind: Type) -> Run:
 
 def set_value(b: Binder, ins: Instruction) -> Run:
     """``set``: compare into all ones or 1.0."""
-    kinds = b.types(ins)
+    kinds = ins.types
     if len(kinds) != 2 or len(ins.args) != 3 or "x2" in kinds[1].name:
         raise b.unsupported(ins)
     to, kind = kinds
@@ -375,7 +375,7 @@ def select(b: Binder, ins: Instruction) -> Run:
 
 def select_by_sign(b: Binder, ins: Instruction) -> Run:
     """``slct``: choose by the sign of the third operand."""
-    kinds = b.types(ins)
+    kinds = ins.types
     if len(kinds) != 2:
         raise b.unsupported(ins)
     kind = TYPES[f"b{8 * kinds[0].nbytes}"]

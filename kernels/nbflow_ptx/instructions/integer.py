@@ -439,7 +439,7 @@ def reverse_bits(x: Any, kind: Type) -> Any:
 
 def dot_product(b: Binder, ins: Instruction) -> Run:
     """``dp4a`` and ``dp2a``: products of bytes (and half words), added to a 32-bit sum."""
-    first, second = b.types(ins)[:2]
+    first, second = ins.types[:2]
     four = ins.opcode == "dp4a"
     d = b.write(ins.args[0])
     x, y, z = b.reads(ins.args[1:4], TYPES["b32"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_ptx.errors import LaunchError, OutOfMemory
+from nbflow_ptx.errors import LaunchError, OutOfMemory, position
 
 #: Where the address windows of the memory spaces begin in generic addresses.
 SHARED_BASE = 1 << 40
@@ -184,9 +184,4 @@ class Device:
         if a is None:
             return "no array exists"
         kind = "freed array" if a.freed else "array"
-        inside = offset - a.start
-        if 0 <= inside < a.nbytes:
-            return f"byte {inside} of {kind} {a.name!r} of {a.nbytes} bytes"
-        if inside < 0:
-            return f"{-inside} bytes before {kind} {a.name!r} of {a.nbytes} bytes"
-        return f"{inside - a.nbytes} bytes behind the end of {kind} {a.name!r} of {a.nbytes} bytes"
+        return position(offset - a.start, f"{kind} {a.name!r}", a.nbytes)

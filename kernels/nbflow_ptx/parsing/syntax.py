@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nbflow_ptx.parsing.types import SPACES, Type
+from nbflow_ptx.parsing.types import SPACES, TYPES, Type
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,11 @@ class Instruction:
     def opcode(self) -> str:
         """The first part: ``add`` of ``add.s32``."""
         return self.op[0]
+
+    @property
+    def types(self) -> list[Type]:
+        """The types among the parts of the opcode, in order."""
+        return [TYPES[p] for p in self.op[1:] if p in TYPES]
 
     @property
     def space(self) -> str:

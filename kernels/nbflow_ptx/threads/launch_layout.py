@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.errors import LaunchError, position
 from nbflow_ptx.parsing.linker import Linked
 from nbflow_ptx.parsing.syntax import Module
 
@@ -142,14 +142,7 @@ class Layout:
         if not known:
             return None, f"the kernel has no {space} memory; offset {offset}"
         start, n, name = min(known, key=lambda v: max(v[0] - offset, offset - v[0] - v[1] + 1, 0))
-        if 0 <= offset - start < n:
-            return name, f"byte {offset - start} of {space} array {name!r} of {n} bytes"
-        if offset < start:
-            return name, f"{start - offset} bytes before {space} array {name!r} of {n} bytes"
-        return (
-            name,
-            f"{offset - start - n} bytes behind the end of {space} array {name!r} of {n} bytes",
-        )
+        return name, position(offset - start, f"{space} array {name!r}", n)
 
 
 def index_in(k: Any, sizes: Sequence[int]) -> tuple[Any, Any, Any]:
