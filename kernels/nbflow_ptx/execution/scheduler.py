@@ -60,7 +60,7 @@ class _Scheduler:
             groups = self.ready.pop(pc)
             lanes = groups[0] if len(groups) == 1 else np.sort(np.concatenate(groups))
             self.follow(pc, lanes)
-        self.m.warpgroups.check_end(self.m)
+        self.m.warpgroups.check_end()
         self.m.mbarriers.check_end()
         if self.m.copies.pending and self.m.checks.uninitialised:
             lanes = self.m.copies.pending[0][0]

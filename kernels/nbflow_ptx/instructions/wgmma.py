@@ -35,12 +35,12 @@ def wgmma(b: Binder, ins: Instruction) -> Collective:
     if ins.has("mma_async"):
         return _Product(b, ins).run
     if ins.has("fence"):
-        return lambda m, i, masks: m.warpgroups.fence(m, threads(m, i))
+        return lambda m, i, masks: m.warpgroups.fence(threads(m, i))
     if ins.has("commit_group"):
-        return lambda m, i, masks: m.warpgroups.commit(m, threads(m, i))
+        return lambda m, i, masks: m.warpgroups.commit(threads(m, i))
     if ins.has("wait_group") and isinstance(ins.args[0], Imm):
         left = ins.args[0].value
-        return lambda m, i, masks: m.warpgroups.wait(m, threads(m, i), left)
+        return lambda m, i, masks: m.warpgroups.wait(threads(m, i), left)
     raise b.unsupported(ins)
 
 
@@ -98,7 +98,7 @@ class _Product:
 
     def run(self, m: Machine, i: Any, masks: Any) -> None:
         lanes = threads(m, i)
-        m.warpgroups.issue(m, lanes, self.results, self.sources)
+        m.warpgroups.issue(lanes, self.results, self.sources)
         if self.a is None:
             table = self._table(m, i, self.a_registers).reshape(-1, 32, 4)
             row, col = mma.fragment_a(16, self.k, 32 // self.k, 4)

@@ -90,7 +90,7 @@ class _Use:
 
     def before(self, m: Machine, i: Any) -> None:
         if m.warpgroups.busy:
-            m.warpgroups.check_idle(m, i, self.touched)
+            m.warpgroups.check_idle(i, self.touched)
 
     def after(self, m: Machine, i: Any) -> None:
         if i is None:
@@ -108,8 +108,8 @@ class _Copy:
 
     def before(self, m: Machine, i: Any) -> None:
         groups = m.warpgroups
-        if groups.busy and not groups.in_flight(m, i, self.both[1]).any():
-            groups.check_idle(m, i, self.both[0])
+        if groups.busy and not groups.in_flight(i, self.both[1]).any():
+            groups.check_idle(i, self.both[0])
 
     def after(self, m: Machine, i: Any) -> None:
         groups, to, source = m.warpgroups, self.to, self.source

@@ -43,7 +43,7 @@ def read_units(m: Machine, leaders: Any, at: Any, what: str) -> Any:
             for race in region.cells.read(m, lanes, places, UNIT, mark=warp == 0)[:1]:
                 m.memory.race(region, lanes, places, race, what)
             check_proxy(m, region, lanes, places, what)
-        m.warpgroups.begin_reads(m, leaders, words.reshape(n_groups, -1))
+        m.warpgroups.begin_reads(leaders, words.reshape(n_groups, -1))
     return region.view[8][words].view(np.uint8).reshape(n_groups, n_units, UNIT)
 
 

@@ -38,7 +38,7 @@ class Warpgroups:
     """
 
     def __init__(self, m: Threads, shared: Region, rows: dict[str, int]) -> None:
-        self.names, self.shared = list(rows), shared
+        self.m, self.names, self.shared = m, list(rows), shared
         n_registers, n = len(rows), m.n_groups
         self.until: NDArray[np.int64] = np.zeros((n_registers, n), np.int64)
         """The latest group of products that each register belongs to."""
@@ -55,72 +55,72 @@ class Warpgroups:
 
     # The instructions --------------------------------------------------------------------------
 
-    def fence(self, m: Threads, lanes: Any) -> None:
+    def fence(self, lanes: Any) -> None:
         """``wgmma.fence``: the registers are as the instructions before it left them."""
-        self.fenced[m.group_of[lanes]] = True
-        self.changed[:, m.warp_id[lanes]] = False
+        self.fenced[self.m.group_of[lanes]] = True
+        self.changed[:, self.m.warp_id[lanes]] = False
 
-    def issue(self, m: Threads, lanes: Any, results: Any, sources: Any) -> None:
+    def issue(self, lanes: Any, results: Any, sources: Any) -> None:
         """Check the registers of a product (accumulators, A), and note that they are in flight."""
-        groups = m.group_of[lanes[::WARPGROUP]]
-        if m.checks.wgmma:
-            self._check_order(m, lanes, results, sources)
-            self._check_use(m, lanes, groups, results, sources)
+        groups = self.m.group_of[lanes[::WARPGROUP]]
+        if self.m.checks.wgmma:
+            self._check_order(lanes, results, sources)
+            self._check_use(lanes, groups, results, sources)
         for rows, result in ((results, True), (sources, False)):
             self.until[rows[:, None], groups] = self.filling[groups]
             self.result[rows[:, None], groups] = result
         self.latest[groups] = self.filling[groups]
         self.busy = True
 
-    def commit(self, m: Threads, lanes: Any) -> None:
+    def commit(self, lanes: Any) -> None:
         """``wgmma.commit_group``: what follows belongs to the next group."""
-        self.filling[m.group_of[lanes[::WARPGROUP]]] += 1
+        self.filling[self.m.group_of[lanes[::WARPGROUP]]] += 1
 
-    def wait(self, m: Threads, lanes: Any, left: int) -> None:
+    def wait(self, lanes: Any, left: int) -> None:
         """``wgmma.wait_group``: all but the latest `left` groups of products are done."""
-        groups = m.group_of[lanes[::WARPGROUP]]
+        groups = self.m.group_of[lanes[::WARPGROUP]]
         self.waited[groups] = np.maximum(self.waited[groups], self.filling[groups] - 1 - left)
         self.busy = bool((self.latest > self.waited).any())
-        self._end_reads(m)
+        self._end_reads()
 
     # Registers ---------------------------------------------------------------------------------
 
-    def in_flight(self, m: Threads, i: Any, rows: Any) -> Any:
+    def in_flight(self, i: Any, rows: Any) -> Any:
         """Return whether registers are in flight: one row each, for the warpgroups of threads."""
-        groups = slice(None) if i is None else m.group_of[i]
+        groups = slice(None) if i is None else self.m.group_of[i]
         return self.until[rows][:, groups] > self.waited[groups]
 
-    def check_idle(self, m: Threads, i: Any, rows: Any) -> None:
+    def check_idle(self, i: Any, rows: Any) -> None:
         """Report the use of a register that is in flight."""
-        flying = self.in_flight(m, i, rows)
-        if not flying.any() or not m.checks.wgmma:
+        flying = self.in_flight(i, rows)
+        if not flying.any() or not self.m.checks.wgmma:
             return
         row, k = (int(x) for x in np.argwhere(flying)[0])
-        lane = int(np.flatnonzero(m.group_of == k)[0]) if i is None else int(i[k])
-        result = self.result[rows[row], m.group_of[lane]]
-        raise m.error(
+        lane = int(np.flatnonzero(self.m.group_of == k)[0]) if i is None else int(i[k])
+        result = self.result[rows[row], self.m.group_of[lane]]
+        raise self.m.error(
             "wgmma",
             f"uses register {self.names[rows[row]]}, which is "
             f"{'an accumulator' if result else 'part of A'} of a wgmma that was not waited for",
             lane,
         )
 
-    def _check_order(self, m: Threads, lanes: Any, results: Any, sources: Any) -> None:
-        unfenced = ~self.fenced[m.group_of[lanes]]
+    def _check_order(self, lanes: Any, results: Any, sources: Any) -> None:
+        unfenced = ~self.fenced[self.m.group_of[lanes]]
         if unfenced.any():
             lane = int(lanes[np.flatnonzero(unfenced)[0]])
-            raise m.error("wgmma", "no wgmma.fence before the first wgmma.mma_async", lane)
+            raise self.m.error("wgmma", "no wgmma.fence before the first wgmma.mma_async", lane)
         rows = np.concatenate([results, sources])
-        late = self.changed[rows[:, None], m.warp_id[lanes[::32]]]
+        late = self.changed[rows[:, None], self.m.warp_id[lanes[::32]]]
         if late.any():
             row, k = (int(x) for x in np.argwhere(late)[0])
-            raise m.error(
+            raise self.m.error(
                 "wgmma",
                 f"register {self.names[rows[row]]} was written after the latest wgmma.fence",
                 int(lanes[32 * k]),
             )
 
-    def _check_use(self, m: Threads, lanes: Any, groups: Any, results: Any, sources: Any) -> None:
+    def _check_use(self, lanes: Any, groups: Any, results: Any, sources: Any) -> None:
         for rows, wanted, what in (
             (results, True, "accumulates in a register that is part of A"),
             (sources, False, "takes as A a register that is an accumulator"),
@@ -130,20 +130,20 @@ class Warpgroups:
             if wrong.any():
                 k = int(np.argwhere(wrong)[0][1])
                 why = f"{what} of another wgmma that was not waited for"
-                raise m.error("wgmma", why, int(lanes[WARPGROUP * k]))
+                raise self.m.error("wgmma", why, int(lanes[WARPGROUP * k]))
 
     # Shared memory -----------------------------------------------------------------------------
 
-    def begin_reads(self, m: Threads, leaders: Any, words: Any) -> None:
+    def begin_reads(self, leaders: Any, words: Any) -> None:
         """Note that products read these words of 8 bytes (one row per warpgroup) until waited for.
 
         Only the check of races asks.
         """
-        groups = m.group_of[leaders]
+        groups = self.m.group_of[leaders]
         self.shared.shadow_view[8][words] |= _READING
-        self.reads.append(_Reads(groups, self.filling[groups], words, m.stamp))
+        self.reads.append(_Reads(groups, self.filling[groups], words, self.m.stamp))
 
-    def _end_reads(self, m: Threads) -> None:
+    def _end_reads(self) -> None:
         """Forget the reads that are over; the warps of the group know what they came after."""
         shadow = self.shared.shadow_view[8]
         keep, ended = [], False
@@ -154,7 +154,7 @@ class Warpgroups:
                 continue
             ended = True
             shadow[r.words[over]] &= ~_READING
-            self._tell(m, r.groups[over], r.stamp)
+            self._tell(r.groups[over], r.stamp)
             if not over.all():
                 left = ~over
                 keep.append(_Reads(r.groups[left], r.numbers[left], r.words[left], r.stamp))
@@ -163,18 +163,18 @@ class Warpgroups:
                 shadow[r.words] |= _READING
         self.reads = keep
 
-    def _tell(self, m: Threads, groups: Any, stamp: int) -> None:
+    def _tell(self, groups: Any, stamp: int) -> None:
         """Let all warps know what the first one, which the reads are noted for, did until then."""
-        per_block = m.n_groups // m.n_blocks
-        warp = groups // per_block * m.warps_per_block + groups % per_block * 4
-        cluster, first = np.divmod(warp, m.clocks.warps)
-        known = m.clocks.known
+        per_block = self.m.n_groups // self.m.n_blocks
+        warp = groups // per_block * self.m.warps_per_block + groups % per_block * 4
+        cluster, first = np.divmod(warp, self.m.clocks.warps)
+        known = self.m.clocks.known
         for w in range(4):
             known[cluster, first + w, first] = np.maximum(known[cluster, first + w, first], stamp)
 
-    def check_end(self, m: Threads) -> None:
+    def check_end(self) -> None:
         """Report a product still in flight when the kernel ends."""
-        if self.busy and m.checks.wgmma:
+        if self.busy and self.m.checks.wgmma:
             group = int(np.flatnonzero(self.latest > self.waited)[0])
-            lane = int(np.flatnonzero(m.group_of == group)[0])
-            raise m.error("wgmma", "the kernel ends with a wgmma it never waits for", lane)
+            lane = int(np.flatnonzero(self.m.group_of == group)[0])
+            raise self.m.error("wgmma", "the kernel ends with a wgmma it never waits for", lane)

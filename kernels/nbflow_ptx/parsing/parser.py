@@ -138,7 +138,7 @@ class _Parser:
                 pos = self.function(m)
             else:
                 end = self.find(";", pos)
-                v = parse_variable(text[pos:end], self.line(pos))
+                v = parse_variable(text[pos:end])
                 if v is None:
                     raise self.fail(
                         pos,
@@ -183,9 +183,7 @@ class _Parser:
             raise self.fail(pos, f"function {name.group(1)} has neither a body nor a semicolon")
         if body.group(1) == ";":
             return body.end()
-        f = Function(
-            name.group(1), m.group(2) == "entry", params, returns, line=self.line(m.start())
-        )
+        f = Function(name.group(1), m.group(2) == "entry", params, returns)
         if t := re.search(r"\.(?:max|req)ntid\s+([\d,\s]+)", body.group()):
             f.max_threads = 1
             for n in re.findall(r"\d+", t.group(1)):
@@ -201,7 +199,7 @@ class _Parser:
         end = self.find(")", pos)
         found = []
         for part in filter(None, (p.strip() for p in self.text[pos + 1 : end].split(","))):
-            v = parse_variable(part, self.line(pos))
+            v = parse_variable(part)
             if v is None:
                 raise self.fail(pos, f"not a parameter: {_short(part)!r}")
             found.append(v)
@@ -278,7 +276,7 @@ class _Body:
         if m := _REGISTERS.match(text):
             self.registers(m, pos)
         elif text.startswith("."):
-            v = parse_variable(text, self.p.line(pos))
+            v = parse_variable(text)
             if v is None:
                 raise self.p.fail(pos, f"unknown declaration {_short(text)!r}")
             self.f.variables.append(replace(v, name=self.declare(v.name)))
@@ -375,7 +373,7 @@ class _Body:
                 ins.args = (Sym(name),)
 
 
-def parse_variable(text: str, line: int = 0) -> Variable | None:
+def parse_variable(text: str) -> Variable | None:
     """Parse one declaration (without its semicolon); None if it is not one."""
     m = _VARIABLE.match(text.strip())
     if m is None or m.group("type") not in TYPES:
@@ -398,7 +396,6 @@ def parse_variable(text: str, line: int = 0) -> Variable | None:
         width * count,
         int(align.group(1)) if align else width,
         init,
-        line,
     )
 
 

@@ -89,7 +89,6 @@ class Variable:
     size: int
     align: int
     init: tuple[Imm | str, ...] = ()
-    line: int = 0
 
 
 @dataclass
@@ -157,7 +156,6 @@ class Function:
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     max_threads: int | None = None
     cluster: tuple[int, ...] = (1,)
-    line: int = 0
 
 
 @dataclass
