@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 import nbflow
+from nbflow.utils.atomic_write import write_text
 from nbflow.utils.system import processor_name
 
 TEXTS = (
@@ -179,9 +180,8 @@ def main() -> None:
                     shown = {k: v for k, v in rows[-1].items() if not isinstance(v, list)}
                     print(json.dumps(shown), flush=True)
                     if arguments.output is not None:
-                        part = arguments.output.with_suffix(".part")
-                        part.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-                        part.replace(arguments.output)
+                        text = json.dumps({**about, "rows": rows}, indent=1) + "\n"
+                        write_text(arguments.output, text)
 
 
 if __name__ == "__main__":
