@@ -1,4 +1,4 @@
-"""Warp scheduler: ready and waiting threads, barriers, deadlock reports."""
+"""Warp scheduler: ready and waiting threads, warp-wide instructions, deadlock reports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_ptx.execution.block_barriers import BlockBarriers
 from nbflow_ptx.execution.mbarrier_waits import Parked
-from nbflow_ptx.execution.program import Barrier, Block, Control
+from nbflow_ptx.execution.program import Block, Control
 from nbflow_ptx.instructions.binder import full
 from nbflow_ptx.instructions.builtin_calls import grid_barrier_done
 from nbflow_ptx.instructions.warp_collectives import warp_bits
@@ -34,15 +35,11 @@ def run(m: Machine, blocks: dict[int, Block]) -> None:
 class _Scheduler:
     def __init__(self, m: Machine, blocks: dict[int, Block]) -> None:
         self.m, self.blocks = m, blocks
-        kinds = ("barrier", "warp", "group")
+        kinds = ("warp", "group")
         self.waits = {b.control.pc: b.control for b in blocks.values() if b.control.kind in kinds}
         self.ready: dict[int, list[Any]] = {0: [m.all_lanes]}
         self.at_warp: dict[int, Any] = {}  # lanes waiting at a warp-wide instruction
-        self.bar_pc = np.full(m.lanes, -1, np.int64)  # the barrier a lane waits at
-        self.bar_key = np.zeros(m.lanes, np.int64)  # block * 16 + number
-        self.bar_count = np.zeros(m.lanes, np.int64)
-        self.bar_value = np.zeros(m.lanes, np.bool_)
-        self.arrived: dict[int, tuple[int, set[int]]] = {}  # of bar.arrive: count and warps
+        self.barriers = BlockBarriers(m, self.describe_waiting)
         self.at_grid: list[tuple[int, Any]] = []
         self.parked = Parked(m)
         self.new_turn()
@@ -88,7 +85,7 @@ class _Scheduler:
 
     def waiting(self) -> bool:
         others = self.at_grid or self.parked.groups or self.m.clusters.waiting
-        return bool(others) or bool((self.bar_pc >= 0).any())
+        return bool(others) or self.barriers.waiting()
 
     def send(self, pc: int, lanes: Any) -> None:
         self.ready.setdefault(pc, []).append(lanes)
@@ -173,22 +170,9 @@ class _Scheduler:
 
     def pass_together(self, c: Control, i: Any) -> bool:
         """Execute what threads wait for each other at, if all threads are here already."""
-        if c.kind == "barrier":
-            return self.all_here(c, i)
+        if c.barrier is not None:
+            return i is None and c.guard < 0 and self.barriers.pass_together(c.barrier)
         return c.kind in ("warp", "active", "group") and self.alone(c, i)
-
-    def all_here(self, c: Control, i: Any) -> bool:
-        """Pass a barrier at once that all threads of all blocks have reached together."""
-        m, bar = self.m, c.barrier
-        assert bar is not None
-        if i is not None or c.guard >= 0 or bar.mode != "sync" or self.arrived:
-            return False
-        number = bar.number(m, i)
-        count = bar.count(m, i) if bar.count is not None else np.uint32(0)
-        if number.ndim or count.ndim or int(count) not in (0, m.threads_per_block):
-            return False
-        m.met()
-        return True
 
     def check_budget(self, lanes: Any) -> None:
         m = self.m
@@ -251,8 +235,8 @@ class _Scheduler:
             go = self.parked.try_wait(c, lanes)
             if len(go):
                 self.send(c.pc + 1, go)
-        else:
-            self.barrier(c, lanes)
+        elif c.barrier is not None and self.barriers.come(c.barrier, c.pc, lanes):
+            self.send(c.pc + 1, lanes)
         self.check_budget(m.all_lanes[:1])
 
     def meet(self, c: Control, lanes: Any) -> None:
@@ -358,141 +342,16 @@ class _Scheduler:
         lanes = self.at_warp.pop(pc)
         self.cross(c, lanes, self.masks(c, lanes))
 
-    # Barriers ----------------------------------------------------------------------------------
-
-    def barrier(self, c: Control, lanes: Any) -> None:
-        m, bar = self.m, c.barrier
-        assert bar is not None
-        number = full(m, lanes, bar.number(m, lanes)).astype(np.int64) & 15
-        count = (
-            full(m, lanes, bar.count(m, lanes)).astype(np.int64)
-            if bar.count
-            else np.zeros(len(lanes), np.int64)
-        )
-        if count.any() and (count % 32).any() and m.checks.barrier:
-            raise m.error(
-                "barrier",
-                f"a thread count of {int(count.max())} is not a multiple of 32",
-                int(lanes[0]),
-            )
-        key = m.block_of[lanes] * 16 + number
-        if bar.mode == "arrive":
-            m.touch()
-            for k in np.unique(key):
-                who = lanes[key == k]
-                n, warps = self.arrived.get(int(k), (0, set()))
-                # an arrival stands for its whole warp, as the hardware counts
-                self.arrived[int(k)] = (
-                    n + len(who),
-                    warps | set((m.warp_id[who] % m.clocks.warps).tolist()),
-                )
-            self.send(c.pc + 1, lanes)
-            return
-        self.bar_pc[lanes], self.bar_key[lanes], self.bar_count[lanes] = c.pc, key, count
-        if bar.value is not None:
-            self.bar_value[lanes] = bar.value(m, lanes)
-
     def release(self) -> bool:
-        """Let those go whose barrier is complete."""
-        m = self.m
-        waiting = np.flatnonzero(self.bar_pc >= 0)
+        """Resume the threads whose barrier is complete."""
         released = self.release_grid()
-        for pc, lanes in m.clusters.release():
+        for pc, lanes in self.m.clusters.release():
             self.send(pc + 1, lanes)
             released = True
-        if not len(waiting):
-            return released
-        keys = self.bar_key[waiting]
-        n_keys = m.n_blocks * 16
-        here = np.bincount(keys, minlength=n_keys)
-        wanted = np.zeros(n_keys, np.int64)
-        np.maximum.at(wanted, keys, self.bar_count[waiting])
-        for k, (n, _) in self.arrived.items():
-            here[k] += n
-        whole = wanted == 0
-        left = np.bincount(m.block_of[m.alive], minlength=m.n_blocks).repeat(16)
-        done = np.where(whole, here >= m.threads_per_block, here >= wanted) & (here > 0)
-        short = whole & (here >= left) & (here > 0) & ~done
-        if short.any() and not m.checks.barrier:
-            done |= short
-        elif short.any() and not done.any() and not self.ready:
-            self.left_without(int(np.flatnonzero(short)[0]))
-        go = waiting[done[keys]]
-        if not len(go):
-            return released
-        self.open(go)
-        return True
-
-    def open(self, lanes: Any) -> None:
-        """Send the threads of completed barriers on."""
-        m = self.m
-        m.pc = int(self.bar_pc[lanes[0]])
-        m.touch()
-        pcs = self.bar_pc[lanes]
-        keys = self.bar_key[lanes]
-        if m.checks.barrier and (pcs != pcs[0]).any():
-            self.check_aligned(lanes, pcs)
-        self.order(lanes, keys)
-        for pc in np.unique(pcs):
-            c = self.waits[int(pc)]
-            some = lanes[pcs == pc]
-            assert c.barrier is not None
-            if c.barrier.result is not None:
-                self.reduce(c.barrier, some, lanes, keys)
-            self.send(int(pc) + 1, some)
-        self.bar_pc[lanes] = -1
-
-    def order(self, lanes: Any, keys: Any) -> None:
-        """Synchronize the vector clocks of the lanes that met."""
-        m = self.m
-        if len(lanes) == m.lanes:
-            m.met()
-            return
-        for k in np.unique(keys):
-            who = lanes[keys == k]
-            warps = set((m.warp_id[who] % m.clocks.warps).tolist())
-            if int(k) in self.arrived:
-                warps |= self.arrived.pop(int(k))[1]
-            cluster = int(m.warp_id[who[0]]) // m.clocks.warps
-            m.clocks.barrier(cluster, who, np.array(sorted(warps)), m.stamp)
-
-    def reduce(self, bar: Barrier, lanes: Any, all_lanes: Any, keys: Any) -> None:
-        m = self.m
-        value = self.bar_value[all_lanes]
-        n_keys = m.n_blocks * 16
-        yes = np.bincount(keys[value], minlength=n_keys)
-        total = np.bincount(keys, minlength=n_keys)
-        mine = self.bar_key[lanes]
-        result: Any = {"popc": yes.astype(np.uint32), "and": yes == total, "or": yes > 0}[
-            bar.reduce
-        ][mine]
-        assert bar.result is not None
-        bar.result(m, None if len(lanes) == m.lanes else lanes, result)
-
-    def check_aligned(self, lanes: Any, pcs: Any) -> None:
-        """Report lanes of one warp that wait at different barriers: it executes them as one."""
-        m = self.m
-        low, high = np.full(m.n_warps, 1 << 62), np.full(m.n_warps, -1)
-        np.minimum.at(low, m.warp_id[lanes], pcs)
-        np.maximum.at(high, m.warp_id[lanes], pcs)
-        split = np.flatnonzero((high > low) & (high >= 0))
-        if not len(split):
-            return
-        one = lanes[m.warp_id[lanes] == split[0]]
-        m.pc = int(self.bar_pc[one[0]])
-        raise m.error(
-            "barrier", "lanes of one warp wait at different barriers", int(one[0]),
-            notes=self.describe_waiting(int(m.block_of[one[0]])),
-        )  # fmt: skip
-
-    def left_without(self, key: int) -> None:
-        m = self.m
-        lane = int(np.flatnonzero((self.bar_pc >= 0) & (self.bar_key == key))[0])
-        m.pc = int(self.bar_pc[lane])
-        raise m.error(
-            "barrier", "threads of the block left the kernel without reaching this barrier", lane,
-            notes=self.describe_waiting(int(m.block_of[lane])),
-        )  # fmt: skip
+        for pc, lanes in self.barriers.release(others_run=bool(self.ready)):
+            self.send(pc + 1, lanes)
+            released = True
+        return released
 
     def release_grid(self) -> bool:
         """Let all blocks go once every thread alive is at the grid's barrier."""
@@ -514,14 +373,11 @@ class _Scheduler:
         m = self.m
         mine = m.block_of == block
         lines = []
-        places = [(pc, self.bar_pc == pc) for pc in np.unique(self.bar_pc[self.bar_pc >= 0])]
-        others = [*self.at_grid, *self.m.clusters.waiting, *self.parked.places()]
-        for pc, lanes in [*self.at_warp.items(), *others]:
+        others = [*self.at_grid, *m.clusters.waiting, *self.parked.places()]
+        for pc, lanes in [*self.barriers.places(), *self.at_warp.items(), *others]:
             chosen = np.zeros(m.lanes, np.bool_)
             chosen[lanes] = True
-            places.append((pc, chosen))
-        for pc, waiting in places:
-            chosen = waiting & mine
+            chosen &= mine
             if chosen.any():
                 place, text = m.where(int(pc))
                 first = m.thread_name(int(np.flatnonzero(chosen)[0]))[1]
@@ -541,7 +397,7 @@ class _Scheduler:
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
         others = [*self.at_grid, *m.clusters.waiting, *self.parked.places()]
         elsewhere = [pc for pc, lanes in others if lane in lanes]
-        m.pc = next(iter(at_warp + elsewhere), int(max(self.bar_pc[lane], 0)))
+        m.pc = next(iter(at_warp + elsewhere), int(max(self.barriers.pc[lane], 0)))
         if at_warp:
             raise m.error(
                 "masks",
