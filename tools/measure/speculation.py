@@ -76,12 +76,12 @@ def once(model: nbflow.LLM, texts: list[list[int]], n_new: int, **more: Any) -> 
 
 
 def step_s(model: nbflow.LLM, n_sequences: int, n_rows: int) -> float:
-    """Return the median seconds of a step with so many rows of each of so many sequences."""
+    """Return the median seconds of a step with `n_rows` rows of each of `n_sequences`."""
     return statistics.median(steps_s(model, n_sequences, n_rows)[0])
 
 
 def steps_s(model: nbflow.LLM, n_sequences: int, *n_rows: int) -> list[list[float]]:
-    """Return the seconds of steps with so many rows of each sequence; the kinds take turns."""
+    """Return the seconds of steps with each of `n_rows` rows per sequence; the kinds take turns."""
     rng = np.random.default_rng(1)
     seconds: list[list[float]] = [[] for _ in n_rows]
     with model.session() as session:
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--activations", default="f32")
     parser.add_argument("--threads", type=int)
     parser.add_argument("-o", "--output", type=Path, help="a JSON file")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no row after S seconds")
     arguments = parser.parse_args()
     common = {k: getattr(arguments, k) for k in ("activations", "threads")}
     end = time.monotonic() + arguments.seconds if arguments.seconds else float("inf")

@@ -73,7 +73,7 @@ class Parked:
         return found or self._refuse_all()
 
     def _refuse_all(self) -> list[tuple[int, Any]]:
-        """Tell everybody that the phase is not complete, unless that led to nothing before."""
+        """Let all tries fail and resume the threads, unless that led to nothing before."""
         self.idle = self.idle + 1 if self.m.mbarriers.events == self.events else 0
         self.events = self.m.mbarriers.events
         if self.idle >= _PATIENCE:

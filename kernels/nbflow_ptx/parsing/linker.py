@@ -1,6 +1,6 @@
 """One entry point and the device functions it calls, as one flat list of instructions.
 
-Calls are inlined: a callee's registers, labels and variables get names of their own, its
+Calls are inlined: a callee's registers, labels and variables get unique names, its
 parameters become the caller's argument variables, and its ``ret`` a branch behind the call.  So
 the executor needs no call stack; recursion is refused.
 """
