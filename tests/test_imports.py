@@ -1,4 +1,4 @@
-"""No module of nbflow, its kernels or its experiments is part of an import cycle.
+"""No module of the packages and no script of tools/ is part of an import cycle.
 
 Imports within functions and under ``TYPE_CHECKING`` count: a cycle that only shows there still
 means that two modules cannot be understood, tested or moved one without the other.
@@ -7,17 +7,30 @@ means that two modules cannot be understood, tested or moved one without the oth
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"nbflow": ".", "nbflow_kernels": "kernels", "nbflow_experiments": "experiments"}
+PACKAGES = {
+    "nbflow": ".",
+    "nbflow_kernels": "kernels",
+    "nbflow_ptx": "kernels",
+    "nbflow_experiments": "experiments",
+}
+SCRIPTS = [ROOT / "tools" / name for name in ("checkpoints", "docs", "golden", "measure")]
 
 
-def imports() -> dict[str, set[str]]:
-    """Return the modules that each module of the packages imports, of those packages."""
+def modules() -> dict[str, Path]:
+    """Return the files of the packages by module."""
     files = {}
     for package, folder in PACKAGES.items():
         for file in (ROOT / folder / package).rglob("*.py"):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
             files[".".join(parts).removesuffix(".__init__")] = file
+    return files
+
+
+def imports(files: dict[str, Path]) -> dict[str, set[str]]:
+    """Return the modules that each module imports, of those given."""
     found: dict[str, set[str]] = {}
     for module, file in files.items():
         names = set()
@@ -71,8 +84,23 @@ def test_cycles_are_found():
     assert cycles(graph) == [["a", "b", "c"]]
 
 
-def test_no_module_is_in_a_cycle():
-    graph = imports()
-    assert "nbflow.engine.core" in graph["nbflow.engine.llm_engine"]
+def check(graph: dict[str, set[str]]) -> None:
     found = cycles(graph)
     assert not found, f"import cycles: {'; '.join(' -> '.join(group) for group in found)}"
+
+
+def test_no_module_is_in_a_cycle():
+    graph = imports(modules())
+    assert "nbflow.engine.core" in graph["nbflow.engine.llm_engine"]
+    assert "nbflow_ptx.machine.machine" in graph["nbflow_ptx.instructions.binder"]
+    check(graph)
+
+
+@pytest.mark.parametrize("folder", SCRIPTS, ids=lambda folder: folder.name)
+def test_no_script_is_in_a_cycle(folder: Path):
+    """Scripts of a folder import each other by their bare names."""
+    check(imports({file.stem: file for file in folder.glob("*.py")}))
+
+
+def test_the_folders_of_scripts_are_known():
+    assert {file.parent for file in (ROOT / "tools").rglob("*.py")} == set(SCRIPTS)

@@ -6,7 +6,7 @@ line.  NumPy is all it needs; `launch` of a Numba kernel also needs ``numba-cuda
 """
 
 from nbflow_ptx.checks import NO_CHECKS, Checks
-from nbflow_ptx.device import Allocation, Device
+from nbflow_ptx.emulator import Emulator, Result, out
 from nbflow_ptx.errors import (
     Finding,
     KernelFault,
@@ -16,10 +16,10 @@ from nbflow_ptx.errors import (
     PtxError,
     UnsupportedInstruction,
 )
-from nbflow_ptx.launching import Emulator, Result, out
 from nbflow_ptx.lint import KernelFacts, LintReport, lint
+from nbflow_ptx.memory.device import Allocation, Device
 from nbflow_ptx.numba_kernels import compile_kernel, launch
-from nbflow_ptx.parser import parse
+from nbflow_ptx.parsing.parser import parse
 
 __all__ = [
     "NO_CHECKS",

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nbflow_ptx.errors import PtxError
-from nbflow_ptx.linker import link
+from nbflow_ptx.execution.program import bind
 from nbflow_ptx.lint import lint
-from nbflow_ptx.parser import parse
-from nbflow_ptx.program import bind
+from nbflow_ptx.parsing.linker import link
+from nbflow_ptx.parsing.parser import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

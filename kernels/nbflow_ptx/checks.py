@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,4 @@ class Checks:
 
 
 #: Only the checks that cannot be turned off.
-NO_CHECKS = Checks(
-    bounds=False,
-    aligned=False,
-    freed=False,
-    uninitialised=False,
-    races=False,
-    barrier=False,
-    masks=False,
-    wgmma=False,
-    proxy=False,
-)
+NO_CHECKS = Checks(**{f.name: False for f in fields(Checks) if f.name != "budget"})

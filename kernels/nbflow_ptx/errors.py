@@ -88,6 +88,15 @@ def _triple(values: tuple[int, ...]) -> str:
     return "(" + ", ".join(str(v) for v in values) + ")"
 
 
+def position(offset: int, what: str, n_bytes: int) -> str:
+    """Describe an offset from the start of an array: in, before or behind it."""
+    if 0 <= offset < n_bytes:
+        return f"byte {offset} of {what} of {n_bytes} bytes"
+    if offset < 0:
+        return f"{-offset} bytes before {what} of {n_bytes} bytes"
+    return f"{offset - n_bytes} bytes behind the end of {what} of {n_bytes} bytes"
+
+
 def unknown(kind: str, name: str, available: Iterable[str]) -> str:
     """Return the message for a name that does not exist: close names first, then all."""
     names = list(available)

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbflow_ptx.errors import ParseError
-from nbflow_ptx.layout import short_name
-from nbflow_ptx.linker import link
-from nbflow_ptx.memory import space_of
-from nbflow_ptx.parser import parse
-from nbflow_ptx.syntax import Instruction, Module, Vec
-from nbflow_ptx.types import TYPES
+from nbflow_ptx.parsing.linker import link
+from nbflow_ptx.parsing.parser import parse
+from nbflow_ptx.parsing.syntax import Instruction, Module, Vec
+from nbflow_ptx.threads.launch_layout import short_name
 
 _TENSOR = ("mma", "wmma", "wgmma", "ldmatrix", "stmatrix", "tcgen05")
 _ELF_MACHINE_CUDA = 190
@@ -171,7 +169,7 @@ def _facts(module: Module, name: str) -> KernelFacts:
         return sum(1 for ins in code if test(ins))
 
     facts.fp64 = count(_is_fp64)
-    facts.local_accesses = count(lambda i: i.opcode in ("ld", "st") and space_of(i) == "local")
+    facts.local_accesses = count(lambda i: i.opcode in ("ld", "st") and i.space == "local")
     local = [v for v in kernel.frame if _is_array(v)]
     facts.local_bytes = sum(kernel.frame_sizes[v] for v in local)
     used = {getattr(a, "name", "") for i in code for a in _flat(i)}
@@ -187,7 +185,7 @@ def _facts(module: Module, name: str) -> KernelFacts:
     stores: dict[int, int] = {}
     facts.global_loads, facts.global_stores = loads, stores
     for ins in code:
-        if ins.opcode in ("ld", "ldu", "st") and space_of(ins) in ("global", "generic"):
+        if ins.opcode in ("ld", "ldu", "st") and ins.space in ("global", "generic"):
             table = stores if ins.opcode == "st" else loads
             width = access_bytes(ins)
             table[width] = table.get(width, 0) + 1
@@ -196,7 +194,7 @@ def _facts(module: Module, name: str) -> KernelFacts:
 
 def access_bytes(ins: Instruction) -> int:
     """Return the bytes one thread moves in a load or store."""
-    kind = [TYPES[p] for p in ins.op if p in TYPES][-1]
+    kind = ins.types[-1]
     vector = next((a for a in ins.args if isinstance(a, Vec)), None)
     return max(kind.nbytes, 1) * (len(vector.items) if vector else 1)
 

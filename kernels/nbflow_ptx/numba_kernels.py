@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from nbflow_ptx.checks import Checks
-from nbflow_ptx.device import Device
+from nbflow_ptx.emulator import Emulator, Out, Result, needed
 from nbflow_ptx.errors import LaunchError, MissingToolError
-from nbflow_ptx.launching import Emulator, Out, Result, needed
+from nbflow_ptx.memory.device import Device
 
 _compiled: dict[Any, Emulator] = {}
 

@@ -16,7 +16,7 @@ from nbflow.executor.bind import PythonOp
 from nbflow.executor.cuda_fusion import ExpertFusion, find_fusions
 from nbflow.program import build, fuse
 from nbflow.spec import resolve
-from nbflow_ptx.state import State
+from nbflow_ptx.cupy_stand_in.state import State
 
 pytestmark = pytest.mark.compiler
 FOLDER = Path(__file__).parents[1] / "golden" / "families"

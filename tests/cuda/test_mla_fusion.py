@@ -12,7 +12,7 @@ from small_models import write_checkpoint
 import nbflow
 import nbflow_kernels as nk
 from nbflow_kernels.quantized_matmul import cuda as products
-from nbflow_ptx.state import State
+from nbflow_ptx.cupy_stand_in.state import State
 
 pytestmark = pytest.mark.compiler
 CONFIG = {

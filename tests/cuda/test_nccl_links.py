@@ -15,8 +15,8 @@ import pytest
 import nbflow
 from nbflow.distributed import nccl
 from nbflow.distributed.device import Device
-from nbflow_ptx.device import GLOBAL_BASE, WRITTEN
-from nbflow_ptx.kernel_device import State
+from nbflow_ptx.cupy_stand_in.kernel_device import State
+from nbflow_ptx.memory.device import GLOBAL_BASE, WRITTEN
 
 pytestmark = pytest.mark.compiler
 

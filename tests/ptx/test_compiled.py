@@ -31,7 +31,7 @@ def cuda() -> Any:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_planted_kernels_compiled_anew(arch: str) -> None:
+def test_planted_kernels_recompiled(arch: str) -> None:
     source = (KERNELS / "planted.cu").read_text()
     emulator = Emulator(nvrtc.compile_source(source, arch, file_name="planted.cu").text)
     for name in CASES:

@@ -156,7 +156,7 @@ def test_copies_between_host_and_device_are_as_strict_as_cupys() -> None:
         cupy.zeros((2, 3), np.float32)[:, :2].set(other)
 
 
-def test_pinned_memory_is_left_alone_until_somebody_has_waited() -> None:
+def test_pinned_memory_must_not_change_before_the_host_waits() -> None:
     x, stream, event = cupy.zeros(4, np.float32), cupy.cuda.Stream(), cupy.cuda.Event()
     pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.float32)
 

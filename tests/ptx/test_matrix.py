@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nbflow_ptx import Emulator
-from nbflow_ptx.floats import FP8, f32_to_bf16
+from nbflow_ptx.instructions.floats import FP8, f32_to_bf16
 
 HEAD = ".version 8.4\n.target sm_90\n.address_size 64\n"
 

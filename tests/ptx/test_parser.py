@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nbflow_ptx import Emulator, LaunchError, ParseError, UnsupportedInstruction, parse
-from nbflow_ptx.syntax import Addr, Imm, Not, Reg, Special, Sym, Vec
+from nbflow_ptx.parsing.syntax import Addr, Imm, Not, Reg, Special, Sym, Vec
 
 TEXT = """
 // a comment with { braces } and ;

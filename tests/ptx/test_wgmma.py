@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nbflow_ptx import Emulator, UnsupportedInstruction
-from nbflow_ptx.descriptors import decode, problem
-from nbflow_ptx.floats import FP8, bf16_to_f32, f32_to_bf16
+from nbflow_ptx.instructions.floats import FP8, bf16_to_f32, f32_to_bf16
+from nbflow_ptx.instructions.wgmma_descriptors import decode, problem
 
 SWIZZLE_FIELD = {16: 0, 128: 1, 64: 2, 32: 3}
 AREA = 48 * 1024

@@ -6,7 +6,9 @@ that says so.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ def folder_of(sweep: str) -> Path | None:
     return next(iter(sorted(p.parent for p in (RESULTS / sweep).glob("*/points.csv"))), None)
 
 
-def rows_of(sweep: str) -> list[Row]:
-    """Return the points of a sweep that succeeded; empty without results."""
+def of_rows(sweep: str, table: Callable[[list[Row]], str]) -> str:
+    """Return the table of the points of a sweep that succeeded."""
     folder = folder_of(sweep)
-    return [r for r in read_points(folder)[1] if r["status"] == "done"] if folder else []
+    rows = [r for r in read_points(folder)[1] if r["status"] == "done"] if folder else []
+    return table(rows) if rows else MISSING
 
 
 def figure(sweep: str, name: str, title: str) -> str:
@@ -43,11 +46,8 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def quantization() -> str:
+def quantization(rows: list[Row]) -> str:
     """Return the table of errors by format: Inferflow's quantizer and ours."""
-    rows = rows_of("quantization")
-    if not rows:
-        return MISSING
     errors = gaussian_errors()
     body = []
     rows.sort(key=lambda row: -row["bits_per_weight"])
@@ -71,8 +71,6 @@ def quantization() -> str:
 
 def gaussian_errors() -> dict[str, tuple[float, float]]:
     """Return the recorded errors of the reference and the search quantizer on Gaussian weights."""
-    import json
-
     files = sorted((RESULTS / "formats").glob("*/formats.json"))
     formats = json.loads(files[0].read_text(encoding="utf-8"))["formats"] if files else {}
     return {
@@ -82,21 +80,15 @@ def gaussian_errors() -> dict[str, tuple[float, float]]:
     }
 
 
-def throughput() -> str:
+def throughput(rows: list[Row]) -> str:
     """Return the table of decoding speeds: weights by cache and batch."""
-    rows = rows_of("throughput")
-    if not rows:
-        return MISSING
     columns = list(dict.fromkeys((row["kv"], row["batch"]) for row in rows))
     head = ["weights", *(f"{kv}, {batch}" for kv, batch in columns)]
     return _pivot(rows, head, columns, ("kv", "batch"), "decode_tokens_per_s")
 
 
-def partitions() -> str:
+def partitions(rows: list[Row]) -> str:
     """Return the table of partitions: speed by batch, bytes sent, and what was predicted."""
-    rows = rows_of("partitions")
-    if not rows:
-        return MISSING
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     predicted = "predicted_decode_tokens_per_s" in rows[0]
     head = ["partition", "ranks"]
@@ -123,11 +115,8 @@ def partitions() -> str:
     return markdown(head, body)
 
 
-def batching() -> str:
+def batching(rows: list[Row]) -> str:
     """Return the table of continuous batching."""
-    rows = rows_of("batching")
-    if not rows:
-        return MISSING
     formats = list(dict.fromkeys(row["weights"] for row in rows))
     head = ["requests"]
     for name in formats:
@@ -150,11 +139,8 @@ def batching() -> str:
     return markdown(head, body)
 
 
-def shared_prefix() -> str:
+def shared_prefix(rows: list[Row]) -> str:
     """Return the table of shared prefixes."""
-    rows = rows_of("shared_prefix")
-    if not rows:
-        return MISSING
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     head = ["shared tokens"]
     for batch in batches:
@@ -171,11 +157,8 @@ def shared_prefix() -> str:
     return markdown(head, body)
 
 
-def cascade() -> str:
+def cascade(rows: list[Row]) -> str:
     """Return the table of cascade attention: a row for each shape, columns by sequences."""
-    rows = rows_of("cascade")
-    if not rows:
-        return MISSING
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     names = ("heads", "kv", "shared_keys", "own_keys")
     head = ["heads", "cache", "shared keys", "own keys"]
@@ -193,11 +176,8 @@ def cascade() -> str:
     return markdown(head, body)
 
 
-def speculation() -> str:
+def speculation(rows: list[Row]) -> str:
     """Return the table of speculative decoding."""
-    rows = rows_of("speculation")
-    if not rows:
-        return MISSING
     head = (
         "proposals", "at a time", "sequences", "right (%)", "tokens per verification (bound)",
         "none (token/s)", "with proposals", "speed-up", "same text",
@@ -258,24 +238,21 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{1e3 * value:.1f}"
 
 
-def _figure(sweep: str, name: str, title: str) -> Callable[[], str]:
-    return lambda: figure(sweep, name, title)
+def _tables() -> dict[str, Callable[[], str]]:
+    made: dict[str, Callable[[], str]] = {}
+    for sweep, table, name, title in (
+        ("quantization", quantization, "quality", "Bits per weight against error"),
+        ("throughput", throughput, "throughput", "Batch size against throughput"),
+        ("partitions", partitions, "partitions", "Partitions against speed"),
+        ("batching", batching, "batching", "Dynamic batching"),
+        ("shared_prefix", shared_prefix, "shared_prefix", "Shared prefixes"),
+        ("cascade", cascade, "cascade", "Cascade attention"),
+        ("speculation", speculation, "speculation", "Speculative decoding"),
+    ):
+        made[sweep] = partial(of_rows, sweep, table)
+        made[f"{sweep} figure"] = partial(figure, sweep, name, title)
+    return made
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "quantization": quantization,
-    "quantization figure": _figure("quantization", "quality", "Bits per weight against error"),
-    "throughput": throughput,
-    "throughput figure": _figure("throughput", "throughput", "Batch size against throughput"),
-    "partitions": partitions,
-    "partitions figure": _figure("partitions", "partitions", "Partitions against speed"),
-    "batching": batching,
-    "batching figure": _figure("batching", "batching", "Dynamic batching"),
-    "shared_prefix": shared_prefix,
-    "shared_prefix figure": _figure("shared_prefix", "shared_prefix", "Shared prefixes"),
-    "cascade": cascade,
-    "cascade figure": _figure("cascade", "cascade", "Cascade attention"),
-    "speculation": speculation,
-    "speculation figure": _figure("speculation", "speculation", "Speculative decoding"),
-}
+TABLES = _tables()
 """Markers of docs/experiments.md and their generated content."""

@@ -25,6 +25,7 @@ import numpy as np
 import published_models as published
 import torch
 import transformers
+from random_models import Convert, Made, Tensors, randomize
 from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "families"
@@ -238,14 +239,14 @@ PAIRS |= {
                        "tie_word_embeddings": False, "d_kv": 8, "d_ff": 28}),
 }  # fmt: skip
 
-STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], published.Made]]] = {
+STORED: dict[str, tuple[str, dict[str, Any], Callable[[Made], Made]]] = {
     "qwen3_fp8": ("Qwen3", FOUR, fp8_mxfp4.fp8_blocks),
     "llama_fp8": ("Llama", FOUR_EVEN, fp8_mxfp4.compressed),
     "gpt_oss": ("GptOss", GPT_OSS, fp8_mxfp4.mxfp4_experts),
 }
 """Name -> class, configuration, and conversion to the stored format."""
 
-PUBLISHED: dict[str, Callable[[], published.Made]] = {
+PUBLISHED: dict[str, Callable[[], Made]] = {
     "internlm": published.internlm,
     "internlm2": published.internlm2,
     "orion": published.orion,
@@ -257,23 +258,7 @@ PUBLISHED: dict[str, Callable[[], published.Made]] = {
 }
 
 
-def randomize(model: torch.nn.Module) -> None:
-    """Make norms and biases random too, so that a miss shows, and round all to float16."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-        elif "embed" not in name:
-            parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-        parameter.data = parameter.data.half().float()
-    for module in model.modules():
-        if hasattr(module, "create_weight"):  # sinusoids are computed, not stored
-            module.weight.data = module.create_weight()
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
-
-
-def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
+def from_transformers(kind: str, options: dict[str, Any]) -> Made:
     """Return a model of transformers with random weights."""
     base = kind.removesuffix("LMHead")
     config_name = "Gemma3TextConfig" if kind == "Gemma3" else f"{base}Config"
@@ -297,18 +282,14 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
         model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
     if is_pair:
         read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
-        return published.Made(
-            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert
-        )
-    return published.Made(model, lambda ids: model(ids).logits)
+        return Made(model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert)
+    return Made(model, lambda ids: model(ids).logits)
 
 
-def with_head(model: Any) -> published.Convert:
+def with_head(model: Any) -> Convert:
     """Return a conversion that adds the head of `model` to its tensors."""
 
-    def convert(
-        tensors: published.Tensors, config: dict[str, Any]
-    ) -> tuple[published.Tensors, dict[str, Any]]:
+    def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
         head = {"lm_head.weight": model.lm_head.weight.data.half()}
         return tensors | head, config | {"tie_word_embeddings": False}
 
@@ -331,7 +312,7 @@ def main() -> None:
             write(name, made, encoder=name in ENCODERS)
 
 
-def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]:
+def arrays(made: Made, seed: int, n_new: int) -> dict[str, np.ndarray]:
     """Return ids, logits and continuation; those of other ids if the continuation is a near tie."""
     ids = np.random.default_rng(seed).integers(2, 97, N_TOKENS)
     batch = torch.tensor(ids)[None]
@@ -351,7 +332,7 @@ def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]
     return arrays(made, seed + 1, n_new) if is_tie else result
 
 
-def crossing(made: published.Made, ids: np.ndarray) -> dict[str, np.ndarray]:
+def crossing(made: Made, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Return the first tokens whose continuation shows when LongRoPE's angles change."""
     numbers = made.model.config.rope_parameters
     original = numbers["original_max_position_embeddings"]
@@ -368,7 +349,7 @@ def crossing(made: published.Made, ids: np.ndarray) -> dict[str, np.ndarray]:
     raise ValueError("no continuation depends on when the angles change; take other weights")
 
 
-def greedy(made: published.Made, ids: np.ndarray, n_new: int) -> tuple[np.ndarray, bool]:
+def greedy(made: Made, ids: np.ndarray, n_new: int) -> tuple[np.ndarray, bool]:
     """Return the most probable continuation, and whether it is nearly a tie somewhere."""
     new, is_tie = list(ids), False
     for _ in range(n_new):
@@ -379,7 +360,7 @@ def greedy(made: published.Made, ids: np.ndarray, n_new: int) -> tuple[np.ndarra
     return np.array(new[len(ids) :], np.int32), is_tie
 
 
-def write(name: str, made: published.Made, encoder: bool = False) -> None:
+def write(name: str, made: Made, encoder: bool = False) -> None:
     """Write one folder."""
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)

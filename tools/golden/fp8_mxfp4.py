@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from published_models import Made, Tensors
+from random_models import Made, Tensors
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

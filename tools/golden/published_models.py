@@ -18,10 +18,10 @@ deepseek_moe  Llama with the mixture of experts of modeling_deepseek.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from random_models import Convert, Made, Tensors, randomize
 from torch import nn
 from transformers import (
     GlmConfig,
@@ -32,9 +32,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-Tensors = dict[str, torch.Tensor]
-Convert = Callable[[Tensors, dict[str, Any]], tuple[Tensors, dict[str, Any]]]
-
 SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
     "num_attention_heads": 3, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -42,21 +39,7 @@ SIZES = {
 }  # fmt: skip
 
 
-@dataclass
-class Made:
-    """A model with random weights."""
-
-    model: Any
-    """Model with `save_pretrained`."""
-    logits: Callable[[torch.Tensor], torch.Tensor]
-    """Ids (1, T) to logits (1, T, V)."""
-    convert: Convert | None = None
-    """Conversion of `model`'s tensors and configuration to the published ones."""
-
-
 def _llama(**options: Any) -> Any:
-    from families import randomize
-
     config = LlamaConfig(**{**SIZES, **options})
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).eval()
@@ -146,8 +129,6 @@ def orion() -> Made:
 
 def minicpm() -> Made:
     """MiniCPM: its factors are Granite's by other names."""
-    from families import randomize
-
     config = GraniteConfig(
         **{**SIZES, "tie_word_embeddings": True},
         embedding_multiplier=12.0,
@@ -228,8 +209,6 @@ def baichuan2_13b() -> Made:
 
 def chatglm2() -> Made:
     """ChatGLM2, as GLM with other names."""
-    from families import randomize
-
     config = GlmConfig(
         **{**SIZES, "hidden_size": 32, "num_attention_heads": 4},
         num_key_value_heads=2,
@@ -294,8 +273,6 @@ class _Experts(nn.Module):
 
 def deepseek_moe() -> Made:
     """DeepSeek MoE: the first layer dense, the others with experts."""
-    from families import randomize
-
     model = _llama(intermediate_size=40)
     kind = type(model.model.layers[0].mlp)
 

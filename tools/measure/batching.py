@@ -31,6 +31,7 @@ import numpy as np
 
 import nbflow
 from nbflow.engine.request import Request
+from nbflow.utils.atomic_write import write_text
 from nbflow.utils.system import processor_name
 
 LENGTHS = (16, 200, 48, 96, 8, 128, 64, 32)
@@ -217,9 +218,7 @@ class Tables:
             shown = {k: v for k, v in made[-1].items() if not isinstance(v, list)}
             print(name, json.dumps(shown), flush=True)
             if self._path is not None:
-                part = self._path.with_suffix(".part")
-                part.write_text(json.dumps(self._whole, indent=1) + "\n")
-                part.replace(self._path)
+                write_text(self._path, json.dumps(self._whole, indent=1) + "\n")
 
 
 def main() -> None:

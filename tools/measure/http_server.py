@@ -53,6 +53,7 @@ from speculation import step_s
 
 import nbflow
 from nbflow.planner import planned_model
+from nbflow.utils.atomic_write import write_text
 from nbflow.utils.system import package_versions, processor_name
 
 PROMPT, NEW = 64, 64
@@ -378,10 +379,8 @@ class Results:
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         whole = json.dumps({**self._facts, "rows": self.rows}, indent=1) + "\n"
-        for name, text in (("rows.json", whole), ("table.md", table(self.rows))):
-            part = self._folder / f".{name}.part"
-            part.write_text(text)
-            part.replace(self._folder / name)
+        write_text(self._folder / "rows.json", whole)
+        write_text(self._folder / "table.md", table(self.rows))
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 import nbflow
+from nbflow.utils.atomic_write import write_text
 from nbflow.utils.system import processor_name
 
 TEXTS = (
@@ -75,12 +76,12 @@ def once(model: nbflow.LLM, texts: list[list[int]], n_new: int, **more: Any) -> 
 
 
 def step_s(model: nbflow.LLM, n_sequences: int, n_rows: int) -> float:
-    """Return the median seconds of a step with so many rows of each of so many sequences."""
+    """Return the median seconds of a step with `n_rows` rows of each of `n_sequences`."""
     return statistics.median(steps_s(model, n_sequences, n_rows)[0])
 
 
 def steps_s(model: nbflow.LLM, n_sequences: int, *n_rows: int) -> list[list[float]]:
-    """Return the seconds of steps with so many rows of each sequence; the kinds take turns."""
+    """Return the seconds of steps with each of `n_rows` rows per sequence; the kinds take turns."""
     rng = np.random.default_rng(1)
     seconds: list[list[float]] = [[] for _ in n_rows]
     with model.session() as session:
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--activations", default="f32")
     parser.add_argument("--threads", type=int)
     parser.add_argument("-o", "--output", type=Path, help="a JSON file")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no row after S seconds")
     arguments = parser.parse_args()
     common = {k: getattr(arguments, k) for k in ("activations", "threads")}
     end = time.monotonic() + arguments.seconds if arguments.seconds else float("inf")
@@ -179,9 +180,8 @@ def main() -> None:
                     shown = {k: v for k, v in rows[-1].items() if not isinstance(v, list)}
                     print(json.dumps(shown), flush=True)
                     if arguments.output is not None:
-                        part = arguments.output.with_suffix(".part")
-                        part.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-                        part.replace(arguments.output)
+                        text = json.dumps({**about, "rows": rows}, indent=1) + "\n"
+                        write_text(arguments.output, text)
 
 
 if __name__ == "__main__":

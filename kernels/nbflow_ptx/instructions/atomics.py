@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx import floats
-from nbflow_ptx.binder import Binder, Run, full, threads
+from nbflow_ptx.instructions import floats
+from nbflow_ptx.instructions.binder import Binder, Run, full, threads
 from nbflow_ptx.instructions.floating import pack16, unpack16
-from nbflow_ptx.memory import space_of
-from nbflow_ptx.syntax import Instruction, Vec
-from nbflow_ptx.types import STORAGE, TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.parsing.syntax import Instruction, Vec
+from nbflow_ptx.parsing.types import STORAGE, TYPES, Type
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 #: Operations NumPy can do for many threads at one address, in thread order.
@@ -28,8 +25,8 @@ _UFUNC: dict[str, Any] = {
 
 def atomic(b: Binder, ins: Instruction) -> Run:
     """``atom`` (gives the old value) and ``red`` (does not)."""
-    kind, space = b.type_of(ins), space_of(ins)
-    op = next((o for o in _OPERATIONS if o in ins.op[1:]), "")
+    kind, space = b.type_of(ins), ins.space
+    op = ins.one_of(*_OPERATIONS)
     if (
         not op
         or ins.has("async", "bulk")
@@ -125,18 +122,10 @@ def operation(op: str, kind: Type) -> Callable[[Any, Any, Any], Any]:
 
 def _small(op: str, old: Any, x: Any, name: str) -> Any:
     a, b = unpack16(old, name), unpack16(x, name)
-    r = (
-        floats.add_to_odd(a, b)
-        if op == "add"
-        else {"min": floats.minimum, "max": floats.maximum}[op](a, b)
-    )
-    return pack16(r, name)
+    f = {"add": floats.add_to_odd, "min": floats.minimum, "max": floats.maximum}[op]
+    return pack16(f(a, b), name)
 
 
 def _small_pair(op: str, old: Any, x: Any, name: str) -> Any:
-    low, high = (
-        _small(op, ((old >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16),
-               ((x >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), name)
-        for s in (0, 16)
-    )  # fmt: skip
-    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+    pairs = zip(floats.split16(old), floats.split16(x), strict=True)
+    return floats.join16(*(_small(op, a, b, name) for a, b in pairs))

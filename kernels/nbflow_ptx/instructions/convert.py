@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx import floats
-from nbflow_ptx.binder import Binder, Run
-from nbflow_ptx.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, WINDOW_BYTES
-from nbflow_ptx.instructions.floating import pack16, unpack16
-from nbflow_ptx.syntax import Instruction, Vec
-from nbflow_ptx.types import FLOATS, STORAGE, TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.instructions import floats
+from nbflow_ptx.instructions.binder import Binder, Run
+from nbflow_ptx.instructions.floating import pack16, unpack16, unpack_pair
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.memory.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, WINDOW_BYTES
+from nbflow_ptx.parsing.syntax import Instruction, Vec
+from nbflow_ptx.parsing.types import FLOATS, STORAGE, TYPES, Type
 
 
 def move(b: Binder, ins: Instruction) -> Run:
@@ -100,7 +98,7 @@ def is_space(b: Binder, ins: Instruction) -> Run:
 
 def convert(b: Binder, ins: Instruction) -> Run:
     """``cvt`` between integers, floats and packed small floats."""
-    kinds = b.types(ins)
+    kinds = ins.types
     if len(kinds) != 2:
         raise b.unsupported(ins)
     to, source = kinds
@@ -257,13 +255,7 @@ def _convert_fp8(b: Binder, ins: Instruction, to: Type, source: Type) -> Run:
     if source.name == "f16x2" and to.name in ("e4m3x2", "e5m2x2"):
 
         def shrink(x: Any) -> Any:
-            low, high = (
-                floats.to_fp8(
-                    unpack16(((x >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), "f16"),
-                    to.name[:4],
-                )
-                for s in (0, 16)
-            )
+            low, high = (floats.to_fp8(v, to.name[:4]) for v in unpack_pair(x, "f16"))
             return low.astype(np.uint16) | (high.astype(np.uint16) << np.uint16(8))
 
         return b.apply(ins, shrink, TYPES["b32"])
@@ -316,7 +308,7 @@ def set_predicate(b: Binder, ins: Instruction) -> Run:
         return _set_predicate_pair(b, ins, kind)
     p, q = b.pair(ins.args[0])
     test = _compared(b, ins, kind)
-    join = next((o for o in ("and", "or", "xor") if o in ins.op[2:]), "")
+    join = ins.one_of("and", "or", "xor")
     if not join:
         if q is None:
             return lambda m, i: p(m, i, test(m, i))
@@ -350,12 +342,8 @@ def _set_predicate_pair(b: Binder, ins: Instruction, kind: Type) -> Run:
     x, y = b.reads(ins.args[1:3], TYPES["b32"])
 
     def run(m: Machine, i: Any) -> None:
-        a, c = x(m, i), y(m, i)
-        for s, d in ((0, p), (16, second)):
-            halves = [
-                unpack16(((v >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), kind.name)
-                for v in (a, c)
-            ]
+        pairs = [unpack_pair(v(m, i), kind.name) for v in (x, y)]
+        for d, halves in zip((p, second), zip(*pairs, strict=True), strict=True):
             d(m, i, test(*halves))
 
     return run
@@ -363,7 +351,7 @@ def _set_predicate_pair(b: Binder, ins: Instruction, kind: Type) -> Run:
 
 def set_value(b: Binder, ins: Instruction) -> Run:
     """``set``: compare into all ones or 1.0."""
-    kinds = b.types(ins)
+    kinds = ins.types
     if len(kinds) != 2 or len(ins.args) != 3 or "x2" in kinds[1].name:
         raise b.unsupported(ins)
     to, kind = kinds
@@ -387,7 +375,7 @@ def select(b: Binder, ins: Instruction) -> Run:
 
 def select_by_sign(b: Binder, ins: Instruction) -> Run:
     """``slct``: choose by the sign of the third operand."""
-    kinds = b.types(ins)
+    kinds = ins.types
     if len(kinds) != 2:
         raise b.unsupported(ins)
     kind = TYPES[f"b{8 * kinds[0].nbytes}"]

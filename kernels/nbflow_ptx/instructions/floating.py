@@ -8,17 +8,15 @@ PTX ISA states for the hardware's (see docs/ptx_emulator.md); only ``sin.approx`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx import floats
-from nbflow_ptx.binder import Binder, Run
-from nbflow_ptx.syntax import Instruction
-from nbflow_ptx.types import TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.instructions import floats
+from nbflow_ptx.instructions.binder import Binder, Run
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.parsing.syntax import Instruction
+from nbflow_ptx.parsing.types import TYPES, Type
 
 Float = Callable[..., Any]
 
@@ -38,9 +36,9 @@ def _modifiers(ins: Instruction, f: Float) -> Float:
     return g
 
 
-def _halves(v: Any, name: str) -> tuple[Any, Any]:
+def unpack_pair(v: Any, name: str) -> tuple[Any, Any]:
     """Return the low and high value of a packed pair as float64."""
-    low, high = (v & np.uint32(0xFFFF)).astype(np.uint16), (v >> np.uint32(16)).astype(np.uint16)
+    low, high = floats.split16(v)
     return unpack16(low, name), unpack16(high, name)
 
 
@@ -83,9 +81,9 @@ def _narrow(b: Binder, ins: Instruction, kind: Type, f: Float, n: int) -> Run:
     reads = b.reads(ins.args[1 : 1 + n], TYPES["b32"])
 
     def run(m: Machine, i: Any) -> None:
-        pairs = [_halves(x(m, i), kind.name) for x in reads]
+        pairs = [unpack_pair(x(m, i), kind.name) for x in reads]
         low, high = g([p[0] for p in pairs]), g([p[1] for p in pairs])
-        d(m, i, low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16)))
+        d(m, i, floats.join16(low, high))
 
     return run
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx.binder import Binder, Run
 from nbflow_ptx.instructions import floating
-from nbflow_ptx.syntax import Imm, Instruction, Pair
-from nbflow_ptx.types import FLOATS, SIGNED, STORAGE, TYPES, Type
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.instructions.binder import Binder, Run
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.parsing.syntax import Imm, Instruction, Pair
+from nbflow_ptx.parsing.types import FLOATS, SIGNED, STORAGE, TYPES, Type
 
 _WIDE = {
     "u16": TYPES["u32"], "s16": TYPES["s32"], "u32": TYPES["u64"], "s32": TYPES["s64"],
@@ -28,7 +26,7 @@ def add(b: Binder, ins: Instruction) -> Run:
         return floating.arithmetic(b, ins)
     subtract = ins.opcode in ("sub", "subc")
     if ins.has("cc") or ins.opcode in ("addc", "subc"):
-        return _with_carry(b, ins, kind, subtract)
+        return _with_carry(b, ins, kind)
     if kind.name in ("u16x2", "s16x2"):
         raise b.unsupported(ins)
     if ins.has("sat"):
@@ -42,14 +40,17 @@ def add(b: Binder, ins: Instruction) -> Run:
     return b.apply(ins, np.subtract if subtract else np.add, kind, kind)
 
 
-def _with_carry(b: Binder, ins: Instruction, kind: Type, subtract: bool) -> Run:
-    """``add.cc``, ``addc``: the carry flag is a separate register, one bit per thread."""
-    d, x, y = b.write(ins.args[0]), b.read(ins.args[1], kind), b.read(ins.args[2], kind)
-    takes, gives = ins.opcode in ("addc", "subc"), ins.has("cc")
+def _with_carry(b: Binder, ins: Instruction, kind: Type, product: Any = None) -> Run:
+    """``add.cc``, ``subc``, ``madc``: the carry flag is a register, one bit per thread."""
+    d, reads = b.write(ins.args[0]), b.reads(ins.args[1:], kind)
+    takes, gives = ins.opcode in ("addc", "subc", "madc"), ins.has("cc")
+    subtract = ins.opcode in ("sub", "subc")
     store = STORAGE[kind.nbytes]
 
     def run(m: Machine, i: Any) -> None:
-        a, c = x(m, i).view(store), y(m, i).view(store)
+        *factors, c = [x(m, i) for x in reads]
+        a = (product(*factors) if product is not None else factors[0]).view(store)
+        c = c.view(store)
         carry = m.carry if i is None or not m.carry.ndim else m.carry[i]
         extra = carry.astype(store) if takes else store(0)
         if subtract:  # the flag holds the borrow
@@ -126,30 +127,10 @@ def multiply_add(b: Binder, ins: Instruction) -> Run:
     product = _product(ins, kind)
     third = _WIDE[kind.name] if ins.has("wide") else kind
     if ins.has("cc") or ins.opcode == "madc":
-        return _mad_with_carry(b, ins, kind, product)
+        return _with_carry(b, ins, kind, product)
     if ins.has("sat"):
         raise b.unsupported(ins)
     return b.apply(ins, lambda x, y, z: product(x, y) + z, kind, kind, third)
-
-
-def _mad_with_carry(b: Binder, ins: Instruction, kind: Type, product: Any) -> Run:
-    d = b.write(ins.args[0])
-    x, y, z = b.reads(ins.args[1:4], kind)
-    takes, gives = ins.opcode == "madc", ins.has("cc")
-    store = STORAGE[kind.nbytes]
-
-    def run(m: Machine, i: Any) -> None:
-        p, c = product(x(m, i), y(m, i)).view(store), z(m, i).view(store)
-        carry = m.carry if i is None or not m.carry.ndim else m.carry[i]
-        extra = carry.astype(store) if takes else store(0)
-        r = p + c
-        out = r < p
-        r = r + extra
-        d(m, i, r)
-        if gives:
-            m.set_carry(i, out | (r < extra))
-
-    return run
 
 
 def divide(b: Binder, ins: Instruction) -> Run:
@@ -306,7 +287,7 @@ def truth_table(table: int) -> Callable[[Any, Any, Any], Any]:
 def permute(b: Binder, ins: Instruction) -> Run:
     """``prmt``: any four of eight bytes, or one of the fixed patterns."""
     u = TYPES["b32"]
-    mode = next((p for p in ins.op if p in ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")), "")
+    mode = ins.one_of("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
 
     def f(low: Any, high: Any, s: Any) -> Any:
         v = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
@@ -458,25 +439,16 @@ def reverse_bits(x: Any, kind: Type) -> Any:
 
 def dot_product(b: Binder, ins: Instruction) -> Run:
     """``dp4a`` and ``dp2a``: products of bytes (and half words), added to a 32-bit sum."""
-    first, second = b.types(ins)[:2]
+    first, second = ins.types[:2]
     four = ins.opcode == "dp4a"
-    d, x, y = (
-        b.write(ins.args[0]),
-        b.read(ins.args[1], TYPES["b32"]),
-        b.read(ins.args[2], TYPES["b32"]),
-    )
-    z = b.read(ins.args[3], TYPES["b32"])
+    d = b.write(ins.args[0])
+    x, y, z = b.reads(ins.args[1:4], TYPES["b32"])
     high = ins.has("hi")
 
     def parts(v: Any, kind: Type, width: int) -> list[Any]:
         table = SIGNED if kind.kind == "s" else STORAGE
-        return [
-            (v >> np.uint32(8 * width * k))
-            .astype(STORAGE[width])
-            .view(table[width])
-            .astype(np.int32)
-            for k in range(4 // width)
-        ]
+        cut = [(v >> np.uint32(8 * width * k)).astype(STORAGE[width]) for k in range(4 // width)]
+        return [x.view(table[width]).astype(np.int32) for x in cut]
 
     def run(m: Machine, i: Any) -> None:
         p = parts(x(m, i), first, 1 if four else 2)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from nbflow_ptx.async_memory import UNIT, check_proxy
-from nbflow_ptx.binder import Binder, Read, Run, Write, full, threads
-from nbflow_ptx.clusters import address_in
-from nbflow_ptx.mbarriers import NBYTES, Mbarrier
-from nbflow_ptx.memory import space_of
-from nbflow_ptx.syntax import Addr, Instruction
-from nbflow_ptx.types import TYPES
-
-if TYPE_CHECKING:
-    from nbflow_ptx.machine import Machine
+from nbflow_ptx.instructions.binder import Binder, Read, Run, Write, full, threads
+from nbflow_ptx.machine.async_proxy import UNIT, check_proxy
+from nbflow_ptx.machine.clusters import address_in
+from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.machine.mbarriers import NBYTES, Mbarrier
+from nbflow_ptx.parsing.syntax import Addr, Instruction
+from nbflow_ptx.parsing.types import TYPES
 
 _S64 = TYPES["s64"]
 _U32 = TYPES["u32"]
@@ -27,7 +24,7 @@ class _Place:
 
     def __init__(self, b: Binder, ins: Instruction, operand: Any) -> None:
         self.address, self.what = b.address(operand), ".".join(ins.op[:2])
-        self.space = space_of(ins)
+        self.space = ins.space
         if self.space not in ("shared", "cluster"):
             self.space = "generic"
 
@@ -184,12 +181,12 @@ def arrive_behind_copies(b: Binder, ins: Instruction) -> Run:
 
 def _arrive_later(m: Machine, k: int, lanes: Any, counted: bool) -> None:
     found, stamp = m.mbarriers.get(int(lanes[0]), k), m.stamp
-    rows = [m.clocks.row(m, int(m.warp_id[lane])) for lane in lanes]
+    rows = [m.clocks.row(int(m.warp_id[lane]), m.stamp) for lane in lanes]
     if not counted:
         found.pending += len(lanes)
 
     def land() -> None:
-        m.copies.wait(m, lanes, None, before=stamp)
+        m.copies.wait(lanes, None, before=stamp)
         for lane, row in zip(lanes.tolist(), rows, strict=True):
             m.mbarriers.arrive_at(found, lane, 1, row)
 
@@ -276,7 +273,7 @@ def _send(m: Machine, lane: int, found: Mbarrier, to: int, data: Any, space: str
     places, _ = m.memory.place(region, lanes, to + steps, UNIT, f"{what} destination")
     check_proxy(m, region, lanes, places, what)
     keep, at = m.memory.begin_copy(lanes, to + steps, UNIT, what, space)
-    row = m.clocks.row(m, int(m.warp_id[lane]))
+    row = m.clocks.row(int(m.warp_id[lane]), m.stamp)
 
     def land() -> None:
         m.memory.end_copy(lanes[keep], at, data[keep], mark=False)

@@ -1,0 +1,97 @@
+"""The emulated device as launchers of kernels see it: what to compile for, how to load and launch.
+
+An array type that has an attribute ``__kernel_device__`` brings its device along; code that
+launches kernels through it does not depend on the emulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbflow_ptx.cupy_stand_in.state import State
+from nbflow_ptx.cupy_stand_in.streams import current_stream, perform
+from nbflow_ptx.emulator import Emulator
+from nbflow_ptx.errors import LaunchError
+
+Dim3 = tuple[int, int, int]
+
+
+def enqueue(
+    emulator: Emulator, name: str, grid: Dim3, block: Dim3, values: list[bytes], shared_bytes: int
+) -> None:
+    """Launch a kernel on the current stream; `values` are the bytes of its arguments."""
+
+    def run() -> None:
+        emulator.checks = State.checks
+        State.n_launches += 1
+        State.last = emulator.launch(
+            name, grid, block, *values, shared_bytes=shared_bytes, device=State.device
+        )
+
+    perform(run)
+
+
+class EmulatedDevice:
+    """The device of `cupy_stand_in`, with the target and the checks set by its `reset`.
+
+    Parameters
+    ----------
+    empty, asarray : callable
+        Make arrays in its memory, as CuPy's functions of these names.
+    mapped : callable
+        Makes arrays in pinned memory of the host.
+    """
+
+    def __init__(
+        self,
+        empty: Callable[..., Any],
+        asarray: Callable[..., Any],
+        mapped: Callable[..., Any],
+    ) -> None:
+        self.empty, self.asarray, self.mapped = empty, asarray, mapped
+
+    output = "ptx"
+    n_sms = 4  # few, so that loops over the grid are taken more than once
+    max_shared_bytes = 227 * 1024
+
+    @property
+    def arch(self) -> str:
+        """Return the compilation target."""
+        return State.arch
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return the key of loaded kernels."""
+        return "nbflow_ptx", self.arch
+
+    @property
+    def constants(self) -> dict[Any, Any]:
+        """Arrays that launchers keep in this device's memory."""
+        return State.constants
+
+    @property
+    def stream(self) -> tuple[int, int]:
+        """Stand for the current stream, as long as nothing resets the device."""
+        return id(State.device), current_stream().ptr
+
+    def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
+        """Return the launch of the kernel `entry` of a PTX text."""
+        emulator = Emulator(code)
+        kernel = emulator.program(entry).kernel
+
+        def launch(grid: Dim3, block: Dim3, packed: bytes, shared: int) -> None:
+            ends = [kernel.param_offsets[p.name] + p.size for p in kernel.params]
+            if len(packed) != max(ends, default=0):
+                raise LaunchError(
+                    f"{entry}: {len(packed)} bytes of arguments, the parameters take {max(ends)}"
+                )
+            values = [packed[e - p.size : e] for e, p in zip(ends, kernel.params, strict=True)]
+
+            enqueue(emulator, kernel.name, grid, block, values, shared)
+
+        return launch
+
+    def synchronize(self) -> None:
+        """Wait for the current stream, which checks what it was sent."""
+        current_stream().synchronize()

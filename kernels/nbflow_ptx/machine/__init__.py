@@ -1,0 +1,1 @@
+"""State of the thread blocks that run together: registers, memory, barriers, copies in flight."""

@@ -1,0 +1,1 @@
+"""Emulated memory: allocations, memory spaces, checks of every access, races and profile."""

@@ -1,0 +1,1 @@
+"""PTX text to syntax tree, and a kernel with its calls inlined."""
