@@ -33,15 +33,12 @@ class ModelIdentity:
     """Resolved model, without its weights."""
 
     model: str
-    """Name or path in the sweep."""
     digest: str
     """sha256 over the weights, the configuration and the tokenizer."""
     folder: Path
     """Folder of the weights, which may contain ``eval.txt``."""
     max_context: int
-    """Longest sequence, in tokens."""
     vocab_size: int
-    """Vocabulary size."""
 
 
 def format_names() -> tuple[str, ...]:
@@ -59,13 +56,7 @@ def is_policy(name: str) -> bool:
 
 
 def policy_bits(file: str) -> float:
-    """Return the bits per weight stated by a policy file, else the mean over its formats.
-
-    Raises
-    ------
-    UsageError
-        If it is not a policy file.
-    """
+    """Return the bits per weight stated by a policy file, else the mean over its formats."""
     from nbflow.quantization.policy import weight_formats
 
     formats = weight_formats(file)
@@ -256,13 +247,7 @@ def text_file(
     text: str | os.PathLike[str] | None = None,
     spec: str | None = None,
 ) -> Path:
-    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read.
-
-    Raises
-    ------
-    UsageError
-        If the file does not exist.
-    """
+    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read."""
     from nbflow.spec import resolve
 
     if text is not None:

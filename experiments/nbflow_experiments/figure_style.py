@@ -53,11 +53,8 @@ class Drawing:
     """A finished figure."""
 
     figure: Any
-    """A matplotlib Figure."""
     title: str
-    """Short title of the figure."""
     caption: str
-    """Explanation below the figure."""
 
     def save(self, folder: Path, name: str) -> list[Path]:
         """Write ``NAME.png`` and ``NAME.svg``; equal results give equal files."""

@@ -18,13 +18,11 @@ class Setting:
     """Setting that a sweep fixes or varies."""
 
     name: str
-    """Name in the sweep file, in the records and in the tables."""
     default: Value
     """Default value; its type is the type of the setting."""
     minimum: int
     """Minimum of a number."""
     meaning: str
-    """Meaning, with its unit."""
     words: tuple[str, ...] = ()
     """Words accepted in place of a number."""
 
@@ -116,15 +114,6 @@ def setting(name: str, kind: str = "setting") -> Setting:
 
 def check_value(name: str, value: object, where: str) -> Value:
     """Validate a value of setting `name` and return it.
-
-    Parameters
-    ----------
-    name : str
-        A known setting.
-    value : object
-        Value in the sweep file.
-    where : str
-        Place in the file, for the message.
 
     Raises
     ------

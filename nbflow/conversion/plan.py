@@ -113,13 +113,7 @@ def check_blocks(tensors: Sequence[TensorHeader]) -> None:
 def attach_importance(
     tensors: Sequence[TensorConversion], importance: Importance | None
 ) -> tuple[list[TensorConversion], list[str]]:
-    """Attach importance to the tensors to be converted; return notes too.
-
-    Raises
-    ------
-    UsageError
-        If no tensor to be converted has importance, or a vector has the wrong length.
-    """
+    """Attach importance to the tensors to be converted; return notes too."""
     if importance is None:
         return list(tensors), []
     result, missing = [], []

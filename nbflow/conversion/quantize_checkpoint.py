@@ -42,7 +42,6 @@ class WrittenCheckpoint:
     """The new checkpoint, or with ``dry_run`` its plan."""
 
     path: Path
-    """The file or the folder."""
     format: str
     """File format, safetensors or gguf."""
     tensors: tuple[TensorConversion, ...]

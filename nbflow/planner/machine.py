@@ -164,7 +164,6 @@ class Link:
     """Link between two ranks."""
 
     latency_s: float
-    """Latency of a message."""
     bytes_per_s: float
     """Bandwidth per rank in one direction while all ranks send."""
     collective: str = "best"
@@ -196,26 +195,15 @@ class Machine:
     """Devices and links."""
 
     name: str
-    """Name."""
     devices: tuple[Device, ...]
-    """Device of each rank."""
     ranks_per_host: int
-    """Ranks on one host."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """"host" and "network"."""
     description: str = ""
-    """One line of description."""
     sources: tuple[str, ...] = ()
-    """Sources of the numbers."""
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link among these ranks.
-
-        Raises
-        ------
-        UsageError
-            If the machine has no such link.
-        """
+        """Return the slowest link among these ranks."""
         hosts = {rank // self.ranks_per_host for rank in ranks}
         kind = "host" if len(hosts) == 1 else "network"
         if kind not in self.links:
@@ -226,13 +214,7 @@ class Machine:
         return self.links[kind]
 
     def with_ranks(self, n: int) -> Machine:
-        """Return the first `n` ranks of the machine, or of several equal hosts.
-
-        Raises
-        ------
-        UsageError
-            If more hosts are needed, and the machine describes no network.
-        """
+        """Return the first `n` ranks of the machine, or of several equal hosts."""
         if not 1 <= n <= MAX_RANKS:
             raise UsageError(f"the number of ranks must be 1..{MAX_RANKS}, got {n}")
         if n > len(self.devices) and "network" not in self.links:

@@ -55,10 +55,8 @@ class MemoryPlan:
     """Memory of a model by rank."""
 
     partition: str
-    """Partition string."""
     ranks: tuple[RankMemory, ...]
     devices: tuple[str, ...]
-    """Device of each rank."""
     max_sequences: int
     """Requests that run at once, per replica."""
     kv_tokens: int

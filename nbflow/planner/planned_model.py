@@ -37,7 +37,6 @@ class PlannedModel:
     """Specification and weight formats of a model."""
 
     spec: ModelSpec
-    """Specification."""
     weights: str | WeightFormats | None = None
     """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)

@@ -45,15 +45,11 @@ class RankPrediction:
     """Memory and communication of one rank."""
 
     rank: int
-    """Rank number."""
     device: str
     """Name of its device."""
     layers: tuple[int, int]
-    """Range of layers."""
     heads: tuple[int, int]
-    """Range of query heads."""
     kv_heads: tuple[int, int]
-    """Range of key/value heads."""
     ffn: tuple[int, int]
     """Range of feed-forward columns."""
     vocab: tuple[int, int]
@@ -81,11 +77,9 @@ class Prediction:
     """Predicted speed and memory of a partition."""
 
     partition: str
-    """The partition string."""
     kind: str
     """"one rank", "by layer" (pipeline), "by tensor" or "hybrid"; prefixed for replicas."""
     workload: Workload
-    """The workload."""
     micro_batches: int
     """Micro-batches of a replica's batch."""
     prefill_s: float
@@ -97,7 +91,6 @@ class Prediction:
     bubble: float
     """Pipeline bubble: idle share of the stages during decode."""
     ranks: tuple[RankPrediction, ...]
-    """All ranks."""
 
     @property
     def fits(self) -> bool:
@@ -125,9 +118,7 @@ class LargestStep:
     """Size of a program's largest step."""
 
     n_tokens: int
-    """Tokens."""
     n_logits: int
-    """Rows of logits."""
 
 
 def rank_prediction(
@@ -136,19 +127,7 @@ def rank_prediction(
     config: RunConfig,
     sent: float,
 ) -> RankPrediction:
-    """Return memory and communication of one rank.
-
-    Parameters
-    ----------
-    parts : sequence of tuples
-        Its programs, the decoder's first: work, tokens of the KV cache, largest step.
-    device : Device
-        Its device.
-    config : RunConfig
-        Formats and placement.
-    sent : float
-        Bytes sent per generated token.
-    """
+    """Return memory and communication of one rank."""
     plan = parts[0][0].plan
     on_device, activations = device.is_accelerator, device.arithmetic(config.activations)
     held = [work.weight_bytes(on_device) for work, _, _ in parts]

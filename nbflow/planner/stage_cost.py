@@ -51,17 +51,7 @@ Costs = tuple[OpCost, str]
 
 
 class RankWork:
-    """Work and memory of one rank.
-
-    Parameters
-    ----------
-    model : PlannedModel
-        The model.
-    plan : RankPlan
-        Shard of the rank.
-    program : Program, optional
-        Program with one layer of each kind; the model's by default.
-    """
+    """Work and memory of one rank."""
 
     def __init__(self, model: PlannedModel, plan: RankPlan, program: Program | None = None) -> None:
         self.plan = plan

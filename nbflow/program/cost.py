@@ -22,13 +22,11 @@ class StepShape:
     """Size of a step of equal sequences."""
 
     n_sequences: int
-    """Sequences in the step."""
     n_new: int
     """New tokens of each."""
     context: int
     """Tokens of each, new ones included."""
     n_logits: int
-    """Rows of logits."""
     encoder_tokens: int = 0
     """Encoder tokens that each sequence attends to."""
 
@@ -73,23 +71,7 @@ class OpCost:
 
 
 def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv: str) -> OpCost:
-    """Return the cost of one op in one step.
-
-    Parameters
-    ----------
-    program : Program
-        Program of the rank.
-    op : Op
-        Op of the program.
-    rank : int
-        Rank number.
-    step : StepShape
-        The step.
-    bits : callable
-        Bits per weight by tensor name.
-    kv : str
-        Element format of the key/value cache.
-    """
+    """Return the cost of one op in one step."""
     moved = sum(
         program.buffers[name].width * _rows(program, name, step)
         for name in (op.out, *op.inputs)

@@ -89,7 +89,6 @@ class Operand:
     """Tensor of the model, or a rank's shard of it."""
 
     name: str
-    """Tensor name."""
     rows: tuple[int, int] | None = None
     """Range of rows; None for all."""
     columns: tuple[int, int] | None = None
@@ -114,7 +113,6 @@ class Buffer:
     """float32 matrix that lives for one step, or some columns of another buffer."""
 
     width: int
-    """Columns."""
     rows: Literal["tokens", "states", "logits"] = "tokens"
     """A row per token of the step, per token whose final hidden state is needed, or per token whose
     logits are needed."""

@@ -66,11 +66,6 @@ def read_sums(
     dict
         Name -> sums of squares, float64 (experts or 1, K), and counts, float64 (experts or 1,):
         rows in GGUF, windows in the older form.
-
-    Raises
-    ------
-    UsageError
-        If it is not an importance file.
     """
     path = Path(path)
     file = ByteFile(path)

@@ -84,11 +84,9 @@ class Family:
     name: str
     """Name of the file without suffix."""
     description: str
-    """One line."""
     model_types: tuple[str, ...]
     """Values of ``model_type``."""
     encoder: str | None
-    """Family of the encoder, or None."""
     prefix: str
     """Optional prefix of tensor names."""
     structure: dict[str, Any]

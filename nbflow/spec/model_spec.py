@@ -55,11 +55,6 @@ class ModelSpec(Architecture):
 
     def tensor_layout(self, name: str) -> TensorLayout:
         """Return the location of one of our tensors (``layers.3.attn.q.weight``) in the checkpoint.
-
-        Raises
-        ------
-        KeyError
-            If the specification does not name it.
         """
         if name not in self._layouts:
             self._layouts[name] = find_layout(self, self._shapes, name)

@@ -53,7 +53,6 @@ class Spread:
     """Distribution of relative errors over a tensor's rows, columns or blocks."""
 
     counts: Counts
-    """Number of groups between two `RELATIVE_EDGES`."""
     median: float
     largest: float
     worst: int
@@ -71,11 +70,8 @@ class Weights:
     """Statistics of a tensor's weights, independent of the format."""
 
     rms: float
-    """Root mean square."""
     std: float
-    """Standard deviation."""
     kurtosis: float
-    """Fourth central moment over the squared variance, minus 3: 0 for normal weights."""
     outlier_share: float
     """Share of weights of at least `OUTLIER` times `rms`."""
     density_bits: float

@@ -38,15 +38,7 @@ class Treatment(Protocol):
 
 
 class Checkpoint:
-    """A model's specification and its open weight file; usable in a ``with`` statement.
-
-    Parameters
-    ----------
-    model : str or path
-        Model, as `nbflow.load` takes it.
-    spec : str or path, optional
-        As in `nbflow.load`.
-    """
+    """A model's specification and its open weight file; usable in a ``with`` statement."""
 
     def __init__(
         self, model: str | os.PathLike[str], spec: str | os.PathLike[str] | None = None

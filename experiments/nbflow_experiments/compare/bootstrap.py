@@ -27,9 +27,7 @@ class Interval:
     """A change from one side to the other."""
 
     a: float
-    """Value of the first side."""
     b: float
-    """Value of the second side."""
     low: float
     """Lower end of the interval of the change; NaN without repetitions."""
     high: float
@@ -90,15 +88,7 @@ def paired(
 
 
 def unpaired(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> Interval:
-    """Return the ratio of the medians of two sets of repetitions.
-
-    Parameters
-    ----------
-    a, b : arrays
-        Repetitions of both sides; lengths may differ.
-    confidence : float
-        Confidence level.
-    """
+    """Return the ratio of the medians of two sets of repetitions."""
     rng = np.random.default_rng(SEED)
     low = high = np.nan
     n = min(len(a), len(b))

@@ -76,9 +76,7 @@ class Sweep:
     """Sweep with its expanded points."""
 
     name: str
-    """Name of the results folder."""
     description: str
-    """Purpose of the sweep."""
     measures: tuple[str, ...]
     """Names of the measures, in the order in which they run."""
     factors: tuple[str, ...]
@@ -352,13 +350,7 @@ def is_sweep_file(text: str) -> bool:
 
 
 def read_sweep_file(path: Path) -> dict[str, Any]:
-    """Read a sweep file of any type as a parsed TOML one.
-
-    Raises
-    ------
-    UsageError
-        If it is unreadable, too large, or not of the type of its suffix.
-    """
+    """Read a sweep file of any type as a parsed TOML one."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise UsageError(f"{path} has {path.stat().st_size} bytes; a sweep file has at most 4M")

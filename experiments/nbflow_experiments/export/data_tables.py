@@ -42,13 +42,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_parquet(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write a table as Parquet; None is null, NaN is NaN.
-
-    Raises
-    ------
-    MissingExtraError
-        If pyarrow is not installed (extra ``parquet``).
-    """
+    """Write a table as Parquet; None is null, NaN is NaN."""
     arrow = require("pyarrow", "parquet")
     parquet = require("pyarrow.parquet", "parquet")
     arrays = [arrow.array([row[c] for row in rows], _arrow_type(rows, c)) for c in columns]

@@ -30,11 +30,6 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
         Recorded results.
     sections : sequence of (name, SVG element, caption)
         The figures; one without a drawing shows its caption only.
-
-    Returns
-    -------
-    str
-        Self-contained HTML.
     """
     template = resources.files("nbflow_experiments.report").joinpath("page.html")
     return Template(template.read_text(encoding="utf-8")).substitute(

@@ -44,13 +44,7 @@ def write_arrays(group: Any, arrays: Mapping[str, Array]) -> None:
 
 
 def open_arrays(path: Path) -> Any:
-    """Open an HDF5 file of a sweep for reading.
-
-    Raises
-    ------
-    DamagedFileError
-        If it is not HDF5.
-    """
+    """Open an HDF5 file of a sweep for reading."""
     try:
         return require("h5py").File(path, "r")
     except OSError as error:

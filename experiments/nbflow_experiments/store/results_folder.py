@@ -72,13 +72,7 @@ _LAUNCH: Mapping[str, Kinds] = {"world_size": int}
 
 
 class ResultsFolder:
-    """Results folder of one sweep.
-
-    Parameters
-    ----------
-    path : Path
-        ``<out>/<sweep>``.
-    """
+    """Results folder of one sweep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -191,13 +185,7 @@ class ResultsFolder:
                 )
 
     def is_finished(self, point: Point, retry_failed: bool) -> bool:
-        """Return whether a point can be skipped.
-
-        Raises
-        ------
-        UsageError
-            If the folder of the point holds another configuration.
-        """
+        """Return whether a point can be skipped."""
         result = self.result(point.short)
         kept = self._whole(self.folder(point.short) / "config.json", _read_config)
         if result is None or kept is None:

@@ -38,16 +38,6 @@ def write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json``.
 
     Concurrent launches write one after the other, so the last files hold all points.
-
-    Parameters
-    ----------
-    folder : ResultsFolder
-        A results folder; unfinished points are skipped.
-
-    Returns
-    -------
-    list of dict
-        The rows of ``points.csv``.
     """
     with folder.exclusive():
         return _write_summaries(folder)

@@ -50,11 +50,8 @@ class SweepOptions:
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Settings of command-line options, which override the file: name -> texts."""
     dry_run: bool = False
-    """Print the points and stop."""
     resume: bool = False
-    """Continue with an existing results folder."""
     retry_failed: bool = False
-    """Run failed points again."""
     formats: tuple[Path, ...] = ()
     """Files of weight formats to execute, besides those the sweep file names."""
     shard: Shard | None = None
@@ -62,7 +59,6 @@ class SweepOptions:
     merge: bool = False
     """Write the tables of the recorded points and run nothing."""
     policy: Policy = field(default_factory=Policy)
-    """Handling of points that fail or hang."""
     launcher: str | None = None
     """Command that starts MPI ranks for points that need some, with ``{ranks}`` in the place of
     their number; by default mpirun."""
@@ -158,13 +154,6 @@ def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
 
 def run_group(path: Path, comm: backend.Comm | None = None) -> int:
     """Run the points of a job file; entry point of the processes of `ProcessRunner`.
-
-    Parameters
-    ----------
-    path : Path
-        The file (`nbflow_experiments.sweep.mpi_runner.Job`).
-    comm : Comm, optional
-        The ranks; by default all that mpirun started.
 
     Returns
     -------

@@ -52,11 +52,8 @@ class Allocation:
     formats: dict[str, str]
     """Our name of a matrix -> format."""
     budget_bytes: int
-    """Budget of the matrices."""
     n_bytes: int
-    """Stored bytes of the matrices."""
     n_weights: int
-    """Weights of the matrices."""
     predicted: float
     """Predicted loss: nats per token if measured, else the sum of relative errors."""
     sensitivity: str

@@ -25,7 +25,6 @@ class Divergence:
     kld_stderr: float
     """Standard error of `kld` for independent tokens."""
     perplexity: float
-    """Perplexity on the text."""
 
 
 class DivergenceProbe:

@@ -72,19 +72,6 @@ def rotated_spec(spec: ModelSpec) -> ModelSpec:
 def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
     """Rotate the residual stream and the values of each head.
 
-    Parameters
-    ----------
-    spec : ModelSpec
-        The model.
-    file : WeightFile
-        Its checkpoint, for the norm weights.
-    seed : int
-        Seed of the rotations' signs.
-
-    Returns
-    -------
-    WeightTransform
-
     Raises
     ------
     UsageError

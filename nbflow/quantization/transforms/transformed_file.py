@@ -28,20 +28,6 @@ class TransformedFile(WeightFile):
     Changed tensors are computed whole when read; the last one is cached.  Matrices to be quantized
     are float32, so that they are rounded once; other tensors are rounded to their stored type, as a
     written file would contain them.
-
-    Parameters
-    ----------
-    file : WeightFile
-        The open checkpoint; `close` closes it too.
-    spec : ModelSpec
-        The specification of the checkpoint.
-    transform : Folding
-        The transform.
-
-    Raises
-    ------
-    UsageError
-        If a changed tensor is not stored as floats.
     """
 
     def __init__(self, file: WeightFile, spec: ModelSpec, transform: WeightTransform) -> None:
