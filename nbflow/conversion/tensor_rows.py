@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,35 +21,6 @@ from nbflow_kernels.errors import UsageError
 Statistics = np.ndarray[Any, Any] | None
 """Statistics of a matrix's inputs: mean squares (K,), second moments (K, K), or None."""
 _CHUNK_WEIGHTS = 1 << 22  # 16 MiB as float32
-
-
-class Rows(Protocol):
-    """Source of the rows of a tensor or of a part of it."""
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-
-    @property
-    def n_columns(self) -> int:
-        """Weights of a row."""
-
-    @property
-    def dtype(self) -> str:
-        """Stored format: a plain type or a block format."""
-
-    @property
-    def group(self) -> int:
-        """Rows that must stay together: chunks are multiples of it."""
-
-    def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) as a NumPy array."""
-
-    def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return the bytes of rows [start, stop) of a tensor stored in blocks."""
-
-    def raw(self) -> Iterator[bytes]:
-        """Yield the stored bytes of a plain type, little-endian."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +153,10 @@ class ArrayRows:
     def raw(self) -> Iterator[bytes]:
         """Yield the bytes of the vector."""
         yield self.values.astype("<f4").tobytes()
+
+
+Rows = StoredRows | ModelRows | ArrayRows
+"""Source of the rows of a tensor, or of a part of it; chunks are multiples of `group` rows."""
 
 
 def row_chunks(

@@ -203,9 +203,10 @@ def planned_model(
 
 def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
     """Return the model of a checkpoint from its header."""
-    specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
-        stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
+        stored = [
+            {n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in spec.parts
+        ]
     return PlannedModel(spec, explicit(weights), *stored)
 
 

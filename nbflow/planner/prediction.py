@@ -113,16 +113,8 @@ class Prediction:
         return self.prefill_s + self.workload.generate * self.decode_s
 
 
-@dataclass(frozen=True)
-class LargestStep:
-    """Size of a program's largest step."""
-
-    n_tokens: int
-    n_logits: int
-
-
 def rank_prediction(
-    parts: Sequence[tuple[RankWork, int, LargestStep]],
+    parts: Sequence[tuple[RankWork, int, StepShape]],
     device: Device,
     config: RunConfig,
     sent: float,
@@ -142,10 +134,7 @@ def rank_prediction(
     )
     tables_on_host = sum(w.table_bytes for w in held) if config.embedding_on_host else 0
     on_host = kv_on_host + tables_on_host
-    workspace = sum(
-        work.workspace_bytes(StepShape(1, step.n_tokens, 1, step.n_logits), activations, on_device)
-        for work, _, step in parts
-    )
+    workspace = sum(work.workspace_bytes(step, activations, on_device) for work, _, step in parts)
     used = weights + kv - on_host + workspace + device.reserved_bytes
     return RankPrediction(
         plan.rank, device.name, plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab,

@@ -152,23 +152,14 @@ def _replace(
 ) -> None:
     """Replace one of our tensors within the stored tensor, in place."""
     if whole.ndim == 1 or len(transform.spec.shape_of(ours)) == 1:
-        flat = whole.reshape(-1)
-        spans = place.rows or ((0, len(flat)),)
-        new = transform.apply(ours, np.concatenate([flat[a:b] for a, b in spans]))
-        for (a, b), part in zip(spans, _cut(new, spans), strict=True):
-            flat[a:b] = part
-        return
-    rows_first = whole.T if place.transposed else whole
-    spans = place.rows or ((0, len(rows_first)),)
-    new = transform.apply(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
-    for (a, b), part in zip(spans, _cut(new, spans), strict=True):
-        rows_first[a:b] = part
-
-
-def _cut(values: np.ndarray[Any, Any], spans: Any) -> list[np.ndarray[Any, Any]]:
-    """Split concatenated spans."""
+        rows = whole.reshape(-1)
+    else:
+        rows = whole.T if place.transposed else whole
+    spans = place.rows or ((0, len(rows)),)
+    new = transform.apply(ours, np.concatenate([rows[a:b] for a, b in spans]))
     ends = np.cumsum([b - a for a, b in spans])
-    return np.split(values, ends[:-1])
+    for (a, b), part in zip(spans, np.split(new, ends[:-1]), strict=True):
+        rows[a:b] = part
 
 
 def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
