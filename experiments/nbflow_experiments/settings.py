@@ -50,19 +50,8 @@ def _of_load(name: str) -> Setting:
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
-    *map(
-        _of_load,
-        (
-            "outliers",
-            "quantizer",
-            "importance",
-            "kv",
-            "activations",
-            "partition",
-            "all_reduce",
-            "optimize",
-        ),
-    ),
+    *map(_of_load, ("outliers", "quantizer", "importance", "kv", "activations")),
+    *map(_of_load, ("partition", "all_reduce", "optimize")),
     Setting(
         "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
     ),

@@ -206,7 +206,9 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
     companions = [source / name for name in AUXILIARY_FILES if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
     unties = resolved.spec != task.prepared.before[0] if task.prepared.before else False
-    notes += _notes(tensors, out, is_file)
+    notes += requantized_note(tensors)
+    if is_file and not (out.parent / "config.json").is_file():
+        notes.append("loading the file requires config.json in the same folder")
     if is_file and unties:
         notes.append("config.json in the same folder must say tie_word_embeddings = false")
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
@@ -237,14 +239,6 @@ def _change_config(path: Path, unties: bool) -> None:
         new["tie_word_embeddings"] = False
     if new != old:
         path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
-
-
-def _notes(tensors: list[TensorConversion], out: Path, is_file: bool) -> list[str]:
-    """Return notes for the user about a safetensors file."""
-    notes = requantized_note(tensors)
-    if is_file and not (out.parent / "config.json").is_file():
-        notes.append("loading the file requires config.json in the same folder")
-    return notes
 
 
 def requantized_note(tensors: Iterable[TensorConversion]) -> list[str]:

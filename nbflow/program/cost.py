@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
-from nbflow.program.records import COMMUNICATION, Op, Program
+from nbflow.program.records import Op, Program
 from nbflow_kernels.kv_cache.formats import kv_formats
 
 FLOAT32_BYTES = 4
@@ -66,11 +66,9 @@ class OpCost:
     """Operations with weights; a multiply-add counts as two."""
     attention_operations: float = 0.0
     """Operations of QK and PV products."""
-    sent_bytes: int = 0
-    """Payload sent; a message to each of k ranks counts k times."""
 
 
-def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv: str) -> OpCost:
+def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> OpCost:
     """Return the cost of one op in one step."""
     moved = sum(
         program.buffers[name].width * _rows(program, name, step)
@@ -78,9 +76,6 @@ def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv
         if name in program.buffers
     )
     buffer_bytes = float(moved * FLOAT32_BYTES)
-    if op.kind in COMMUNICATION:
-        sent = op_bytes_sent(program, op, rank, step.n_tokens, step.n_logits)
-        return OpCost(buffer_bytes=buffer_bytes, sent_bytes=sent)
     if op.kind == "embedding":  # reads one row per token
         width = program.buffers[op.out].width
         n = step.n_tokens * width

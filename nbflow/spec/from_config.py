@@ -408,20 +408,16 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         for i in range(values["dense_first"], values["n_layers"])
         if (i + 1) % every == 0 and i not in dense
     )
+    router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],
         expert_size=values["expert_size"] or values["intermediate_size"],
-        scoring=values["router_scoring"],
-        renormalize=values["router_renormalize"],
-        scale=values["router_scale"],
-        groups=values["router_groups"],
-        groups_used=values["router_groups_used"],
-        group_score=values["router_group_score"],
         router_bias=values["router_bias"],
         shared_size=values["shared_size"],
         shared_gate=values["shared_gate"],
         layers=layers,
+        **{name: values[f"router_{name}"] for name in router},
     )
 
 

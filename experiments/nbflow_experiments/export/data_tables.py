@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -13,14 +12,13 @@ from typing import Any
 from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store.results_reader import Row
+from nbflow_experiments.store.summary import write_csv
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     """Return a table as CSV; None is an empty field, NaN is ``nan``."""
     stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, columns, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
+    write_csv(stream, columns, rows)
     return stream.getvalue()
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -21,15 +21,9 @@ from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolde
 RESULT_COLUMNS = ("point", "rank", "repeat", "measure", "metric", "value", "unit", "n", "stderr")
 """Columns of ``results.csv``; an empty rank or repeat stands for all of them."""
 _STATUS = (
-    "point",
-    "status",
-    "attempt",
-    "error_type",
-    "error_message",
-    "wall_s",
-    "quality_shared_from",
+    "point", "status", "attempt", "error_type", "error_message", "wall_s", "quality_shared_from",
     "partition_chosen",
-)
+)  # fmt: skip
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
 
@@ -51,11 +45,17 @@ def _write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     wide = [_wide_row(name, configs[name], results[name]) for name in names]
     metrics = dict.fromkeys(key for row in wide for key in row)
     columns = [*_STATUS, *SETTINGS, "bits_per_weight"]
-    _write_csv(
-        folder.path / "points.csv", [*columns, *(m for m in metrics if m not in columns)], wide
-    )
     long = (row for name in names for row in _long_rows(name, results[name]))
-    _write_csv(folder.path / "results.csv", RESULT_COLUMNS, long)
+    tables = (
+        ("points.csv", [*columns, *(m for m in metrics if m not in columns)], wide),
+        ("results.csv", RESULT_COLUMNS, long),
+    )
+    for name, head, rows in tables:
+        with (
+            replace_atomically(folder.path / name) as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as stream,
+        ):
+            write_csv(stream, head, rows)
     _write_arrays(folder, folder.path / "results.h5", configs)
     launches = {"schema_version": SCHEMA_VERSION, "launches": folder.launches()}
     write_json(folder.path / "provenance.json", launches)
@@ -97,15 +97,11 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_csv(stream: TextIO, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a table; floats keep round-trip precision, None is an empty field, NaN is ``nan``."""
-    with (
-        replace_atomically(path) as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as stream,
-    ):
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    writer = csv.DictWriter(stream, columns, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def _write_arrays(

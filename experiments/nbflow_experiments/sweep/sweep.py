@@ -152,7 +152,7 @@ def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
     return 130 if end == "interrupted" else int(failed > 0)
 
 
-def run_group(path: Path, comm: backend.Comm | None = None) -> int:
+def run_group(path: Path) -> int:
     """Run the points of a job file; entry point of the processes of `ProcessRunner`.
 
     Returns
@@ -160,7 +160,7 @@ def run_group(path: Path, comm: backend.Comm | None = None) -> int:
     int
         Exit code: 0 if every point was visited, 130 if it was interrupted.
     """
-    comm = comm or backend.world()
+    comm = backend.world()
     job: Job = comm.bcast_object(Job.read(path) if comm.rank == 0 else None)
     if comm.size != max(job.ranks, 1):
         raise UsageError(f"{job.ranks} ranks were to be started, there are {comm.size}; --launcher")

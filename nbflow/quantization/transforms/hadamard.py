@@ -39,8 +39,8 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.hadamard import Rotation
 
 
-def check_rotation(spec: ModelSpec) -> None:
-    """Raise unless the residual stream of a model can be rotated exactly."""
+def rotated_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the specification with a rotated residual stream, or raise if that is not exact."""
     wrong = {
         "its norms are LayerNorms, which subtract the mean": spec.norm != "rms",
         "its norms are not before the sublayers": spec.norm_place != "pre",
@@ -61,11 +61,6 @@ def check_rotation(spec: ModelSpec) -> None:
             f"{spec.name} cannot be rotated exactly: {'; '.join(found)}; use another "
             "quantizer, e.g. 'awq' or 'gptq'"
         )
-
-
-def rotated_spec(spec: ModelSpec) -> ModelSpec:
-    """Return the specification of a model with a rotated residual stream."""
-    check_rotation(spec)
     return dataclasses.replace(spec, tied_head=False)
 
 
