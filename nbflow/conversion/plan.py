@@ -27,7 +27,6 @@ class TensorConversion(TensorHeader):
     """A tensor of the new file and its sources."""
 
     stored: str
-    """Stored format in the checkpoint."""
     sources: tuple[Rows, ...]
     """Sources of its rows, in order."""
     ours: tuple[str, ...] = ()

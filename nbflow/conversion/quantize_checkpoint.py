@@ -43,9 +43,7 @@ class WrittenCheckpoint:
 
     path: Path
     format: str
-    """File format, safetensors or gguf."""
     tensors: tuple[TensorConversion, ...]
-    """Tensors in file order."""
     notes: tuple[str, ...] = field(default=())
     """Notes for the user, e.g. on data that could not be converted."""
 
@@ -170,7 +168,6 @@ class _Task:
 
 
 def _write_gguf(task: _Task) -> WrittenCheckpoint:
-    """Write one GGUF file."""
     out = task.out
     metadata, tensors, notes = plan_gguf(task.resolved, task.file, task.rules, str(out))
     tensors, more = attach_importance(tensors, task.importance)

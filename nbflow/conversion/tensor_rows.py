@@ -82,7 +82,6 @@ class ModelRows:
     interleaves: bool = False
     """True to interleave the rows of rotary pairs."""
     offset: float = 0.0
-    """Added to the values."""
 
     @property
     def n_rows(self) -> int:
@@ -215,7 +214,6 @@ def quantized_chunks(
 
 
 def _spans(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Yield the row range of each chunk."""
     each = max(1, _CHUNK_WEIGHTS // max(1, rows.n_columns) // rows.group) * rows.group
     for start in range(0, rows.n_rows, each):
         yield start, min(start + each, rows.n_rows)

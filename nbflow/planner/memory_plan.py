@@ -60,7 +60,6 @@ class MemoryPlan:
     max_sequences: int
     """Requests that run at once, per replica."""
     kv_tokens: int
-    """Tokens that the KV cache holds."""
     available_bytes: int
     """Memory that is available on this machine."""
     note: str

@@ -16,9 +16,7 @@ class Workload:
     """Batch, prompts and answers of a prediction."""
 
     batch: int = 1
-    """Concurrent sequences."""
     prompt: int = 512
-    """Tokens of each prompt."""
     generate: int = 128
     """Tokens that each sequence generates; decode steps are costed at their mean context."""
     context: int | None = None
@@ -46,16 +44,13 @@ class RankPrediction:
 
     rank: int
     device: str
-    """Name of its device."""
     layers: tuple[int, int]
     heads: tuple[int, int]
     kv_heads: tuple[int, int]
     ffn: tuple[int, int]
-    """Range of feed-forward columns."""
     vocab: tuple[int, int]
     """Range of rows of embedding and head, if its stage has them."""
     experts: tuple[int, int]
-    """Range of experts."""
     weight_bytes: int
     """Weights in the device's memory, in the layout of its kernels."""
     kv_bytes: int
@@ -83,7 +78,6 @@ class Prediction:
     micro_batches: int
     """Micro-batches of a replica's batch."""
     prefill_s: float
-    """Time of the prefill of all prompts."""
     decode_s: float
     """Time of a decode step: one token for every sequence."""
     exchange_share: float

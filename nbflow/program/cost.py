@@ -28,7 +28,6 @@ class StepShape:
     """Tokens of each, new ones included."""
     n_logits: int
     encoder_tokens: int = 0
-    """Encoder tokens that each sequence attends to."""
 
     @property
     def n_tokens(self) -> int:
@@ -55,9 +54,7 @@ class OpCost:
     """Cost of one op."""
 
     weight_bytes: float = 0.0
-    """Bytes of weights read."""
     weights: float = 0.0
-    """Number of weights read."""
     kv_bytes: float = 0.0
     """Bytes of keys and values read and written."""
     buffer_bytes: float = 0.0

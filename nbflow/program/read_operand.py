@@ -67,7 +67,6 @@ def read_quantized_operand(
 
 
 def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
-    """Return every `step`-th row."""
     data = np.ascontiguousarray(rows.data[::step])
     return nk.QuantTensor(rows.format, (len(data), rows.shape[1]), data)
 

@@ -70,9 +70,7 @@ class Operand:
 
     name: str
     rows: tuple[int, int] | None = None
-    """Range of rows; None for all."""
     columns: tuple[int, int] | None = None
-    """Range of columns; None for all."""
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the operand, given that of the whole tensor."""
@@ -114,13 +112,10 @@ class Op:
     out: str
     """Buffer that is written (or changed in place)."""
     inputs: tuple[str, ...] = ()
-    """Buffers that are read."""
     weights: tuple[Operand, ...] = ()
-    """Matrices or vectors of the model."""
     bias: tuple[Operand, ...] = ()
     """Biases; for linears one per weight, or none."""
     layer: int | None = None
-    """Layer the op belongs to."""
     attrs: Mapping[str, Any] = field(default_factory=dict)
     """Attributes; see the table of kinds."""
 
@@ -146,7 +141,6 @@ class Program:
     n_kv_heads: int
     """Key/value heads stored by this rank."""
     layers: tuple[int, ...]
-    """Layers of this rank, in order."""
     first_head: int = 0
     """First query head, counted in the whole model."""
 

@@ -77,7 +77,6 @@ def mean_squares(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _sums_of_gguf(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return sums of squares and counts of each matrix."""
     found = {}
     with open_weights(path) as file:
         names = file.names()

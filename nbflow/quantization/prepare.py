@@ -63,9 +63,7 @@ class Prepared:
     spec: ModelSpec
     """Specification of the model after the transforms."""
     quantizer: QuantizerOptions
-    """The quantizer of its matrices."""
     transforms: tuple[WeightTransform, ...] = ()
-    """Weight transforms, in order."""
     before: tuple[ModelSpec, ...] = ()
     """The specification before each transform."""
 
@@ -125,10 +123,6 @@ def prepare(
         Share of the weights stored exactly, for "search" and "reference" (may be 0) and "outliers".
     seed : int
         Seed of random rotations.
-
-    Returns
-    -------
-    Prepared
 
     Raises
     ------

@@ -56,10 +56,6 @@ def build_spec(
         Divisors of the rotary frequencies stored in the checkpoint, by our names
         (`nbflow.spec.fields.DIVISORS`).
 
-    Returns
-    -------
-    ModelSpec
-
     Raises
     ------
     UsageError
@@ -386,7 +382,6 @@ def _unrotated(
 
 
 def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
-    """Return the latent attention, or None."""
     if not values["kv_rank"]:
         return None
     eps, value_dim = values["latent_norm_eps"], values["value_dim"]
@@ -399,7 +394,6 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
 
 
 def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
-    """Return the mixture of experts, or None."""
     if not values["n_experts"]:
         return None
     every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
@@ -477,7 +471,6 @@ def _biases(
     checkpoint: Collection[str],
     values: Mapping[str, Any],
 ) -> frozenset[str]:
-    """Return the matrices with a bias."""
     biases: set[str] = set()
     for switch, parts in family.biases.items():
         if switch == STORED:

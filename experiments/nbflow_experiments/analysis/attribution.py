@@ -136,7 +136,6 @@ def attribution(
 def _tensor_groups(
     checkpoint: Checkpoint, stages: Sequence[Stage], by: Sequence[str]
 ) -> list[TensorGroup]:
-    """Return the tensor groups, in model order."""
     shapes = checkpoint.spec.tensor_shapes()
     found: dict[tuple[str, str], list[StageTensor]] = {}
     for number, stage in enumerate(stages):
@@ -241,7 +240,6 @@ class _Resident:
 def _group_rows(
     label: str, groups: Sequence[TensorGroup], scores: _Scores, resident: _Resident
 ) -> list[dict[str, Any]]:
-    """Return the table rows of all groups in one format."""
     whole = scores.whole.divergence
     sums = {
         by: sum(

@@ -234,6 +234,5 @@ def _middle_format(both: Table) -> str:
 
 
 def _whole_ticks(panel: Any, layers: Table) -> None:
-    """Label whole layers only."""
     last = int(layers.max())
     panel.set_xticks(range(0, last + 1, max(1, (last + 1) // 8)))

@@ -76,16 +76,7 @@ class AnalysisFolder:
     def write_histograms(
         self, tensors: list[TensorResult], tokens: Mapping[str, Mapping[str, np.ndarray]]
     ) -> None:
-        """Write ``analysis.h5``.
-
-        Parameters
-        ----------
-        tensors : list of TensorResult
-            Tensors, of which ``tensors/FORMAT/NAME`` gets rows, columns, blocks, errors, codes and
-            ``weights/NAME`` the weights.
-        tokens : mapping
-            Name of a table of layers -> change -> counts (layers, bins), ``tokens/TABLE/CHANGE``.
-        """
+        """Write ``analysis.h5``."""
         with (
             replace_atomically(self.path / "analysis.h5") as temporary,
             require("h5py").File(temporary, "w", track_order=True) as file,

@@ -116,10 +116,6 @@ def tensor_error(
     weights : Weights, optional
         ``Weights.of(exact)``, if already computed.
 
-    Returns
-    -------
-    TensorError
-
     Raises
     ------
     UsageError

@@ -111,7 +111,6 @@ def _collect(arguments: argparse.Namespace) -> None:
 
 
 def _print_table(rows: list[ColumnStatistics]) -> None:
-    """Print the statistics of each matrix."""
     head = (
         "name", "columns", "sum", "least", "largest", "active", "entropy", "top 1 %", "as before"
     )  # fmt: skip

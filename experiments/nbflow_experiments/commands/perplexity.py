@@ -158,7 +158,6 @@ def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nb
 def _reference(
     arguments: argparse.Namespace, companion: nbflow.LLM | None, stack: contextlib.ExitStack
 ) -> Reference | None:
-    """Return the reference of the comparison."""
     if companion is not None:
         return model_reference(companion)
     if arguments.reference is None:
@@ -189,7 +188,6 @@ def _print(
     floor: Scores | None,
     parted: Parting | None,
 ) -> None:
-    """Print the result."""
     found = statistics(scores)
     if arguments.json:
         result: dict[str, Any] = {

@@ -37,7 +37,6 @@ def parse_list(name: str, texts: Sequence[str]) -> list[Value]:
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> Value:
-    """Parse a number; errors name the option."""
     try:
         return kind(text)
     except ValueError:

@@ -115,17 +115,6 @@ def load_sweep(
     lists : mapping
         Settings of the command line, which replace the file's: name -> texts
         (`nbflow_experiments.config.command_line_axes`).
-
-    Returns
-    -------
-    Sweep
-        The sweep and its points.
-
-    Raises
-    ------
-    UsageError
-        If the file is missing, malformed, or has unknown or contradictory entries; the message
-        names the location.
     """
     path = Path(path)
     data = read_sweep_file(path)

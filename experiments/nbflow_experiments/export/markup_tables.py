@@ -57,7 +57,6 @@ def to_latex(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _rule(rows: Sequence[Row], name: str) -> str:
-    """Return the alignment of a column."""
     return "---" if any(isinstance(row[name], str) for row in rows) else "---:"
 
 
@@ -89,5 +88,4 @@ def number(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape text for LaTeX."""
     return "".join(_LATEX.get(letter, letter) for letter in text)

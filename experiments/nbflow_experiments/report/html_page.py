@@ -45,7 +45,6 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
 
 
 def _text(value: object) -> str:
-    """Escape text for an HTML element."""
     return html.escape(str(value))
 
 
@@ -73,7 +72,6 @@ def _facts(results: Results) -> str:
 
 
 def _figure(name: str, svg: str, caption: str) -> str:
-    """Return one figure with its caption."""
     return f'<figure id="{name}">{svg}<figcaption>{_text(caption)}</figcaption></figure>'
 
 
@@ -139,7 +137,6 @@ def _measures(results: Results) -> str:
 
 
 def _provenance(results: Results) -> str:
-    """Return the provenance of every launch."""
     parts = []
     for i, launch in enumerate(results.launches):
         rows = "".join(

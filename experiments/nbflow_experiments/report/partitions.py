@@ -49,7 +49,6 @@ def draw(results: Results) -> Drawing:
 def _draw_panel(
     panel: Any, names: Sequence[str], series: Sequence[tuple[str, Any]], metric: str
 ) -> None:
-    """Draw the bars of one quantity."""
     width = 0.8 / len(series)
     traffic = metric.startswith("traffic")
     scale = 1e-3 if traffic else 1.0

@@ -59,7 +59,6 @@ def draw(results: Results) -> Drawing:
 def _draw_panel(
     panel: Any, results: Results, series: Sequence[tuple[str, Any]], metric: str, log: bool
 ) -> None:
-    """Draw one error against the bits."""
     values = results.done[metric].dropna()
     positive = values[values > _SMALLEST]
     floor = float(positive.min()) / 6 if log and len(positive) else 0.0

@@ -195,7 +195,6 @@ def batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> No
 
 
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Draw one shared legend above the panels."""
     pairs = [panel.get_legend_handles_labels() for panel in panels]
     handles = [handle for pair in pairs for handle in pair[0]]
     labels = [label for pair in pairs for label in pair[1]]

@@ -77,7 +77,6 @@ def _perplexities(scores: Scores) -> list[Statistic]:
 
 
 def _pair(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return correlation and covariance."""
     if len(x) < 2:
         return math.nan, math.nan
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -74,17 +74,7 @@ def remove_rank_files(folder: Path) -> None:
 
 
 def link_ranks(group: Any, folder: Path, ranks: Sequence[int]) -> None:
-    """Link the files of ranks into a group of another file.
-
-    Parameters
-    ----------
-    group : h5py group
-        Target group of ``ranks`` and the virtual datasets.
-    folder : Path
-        Folder of the point.
-    ranks : sequence of int
-        Ranks that have written a file.
-    """
+    """Link the files of ranks into a group of another file."""
     h5py = require("h5py")
     # relative to the file that links
     names = {rank: _relative(group, folder / rank_file(rank)) for rank in ranks}

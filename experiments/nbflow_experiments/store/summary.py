@@ -63,7 +63,6 @@ def _write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
 
 
 def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of ``points.csv`` of one point."""
     error = result.get("error") or {}
     row: dict[str, Any] = {
         "point": name,
@@ -86,7 +85,6 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
 
 
 def _long_rows(name: str, result: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield the rows of ``results.csv`` of one point."""
     for reading in result.get("readings", ()):
         row = {column: reading.get(column) for column in RESULT_COLUMNS if column != "point"}
         yield {"point": name, **row, "value": _number(reading["value"])}
@@ -127,7 +125,6 @@ def _write_arrays(
 
 
 def _copy_arrays(source: Path, group: Any) -> None:
-    """Copy the arrays of one point, with a histogram of the divergence."""
     with open_arrays(source) as arrays:
         for key in arrays:
             if not is_link(key):  # relative to the folder of the point

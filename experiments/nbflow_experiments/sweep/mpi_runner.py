@@ -82,11 +82,6 @@ def command_of(launcher: str | None, ranks: int) -> list[str]:
         ``"srun -n {ranks}"``; by default mpirun.
     ranks : int
         Number of ranks.
-
-    Raises
-    ------
-    UsageError
-        If the program does not exist, or `launcher` lacks ``{ranks}``.
     """
     if launcher is None:
         try:
@@ -179,7 +174,6 @@ class ProcessRunner:
         return not last
 
     def _job(self, points: Sequence[Point], tried: Mapping[str, int]) -> Job:
-        """Return the job of the next process."""
         ranks = int(points[0].config["ranks"])
         policy = self.policy
         return Job(

@@ -313,7 +313,6 @@ def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -
 
 
 def _inputs(points: Sequence[Point]) -> dict[str, Any]:
-    """Return the inputs of a launch, for its provenance."""
     return {
         "metrics_version": METRICS_VERSION,
         "models_sha256": {str(p.config["model"]): p.model_digest for p in points},

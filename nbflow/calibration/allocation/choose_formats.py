@@ -50,7 +50,6 @@ class Allocation:
     """A format for each matrix."""
 
     formats: dict[str, str]
-    """Our name of a matrix -> format."""
     budget_bytes: int
     n_bytes: int
     n_weights: int
@@ -247,7 +246,6 @@ def _chosen(
 
 
 def _n_bytes(shape: Sequence[int], format: str) -> int:
-    """Return the bytes of a matrix in a format."""
     chosen = nk.FORMATS[format]
     return shape[0] * chosen.row_blocks(shape[1]) * chosen.block_bytes
 

@@ -111,7 +111,6 @@ def scale_columns(
 
 
 def _networks(spec: ModelSpec, layer: int) -> list[str]:
-    """Return the feed-forward networks of a layer."""
     if not spec.has_experts(layer):
         return ["ffn"]
     assert spec.moe is not None

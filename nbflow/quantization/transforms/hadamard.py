@@ -104,6 +104,5 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
 
 
 def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:
-    """Return the effective weights of a norm."""
     stored = read_operand(spec, file, Operand(f"{norm}.weight")).reshape(-1)
     return stored.astype(np.float64) + spec.norm_offset
