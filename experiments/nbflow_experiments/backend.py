@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import nbflow_kernels as nk
 from nbflow.distributed import Comm, SelfComm, ranks_of, world
 from nbflow.option_fields import fields
 from nbflow.options import LoadOptions
@@ -43,8 +44,6 @@ class ModelIdentity:
 
 def format_names() -> tuple[str, ...]:
     """Return the names of the weight formats, short names included."""
-    import nbflow_kernels as nk
-
     return (*nk.FORMATS.short_names, *nk.FORMATS)
 
 
@@ -67,17 +66,8 @@ def policy_bits(file: str) -> float:
     return sum(bits_per_weight(format) for _, format in formats.patterns) / len(formats.patterns)
 
 
-def check_quantizer(name: str) -> None:
-    """Raise unless the quantizer exists."""
-    from nbflow.quantization.prepare import parse_quantizer as check
-
-    check(name)
-
-
 def bits_per_weight(name: str) -> float:
     """Return the bits per weight of a format."""
-    import nbflow_kernels as nk
-
     if is_policy(name):
         return policy_bits(name)
     return float(nk.FORMATS[name].bits_per_weight)
@@ -85,16 +75,7 @@ def bits_per_weight(name: str) -> float:
 
 def is_float_format(name: str) -> bool:
     """Return whether a weight format is an element-wise float format."""
-    import nbflow_kernels as nk
-
     return not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
-
-
-def load_formats(file: Path) -> None:
-    """Execute a Python file that registers weight formats."""
-    import nbflow_kernels as nk
-
-    nk.load_formats(file)
 
 
 def format_digest(name: str, importance: str = "") -> str:
@@ -102,8 +83,6 @@ def format_digest(name: str, importance: str = "") -> str:
 
     These are the source of a registered format, a policy, importances; empty without any.
     """
-    import nbflow_kernels as nk
-
     files = [
         Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
     ]
@@ -113,10 +92,9 @@ def format_digest(name: str, importance: str = "") -> str:
 
 def kv_format_names() -> tuple[str, ...]:
     """Return the names of the formats of the key/value cache."""
-    from nbflow_kernels.formats import FORMATS
     from nbflow_kernels.kv_cache.cpu_codec import KINDS
 
-    short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
+    short = [name for name, explicit in nk.FORMATS.short_names.items() if explicit in KINDS]
     return (*KINDS, *short)
 
 
@@ -160,13 +138,7 @@ def identify(model: str) -> ModelIdentity:
         files.append(resolved.tokenizer)
     files += [folder / "config.json"] if (folder / "config.json").is_file() else []
     spec = resolved.spec
-    return ModelIdentity(
-        model,
-        digest_files(files),
-        folder,
-        spec.max_context,
-        spec.vocab_size,
-    )
+    return ModelIdentity(model, digest_files(files), folder, spec.max_context, spec.vocab_size)
 
 
 def digest_files(files: Sequence[Path]) -> str:
@@ -217,7 +189,6 @@ def weight_pairs(
     Only tensors that the engine quantizes; one tensor is in memory at a time.  Exact values are the
     checkpoint's, after the quantizer's weight transform if it has one.
     """
-    import nbflow_kernels as nk
     from nbflow.conversion.quantized_matrices import quantized_matrices
 
     found = quantized_matrices(

@@ -124,7 +124,9 @@ def check_value(name: str, value: object, where: str) -> Value:
     if not isinstance(value, str):
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
     if name == "quantizer":
-        backend.check_quantizer(value)
+        from nbflow.quantization.prepare import parse_quantizer  # late: loads the engine's readers
+
+        parse_quantizer(value)
     if name == "heads" and value:
         parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():

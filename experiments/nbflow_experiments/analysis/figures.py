@@ -74,7 +74,7 @@ def draw_layers(tables: Tables) -> Drawing:
             grid = rows.pivot_table("gain", "kind", "layer", sort=False)
             gains = np.log2(grid.where(grid > 0))
             reach = max(0.1, float(np.nanmax(np.abs(gains.to_numpy()))))
-            texts = _few([f"{x:.2f}" for x in grid.to_numpy().ravel()], grid)
+            texts = [f"{x:.2f}" if grid.shape[1] <= 10 else "" for x in grid.to_numpy().ravel()]
             _heat(panels[1], -gains, reach, texts)
             panels[1].set_xticks(range(len(grid.columns)), grid.columns)
             panels[1].set_xlabel("layer")
@@ -188,11 +188,6 @@ def _heat(panel: Any, grid: Table, reach: float, texts: list[str]) -> Any:
         panel.text(column, row, text, ha="center", va="center", fontsize=6.5,
                    color="white" if dark else "black")  # fmt: skip
     return image
-
-
-def _few(texts: list[str], grid: Table) -> list[str]:
-    """Return the cell texts, or empty ones if the cells are too small."""
-    return texts if grid.shape[1] <= 10 else [""] * len(texts)
 
 
 def _share_map(panel: Any, rows: Table) -> None:

@@ -47,7 +47,6 @@ class Checkpoint:
     ) -> None:
         resolved = resolve(model, spec=spec)
         self.spec: ModelSpec = resolved.spec
-        self.path = resolved.path
         self.file: WeightFile = open_weights(resolved.path)
 
     def __enter__(self) -> Checkpoint:

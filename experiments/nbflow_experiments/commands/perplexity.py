@@ -139,12 +139,9 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
 def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     """Load the reference on this process alone."""
     name = arguments.reference or arguments.model
-    same = (
-        {"spec": arguments.spec, "max_context": arguments.max_context}
-        if name == (arguments.model)
-        else {}
-    )
-    options = {**REFERENCE, **same, "threads": arguments.threads, **changes}
+    options = {**REFERENCE, "threads": arguments.threads, **changes}
+    if name == arguments.model:
+        options |= {"spec": arguments.spec, "max_context": arguments.max_context}
     return nbflow.load(name, comm=SelfComm(), **options)
 
 

@@ -47,7 +47,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nbflow_experiments import backend
+import nbflow_kernels as nk
 from nbflow_experiments.config.command_line_axes import apply_lists
 from nbflow_experiments.config.ranges import expand_range
 from nbflow_experiments.config.wandb_grid import from_wandb, is_wandb
@@ -183,7 +183,7 @@ def parse_sweep(
             raise unknown_name("entry of [sweep]", key, _SWEEP_KEYS)
     files = (*_format_files(head.get("formats", []), folder), *(f.absolute() for f in formats))
     for file in files:  # before format names are checked
-        backend.load_formats(file)
+        nk.load_formats(file)
     name = _name(head.get("name", default_name))
     measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
     fixed = {

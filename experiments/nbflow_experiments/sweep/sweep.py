@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import nbflow_kernels as nk
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import Point, check_world, estimate_bytes, make_points
 from nbflow_experiments.config.sweep_file import Sweep, load_sweep, sweep_of_lists
@@ -233,7 +234,7 @@ def _load_formats(files: Sequence[Path], comm: backend.Comm) -> None:
     failure: UsageError | None = None
     try:
         for file in files:
-            backend.load_formats(file)
+            nk.load_formats(file)
     except UsageError as error:
         failure = error
     failures = comm.bcast_object(comm.gather_object(failure))
