@@ -57,10 +57,9 @@ class _Timer:
     """Timer of steps that run one after the other."""
 
     def __init__(self, plan: Plan, machine: Machine, config: RunConfig) -> None:
-        self._machine, self._config, self._plan = machine, config, plan
+        self._machine, self._config = machine, config
         self._alone = len(plan.numbers) == 1
-        several = len(plan.numbers) > 1
-        self._link = machine.link(plan.numbers) if several else None
+        self._link = None if self._alone else machine.link(plan.numbers)
 
     def _step(self, stages: Sequence[Stage], step: StepShape, hidden: int) -> tuple[float, float]:
         """Return the time of a step through all stages, and its tensor parallel communication."""

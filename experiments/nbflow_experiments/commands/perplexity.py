@@ -42,8 +42,7 @@ GREEDY_PROMPTS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
-    parser.add_argument("--text", metavar="FILE", help="text, UTF-8 (the bundled model's eval.txt)")
-    parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
+    add_text_arguments(parser)
     parser.add_argument("--stride", type=int, default=0, help="from window to window (context)")
     parser.add_argument(
         "--scored",
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a window that count: second-half (as llama-perplexity), all, or new (those "
         "no earlier window scored)",
     )
-    parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
     parser.add_argument(
         "--reference",
         nargs="?",
@@ -77,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "report the first difference",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `text_windows`."""
+    parser.add_argument("--text", metavar="FILE", help="text, UTF-8 (the bundled model's eval.txt)")
+    parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
+    parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -34,11 +34,6 @@ class LogitsFile:
         """Return the attributes: model, weights and other facts of the run."""
         return dict(self._file.attrs)
 
-    @property
-    def targets(self) -> np.ndarray:
-        """Return the scored tokens, int64 (n,)."""
-        return np.asarray(self._file["targets"][:])
-
     def append(self, logits: np.ndarray, targets: np.ndarray) -> None:
         """Add the logits (n, V) that predict `targets` (n,)."""
         if "logits" not in self._file:
