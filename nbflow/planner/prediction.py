@@ -113,7 +113,11 @@ def rank_prediction(
     config: RunConfig,
     sent: float,
 ) -> RankPrediction:
-    """Return memory and communication of one rank."""
+    """Return memory and communication of one rank.
+
+    `parts` are its programs, the decoder's first: work, tokens of the KV cache, largest step.
+    `sent` is the number of bytes sent per generated token.
+    """
     plan = parts[0][0].plan
     on_device, activations = device.is_accelerator, device.arithmetic(config.activations)
     held = [work.weight_bytes(on_device) for work, _, _ in parts]

@@ -18,7 +18,10 @@ FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndarray:
-    """Return a tensor of the model, or a shard of it, in its stored type."""
+    """Return a tensor of the model, or a shard of it, in its stored type.
+
+    Output features come first, however the checkpoint orders them.
+    """
     layout = spec.tensor_layout(operand.name)
     if layout.columns is not None:
         return np.ascontiguousarray(file.array(layout.name, rows=operand.rows)[:, layout.columns])

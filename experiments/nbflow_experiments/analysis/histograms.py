@@ -53,6 +53,7 @@ class Spread:
     """Distribution of relative errors over a tensor's rows, columns or blocks."""
 
     counts: Counts
+    """Number of groups between two `RELATIVE_EDGES`."""
     median: float
     largest: float
     worst: int
@@ -72,6 +73,7 @@ class Weights:
     rms: float
     std: float
     kurtosis: float
+    """Fourth central moment over the squared variance, minus 3: 0 for normal weights."""
     outlier_share: float
     """Share of weights of at least `OUTLIER` times `rms`."""
     density_bits: float

@@ -76,7 +76,11 @@ class AnalysisFolder:
     def write_histograms(
         self, tensors: list[TensorResult], tokens: Mapping[str, Mapping[str, np.ndarray]]
     ) -> None:
-        """Write ``analysis.h5``."""
+        """Write ``analysis.h5``.
+
+        ``tensors/FORMAT/NAME`` gets rows, columns, blocks, errors and codes, ``weights/NAME`` the
+        weights, ``tokens/TABLE/CHANGE`` the counts (layers, bins) of each table of layers.
+        """
         with (
             replace_atomically(self.path / "analysis.h5") as temporary,
             require("h5py").File(temporary, "w", track_order=True) as file,

@@ -75,6 +75,11 @@ class Format:
     statistics : mapping, optional
         Canonical tensor name -> mean squares (K,) or second moments (K, K) of the tensor's inputs,
         from `read_statistics`.
+
+    Raises
+    ------
+    UsageError
+        If the format or quantizer does not exist, or the quantizer does not support outliers.
     """
 
     format: str
@@ -150,12 +155,33 @@ class Noise:
 def read_statistics(
     file: str | os.PathLike[str], model: str, spec: str | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Read an importance file and map it to canonical tensor names."""
+    """Read an importance file and map it to canonical tensor names.
+
+    Parameters
+    ----------
+    file : path
+        File of ``nbflow imatrix`` or llama.cpp's ``imatrix``.
+    model, spec
+        The model it was collected on, as in `nbflow.load`.
+    """
     return with_our_names(read_importance(file), gguf_names_of(model, spec))
 
 
 class StoredWeights:
-    """Weights of another checkpoint of the same model."""
+    """Weights of another checkpoint of the same model.
+
+    Parameters
+    ----------
+    path : str or path
+        The quantized checkpoint.
+    spec : ModelSpec
+        The model to compare with.
+
+    Raises
+    ------
+    UsageError
+        If it is another model, or its rows are in another order.
+    """
 
     def __init__(self, path: str | os.PathLike[str], spec: ModelSpec) -> None:
         self._other = Checkpoint(path)

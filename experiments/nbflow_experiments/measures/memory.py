@@ -10,6 +10,9 @@ measures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading
 
 
@@ -18,6 +21,7 @@ def run(context: Context) -> MeasureResult:
     rows = context.model.memory()
     if not context.leads:
         return MeasureResult()
+    totals: dict[str, Callable[..., Any]]
     totals = {"weight_bytes": sum, "kv_bytes": sum, "peak_rss_bytes": max}
     readings = [
         Reading(name, float(total(row[name] for row in rows)), "byte", len(rows))
