@@ -104,9 +104,7 @@ def log_axis(panel: Any, ticks: Sequence[float], label: str) -> None:
 
 def range_bars(rows: Any, name: str) -> np.ndarray:
     """Return error bars of a speed: from the slowest to the fastest repetition."""
-    y, low, high = (
-        rows[f"{name}_{end}tokens_per_s"].to_numpy() for end in ("", "min_", "max_")
-    )
+    y, low, high = (rows[f"{name}_{end}tokens_per_s"].to_numpy() for end in ("", "min_", "max_"))
     return np.vstack([y - low, high - y])
 
 
