@@ -205,7 +205,8 @@ def test_pattern_quantizer_and_outliers(llama: Path) -> None:
     ]
     table = tensor_errors(llama, formats, tensors="layers.1.attn.?.weight, embed.weight")
     assert table.weights.unique().tolist() == [
-        "q4", "q4 (reference)", "q4 (outliers 0.01)", "q4 (outliers, outliers 0.02)", "noise like q4",
+        "q4", "q4 (reference)", "q4 (outliers 0.01)", "q4 (outliers, outliers 0.02)",
+        "noise like q4",
     ]  # fmt: skip
     assert set(table.kind) == {"q", "k", "v", "o", "embedding"}
     error = table.groupby("weights", sort=False).mse.sum()
