@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import nbflow_kernels as nk
 from nbflow.distributed import Comm, SelfComm, ranks_of, world
 from nbflow.option_fields import fields
 from nbflow.options import LoadOptions
@@ -33,21 +34,16 @@ class ModelIdentity:
     """Resolved model, without its weights."""
 
     model: str
-    """Name or path in the sweep."""
     digest: str
     """sha256 over the weights, the configuration and the tokenizer."""
     folder: Path
     """Folder of the weights, which may contain ``eval.txt``."""
     max_context: int
-    """Longest sequence, in tokens."""
     vocab_size: int
-    """Vocabulary size."""
 
 
 def format_names() -> tuple[str, ...]:
     """Return the names of the weight formats, short names included."""
-    import nbflow_kernels as nk
-
     return (*nk.FORMATS.short_names, *nk.FORMATS)
 
 
@@ -59,13 +55,7 @@ def is_policy(name: str) -> bool:
 
 
 def policy_bits(file: str) -> float:
-    """Return the bits per weight stated by a policy file, else the mean over its formats.
-
-    Raises
-    ------
-    UsageError
-        If it is not a policy file.
-    """
+    """Return the bits per weight stated by a policy file, else the mean over its formats."""
     from nbflow.quantization.policy import weight_formats
 
     formats = weight_formats(file)
@@ -76,17 +66,8 @@ def policy_bits(file: str) -> float:
     return sum(bits_per_weight(format) for _, format in formats.patterns) / len(formats.patterns)
 
 
-def check_quantizer(name: str) -> None:
-    """Raise unless the quantizer exists."""
-    from nbflow.quantization.prepare import parse_quantizer as check
-
-    check(name)
-
-
 def bits_per_weight(name: str) -> float:
     """Return the bits per weight of a format."""
-    import nbflow_kernels as nk
-
     if is_policy(name):
         return policy_bits(name)
     return float(nk.FORMATS[name].bits_per_weight)
@@ -94,16 +75,7 @@ def bits_per_weight(name: str) -> float:
 
 def is_float_format(name: str) -> bool:
     """Return whether a weight format is an element-wise float format."""
-    import nbflow_kernels as nk
-
     return not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
-
-
-def load_formats(file: Path) -> None:
-    """Execute a Python file that registers weight formats."""
-    import nbflow_kernels as nk
-
-    nk.load_formats(file)
 
 
 def format_digest(name: str, importance: str = "") -> str:
@@ -111,8 +83,6 @@ def format_digest(name: str, importance: str = "") -> str:
 
     These are the source of a registered format, a policy, importances; empty without any.
     """
-    import nbflow_kernels as nk
-
     files = [
         Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
     ]
@@ -122,10 +92,9 @@ def format_digest(name: str, importance: str = "") -> str:
 
 def kv_format_names() -> tuple[str, ...]:
     """Return the names of the formats of the key/value cache."""
-    from nbflow_kernels.formats import FORMATS
     from nbflow_kernels.kv_cache.cpu_codec import KINDS
 
-    short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
+    short = [name for name, explicit in nk.FORMATS.short_names.items() if explicit in KINDS]
     return (*KINDS, *short)
 
 
@@ -169,13 +138,7 @@ def identify(model: str) -> ModelIdentity:
         files.append(resolved.tokenizer)
     files += [folder / "config.json"] if (folder / "config.json").is_file() else []
     spec = resolved.spec
-    return ModelIdentity(
-        model,
-        digest_files(files),
-        folder,
-        spec.max_context,
-        spec.vocab_size,
-    )
+    return ModelIdentity(model, digest_files(files), folder, spec.max_context, spec.vocab_size)
 
 
 def digest_files(files: Sequence[Path]) -> str:
@@ -226,7 +189,6 @@ def weight_pairs(
     Only tensors that the engine quantizes; one tensor is in memory at a time.  Exact values are the
     checkpoint's, after the quantizer's weight transform if it has one.
     """
-    import nbflow_kernels as nk
     from nbflow.conversion.quantized_matrices import quantized_matrices
 
     found = quantized_matrices(
@@ -256,13 +218,7 @@ def text_file(
     text: str | os.PathLike[str] | None = None,
     spec: str | None = None,
 ) -> Path:
-    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read.
-
-    Raises
-    ------
-    UsageError
-        If the file does not exist.
-    """
+    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read."""
     from nbflow.spec import resolve
 
     if text is not None:

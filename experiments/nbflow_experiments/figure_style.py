@@ -53,11 +53,8 @@ class Drawing:
     """A finished figure."""
 
     figure: Any
-    """A matplotlib Figure."""
     title: str
-    """Short title of the figure."""
     caption: str
-    """Explanation below the figure."""
 
     def save(self, folder: Path, name: str) -> list[Path]:
         """Write ``NAME.png`` and ``NAME.svg``; equal results give equal files."""
@@ -89,15 +86,26 @@ def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[A
 
 def bits_axis(panel: Any, bits: Sequence[float]) -> None:
     """Make the x axis one of bits per weight: logarithmic, with plain numbers."""
-    ticker = require("matplotlib.ticker")
     low, high = min(bits), max(bits)
-    panel.set_xscale("log", base=2)
-    panel.set_xlim(low / 1.18, high * 1.22)
     ticks = [t for t in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if low / 1.1 <= t <= high * 1.1]
+    log_axis(panel, ticks, "bits per weight (format)")
+    panel.set_xlim(low / 1.18, high * 1.22)
+
+
+def log_axis(panel: Any, ticks: Sequence[float], label: str) -> None:
+    """Make the x axis logarithmic, with plain numbers at these ticks alone."""
+    ticker = require("matplotlib.ticker")
+    panel.set_xscale("log", base=2)
     panel.xaxis.set_major_locator(ticker.FixedLocator(ticks))
     panel.xaxis.set_minor_locator(ticker.NullLocator())
     panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    panel.set_xlabel("bits per weight (format)")
+    panel.set_xlabel(label)
+
+
+def range_bars(rows: Any, name: str) -> np.ndarray:
+    """Return error bars of a speed: from the slowest to the fastest repetition."""
+    y, low, high = (rows[f"{name}_{end}tokens_per_s"].to_numpy() for end in ("", "min_", "max_"))
+    return np.vstack([y - low, high - y])
 
 
 def format_axis(panel: Any, rows: Any) -> list[str]:

@@ -18,13 +18,11 @@ class Setting:
     """Setting that a sweep fixes or varies."""
 
     name: str
-    """Name in the sweep file, in the records and in the tables."""
     default: Value
     """Default value; its type is the type of the setting."""
     minimum: int
     """Minimum of a number."""
     meaning: str
-    """Meaning, with its unit."""
     words: tuple[str, ...] = ()
     """Words accepted in place of a number."""
 
@@ -52,19 +50,8 @@ def _of_load(name: str) -> Setting:
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
-    *map(
-        _of_load,
-        (
-            "outliers",
-            "quantizer",
-            "importance",
-            "kv",
-            "activations",
-            "partition",
-            "all_reduce",
-            "optimize",
-        ),
-    ),
+    *map(_of_load, ("outliers", "quantizer", "importance", "kv", "activations")),
+    *map(_of_load, ("partition", "all_reduce", "optimize")),
     Setting(
         "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
     ),
@@ -117,15 +104,6 @@ def setting(name: str, kind: str = "setting") -> Setting:
 def check_value(name: str, value: object, where: str) -> Value:
     """Validate a value of setting `name` and return it.
 
-    Parameters
-    ----------
-    name : str
-        A known setting.
-    value : object
-        Value in the sweep file.
-    where : str
-        Place in the file, for the message.
-
     Raises
     ------
     UsageError
@@ -146,7 +124,9 @@ def check_value(name: str, value: object, where: str) -> Value:
     if not isinstance(value, str):
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
     if name == "quantizer":
-        backend.check_quantizer(value)
+        from nbflow.quantization.prepare import parse_quantizer  # late: loads the engine's readers
+
+        parse_quantizer(value)
     if name == "heads" and value:
         parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():

@@ -35,7 +35,6 @@ class ActivationStats:
     sums: NDArray[np.float64]
     """Sums of squares (K,), or of all products (K, K)."""
     n_rows: int = 0
-    """Number of rows added."""
 
     @property
     def squares(self) -> NDArray[np.float64]:
@@ -98,13 +97,7 @@ def collect_stats(
 
 
 def collector_of(model: LLM) -> StatsCollector:
-    """Install an observer that sums the inputs of a model's matrices whenever it runs.
-
-    Raises
-    ------
-    UsageError
-        As `collect_stats`.
-    """
+    """Install an observer that sums the inputs of a model's matrices whenever it runs."""
     executor = model.workers[0].executor if len(model.workers) == 1 else None
     if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
         raise UsageError(

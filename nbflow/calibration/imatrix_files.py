@@ -28,7 +28,7 @@ from nbflow.checkpoint.readers.gguf import ARRAY, STRING
 from nbflow.checkpoint.writers.gguf import U32, write_gguf
 from nbflow.checkpoint.writers.safetensors import write_safetensors
 from nbflow.checkpoint.writers.tensor_plan import float32_plan
-from nbflow.quantization.importance import read_sums
+from nbflow.quantization.importance import mean_squares, read_sums
 from nbflow.utils.atomic_write import check_output, replace_atomically
 from nbflow_kernels.errors import UsageError
 
@@ -197,8 +197,7 @@ def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> 
     file.write(struct.pack("<i", len(sums)))
     for name, (squares, counts) in sums.items():
         text = name.encode()
-        # an expert without input: all columns get equal importance
-        mean = np.where(counts[:, None] > 0, squares / np.maximum(counts[:, None], 1), 1.0)
+        mean = mean_squares(squares, counts)
         file.write(struct.pack("<i", len(text)) + text + struct.pack("<ii", n_windows, mean.size))
         file.write((mean * n_windows).astype("<f4").tobytes())
     texts_as_bytes = ",".join(texts).encode()

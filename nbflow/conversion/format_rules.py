@@ -62,7 +62,6 @@ class FormatRules:
 
 
 def _parse_rule(text: str) -> tuple[str, str, str]:
-    """Return a rule, its pattern and its format."""
     pattern, equals, format = text.rpartition("=")
     if not equals or not pattern:
         raise UsageError(f"a rule must be PATTERN=FORMAT, e.g. '*down*=q6_k', got {text!r}")

@@ -73,7 +73,6 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
 
 
 def _typed(value: Any) -> tuple[tuple[int, ...], Any]:
-    """Return a value with its metadata type."""
     if isinstance(value, str):
         return (gguf.STRING,), value
     if isinstance(value, bool):

@@ -27,7 +27,6 @@ class TensorConversion(TensorHeader):
     """A tensor of the new file and its sources."""
 
     stored: str
-    """Stored format in the checkpoint."""
     sources: tuple[Rows, ...]
     """Sources of its rows, in order."""
     ours: tuple[str, ...] = ()
@@ -41,10 +40,6 @@ class TensorConversion(TensorHeader):
         """True if stored blocks become other blocks, which loses precision twice."""
         return self.stored not in ITEM_BYTES and self.format != self.stored
 
-    def with_importance(self, importance: np.ndarray) -> TensorConversion:
-        """Return the conversion with importance of the columns."""
-        return dataclasses.replace(self, importance=importance)
-
     def plan(self, options: QuantizerOptions) -> TensorPlan:
         """Return the tensor to be written."""
         return TensorPlan(self.name, self.shape, self.format, partial(self._chunks, options))
@@ -56,12 +51,6 @@ class TensorConversion(TensorHeader):
             yield from row_chunks(rows, self.format, self.name, options, own)
 
 
-def all_tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
-    """Return our names of all tensors, with the specification they belong to."""
-    parts = [spec] if spec.encoder is None else [spec, spec.encoder]
-    return [(part, name) for part in parts for name in part.tensor_shapes()]
-
-
 def plan_as_stored(
     spec: ModelSpec, file: WeightFile, rules: FormatRules, *, blocks: bool = True
 ) -> list[TensorConversion]:
@@ -71,7 +60,7 @@ def plan_as_stored(
     """
     parts_of: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     transposed = set()
-    for part, ours in all_tensors(spec):
+    for part, ours in ((s, name) for s in spec.parts for name in s.tensor_shapes()):
         layout = part.tensor_layout(ours)
         parts_of.setdefault(layout.name, []).append((ours, part.shape_of(ours)))
         if layout.transposed:
@@ -113,13 +102,7 @@ def check_blocks(tensors: Sequence[TensorHeader]) -> None:
 def attach_importance(
     tensors: Sequence[TensorConversion], importance: Importance | None
 ) -> tuple[list[TensorConversion], list[str]]:
-    """Attach importance to the tensors to be converted; return notes too.
-
-    Raises
-    ------
-    UsageError
-        If no tensor to be converted has importance, or a vector has the wrong length.
-    """
+    """Attach importance to the tensors to be converted; return notes too."""
     if importance is None:
         return list(tensors), []
     result, missing = [], []
@@ -132,7 +115,7 @@ def attach_importance(
             missing.append(tensor.name)
             result.append(tensor)
         else:
-            result.append(tensor.with_importance(_checked(tensor, *found)))
+            result.append(dataclasses.replace(tensor, importance=_checked(tensor, *found)))
     n_converted = sum(t.format != t.stored and len(t.shape) > 1 for t in tensors)
     if len(missing) == n_converted:
         raise UsageError(

@@ -42,11 +42,8 @@ class WrittenCheckpoint:
     """The new checkpoint, or with ``dry_run`` its plan."""
 
     path: Path
-    """The file or the folder."""
     format: str
-    """File format, safetensors or gguf."""
     tensors: tuple[TensorConversion, ...]
-    """Tensors in file order."""
     notes: tuple[str, ...] = field(default=())
     """Notes for the user, e.g. on data that could not be converted."""
 
@@ -171,7 +168,6 @@ class _Task:
 
 
 def _write_gguf(task: _Task) -> WrittenCheckpoint:
-    """Write one GGUF file."""
     out = task.out
     metadata, tensors, notes = plan_gguf(task.resolved, task.file, task.rules, str(out))
     tensors, more = attach_importance(tensors, task.importance)
@@ -207,7 +203,9 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
     companions = [source / name for name in AUXILIARY_FILES if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
     unties = resolved.spec != task.prepared.before[0] if task.prepared.before else False
-    notes += _notes(tensors, out, is_file)
+    notes += requantized_note(tensors)
+    if is_file and not (out.parent / "config.json").is_file():
+        notes.append("loading the file requires config.json in the same folder")
     if is_file and unties:
         notes.append("config.json in the same folder must say tie_word_embeddings = false")
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
@@ -238,14 +236,6 @@ def _change_config(path: Path, unties: bool) -> None:
         new["tie_word_embeddings"] = False
     if new != old:
         path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
-
-
-def _notes(tensors: list[TensorConversion], out: Path, is_file: bool) -> list[str]:
-    """Return notes for the user about a safetensors file."""
-    notes = requantized_note(tensors)
-    if is_file and not (out.parent / "config.json").is_file():
-        notes.append("loading the file requires config.json in the same folder")
-    return notes
 
 
 def requantized_note(tensors: Iterable[TensorConversion]) -> list[str]:

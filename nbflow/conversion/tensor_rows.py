@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,35 +21,6 @@ from nbflow_kernels.errors import UsageError
 Statistics = np.ndarray[Any, Any] | None
 """Statistics of a matrix's inputs: mean squares (K,), second moments (K, K), or None."""
 _CHUNK_WEIGHTS = 1 << 22  # 16 MiB as float32
-
-
-class Rows(Protocol):
-    """Source of the rows of a tensor or of a part of it."""
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-
-    @property
-    def n_columns(self) -> int:
-        """Weights of a row."""
-
-    @property
-    def dtype(self) -> str:
-        """Stored format: a plain type or a block format."""
-
-    @property
-    def group(self) -> int:
-        """Rows that must stay together: chunks are multiples of it."""
-
-    def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) as a NumPy array."""
-
-    def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return the bytes of rows [start, stop) of a tensor stored in blocks."""
-
-    def raw(self) -> Iterator[bytes]:
-        """Yield the stored bytes of a plain type, little-endian."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +82,6 @@ class ModelRows:
     interleaves: bool = False
     """True to interleave the rows of rotary pairs."""
     offset: float = 0.0
-    """Added to the values."""
 
     @property
     def n_rows(self) -> int:
@@ -184,6 +154,10 @@ class ArrayRows:
         yield self.values.astype("<f4").tobytes()
 
 
+Rows = StoredRows | ModelRows | ArrayRows
+"""Source of the rows of a tensor, or of a part of it; chunks are multiples of `group` rows."""
+
+
 def row_chunks(
     rows: Rows,
     format: str,
@@ -240,7 +214,6 @@ def quantized_chunks(
 
 
 def _spans(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Yield the row range of each chunk."""
     each = max(1, _CHUNK_WEIGHTS // max(1, rows.n_columns) // rows.group) * rows.group
     for start in range(0, rows.n_rows, each):
         yield start, min(start + each, rows.n_rows)

@@ -102,7 +102,6 @@ def _chosen(model: PlannedModel, machine: Machine, aim: str, config: RunConfig |
 
 
 def _workload(model: PlannedModel, batch: int) -> Workload:
-    """Return a typical workload of the model."""
     context, encoder = model.spec.max_context, model.spec.encoder
     if not model.spec.causal:
         return Workload(batch, min(PROMPT, context))

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from nbflow.distributed import Plan, make_plan
 from nbflow.planner.machine import Machine
 from nbflow.planner.planned_model import PlannedModel
-from nbflow.planner.prediction import LargestStep, Prediction, Workload, kind_of, rank_prediction
-from nbflow.planner.stage_cost import RankWork, RunConfig, Stage, make_stages
+from nbflow.planner.prediction import Prediction, Workload, kind_of, rank_prediction
+from nbflow.planner.stage_cost import RunConfig, Stage, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 
 
@@ -32,7 +32,7 @@ def predict_encoder(
     if encoder is None:
         stages = make_stages(model, plan, machine)
         read_s, largest = timer.read(stages, workload, model.spec.hidden_size)
-        parts = [(stages, largest, LargestStep(largest, largest))]
+        parts = [(stages, largest, StepShape(1, largest, 1, largest))]
         return _prediction(parts, plan, machine, workload, config, read_s, 0.0, 0.0, 0.0)
     encoder_plan = make_plan(encoder.spec, plan.partition, plan.block_size, config.all_reduce)
     encoding = make_stages(encoder, encoder_plan, machine)
@@ -45,9 +45,9 @@ def predict_encoder(
     decode_s, bubble, share = timer.decode(decoding, step, model.spec.hidden_size)
     held = batch * workload.prompt  # encoder tokens with cached keys and values
     parts = [
-        (decoding, batch * (workload.generate + 1), LargestStep(batch, batch)),
-        (encoding, largest, LargestStep(largest, largest)),
-        (cross_kv, held, LargestStep(max(largest, workload.prompt), 0)),
+        (decoding, batch * (workload.generate + 1), StepShape(1, batch, 1, batch)),
+        (encoding, largest, StepShape(1, largest, 1, largest)),
+        (cross_kv, held, StepShape(1, max(largest, workload.prompt), 1, 0)),
     ]
     read_s += cross_kv_s + decode_s  # the first token needs one step of the decoder
     return _prediction(parts, plan, machine, workload, config, read_s, decode_s, bubble, share)
@@ -57,10 +57,9 @@ class _Timer:
     """Timer of steps that run one after the other."""
 
     def __init__(self, plan: Plan, machine: Machine, config: RunConfig) -> None:
-        self._machine, self._config, self._plan = machine, config, plan
+        self._machine, self._config = machine, config
         self._alone = len(plan.numbers) == 1
-        several = len(plan.numbers) > 1
-        self._link = machine.link(plan.numbers) if several else None
+        self._link = None if self._alone else machine.link(plan.numbers)
 
     def _step(self, stages: Sequence[Stage], step: StepShape, hidden: int) -> tuple[float, float]:
         """Return the time of a step through all stages, and its tensor parallel communication."""
@@ -116,7 +115,7 @@ def _texts(workload: Workload, config: RunConfig) -> tuple[tuple[int, int], tupl
 
 
 def _prediction(
-    parts: Sequence[tuple[list[Stage], int, LargestStep]],
+    parts: Sequence[tuple[list[Stage], int, StepShape]],
     plan: Plan,
     machine: Machine,
     workload: Workload,
@@ -129,7 +128,7 @@ def _prediction(
     """Return the prediction with the memory of each rank over all programs."""
     ranks = []
     for rank in plan.numbers:
-        mine: list[tuple[RankWork, int, LargestStep]] = [
+        mine = [
             (work, tokens, steps)
             for stages, tokens, steps in parts
             for stage in stages

@@ -15,7 +15,7 @@ Rates are those that programs reach; ``sources`` says which share of the data sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -164,7 +164,6 @@ class Link:
     """Link between two ranks."""
 
     latency_s: float
-    """Latency of a message."""
     bytes_per_s: float
     """Bandwidth per rank in one direction while all ranks send."""
     collective: str = "best"
@@ -196,26 +195,14 @@ class Machine:
     """Devices and links."""
 
     name: str
-    """Name."""
     devices: tuple[Device, ...]
-    """Device of each rank."""
     ranks_per_host: int
-    """Ranks on one host."""
     links: Mapping[str, Link] = field(default_factory=dict)
-    """"host" and "network"."""
     description: str = ""
-    """One line of description."""
     sources: tuple[str, ...] = ()
-    """Sources of the numbers."""
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link among these ranks.
-
-        Raises
-        ------
-        UsageError
-            If the machine has no such link.
-        """
+        """Return the slowest link among these ranks."""
         hosts = {rank // self.ranks_per_host for rank in ranks}
         kind = "host" if len(hosts) == 1 else "network"
         if kind not in self.links:
@@ -226,13 +213,7 @@ class Machine:
         return self.links[kind]
 
     def with_ranks(self, n: int) -> Machine:
-        """Return the first `n` ranks of the machine, or of several equal hosts.
-
-        Raises
-        ------
-        UsageError
-            If more hosts are needed, and the machine describes no network.
-        """
+        """Return the first `n` ranks of the machine, or of several equal hosts."""
         if not 1 <= n <= MAX_RANKS:
             raise UsageError(f"the number of ranks must be 1..{MAX_RANKS}, got {n}")
         if n > len(self.devices) and "network" not in self.links:
@@ -302,63 +283,70 @@ def _machine(table: dict[str, Any], where: str, name: str) -> Machine:
     )
 
 
-_OPTIONAL = ("weights_per_s", "formats")
-"""Optional tables of a device."""
+def _fields(
+    kind: type[Any],
+    entry: Any,
+    where: str,
+    checks: Mapping[str, Callable[[Any, str], Any]],
+    also: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the fields of a dataclass from a table; those without a check are numbers."""
+    fields = dataclasses.fields(kind)
+    check_keys(entry, where, (*(each.name for each in fields), *also))
+    values: dict[str, Any] = {}
+    for each in fields:
+        at, missing = f"{where}: {each.name}", dataclasses.MISSING
+        is_required = each.default is missing and each.default_factory is missing
+        if each.name in checks and each.name in entry:
+            values[each.name] = checks[each.name](entry[each.name], at)
+        elif each.name in entry:
+            values[each.name] = _positive(entry[each.name], at, zero=not is_required)
+        elif is_required:
+            raise UsageError(f"{at} is missing")
+    return values
 
 
 def _device(entry: Any, where: str) -> tuple[Device, int]:
-    fields = {f.name: f for f in dataclasses.fields(Device)}
-    check_keys(entry, where, (*fields, "count"))
+    checks = {"name": _text, "formats": _formats}
+    checks |= {"operations_per_s": _rates, "weights_per_s": _rates}
+    values = _fields(Device, entry, where, checks, also=("count",))
     count = check_value(entry.get("count", 1), f"{where}: count", int)
     if count < 1:
         raise UsageError(f"{where}: count must be at least 1, got {count}")
-    values: dict[str, Any] = {}
-    for name, described in fields.items():
-        if name not in entry:
-            if described.default is dataclasses.MISSING and name not in _OPTIONAL:
-                raise UsageError(f"{where}: {name} is missing")
-        elif name == "name":
-            values[name] = check_value(entry[name], f"{where}: name", str)
-        elif name == "formats":
-            values[name] = _formats(entry[name], f"{where}: formats")
-        elif name in ("operations_per_s", "weights_per_s"):
-            rates = check_keys(entry[name], f"{where}: {name}", ARITHMETICS)
-            values[name] = {k: _positive(v, f"{where}: {name}.{k}") for k, v in rates.items()}
-        else:
-            rate = described.default is dataclasses.MISSING
-            values[name] = _positive(entry[name], f"{where}: {name}", zero=not rate)
     if not values["operations_per_s"]:
         raise UsageError(f"{where}: operations_per_s must name at least one arithmetic, e.g. f32")
     return Device(**values), count
 
 
+def _text(value: Any, where: str) -> Any:
+    return check_value(value, where, str)
+
+
+def _rates(entry: Any, where: str) -> dict[str, float]:
+    """Return the rate of each arithmetic."""
+    rates = check_keys(entry, where, ARITHMETICS)
+    return {name: _positive(rate, f"{where}.{name}") for name, rate in rates.items()}
+
+
 def _formats(entry: Any, where: str) -> dict[str, dict[str, Rates]]:
     """Return the rates of products by weight format and arithmetic."""
-    found: dict[str, dict[str, Rates]] = {}
-    names = [f.name for f in dataclasses.fields(Rates)]
-    for format, of_format in check_keys(entry, where, tuple(nk.FORMATS)).items():
-        found[format] = {}
-        for arithmetic, rates in check_keys(of_format, f"{where}.{format}", ARITHMETICS).items():
-            here = f"{where}.{format}.{arithmetic}"
-            check_keys(rates, here, names)
-            missing = [name for name in names if name not in rates]
-            if missing:
-                raise UsageError(f"{here}: {missing[0]} is missing")
-            values = (_positive(rates[name], f"{here}.{name}") for name in names)
-            found[format][arithmetic] = Rates(*values)
-    return found
+    return {
+        format: {
+            name: Rates(**_fields(Rates, rates, f"{where}.{format}.{name}", {}))
+            for name, rates in check_keys(of_format, f"{where}.{format}", ARITHMETICS).items()
+        }
+        for format, of_format in check_keys(entry, where, tuple(nk.FORMATS)).items()
+    }
 
 
 def _link(entry: Any, where: str) -> Link:
-    check_keys(entry, where, [f.name for f in dataclasses.fields(Link)])
-    for name in ("latency_s", "bytes_per_s"):
-        if name not in entry:
-            raise UsageError(f"{where}: {name} is missing")
-    collective = check_value(entry.get("collective", "best"), f"{where}: collective", str)
-    if collective not in COLLECTIVES:
-        raise UsageError(f"{where}: {unknown_name('collective', collective, COLLECTIVES)}")
-    latency = _positive(entry["latency_s"], f"{where}: latency_s", zero=True)
-    return Link(latency, _positive(entry["bytes_per_s"], f"{where}: bytes_per_s"), collective)
+    def latency(value: Any, at: str) -> float:
+        return _positive(value, at, zero=True)
+
+    link = Link(**_fields(Link, entry, where, {"latency_s": latency, "collective": _text}))
+    if link.collective not in COLLECTIVES:
+        raise UsageError(f"{where}: {unknown_name('collective', link.collective, COLLECTIVES)}")
+    return link
 
 
 def _positive(value: Any, where: str, zero: bool = False) -> float:
@@ -389,7 +377,6 @@ def machine_toml(machine: Machine) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Round numbers to four digits."""
     if isinstance(value, Mapping):
         return {k: _rounded(v) for k, v in value.items()}
     return value if isinstance(value, str | int) else float(f"{value:.4g}")

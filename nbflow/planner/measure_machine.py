@@ -229,19 +229,19 @@ Pick = Callable[[list[float]], float]
 """Takes one of several times."""
 
 
-def _at_once(comm: Comm, measure: Callable[[], float], pick: Pick = min, repeats: int = 9) -> float:
+def _at_once(comm: Comm, measure: Callable[[], float], pick: Pick = min) -> float:
     """Return what every rank measures while all of them do."""
     comm.barrier()
-    return pick([measure() for _ in range(repeats)])
+    return pick([measure() for _ in range(9)])
 
 
-def _in_turn(comm: Comm, measure: Callable[[], float], repeats: int = 5) -> float:
+def _in_turn(comm: Comm, measure: Callable[[], float]) -> float:
     """Return the median of what each rank measures while the others wait."""
     result = 0.0
     for rank in range(comm.size):
         comm.barrier()
         if comm.rank == rank:
-            result = statistics.median(measure() for _ in range(repeats))
+            result = statistics.median(measure() for _ in range(5))
     comm.barrier()
     return result
 

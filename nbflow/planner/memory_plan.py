@@ -55,14 +55,11 @@ class MemoryPlan:
     """Memory of a model by rank."""
 
     partition: str
-    """Partition string."""
     ranks: tuple[RankMemory, ...]
     devices: tuple[str, ...]
-    """Device of each rank."""
     max_sequences: int
     """Requests that run at once, per replica."""
     kv_tokens: int
-    """Tokens that the KV cache holds."""
     available_bytes: int
     """Memory that is available on this machine."""
     note: str

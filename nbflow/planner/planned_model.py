@@ -37,7 +37,6 @@ class PlannedModel:
     """Specification and weight formats of a model."""
 
     spec: ModelSpec
-    """Specification."""
     weights: str | WeightFormats | None = None
     """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
@@ -204,9 +203,10 @@ def planned_model(
 
 def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
     """Return the model of a checkpoint from its header."""
-    specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
-        stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
+        stored = [
+            {n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in spec.parts
+        ]
     return PlannedModel(spec, explicit(weights), *stored)
 
 

@@ -22,7 +22,7 @@ from nbflow.distributed import Plan, make_plan, split_replicas
 from nbflow.planner.encoder_models import predict_encoder
 from nbflow.planner.machine import Device, Machine
 from nbflow.planner.planned_model import PlannedModel
-from nbflow.planner.prediction import LargestStep, Prediction, Workload, kind_of, rank_prediction
+from nbflow.planner.prediction import Prediction, Workload, kind_of, rank_prediction
 from nbflow.planner.stage_cost import RunConfig, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 from nbflow_kernels.errors import UsageError
@@ -140,7 +140,7 @@ def _replica(
     pipeline = _Pipeline(model, plan, machine, config, only)
     decode = pipeline.decode(workload, micro_batches)
     prefill_s, largest = pipeline.prefill(workload)
-    step = LargestStep(max(largest.n_tokens, workload.batch), workload.batch)
+    step = StepShape(1, max(largest.n_tokens, workload.batch), 1, workload.batch)
     decoding = StepShape(workload.batch, 1, workload.kv_tokens, workload.batch)
     ranks = tuple(
         rank_prediction(

@@ -16,9 +16,7 @@ class Workload:
     """Batch, prompts and answers of a prediction."""
 
     batch: int = 1
-    """Concurrent sequences."""
     prompt: int = 512
-    """Tokens of each prompt."""
     generate: int = 128
     """Tokens that each sequence generates; decode steps are costed at their mean context."""
     context: int | None = None
@@ -45,21 +43,14 @@ class RankPrediction:
     """Memory and communication of one rank."""
 
     rank: int
-    """Rank number."""
     device: str
-    """Name of its device."""
     layers: tuple[int, int]
-    """Range of layers."""
     heads: tuple[int, int]
-    """Range of query heads."""
     kv_heads: tuple[int, int]
-    """Range of key/value heads."""
     ffn: tuple[int, int]
-    """Range of feed-forward columns."""
     vocab: tuple[int, int]
     """Range of rows of embedding and head, if its stage has them."""
     experts: tuple[int, int]
-    """Range of experts."""
     weight_bytes: int
     """Weights in the device's memory, in the layout of its kernels."""
     kv_bytes: int
@@ -81,15 +72,12 @@ class Prediction:
     """Predicted speed and memory of a partition."""
 
     partition: str
-    """The partition string."""
     kind: str
     """"one rank", "by layer" (pipeline), "by tensor" or "hybrid"; prefixed for replicas."""
     workload: Workload
-    """The workload."""
     micro_batches: int
     """Micro-batches of a replica's batch."""
     prefill_s: float
-    """Time of the prefill of all prompts."""
     decode_s: float
     """Time of a decode step: one token for every sequence."""
     exchange_share: float
@@ -97,7 +85,6 @@ class Prediction:
     bubble: float
     """Pipeline bubble: idle share of the stages during decode."""
     ranks: tuple[RankPrediction, ...]
-    """All ranks."""
 
     @property
     def fits(self) -> bool:
@@ -120,34 +107,16 @@ class Prediction:
         return self.prefill_s + self.workload.generate * self.decode_s
 
 
-@dataclass(frozen=True)
-class LargestStep:
-    """Size of a program's largest step."""
-
-    n_tokens: int
-    """Tokens."""
-    n_logits: int
-    """Rows of logits."""
-
-
 def rank_prediction(
-    parts: Sequence[tuple[RankWork, int, LargestStep]],
+    parts: Sequence[tuple[RankWork, int, StepShape]],
     device: Device,
     config: RunConfig,
     sent: float,
 ) -> RankPrediction:
     """Return memory and communication of one rank.
 
-    Parameters
-    ----------
-    parts : sequence of tuples
-        Its programs, the decoder's first: work, tokens of the KV cache, largest step.
-    device : Device
-        Its device.
-    config : RunConfig
-        Formats and placement.
-    sent : float
-        Bytes sent per generated token.
+    `parts` are its programs, the decoder's first: work, tokens of the KV cache, largest step.
+    `sent` is the number of bytes sent per generated token.
     """
     plan = parts[0][0].plan
     on_device, activations = device.is_accelerator, device.arithmetic(config.activations)
@@ -163,10 +132,7 @@ def rank_prediction(
     )
     tables_on_host = sum(w.table_bytes for w in held) if config.embedding_on_host else 0
     on_host = kv_on_host + tables_on_host
-    workspace = sum(
-        work.workspace_bytes(StepShape(1, step.n_tokens, 1, step.n_logits), activations, on_device)
-        for work, _, step in parts
-    )
+    workspace = sum(work.workspace_bytes(step, activations, on_device) for work, _, step in parts)
     used = weights + kv - on_host + workspace + device.reserved_bytes
     return RankPrediction(
         plan.rank, device.name, plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab,

@@ -72,7 +72,7 @@ def compare(
     for partition in partitions or candidates(len(machine.devices)):
         try:
             for part in split_replicas(partition):
-                for spec in filter(None, (model.spec, model.spec.encoder)):
+                for spec in model.spec.parts:
                     make_plan(spec, part, model.block_size)
         except UsageError as error:
             refused[partition] = str(error)

@@ -51,17 +51,7 @@ Costs = tuple[OpCost, str]
 
 
 class RankWork:
-    """Work and memory of one rank.
-
-    Parameters
-    ----------
-    model : PlannedModel
-        The model.
-    plan : RankPlan
-        Shard of the rank.
-    program : Program, optional
-        Program with one layer of each kind; the model's by default.
-    """
+    """Work and memory of one rank."""
 
     def __init__(self, model: PlannedModel, plan: RankPlan, program: Program | None = None) -> None:
         self.plan = plan
@@ -113,7 +103,7 @@ class RankWork:
         costs: list[Costs] = []
         for op, following in zip(self.program.ops, (*self.program.ops[1:], None), strict=True):
             if op.kind not in COMMUNICATION:
-                cost = op_cost(self.program, op, self.plan.rank, step, self._model.bits, kv)
+                cost = op_cost(self.program, op, step, self._model.bits, kv)
                 format = self._model.format_of(op.weights[0].name) if op.weights else ""
                 costs.append((cost, format))
             ends = following is None or following.layer != op.layer

@@ -43,7 +43,6 @@ def build_cross_kv(spec: ModelSpec) -> Program:
 
 
 def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
-    """Return the buffers of the ops."""
     q_width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     E, FF = spec.hidden_size, spec.intermediate_size
     widths = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
-from nbflow.program.records import COMMUNICATION, Op, Program
+from nbflow.program.records import Op, Program
 from nbflow_kernels.kv_cache.formats import kv_formats
 
 FLOAT32_BYTES = 4
@@ -22,15 +22,12 @@ class StepShape:
     """Size of a step of equal sequences."""
 
     n_sequences: int
-    """Sequences in the step."""
     n_new: int
     """New tokens of each."""
     context: int
     """Tokens of each, new ones included."""
     n_logits: int
-    """Rows of logits."""
     encoder_tokens: int = 0
-    """Encoder tokens that each sequence attends to."""
 
     @property
     def n_tokens(self) -> int:
@@ -57,9 +54,7 @@ class OpCost:
     """Cost of one op."""
 
     weight_bytes: float = 0.0
-    """Bytes of weights read."""
     weights: float = 0.0
-    """Number of weights read."""
     kv_bytes: float = 0.0
     """Bytes of keys and values read and written."""
     buffer_bytes: float = 0.0
@@ -68,37 +63,16 @@ class OpCost:
     """Operations with weights; a multiply-add counts as two."""
     attention_operations: float = 0.0
     """Operations of QK and PV products."""
-    sent_bytes: int = 0
-    """Payload sent; a message to each of k ranks counts k times."""
 
 
-def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv: str) -> OpCost:
-    """Return the cost of one op in one step.
-
-    Parameters
-    ----------
-    program : Program
-        Program of the rank.
-    op : Op
-        Op of the program.
-    rank : int
-        Rank number.
-    step : StepShape
-        The step.
-    bits : callable
-        Bits per weight by tensor name.
-    kv : str
-        Element format of the key/value cache.
-    """
+def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> OpCost:
+    """Return the cost of one op in one step."""
     moved = sum(
         program.buffers[name].width * _rows(program, name, step)
         for name in (op.out, *op.inputs)
         if name in program.buffers
     )
     buffer_bytes = float(moved * FLOAT32_BYTES)
-    if op.kind in COMMUNICATION:
-        sent = op_bytes_sent(program, op, rank, step.n_tokens, step.n_logits)
-        return OpCost(buffer_bytes=buffer_bytes, sent_bytes=sent)
     if op.kind == "embedding":  # reads one row per token
         width = program.buffers[op.out].width
         n = step.n_tokens * width

@@ -125,7 +125,6 @@ def _outside_layers(op: Op, plan: RankPlan, after_layers: bool) -> list[Op]:
 
 
 def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> Op:
-    """Shard an op of a layer."""
     if op.kind == "experts":
         return _shard_experts(op, plan.experts)
     if op.attrs.get("own_weights"):

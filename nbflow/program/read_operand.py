@@ -20,19 +20,7 @@ FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndarray:
     """Return a tensor of the model, or a shard of it, in its stored type.
 
-    Parameters
-    ----------
-    spec : ModelSpec
-        The model.
-    file : WeightFile
-        Its checkpoint.
-    operand : Operand
-        Tensor name, rows and columns.
-
-    Returns
-    -------
-    array
-        Output features first, however the checkpoint orders them.
+    Output features come first, however the checkpoint orders them.
     """
     layout = spec.tensor_layout(operand.name)
     if layout.columns is not None:
@@ -82,7 +70,6 @@ def read_quantized_operand(
 
 
 def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
-    """Return every `step`-th row."""
     data = np.ascontiguousarray(rows.data[::step])
     return nk.QuantTensor(rows.format, (len(data), rows.shape[1]), data)
 
@@ -97,13 +84,7 @@ def _spans(
 
 
 def convert(matrix: np.ndarray, format: str, name: str) -> Any:
-    """Convert a float matrix to a weight format: an array (bf16 as uint16) or a `QuantTensor`.
-
-    Raises
-    ------
-    UsageError
-        If a value is not finite, or too large for the format.
-    """
+    """Convert a float matrix to a weight format: an array (bf16 as uint16) or a `QuantTensor`."""
     if format in FLOAT_DTYPES:
         with np.errstate(over="ignore"):
             result = matrix.astype(FLOAT_DTYPES[format])

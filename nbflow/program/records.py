@@ -56,30 +56,10 @@ from typing import Any, Literal
 from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
-    "embedding",
-    "norm",
-    "sum_squares",
-    "linear",
-    "rope",
-    "copy_heads",
-    "heads_linear",
-    "append_kv",
-    "attention",
-    "cross_attention",
-    "input",
-    "activation",
-    "gate",
-    "experts",
-    "scale_rows",
-    "add",
-    "scale",
-    "soft_cap",
-    "take_rows",
-    "all_reduce",
-    "all_gather",
-    "send",
-    "recv",
-]
+    "embedding", "norm", "sum_squares", "linear", "rope", "copy_heads", "heads_linear", "append_kv",
+    "attention", "cross_attention", "input", "activation", "gate", "experts", "scale_rows", "add",
+    "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
 
@@ -89,11 +69,8 @@ class Operand:
     """Tensor of the model, or a rank's shard of it."""
 
     name: str
-    """Tensor name."""
     rows: tuple[int, int] | None = None
-    """Range of rows; None for all."""
     columns: tuple[int, int] | None = None
-    """Range of columns; None for all."""
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the operand, given that of the whole tensor."""
@@ -114,7 +91,6 @@ class Buffer:
     """float32 matrix that lives for one step, or some columns of another buffer."""
 
     width: int
-    """Columns."""
     rows: Literal["tokens", "states", "logits"] = "tokens"
     """A row per token of the step, per token whose final hidden state is needed, or per token whose
     logits are needed."""
@@ -136,13 +112,10 @@ class Op:
     out: str
     """Buffer that is written (or changed in place)."""
     inputs: tuple[str, ...] = ()
-    """Buffers that are read."""
     weights: tuple[Operand, ...] = ()
-    """Matrices or vectors of the model."""
     bias: tuple[Operand, ...] = ()
     """Biases; for linears one per weight, or none."""
     layer: int | None = None
-    """Layer the op belongs to."""
     attrs: Mapping[str, Any] = field(default_factory=dict)
     """Attributes; see the table of kinds."""
 
@@ -168,7 +141,6 @@ class Program:
     n_kv_heads: int
     """Key/value heads stored by this rank."""
     layers: tuple[int, ...]
-    """Layers of this rank, in order."""
     first_head: int = 0
     """First query head, counted in the whole model."""
 

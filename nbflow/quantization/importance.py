@@ -6,6 +6,7 @@ one vector per matrix.  Matrices of experts may have a vector per expert, (exper
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -44,16 +45,12 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         If it is not an importance file.
     """
     path = Path(path)
-    file = ByteFile(path)
-    head = file.read(0, 9)
-    try:
-        if gguf.matches(path, head):
-            return {name: _mean(*sums) for name, sums in _sums_of_gguf(path).items()}
-        if head[8:9] == b"{":
-            return _from_safetensors(path)
-        return {name: _mean(*sums) for name, sums in _sums_of_binary(file).items()}
-    finally:
-        file.close()
+    with contextlib.closing(ByteFile(path)) as file:
+        head = file.read(0, 9)
+    if head[8:9] == b"{" and not gguf.matches(path, head):
+        return _from_safetensors(path)
+    means = {n: mean_squares(*s).astype(np.float32) for n, s in read_sums(path).items()}
+    return {name: mean[0] if len(mean) == 1 else mean for name, mean in means.items()}
 
 
 def read_sums(
@@ -66,32 +63,20 @@ def read_sums(
     dict
         Name -> sums of squares, float64 (experts or 1, K), and counts, float64 (experts or 1,):
         rows in GGUF, windows in the older form.
-
-    Raises
-    ------
-    UsageError
-        If it is not an importance file.
     """
     path = Path(path)
-    file = ByteFile(path)
-    try:
-        if gguf.matches(path, file.read(0, 9)):
-            return _sums_of_gguf(path)
-        return _sums_of_binary(file)
-    finally:
-        file.close()
+    with contextlib.closing(ByteFile(path)) as file:
+        if not gguf.matches(path, file.read(0, 9)):
+            return _sums_of_binary(file)
+    return _sums_of_gguf(path)
 
 
-def _mean(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return mean squares, float32 (K,) or (experts, K)."""
-    # an expert without input: all columns get equal importance
-    mean = np.where(counts[:, None] > 0, sums / np.maximum(counts[:, None], 1), 1.0)
-    narrow = mean.astype(np.float32)
-    return narrow[0] if len(narrow) == 1 else narrow
+def mean_squares(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return mean squares (experts, K); 1 for all columns of an expert without input."""
+    return np.where(counts[:, None] > 0, sums / np.maximum(counts[:, None], 1), 1.0)
 
 
 def _sums_of_gguf(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return sums of squares and counts of each matrix."""
     found = {}
     with open_weights(path) as file:
         names = file.names()

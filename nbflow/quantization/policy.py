@@ -98,13 +98,7 @@ Weights = str | os.PathLike[str] | WeightFormats | None
 
 
 def weight_formats(weights: Weights) -> WeightFormats | None:
-    """Return the weight formats of a format's name or of a policy file (``.toml``).
-
-    Raises
-    ------
-    UsageError
-        If the format is unknown, or the file cannot be read or is not a policy file.
-    """
+    """Return the weight formats of a format's name or of a policy file (``.toml``)."""
     if weights is None or isinstance(weights, WeightFormats):
         return weights
     text = os.fspath(weights)

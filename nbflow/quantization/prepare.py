@@ -31,11 +31,6 @@ TRANSFORMS = ("awq", "hadamard")
 def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
     """Parse a name into transforms and the quantizer of the matrices.
 
-    Raises
-    ------
-    UsageError
-        If a part is unknown or repeated, or the quantizer is not the last.
-
     Examples
     --------
     >>> parse_quantizer("hadamard+gptq")
@@ -68,9 +63,7 @@ class Prepared:
     spec: ModelSpec
     """Specification of the model after the transforms."""
     quantizer: QuantizerOptions
-    """The quantizer of its matrices."""
     transforms: tuple[WeightTransform, ...] = ()
-    """Weight transforms, in order."""
     before: tuple[ModelSpec, ...] = ()
     """The specification before each transform."""
 
@@ -131,10 +124,6 @@ def prepare(
     seed : int
         Seed of random rotations.
 
-    Returns
-    -------
-    Prepared
-
     Raises
     ------
     UsageError
@@ -169,13 +158,7 @@ def prepare(
 
 
 def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray[Any]]:
-    """Return statistics under our names of the matrices, float32 (K,) or (K, K) each.
-
-    Raises
-    ------
-    UsageError
-        If an array has the wrong shape, or none belongs to a matrix of the model.
-    """
+    """Return statistics under our names of the matrices, float32 (K,) or (K, K) each."""
     found: dict[str, NDArray[Any]] = {}
     for name, shape in spec.tensor_shapes().items():
         if not is_matrix(name, shape):

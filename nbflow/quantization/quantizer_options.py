@@ -42,7 +42,6 @@ class QuantizerOptions:
     damping: float = DAMPING
     """Added to the diagonal of second moments by GPTQ, relative to the mean of the diagonal."""
     outliers: float = 0.0
-    """Share of the weights stored exactly."""
     _last: list[tuple[NDArray[Any], Hessian]] = field(
         default_factory=list, repr=False, compare=False
     )
@@ -85,11 +84,6 @@ class QuantizerOptions:
             Range of the columns; all by default.
         outlier_range : tuple of float, optional
             See `nbflow_kernels.quantize`.
-
-        Raises
-        ------
-        UsageError
-            If they cannot be quantized; the message names the tensor.
         """
         known = self.importance.get(name)
         if known is not None and columns is not None:

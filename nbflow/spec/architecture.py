@@ -21,7 +21,6 @@ class RopeSpec:
     style: Literal["half", "interleaved"]
     """Columns that form a pair: (j, j + d/2) or (2j, 2j + 1)."""
     theta: float
-    """Base of the frequencies."""
     dim: int
     """Rotated columns of each head; the rest pass through."""
     scaling: RopeScaling | None = None
@@ -34,25 +33,20 @@ class MoeSpec:
 
     n_experts: int
     top_k: int
-    """Experts per token."""
     expert_size: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Scoring function of the router."""
     renormalize: bool = True
     """Divide a token's weights by their sum."""
     scale: float = 1.0
-    """Factor of the weights."""
     groups: int = 1
     """Groups of neighbouring experts."""
     groups_used: int = 1
     """Groups per token."""
     group_score: Literal["max", "top2_sum"] = "max"
-    """Score of a group."""
     router_bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
     layers: frozenset[int] = frozenset()
-    """Layers with experts."""
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -124,9 +118,7 @@ class Architecture:
     eos_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     moe: MoeSpec | None = None
-    """Mixture of experts, or None."""
     latent: LatentSpec | None = None
-    """Latent attention, or None."""
     attention_sinks: bool = False
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if it differs."""

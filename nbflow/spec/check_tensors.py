@@ -30,7 +30,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     """
     present = set(weights.names())
     missing, shapes, types, used = [], [], [], set()
-    for part, ours in _tensors(spec):
+    for part, ours in ((s, name) for s in spec.parts for name in s.tensor_shapes()):
         try:
             layout = part.tensor_layout(ours)
         except KeyError:
@@ -81,12 +81,6 @@ def _can_be_weights(weights: WeightFile, name: str) -> bool:
     dtype = weights.dtype(name)
     is_block_format = dtype not in ITEM_BITS
     return is_block_format or dtype in FLOAT_TYPES or weights.format in WITH_BLOCKS
-
-
-def _tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
-    """Return our names of all tensors, each with its specification."""
-    parts = [spec] if spec.encoder is None else [spec, spec.encoder]
-    return [(part, name) for part in parts for name in part.tensor_shapes()]
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

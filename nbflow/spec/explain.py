@@ -76,7 +76,6 @@ def _nameless(path: Path, family: Family) -> list[str]:
 
 
 def _source(family: Family, name: str, default: Any) -> str:
-    """Return the source of a field in a family."""
     if name in family.structure:
         return f"= {show(family.structure[name])}"
     rules = family.config.get(name, ())

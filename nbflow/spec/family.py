@@ -84,11 +84,9 @@ class Family:
     name: str
     """Name of the file without suffix."""
     description: str
-    """One line."""
     model_types: tuple[str, ...]
     """Values of ``model_type``."""
     encoder: str | None
-    """Family of the encoder, or None."""
     prefix: str
     """Optional prefix of tensor names."""
     structure: dict[str, Any]
@@ -228,7 +226,6 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
 
 
 def _only(table: dict[str, Any], path: Path) -> dict[str, OnlyRule]:
-    """Return [only], checked."""
     rules = {}
     for key, stated in table.items():
         where = f"{path}: [only] {key}"
@@ -247,7 +244,6 @@ def _only(table: dict[str, Any], path: Path) -> dict[str, OnlyRule]:
 
 
 def _biased(value: Any, where: str) -> tuple[str, ...]:
-    """Return the matrices of one switch of [biases]."""
     for name in strings(value, where, "attn.q"):
         if name in FUSED:
             raise UsageError(f"{where}: name the parts of {name}: {', '.join(FUSED[name])}")
@@ -256,7 +252,6 @@ def _biased(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _rules(table: dict[str, Any], where: str) -> dict[str, tuple[ConfigRule, ...]]:
-    """Return the rules of [config]."""
     checked: dict[str, tuple[ConfigRule, ...]] = {}
     for name, rules in check_keys(table, where, FIELDS).items():
         each = rules if isinstance(rules, list) else [rules]
@@ -265,7 +260,6 @@ def _rules(table: dict[str, Any], where: str) -> dict[str, tuple[ConfigRule, ...
 
 
 def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
-    """Return one rule, checked."""
     example = rule if isinstance(rule, str) else "key of config.json"
     check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))

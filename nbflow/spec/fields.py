@@ -115,6 +115,16 @@ def show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+ACTIVATION_ALIASES = {
+    "swish": "silu",
+    "quick_gelu": "gelu_quick",
+    "gelu_python": "gelu",
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        "gelu_tanh",
+    ),
+}
+"""Names in transformers, several of which are the same function."""
 SIZES = {
     "vocab_size": Field(int, "rows of the token embedding and of the head", least=1),
     "hidden_size": Field(int, "width of the residual stream", least=1, most=MAX_WIDTH),
@@ -134,7 +144,10 @@ SIZES = {
     ),
     "type_vocab_size": Field(int, "rows of the token type embedding; 0 for none", 0),
 }
-NORMS = {
+
+FIELDS: dict[str, Field] = {
+    **SIZES,
+    # norms
     "norm": Field(("rms", "layer"), "kind of the norms"),
     "norm_eps": Field(float, "added to the mean square (or the variance)", least=0.0),
     "norm_offset": Field(float, "added to the weights of norms: 1 where weights are w - 1", 0.0),
@@ -157,8 +170,7 @@ NORMS = {
     "qk_norm_kind": Field(
         ("rms", "layer"), "kind of that norm; layer has no bias and excludes qk_norm all", "rms"
     ),
-}
-ATTENTION = {
+    # attention
     "causal": Field(bool, "causal mask; false for encoders", True),
     "sm_scale": Field(
         float,
@@ -207,8 +219,7 @@ ATTENTION = {
         "rows of a fused attn.qkv: all q, all k, all v; or q, k, v of each key/value head",
         "blocks",
     ),
-}
-POSITIONS = {
+    # positions
     "position": Field(
         ("rope", "alibi", "relative", "learned", "sinusoidal", "none"),
         "position encoding; learned and sinusoidal are added to the embeddings, alibi and "
@@ -250,18 +261,7 @@ POSITIONS = {
     "bias_buckets": Field(int, "buckets of distances of the relative bias", 32),
     "bias_max_distance": Field(int, "distance from which the last bucket is used", 128),
     "alibi_scaled": Field(bool, "multiply ALiBi's bias by sm_scale, too", False),
-}
-ACTIVATION_ALIASES = {
-    "swish": "silu",
-    "quick_gelu": "gelu_quick",
-    "gelu_python": "gelu",
-    **dict.fromkeys(
-        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
-        "gelu_tanh",
-    ),
-}
-"""Names in transformers, several of which are the same function."""
-BLOCKS = {
+    # layers and head
     "residual": Field(
         ("sequential", "parallel", "parallel_two_norms"),
         "parallel: attention and feed-forward network read the same x, through one norm or two",
@@ -290,8 +290,7 @@ BLOCKS = {
         bool, "a linear layer, the activation and a norm precede the head (BERT)", False
     ),
     "head": Field(bool, "has a head; without one the model returns hidden states", True),
-}
-EXPERTS = {
+    # experts
     "n_experts": Field(int, "experts per layer; 0: dense model", 0, most=MAX_EXPERTS),
     "experts_per_token": Field(int, "experts per token", 0, most=MAX_EXPERTS),
     "expert_size": Field(
@@ -317,8 +316,7 @@ EXPERTS = {
     "dense_first": Field(int, "number of first layers without experts", 0),
     "expert_every": Field(int, "every n-th layer has experts", 1),
     "dense_layers": Field([int], "further layers without experts", ()),
-}
-TOKENS = {
+    # tokens
     "decoder_start_id": Field(
         int,
         "first token of the decoder, for models with an encoder",
@@ -331,16 +329,6 @@ TOKENS = {
         [int], "ids that end a sequence", (), most=MAX_TOKEN_ID, absent=NO_TOKEN
     ),
     "banned_token_ids": Field([int], "ids that are never generated", (), most=MAX_TOKEN_ID),
-}
-
-FIELDS: dict[str, Field] = {
-    **SIZES,
-    **NORMS,
-    **ATTENTION,
-    **POSITIONS,
-    **BLOCKS,
-    **EXPERTS,
-    **TOKENS,
 }
 """Every field that can be set."""
 
@@ -360,16 +348,9 @@ FUSED = {
 }
 """Matrices that a checkpoint may store fused: name -> members."""
 LAYER_NORMS = (
-    "attn_norm",
-    "attn_post_norm",
-    "cross_norm",
-    "ffn_norm",
-    "ffn_post_norm",
-    "attn.q_norm",
-    "attn.k_norm",
-    "attn.q_a_norm",
-    "attn.kv_a_norm",
-)
+    "attn_norm", "attn_post_norm", "cross_norm", "ffn_norm", "ffn_post_norm", "attn.q_norm",
+    "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm",
+)  # fmt: skip
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Divisors of the rotary frequencies; the latter two are LongRoPE's."""
 EXPERT_MATRICES = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))

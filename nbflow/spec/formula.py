@@ -56,10 +56,6 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
     value_of : callable
         Returns the number of a name, or None, which makes the result None.
 
-    Returns
-    -------
-    int, float or None
-
     Raises
     ------
     UsageError

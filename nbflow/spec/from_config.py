@@ -56,10 +56,6 @@ def build_spec(
         Divisors of the rotary frequencies stored in the checkpoint, by our names
         (`nbflow.spec.fields.DIVISORS`).
 
-    Returns
-    -------
-    ModelSpec
-
     Raises
     ------
     UsageError
@@ -386,7 +382,6 @@ def _unrotated(
 
 
 def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
-    """Return the latent attention, or None."""
     if not values["kv_rank"]:
         return None
     eps, value_dim = values["latent_norm_eps"], values["value_dim"]
@@ -399,7 +394,6 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
 
 
 def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
-    """Return the mixture of experts, or None."""
     if not values["n_experts"]:
         return None
     every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
@@ -408,20 +402,16 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         for i in range(values["dense_first"], values["n_layers"])
         if (i + 1) % every == 0 and i not in dense
     )
+    router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],
         expert_size=values["expert_size"] or values["intermediate_size"],
-        scoring=values["router_scoring"],
-        renormalize=values["router_renormalize"],
-        scale=values["router_scale"],
-        groups=values["router_groups"],
-        groups_used=values["router_groups_used"],
-        group_score=values["router_group_score"],
         router_bias=values["router_bias"],
         shared_size=values["shared_size"],
         shared_gate=values["shared_gate"],
         layers=layers,
+        **{name: values[f"router_{name}"] for name in router},
     )
 
 
@@ -481,7 +471,6 @@ def _biases(
     checkpoint: Collection[str],
     values: Mapping[str, Any],
 ) -> frozenset[str]:
-    """Return the matrices with a bias."""
     biases: set[str] = set()
     for switch, parts in family.biases.items():
         if switch == STORED:

@@ -131,5 +131,4 @@ def _tensors_schema() -> dict[str, Any]:
 
 
 def _rule_schema(rule: type[ConfigRule] | type[OnlyRule]) -> dict[str, Any]:
-    """Return the schema of a rule, from its annotations."""
     return _table({field.name: _ANNOTATIONS[str(field.type)] for field in fields(rule)})

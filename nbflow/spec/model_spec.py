@@ -27,6 +27,11 @@ class ModelSpec(Architecture):
     def __post_init__(self) -> None:
         check_numbers(self)
 
+    @property
+    def parts(self) -> tuple[ModelSpec, ...]:
+        """The model itself, and its encoder if it has one."""
+        return (self,) if self.encoder is None else (self, self.encoder)
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return our name -> shape of every tensor of the model."""
         return dict(self._shapes)
@@ -54,13 +59,7 @@ class ModelSpec(Architecture):
         return {}
 
     def tensor_layout(self, name: str) -> TensorLayout:
-        """Return the location of one of our tensors (``layers.3.attn.q.weight``) in the checkpoint.
-
-        Raises
-        ------
-        KeyError
-            If the specification does not name it.
-        """
+        """Return the location of one of our tensors in the checkpoint; KeyError without a name."""
         if name not in self._layouts:
             self._layouts[name] = find_layout(self, self._shapes, name)
         return self._layouts[name]

@@ -33,7 +33,6 @@ class ResolvedModel:
     """Specification and files of a model."""
 
     spec: ModelSpec
-    """Specification."""
     path: Path
     """Weights: a folder or file for `nbflow.checkpoint.open_weights`."""
     tokenizer: Path | None

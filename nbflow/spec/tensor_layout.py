@@ -56,13 +56,7 @@ class TensorLayout:
 def find_layout(
     spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str
 ) -> TensorLayout:
-    """Return the location of one of our tensors (``layers.3.attn.q.weight``).
-
-    Raises
-    ------
-    KeyError
-        If the specification does not name it.
-    """
+    """Return the location of one of our tensors (``layers.3.attn.q.weight``)."""
     parts = name.split(".")
     if parts[0] != "layers":
         return TensorLayout(spec.tensors[name], shapes[name])

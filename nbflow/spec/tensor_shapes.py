@@ -86,7 +86,6 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
 
 
 def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
-    """Return the tensors of latent attention."""
     E, H, D, Dr = spec.hidden_size, spec.n_heads, spec.head_dim, spec.rope.dim
     shapes: Shapes = {"attn.q.weight": (H * D, latent.q_rank or E)}
     if latent.q_rank:
@@ -101,7 +100,6 @@ def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
 
 
 def _expert_shapes(spec: Architecture) -> Shapes:
-    """Return the tensors of a mixture of experts."""
     moe = spec.moe
     assert moe is not None
     E = spec.hidden_size

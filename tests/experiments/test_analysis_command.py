@@ -18,7 +18,7 @@ from nbflow_experiments.analysis.output_folder import TABLES, AnalysisFolder
 from nbflow_experiments.figure_style import NotDrawn
 from nbflow_kernels.errors import UsageError
 
-LABELS = ["q4 (plain)", "q3h (plain)"]
+LABELS = ["q4 (reference)", "q3h (reference)"]
 RESULTS = Path(__file__).parents[2] / "results" / "analysis" / "amd-epyc-2-cores"
 SIZES = ["--tokens", "64", "--window", "32"]
 
@@ -85,7 +85,7 @@ def test_tables_are_printed(capsys: Any) -> None:
     assert analyze("tiny_python", "--weights", "q4,q4_0", "--quantizer", "reference") == 0
     printed = capsys.readouterr().out
     assert "== totals" in printed
-    assert "q4 (plain)" in printed
+    assert "q4 (reference)" in printed
     assert "the first 40 of 56 rows" in printed
     words = ["--weights", "q4", "--tensors", "layers.0.attn.q.weight", "--json"]
     assert analyze("tiny_python", *words) == 0

@@ -205,11 +205,12 @@ def test_pattern_quantizer_and_outliers(llama: Path) -> None:
     ]
     table = tensor_errors(llama, formats, tensors="layers.1.attn.?.weight, embed.weight")
     assert table.weights.unique().tolist() == [
-        "q4", "q4 (plain)", "q4 (outliers 0.01)", "q4 (outliers, outliers 0.02)", "noise like q4",
+        "q4", "q4 (reference)", "q4 (outliers 0.01)", "q4 (outliers, outliers 0.02)",
+        "noise like q4",
     ]  # fmt: skip
     assert set(table.kind) == {"q", "k", "v", "o", "embedding"}
     error = table.groupby("weights", sort=False).mse.sum()
-    assert error["q4 (outliers 0.01)"] < error["q4"] < error["q4 (plain)"]
+    assert error["q4 (outliers 0.01)"] < error["q4"] < error["q4 (reference)"]
     assert error["q4 (outliers, outliers 0.02)"] < error["q4"]
     # noise of the error's size: sums of 13,312 normal squares, 1 standard deviation is 1.2 %
     assert error["noise like q4"] == pytest.approx(error["q4"], rel=0.06)
@@ -223,7 +224,7 @@ def test_what_another_file_holds(llama: Path, tmp_path: Path) -> None:
     with Checkpoint(llama) as checkpoint:
         stored = StoredWeights(tmp_path / "in_q4", checkpoint.spec)
     table = tensor_errors(llama, [stored, Format("q4", "reference")])
-    ours, theirs = (table[table.weights == label] for label in ("q4 (plain)", stored.label))
+    ours, theirs = (table[table.weights == label] for label in ("q4 (reference)", stored.label))
     assert (ours.mse.to_numpy() == theirs.mse.to_numpy()).all()
     assert (theirs.format == "q4_b32t1a").all()
     stored.close()
@@ -257,7 +258,7 @@ def test_wrong_input(llama: Path) -> None:
             tensor_errors(llama, weights, **options)
     with pytest.raises(UsageError, match="unknown quantizer 'awk'"):
         Format("q4", "awk")
-    with pytest.raises(UsageError, match="keeps no outliers aside"):
+    with pytest.raises(UsageError, match="does not support outliers"):
         Format("q4", "hqq", outliers=0.01)
     with pytest.raises(UsageError, match="needs outliers, a share"):
         Format("q4", "outliers")

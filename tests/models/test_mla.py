@@ -109,7 +109,7 @@ def test_what_a_step_costs(folder: Path) -> None:
     program = fuse(build(spec))
     assert kv_token_bytes(program, "f16") == 2 * (C + ROPE)
     shape = StepShape(n_sequences=1, n_new=1, context=10, n_logits=1)
-    costs = {op.kind: op_cost(program, op, 0, shape, lambda name: 16, "f16") for op in program.ops}
+    costs = {op.kind: op_cost(program, op, shape, lambda name: 16, "f16") for op in program.ops}
     assert costs["attention"].attention_operations == 10 * 2 * H * (C + ROPE + C)
     assert costs["heads_linear"].operations == 2 * H * C * V
     assert costs["heads_linear"].weight_bytes == 2 * H * C * V

@@ -326,7 +326,7 @@ def test_rates_of_formats_are_written_and_read_again(tmp_path):
         (("weights_per_s = 1000000000.0\n", ""), r"q4_0\.f32: weights_per_s is missing"),
         (
             ("weights_per_s = 1000000000.0", "weights_per_s = 0"),
-            r"q4_0\.f32\.weights_per_s must be",
+            r"q4_0\.f32: weights_per_s must be",
         ),
     ):
         assert change[0] in text

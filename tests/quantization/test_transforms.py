@@ -221,7 +221,7 @@ def test_wrong_use(tied: Path, tmp_path: Path, capsys: Any) -> None:
         ("gptk", "unknown quantizer 'gptk'; did you mean 'gptq'"),
         ("gptq+awq", "each once, and then one of"),
         ("awq+awq", "each once"),
-        ("best+gptq", "each once"),
+        ("search+gptq", "each once"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_quantizer(name)

@@ -100,11 +100,6 @@ def chosen_tensors(spec: ModelSpec, pattern: str | None = None) -> list[str]:
     pattern : str, optional
         A shell pattern (``*.attn.*``, ``layers.3.*``, ``embed.weight``), several with commas; by
         default the matrices that a weight format applies to (`nbflow.quantization.policy`).
-
-    Raises
-    ------
-    UsageError
-        If no matrix matches.
     """
     shapes = spec.tensor_shapes()
     if pattern is None:

@@ -6,8 +6,9 @@ the stages before a swapped matrix run once and their residual stream is reused.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +117,17 @@ def attribution(
             raise UsageError(f"{checkpoint.spec.name} predicts no next token; nothing to compare")
         resident = _Resident(checkpoint, windows)
         groups = _tensor_groups(checkpoint, resident.stages, by)
-        runs = _Progress(progress, len(treatments) * len(windows), groups, complement)
+        runs = len(treatments) * len(windows) * len(groups) * (2 if complement else 1)
+        done = itertools.count(1)
+
+        def step() -> None:
+            if progress is not None:
+                progress(next(done), runs)
+
         rows, sums = [], []
         for treatment in treatments:
             resident.encode(treatment, {member for group in groups for member in group.members})
-            scores = resident.score(groups, complement, runs)
+            scores = resident.score(groups, complement, step)
             rows += _group_rows(treatment.label, groups, scores, resident)
             sums += _sum_rows(treatment.label, groups, scores)
     return Attribution(table_of(rows), table_of(sums))
@@ -129,7 +136,6 @@ def attribution(
 def _tensor_groups(
     checkpoint: Checkpoint, stages: Sequence[Stage], by: Sequence[str]
 ) -> list[TensorGroup]:
-    """Return the tensor groups, in model order."""
     shapes = checkpoint.spec.tensor_shapes()
     found: dict[tuple[str, str], list[StageTensor]] = {}
     for number, stage in enumerate(stages):
@@ -153,26 +159,6 @@ def _tensor_groups(
         for (grouping, name), members in found.items()
         if grouping == wanted
     ]
-
-
-class _Progress:
-    """Progress counter of window runs."""
-
-    def __init__(
-        self,
-        tell: Callable[[int, int], None] | None,
-        n_windows: int,
-        groups: Sequence[TensorGroup],
-        complement: bool,
-    ) -> None:
-        self._tell, self._done = tell, 0
-        self._all = n_windows * len(groups) * (2 if complement else 1)
-
-    def step(self) -> None:
-        """Count one."""
-        self._done += 1
-        if self._tell is not None:
-            self._tell(self._done, self._all)
 
 
 @dataclass
@@ -210,7 +196,7 @@ class _Resident:
             self.matrices[number, name] = treatment.encode(name, exact)
 
     def score(
-        self, groups: Sequence[TensorGroup], complement: bool, progress: _Progress
+        self, groups: Sequence[TensorGroup], complement: bool, progress: Callable[[], None]
     ) -> _Scores:
         """Compare with float32: all quantized, each group alone, all but each group."""
         scores = _Scores(
@@ -219,54 +205,41 @@ class _Resident:
             {u: Comparison() for u in groups if complement and u.members <= self.everything},
         )
         for step, targets in zip(self._steps, self._targets, strict=True):
-            exact = self._streams(step, set())
+            exact = self._run(step, frozenset())
             for group, found in scores.alone.items():
-                logits = self._from(group.first, step, exact, group.members)
-                found.add(exact[-1], logits, targets)
-                progress.step()
-            quantized = self._streams(step, self.everything)
+                streams = self._run(step, group.members, group.first, exact)
+                found.add(exact[-1], streams[-1], targets)
+                progress()
+            quantized = self._run(step, self.everything)
             scores.whole.add(exact[-1], quantized[-1], targets)
             for group in groups if complement else ():
                 if group in scores.without:
-                    logits = self._from(
-                        group.first, step, quantized, self.everything - group.members
-                    )
-                    scores.without[group].add(exact[-1], logits, targets)
-                progress.step()
+                    others = self.everything - group.members
+                    streams = self._run(step, others, group.first, quantized)
+                    scores.without[group].add(exact[-1], streams[-1], targets)
+                progress()
         return scores
 
-    def _streams(self, step: Step, members: set[StageTensor]) -> list[NDArray[np.float32]]:
-        """Return the output of every stage with `members` quantized."""
-        streams: list[NDArray[np.float32]] = []
-        for number, stage in enumerate(self.stages):
-            stage.use(self._of(number, members))
-            streams.append(stage.run(step, streams[-1] if streams else None))
-        return streams
-
-    def _from(
+    def _run(
         self,
-        first: int,
         step: Step,
-        before: Sequence[NDArray[np.float32]],
-        members: Iterable[StageTensor],
-    ) -> NDArray[np.float32]:
-        """Return the logits with `members` quantized, recomputed from stage `first` on."""
-        wanted = set(members)
+        members: Set[StageTensor],
+        first: int = 0,
+        before: Sequence[NDArray[np.float32]] = (),
+    ) -> list[NDArray[np.float32]]:
+        """Return the outputs of the stages from `first` on, with `members` quantized."""
         x = before[first - 1] if first else None
-        for number in range(first, len(self.stages)):
-            self.stages[number].use(self._of(number, wanted))
-            x = self.stages[number].run(step, x)
-        assert x is not None
-        return x
-
-    def _of(self, number: int, members: set[StageTensor]) -> Mapping[str, QuantTensor]:
-        return {name: self.matrices[stage, name] for stage, name in members if stage == number}
+        outputs: list[NDArray[np.float32]] = []
+        for number, stage in enumerate(self.stages[first:], first):
+            stage.use({name: self.matrices[s, name] for s, name in members if s == number})
+            x = stage.run(step, x)
+            outputs.append(x)
+        return outputs
 
 
 def _group_rows(
     label: str, groups: Sequence[TensorGroup], scores: _Scores, resident: _Resident
 ) -> list[dict[str, Any]]:
-    """Return the table rows of all groups in one format."""
     whole = scores.whole.divergence
     sums = {
         by: sum(

@@ -56,13 +56,7 @@ class Change:
 
 
 def as_changes(changes: Sequence[str | Treatment | Change]) -> list[Change]:
-    """Convert format names and treatments to weight changes.
-
-    Raises
-    ------
-    UsageError
-        If the list is empty, or two changes share a label.
-    """
+    """Convert format names and treatments to weight changes."""
     found = []
     for change in changes:
         if isinstance(change, str):

@@ -74,7 +74,7 @@ def draw_layers(tables: Tables) -> Drawing:
             grid = rows.pivot_table("gain", "kind", "layer", sort=False)
             gains = np.log2(grid.where(grid > 0))
             reach = max(0.1, float(np.nanmax(np.abs(gains.to_numpy()))))
-            texts = _few([f"{x:.2f}" for x in grid.to_numpy().ravel()], grid)
+            texts = [f"{x:.2f}" if grid.shape[1] <= 10 else "" for x in grid.to_numpy().ravel()]
             _heat(panels[1], -gains, reach, texts)
             panels[1].set_xticks(range(len(grid.columns)), grid.columns)
             panels[1].set_xlabel("layer")
@@ -190,11 +190,6 @@ def _heat(panel: Any, grid: Table, reach: float, texts: list[str]) -> Any:
     return image
 
 
-def _few(texts: list[str], grid: Table) -> list[str]:
-    """Return the cell texts, or empty ones if the cells are too small."""
-    return texts if grid.shape[1] <= 10 else [""] * len(texts)
-
-
 def _share_map(panel: Any, rows: Table) -> None:
     """Draw divergence shares, kinds by layers."""
     grid = rows.pivot_table("kld_share", "kind", "layer", sort=False)
@@ -234,6 +229,5 @@ def _middle_format(both: Table) -> str:
 
 
 def _whole_ticks(panel: Any, layers: Table) -> None:
-    """Label whole layers only."""
     last = int(layers.max())
     panel.set_xticks(range(0, last + 1, max(1, (last + 1) // 8)))

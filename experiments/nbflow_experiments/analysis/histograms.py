@@ -71,9 +71,7 @@ class Weights:
     """Statistics of a tensor's weights, independent of the format."""
 
     rms: float
-    """Root mean square."""
     std: float
-    """Standard deviation."""
     kurtosis: float
     """Fourth central moment over the squared variance, minus 3: 0 for normal weights."""
     outlier_share: float

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from nbflow.spec import resolve
 from nbflow_experiments.analysis.changes import Change
-from nbflow_experiments.analysis.kv_cache_error import bits_per_value, split_kv
+from nbflow_experiments.analysis.kv_cache_error import split_kv
 from nbflow_experiments.analysis.layer_errors import LayerErrors, Windows, layer_errors
 from nbflow_experiments.analysis.ratios import Table
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache.formats import kv_format
 
 EXACT = "f32"
 
@@ -75,5 +76,5 @@ def _add_formats(table: Table, kv: dict[str, str], head_dim: int) -> None:
     for i, side in enumerate(("keys", "values")):
         names = [pair[i] for pair in both]
         table.insert(1 + i, side, names)
-        table[f"{side}_bits"] = [bits_per_value(name, head_dim) for name in names]
+        table[f"{side}_bits"] = [kv_format(name).bits_per_value(head_dim) for name in names]
     table["bits"] = (table.keys_bits + table.values_bits) / 2

@@ -11,7 +11,6 @@ from nbflow.executor import Step
 from nbflow_experiments.analysis.layer_programs import Stage
 from nbflow_experiments.analysis.ratios import ratio, relative_error
 from nbflow_kernels.benchmarks.kv_cache_error import stored
-from nbflow_kernels.kv_cache.formats import kv_format
 
 Floats = NDArray[np.float32]
 BUFFERS = ("k", "v", "a")  # cached keys and values, attention output
@@ -72,11 +71,6 @@ class CacheErrors:
         sizes = np.sqrt(np.asarray(sums))
         median = float(np.median(sizes))
         return ratio(float(sizes.max()), median)
-
-
-def bits_per_value(format: str, head_dim: int) -> float:
-    """Return the bits per element of a cache format, with scales and padding."""
-    return kv_format(format).bits_per_value(head_dim)
 
 
 def _relative(pairs: list[tuple[Any, Any]]) -> float:

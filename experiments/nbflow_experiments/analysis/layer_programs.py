@@ -30,13 +30,7 @@ Observer = Callable[[Op, tuple[NDArray[Any], ...]], None]
 
 
 def stage_programs(spec: ModelSpec) -> list[Program]:
-    """Return the programs of the embedding, of each layer and of the head, in this order.
-
-    Raises
-    ------
-    UsageError
-        If the model has an encoder and a decoder.
-    """
+    """Return the programs of the embedding, of each layer and of the head, in this order."""
     if spec.encoder is not None:
         raise UsageError(f"{spec.name} has an encoder and a decoder; only decoders are analysed")
     whole = fuse(build(spec))
@@ -184,13 +178,6 @@ class Stage:
 
 def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]]) -> list[Step]:
     """Return the steps that run windows of a text, each from an empty cache.
-
-    Parameters
-    ----------
-    spec : ModelSpec
-        The model.
-    windows : iterable of array of int, shape (T,)
-        Token ids.
 
     Raises
     ------

@@ -43,13 +43,7 @@ _EDGES = {"relative": RELATIVE_EDGES, "scaled": SCALED_EDGES}
 
 
 class AnalysisFolder:
-    """Results folder of one analysis.
-
-    Parameters
-    ----------
-    path : Path
-        Path of the folder.
-    """
+    """Results folder of one analysis."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,13 +51,7 @@ class AnalysisFolder:
 
     @classmethod
     def new(cls, path: Path, settings: Mapping[str, Any], force: bool = False) -> AnalysisFolder:
-        """Create the folder.
-
-        Raises
-        ------
-        UsageError
-            If it exists and `force` is false.
-        """
+        """Create the folder."""
         folder = cls(path)
         if (path / "analysis.json").exists() and not force:
             raise UsageError(f"{path} holds an analysis; give another --out, or --force")
@@ -90,13 +78,8 @@ class AnalysisFolder:
     ) -> None:
         """Write ``analysis.h5``.
 
-        Parameters
-        ----------
-        tensors : list of TensorResult
-            Tensors, of which ``tensors/FORMAT/NAME`` gets rows, columns, blocks, errors, codes and
-            ``weights/NAME`` the weights.
-        tokens : mapping
-            Name of a table of layers -> change -> counts (layers, bins), ``tokens/TABLE/CHANGE``.
+        ``tensors/FORMAT/NAME`` gets rows, columns, blocks, errors and codes, ``weights/NAME`` the
+        weights, ``tokens/TABLE/CHANGE`` the counts (layers, bins) of each table of layers.
         """
         with (
             replace_atomically(self.path / "analysis.h5") as temporary,
@@ -116,13 +99,7 @@ class AnalysisFolder:
         drawing.save(self.path / "figures", name)
 
     def read(self, name: str) -> Table:
-        """Return one of `TABLES`.
-
-        Raises
-        ------
-        UsageError
-            If the folder has no such table.
-        """
+        """Return one of `TABLES`."""
         path = self.path / f"{name}.csv"
         if not path.is_file():
             have = [t for t in TABLES if (self.path / f"{t}.csv").is_file()]

@@ -40,7 +40,6 @@ class TensorError:
     stored_bytes: int
     """Bytes of the format, with scales, padding of incomplete blocks, and outliers."""
     weights: Weights
-    """Statistics of the weights."""
     mse: float
     """Mean of E ** 2."""
     max_abs_error: float
@@ -116,10 +115,6 @@ def tensor_error(
         The quantized weights.
     weights : Weights, optional
         ``Weights.of(exact)``, if already computed.
-
-    Returns
-    -------
-    TensorError
 
     Raises
     ------

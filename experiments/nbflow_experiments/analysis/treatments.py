@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +19,12 @@ from nbflow.conversion.importance_names import gguf_names_of, with_our_names
 from nbflow.program.read_operand import read_operand, read_quantized_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.importance import read_importance
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quantizers import QUANTIZER_NAMES, quantize_calibrated
+from nbflow_kernels.quantizers import QUANTIZER_NAMES
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -38,22 +40,13 @@ class Treatment(Protocol):
 
 
 class Checkpoint:
-    """A model's specification and its open weight file; usable in a ``with`` statement.
-
-    Parameters
-    ----------
-    model : str or path
-        Model, as `nbflow.load` takes it.
-    spec : str or path, optional
-        As in `nbflow.load`.
-    """
+    """A model's specification and its open weight file; usable in a ``with`` statement."""
 
     def __init__(
         self, model: str | os.PathLike[str], spec: str | os.PathLike[str] | None = None
     ) -> None:
         resolved = resolve(model, spec=spec)
         self.spec: ModelSpec = resolved.spec
-        self.path = resolved.path
         self.file: WeightFile = open_weights(resolved.path)
 
     def __enter__(self) -> Checkpoint:
@@ -119,24 +112,13 @@ class Format:
         extra += ["weighted"] if self.statistics is not None and self.quantizer != "gptq" else []
         return f"{self.format} ({', '.join(extra)})" if extra else self.format
 
+    @cached_property
+    def _options(self) -> QuantizerOptions:
+        return QuantizerOptions(self.quantizer, self.statistics or {}, outliers=self.outliers)
+
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
         """Quantize a tensor; errors name the tensor."""
-        known = None if self.statistics is None else self.statistics.get(name)
-        try:
-            if not self.outliers or self.quantizer == "outliers":
-                return quantize_calibrated(
-                    matrix, self.format, self.quantizer, known, outliers=self.outliers
-                )
-            squares = known.diagonal() if known is not None and known.ndim == 2 else known
-            return nk.quantize(
-                matrix,
-                self.format,
-                quantizer=self.quantizer,
-                importance=squares,
-                outliers=self.outliers,
-            )
-        except UsageError as error:
-            raise UsageError(f"tensor {name}: {error}") from error
+        return self._options.quantize_matrix(name, matrix, self.format)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,6 @@ def _listed(text: str, option: str) -> list[str]:
 
 
 def _treatments(arguments: argparse.Namespace, stack: ExitStack) -> list[Treatment]:
-    """Return the weight treatments."""
     known = None
     if arguments.importance is not None:
         known = read_statistics(arguments.importance, arguments.model, arguments.spec)

@@ -61,7 +61,6 @@ def _row(c: Comparison) -> dict[str, object]:
 
 
 def _print_table(found: Sequence[Comparison]) -> None:
-    """Print a Markdown table."""
     labels = list(found[0].label) if found else []
     head = (*labels, "metric", "A", "B", "change", "95 % interval", "drawn from", "")
     rows = []

@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(args: argparse.Namespace) -> tuple[list[str], list[Row]]:
-    """Return the selected columns and rows."""
     all_columns, points = read_points(args.results)
     where = parse_where(args.where)
     points = [row for row in points if matches(row, where)]

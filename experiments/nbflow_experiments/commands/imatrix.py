@@ -24,7 +24,7 @@ from nbflow.cli.options import add_model_arguments, load_model
 from nbflow.conversion.importance_names import gguf_names_of
 from nbflow.quantization.importance import read_importance
 from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
-from nbflow_experiments.commands.perplexity import text_windows
+from nbflow_experiments.commands.perplexity import add_text_arguments, text_windows
 from nbflow_experiments.store.json_files import plain
 from nbflow_experiments.terminal_table import counter, print_table
 from nbflow_kernels.errors import UsageError
@@ -35,12 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     model = next(a for a in parser._actions if a.dest == "model")
     model.nargs, model.required = "?", False
-    parser.add_argument("--text", metavar="FILE", help="text, UTF-8 (the bundled model's eval.txt)")
+    add_text_arguments(parser)
     parser.add_argument(
         "-o", "--out", metavar="OUT", help="a .gguf, .dat (llama.cpp's older form) or .safetensors"
     )
-    parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
-    parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
     parser.add_argument(
         "--full",
         action="store_true",
@@ -111,7 +109,6 @@ def _collect(arguments: argparse.Namespace) -> None:
 
 
 def _print_table(rows: list[ColumnStatistics]) -> None:
-    """Print the statistics of each matrix."""
     head = (
         "name", "columns", "sum", "least", "largest", "active", "entropy", "top 1 %", "as before"
     )  # fmt: skip

@@ -42,8 +42,7 @@ GREEDY_PROMPTS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
-    parser.add_argument("--text", metavar="FILE", help="text, UTF-8 (the bundled model's eval.txt)")
-    parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
+    add_text_arguments(parser)
     parser.add_argument("--stride", type=int, default=0, help="from window to window (context)")
     parser.add_argument(
         "--scored",
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a window that count: second-half (as llama-perplexity), all, or new (those "
         "no earlier window scored)",
     )
-    parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
     parser.add_argument(
         "--reference",
         nargs="?",
@@ -77,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "report the first difference",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `text_windows`."""
+    parser.add_argument("--text", metavar="FILE", help="text, UTF-8 (the bundled model's eval.txt)")
+    parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
+    parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,12 +144,9 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
 def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     """Load the reference on this process alone."""
     name = arguments.reference or arguments.model
-    same = (
-        {"spec": arguments.spec, "max_context": arguments.max_context}
-        if name == (arguments.model)
-        else {}
-    )
-    options = {**REFERENCE, **same, "threads": arguments.threads, **changes}
+    options = {**REFERENCE, "threads": arguments.threads, **changes}
+    if name == arguments.model:
+        options |= {"spec": arguments.spec, "max_context": arguments.max_context}
     return nbflow.load(name, comm=SelfComm(), **options)
 
 
@@ -158,7 +160,6 @@ def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nb
 def _reference(
     arguments: argparse.Namespace, companion: nbflow.LLM | None, stack: contextlib.ExitStack
 ) -> Reference | None:
-    """Return the reference of the comparison."""
     if companion is not None:
         return model_reference(companion)
     if arguments.reference is None:
@@ -189,7 +190,6 @@ def _print(
     floor: Scores | None,
     parted: Parting | None,
 ) -> None:
-    """Print the result."""
     found = statistics(scores)
     if arguments.json:
         result: dict[str, Any] = {

@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each setting."""
     group = parser.add_argument_group(
         "settings",
         "each takes a value or a list (128,256); integers also ranges: 1..4, 8-32+8, 16-128*2",

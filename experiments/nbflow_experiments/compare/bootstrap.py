@@ -27,9 +27,7 @@ class Interval:
     """A change from one side to the other."""
 
     a: float
-    """Value of the first side."""
     b: float
-    """Value of the second side."""
     low: float
     """Lower end of the interval of the change; NaN without repetitions."""
     high: float
@@ -56,7 +54,6 @@ def paired(
     b: np.ndarray,
     window: int,
     transform: Callable[[np.ndarray], np.ndarray] = lambda mean: mean,
-    confidence: float = 0.95,
 ) -> Interval:
     """Return the change of a mean over tokens, or of a function of it.
 
@@ -68,8 +65,6 @@ def paired(
         Tokens per window, resampled together.
     transform : callable
         Function of the mean, e.g. `numpy.exp` for perplexities.
-    confidence : float
-        Confidence level.
     """
     starts = np.arange(0, len(a), window)
     sums = np.stack([np.add.reduceat(x.astype(np.float64), starts) for x in (a, b)])
@@ -84,31 +79,23 @@ def paired(
         means = (counts @ sums.T) / (counts @ sizes)[:, None]
         both = transform(means)
         changes.append(both[:, 1] - both[:, 0])
-    low, high = _ends(np.concatenate(changes), confidence) if n > 1 else (np.nan, np.nan)
+    low, high = _ends(np.concatenate(changes)) if n > 1 else (np.nan, np.nan)
     now = transform(np.array([a.mean(), b.mean()]))
     return Interval(float(now[0]), float(now[1]), low, high, ratio=False, n=n)
 
 
-def unpaired(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> Interval:
-    """Return the ratio of the medians of two sets of repetitions.
-
-    Parameters
-    ----------
-    a, b : arrays
-        Repetitions of both sides; lengths may differ.
-    confidence : float
-        Confidence level.
-    """
+def unpaired(a: np.ndarray, b: np.ndarray) -> Interval:
+    """Return the ratio of the medians of two sets of repetitions."""
     rng = np.random.default_rng(SEED)
     low = high = np.nan
     n = min(len(a), len(b))
     if n > 1:
         drawn = [np.median(rng.choice(x, (RESAMPLES, len(x))), axis=1) for x in (a, b)]
-        low, high = _ends(drawn[1] / drawn[0], confidence)
+        low, high = _ends(drawn[1] / drawn[0])
     return Interval(float(np.median(a)), float(np.median(b)), low, high, ratio=True, n=n)
 
 
-def _ends(changes: np.ndarray, confidence: float) -> tuple[float, float]:
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(changes, [tail, 100 - tail])
+def _ends(changes: np.ndarray) -> tuple[float, float]:
+    """Return the ends of the 95 % interval."""
+    low, high = np.percentile(changes, [2.5, 97.5])
     return float(low), float(high)

@@ -27,7 +27,6 @@ class Comparison:
     label: dict[str, Any]
     """The settings in which pairs differ from each other."""
     metric: str
-    """Name of the metric."""
     interval: Interval
     """Both values and the interval of the change."""
     basis: str

@@ -20,11 +20,8 @@ class Side:
     """The points of one side."""
 
     text: str
-    """Text of the command line."""
     path: Path
-    """The results folder."""
     fixed: dict[str, str]
-    """Fixed settings, by name."""
     points: list[dict[str, Any]]
     """The settings of each point that succeeded, and its name under ``point``."""
     readings: Any
@@ -56,13 +53,7 @@ class Side:
 
 
 def select(text: str) -> Side:
-    """Parse a side and select its points.
-
-    Raises
-    ------
-    UsageError
-        If the folder or setting does not exist, or no point that succeeded has it.
-    """
+    """Parse a side and select its points."""
     folder, _, wanted = text.partition(":")
     path, fixed = Path(folder), parse_where(wanted)
     points = read_points(path)[1]
@@ -85,13 +76,7 @@ def _values(points: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def matching(a: Side, b: Side) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the pairs of points that agree in all settings that neither side fixes.
-
-    Raises
-    ------
-    UsageError
-        If no pair exists.
-    """
+    """Return the pairs of points that agree in all settings that neither side fixes."""
     free = [name for name in SETTINGS if name not in a.fixed and name not in b.fixed]
 
     def key(point: Mapping[str, Any]) -> tuple[str, ...]:

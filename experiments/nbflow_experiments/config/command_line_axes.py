@@ -18,18 +18,6 @@ from nbflow_kernels.errors import UsageError
 def parse_list(name: str, texts: Sequence[str]) -> list[Value]:
     """Parse the values of a setting's option, which may be repeated.
 
-    Parameters
-    ----------
-    name : str
-        The setting.
-    texts : sequence of str
-        The option's texts: values separated by commas, also for partitions.
-
-    Raises
-    ------
-    UsageError
-        If a number or range is malformed; the values themselves are checked later.
-
     Examples
     --------
     >>> parse_list("batch", ["1,4-8+2", "16-64*2"])
@@ -49,7 +37,6 @@ def parse_list(name: str, texts: Sequence[str]) -> list[Value]:
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> Value:
-    """Parse a number; errors name the option."""
     try:
         return kind(text)
     except ValueError:
@@ -58,13 +45,7 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> Value:
 
 
 def apply_lists(data: dict[str, Any], lists: Mapping[str, Sequence[str]]) -> None:
-    """Apply command-line settings to a parsed sweep file.
-
-    Raises
-    ------
-    UsageError
-        If a setting is part of a ``[[zip]]``, whose other settings would lose their partners.
-    """
+    """Apply command-line settings to a parsed sweep file."""
     fixed, axes = data.setdefault("settings", {}), data.setdefault("axes", {})
     groups = data.get("zip", [])
     if not (isinstance(fixed, dict) and isinstance(axes, dict) and isinstance(groups, list)):

@@ -35,15 +35,12 @@ class Point:
     id: str
     """sha256 of the canonical JSON of all inputs of the result."""
     config: dict[str, Value]
-    """Every setting."""
     measures: tuple[str, ...]
-    """Names of the measures."""
     model_digest: str
     """sha256 of the model's files."""
     dataset_digest: str
     """sha256 of the evaluated text; empty if no measure reads it."""
     text: Path | None
-    """The evaluated text."""
     format_digest: str = ""
     """Digest of the files that determine the weights: source of a registered format, policy,
     importances; empty without any."""
@@ -81,16 +78,6 @@ def _identity(
 def point_id(identity: Mapping[str, Any]) -> str:
     """Return the id of a point.
 
-    Parameters
-    ----------
-    identity : mapping
-        Plain data, as `Point.record` gives it; the order of its keys does not matter.
-
-    Returns
-    -------
-    str
-        sha256 of the JSON with sorted keys and no spaces, in hexadecimal.
-
     Examples
     --------
     >>> point_id({"b": 1, "a": "x"}) == point_id({"a": "x", "b": 1})
@@ -104,11 +91,6 @@ def make_points(sweep: Sweep) -> list[Point]:
     """Freeze the points of a sweep, in the order in which they run.
 
     Points that share a loaded model are adjacent; otherwise the file's order holds.
-
-    Raises
-    ------
-    UsageError
-        If a model or text does not exist, or the lengths do not fit into the model's context.
     """
     identities: dict[str, backend.ModelIdentity] = {}
     digests: dict[Path, str] = {}

@@ -26,15 +26,6 @@ _MOST = 100_000  # certainly a typo
 def expand_range(name: str, item: str | dict[str, Any], where: str) -> list[int]:
     """Expand a range.
 
-    Parameters
-    ----------
-    name : str
-        Name of the setting, for messages.
-    item : str or dict
-        The range, as above.
-    where : str
-        Location in the file, for messages.
-
     Raises
     ------
     UsageError

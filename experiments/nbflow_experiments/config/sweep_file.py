@@ -47,7 +47,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nbflow_experiments import backend
+import nbflow_kernels as nk
 from nbflow_experiments.config.command_line_axes import apply_lists
 from nbflow_experiments.config.ranges import expand_range
 from nbflow_experiments.config.wandb_grid import from_wandb, is_wandb
@@ -76,9 +76,7 @@ class Sweep:
     """Sweep with its expanded points."""
 
     name: str
-    """Name of the results folder."""
     description: str
-    """Purpose of the sweep."""
     measures: tuple[str, ...]
     """Names of the measures, in the order in which they run."""
     factors: tuple[str, ...]
@@ -117,17 +115,6 @@ def load_sweep(
     lists : mapping
         Settings of the command line, which replace the file's: name -> texts
         (`nbflow_experiments.config.command_line_axes`).
-
-    Returns
-    -------
-    Sweep
-        The sweep and its points.
-
-    Raises
-    ------
-    UsageError
-        If the file is missing, malformed, or has unknown or contradictory entries; the message
-        names the location.
     """
     path = Path(path)
     data = read_sweep_file(path)
@@ -196,7 +183,7 @@ def parse_sweep(
             raise unknown_name("entry of [sweep]", key, _SWEEP_KEYS)
     files = (*_format_files(head.get("formats", []), folder), *(f.absolute() for f in formats))
     for file in files:  # before format names are checked
-        backend.load_formats(file)
+        nk.load_formats(file)
     name = _name(head.get("name", default_name))
     measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
     fixed = {
@@ -352,13 +339,7 @@ def is_sweep_file(text: str) -> bool:
 
 
 def read_sweep_file(path: Path) -> dict[str, Any]:
-    """Read a sweep file of any type as a parsed TOML one.
-
-    Raises
-    ------
-    UsageError
-        If it is unreadable, too large, or not of the type of its suffix.
-    """
+    """Read a sweep file of any type as a parsed TOML one."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise UsageError(f"{path} has {path.stat().st_size} bytes; a sweep file has at most 4M")

@@ -47,18 +47,6 @@ def is_wandb(data: Mapping[str, Any]) -> bool:
 def from_wandb(data: Mapping[str, Any], path: object) -> dict[str, Any]:
     """Translate a W&B grid to an nbflow sweep file.
 
-    Parameters
-    ----------
-    data : mapping
-        The parsed file.
-    path : object
-        File name, for messages.
-
-    Returns
-    -------
-    dict
-        Parsed TOML sweep file.
-
     Raises
     ------
     UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -13,14 +12,13 @@ from typing import Any
 from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store.results_reader import Row
+from nbflow_experiments.store.summary import write_csv
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     """Return a table as CSV; None is an empty field, NaN is ``nan``."""
     stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, columns, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
+    write_csv(stream, columns, rows)
     return stream.getvalue()
 
 
@@ -42,13 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_parquet(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write a table as Parquet; None is null, NaN is NaN.
-
-    Raises
-    ------
-    MissingExtraError
-        If pyarrow is not installed (extra ``parquet``).
-    """
+    """Write a table as Parquet; None is null, NaN is NaN."""
     arrow = require("pyarrow", "parquet")
     parquet = require("pyarrow.parquet", "parquet")
     arrays = [arrow.array([row[c] for row in rows], _arrow_type(rows, c)) for c in columns]

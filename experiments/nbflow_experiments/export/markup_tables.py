@@ -10,26 +10,12 @@ from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.store.results_reader import Row
 
 QUOTED = (
-    "bits_per_weight",
-    "weight_error_relative",
-    "perplexity",
-    "kld_mean_nats",
-    "top1_agreement_share",
-    "prefill_tokens_per_s",
-    "decode_tokens_per_s",
-    "batching_tokens_per_s",
-    "batching_speedup",
-    "prefix_ttft_s",
-    "prefix_ttft_speedup",
-    "cascade_flat_s",
-    "cascade_shared_speedup",
-    "cascade_levels_speedup",
-    "cascade_byte_ratio",
-    "speculation_accepted_share",
-    "speculation_speedup",
-    "traffic_bytes_per_token",
-    "weight_bytes",
-)
+    "bits_per_weight", "weight_error_relative", "perplexity", "kld_mean_nats",
+    "top1_agreement_share", "prefill_tokens_per_s", "decode_tokens_per_s", "batching_tokens_per_s",
+    "batching_speedup", "prefix_ttft_s", "prefix_ttft_speedup", "cascade_flat_s",
+    "cascade_shared_speedup", "cascade_levels_speedup", "cascade_byte_ratio",
+    "speculation_accepted_share", "speculation_speedup", "traffic_bytes_per_token", "weight_bytes",
+)  # fmt: skip
 """Default columns of a table, in addition to the settings that vary."""
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -71,7 +57,6 @@ def to_latex(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _rule(rows: Sequence[Row], name: str) -> str:
-    """Return the alignment of a column."""
     return "---" if any(isinstance(row[name], str) for row in rows) else "---:"
 
 
@@ -103,5 +88,4 @@ def number(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape text for LaTeX."""
     return "".join(_LATEX.get(letter, letter) for letter in text)

@@ -70,7 +70,7 @@ def run(context: Context) -> MeasureResult:
 
 def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
     """Summarise rounds, each of a batched and a sequential run."""
-    readings, arrays, n = [], {}, len(rounds)
+    readings, arrays = [], {}
     for name, kind in (("batching", 0), ("sequential", 1)):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
         first = np.array([a.first_token_s for r in rounds for a in r[kind].results])
@@ -80,8 +80,7 @@ def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
         note = "from the arrival to the first token of one request, round by round"
         arrays[f"{name}_ttft_s"] = Array(first, "s", note=note)
     ratios = [one.seconds / together.seconds for together, one in rounds]
-    readings.append(Reading("batching_speedup", float(np.median(ratios)), "1", n))
-    readings += [Reading("batching_speedup", x, "1", repeat=i) for i, x in enumerate(ratios)]
+    readings += repeated("batching_speedup", ratios, "1")
     return MeasureResult(readings, arrays)
 
 

@@ -35,7 +35,7 @@ from nbflow_kernels import (
     get_batch_indices_positions,
 )
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.formats import KVFormat, kv_format
+from nbflow_kernels.kv_cache.formats import kv_formats
 
 PAGE = 16
 LEAST_S = 0.02
@@ -59,13 +59,7 @@ class Sizes:
     def key_bytes(self) -> int:
         """Return the bytes of a key and its value, over all heads."""
         _, G, D = self.heads
-        return G * sum(format.row_bytes(D) for format in self.formats)
-
-    @property
-    def formats(self) -> tuple[KVFormat, KVFormat]:
-        """Return the formats of keys and of values."""
-        names = self.kv.split("/")
-        return kv_format(names[0]), kv_format(names[-1])
+        return G * sum(format.row_bytes(D) for format in kv_formats(self.kv))
 
 
 def run(context: Context) -> MeasureResult:
@@ -121,7 +115,7 @@ def attention_runs(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
 def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Return full pages of normally distributed keys and values."""
     _, G, D = sizes.heads
-    keys, values = (np.zeros((n, G, PAGE, f.row_length(D)), f.dtype) for f in sizes.formats)
+    keys, values = (np.zeros((n, G, PAGE, f.row_length(D)), f.dtype) for f in kv_formats(sizes.kv))
     indptr, last = np.array([0, n], np.int32), np.array([PAGE], np.int32)
     rows = np.array([0, n * PAGE], np.int32)
     k, v = rng.standard_normal((2, n * PAGE, G, D), np.float32)

@@ -27,7 +27,6 @@ class TimedRequest:
     draft: Any = None
     """Source of draft tokens: None, "ngram", or a loaded model."""
     n_draft: int = 5
-    """Draft tokens per step."""
     salt: str = ""
     """Prefix-cache salt: prompts of different salts share no pages."""
 
@@ -37,15 +36,12 @@ class RequestResult:
     """Tokens and timing of a request."""
 
     ids: tuple[int, ...]
-    """The generated tokens."""
     first_token_s: float
     """Time to first token, from the start of the round."""
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     n_drafted: int
-    """Draft tokens."""
     n_accepted: int
-    """Accepted draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Round:
     seconds: float
     """Wall time until the last one ended."""
     results: tuple[RequestResult, ...]
-    """Results in request order."""
 
     @property
     def n_tokens(self) -> int:
@@ -93,11 +88,6 @@ def serve(engine: LLMEngine, requests: Sequence[TimedRequest], *, at_once: bool 
         The requests.
     at_once : bool
         Submit all together; otherwise sequentially, each after the previous one ended.
-
-    Returns
-    -------
-    Round
-        Tokens and times, in seconds of wall time since the first submission.
     """
     submitted = []
     for spec in requests:

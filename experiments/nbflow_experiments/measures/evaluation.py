@@ -33,16 +33,6 @@ def make_windows(ids: np.ndarray, n_tokens: int, window: int, seed: int) -> np.n
     seed : int
         Seed of the choice of windows if the text has more than needed: random, without
         replacement, in text order, the same for every point of a sweep.
-
-    Returns
-    -------
-    array of int64, shape (n_tokens // window, window)
-        The windows.
-
-    Raises
-    ------
-    UsageError
-        If the text is too short.
     """
     wanted, available = n_tokens // window, len(ids) // window
     if wanted > available:

@@ -38,11 +38,8 @@ class Array:
     """Array stored in HDF5."""
 
     values: np.ndarray
-    """One-dimensional values."""
     unit: str
-    """Unit of the numbers."""
     labels: tuple[str, ...] = ()
-    """Names of the entries, if any."""
     note: str = ""
     """Meaning of an entry."""
 
@@ -52,9 +49,7 @@ class MeasureResult:
     """Readings and arrays of one measure at one point."""
 
     readings: list[Reading] = field(default_factory=list)
-    """The numbers."""
     arrays: dict[str, Array] = field(default_factory=dict)
-    """The arrays, by name."""
     rank_arrays: dict[str, Array] = field(default_factory=dict)
     """Arrays of this rank alone, by name; under mpirun each rank writes its own file."""
 
@@ -64,9 +59,7 @@ class Context:
     """Input of a measure, on every rank of the model."""
 
     config: Mapping[str, str | int | float]
-    """The point's settings."""
     model: LLM
-    """The loaded model."""
     leads: bool
     """True on the rank whose result is recorded."""
     windows: np.ndarray | None = None
@@ -86,7 +79,6 @@ class Measure:
     """A measure: one file of this folder."""
 
     name: str
-    """Name in the sweep file."""
     scope: Literal["format", "quality", "point"]
     """Inputs of its result: only the model and its weight format (measured once per format),
     everything but batch and lengths (once per loaded model), or every setting."""

@@ -10,6 +10,9 @@ measures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading
 
 
@@ -18,15 +21,15 @@ def run(context: Context) -> MeasureResult:
     rows = context.model.memory()
     if not context.leads:
         return MeasureResult()
-    n = len(rows)
+    totals: dict[str, Callable[..., Any]]
+    totals = {"weight_bytes": sum, "kv_bytes": sum, "peak_rss_bytes": max}
     readings = [
-        Reading("weight_bytes", float(sum(r["weight_bytes"] for r in rows)), "byte", n),
-        Reading("kv_bytes", float(sum(r["kv_bytes"] for r in rows)), "byte", n),
-        Reading("peak_rss_bytes", float(max(r["peak_rss_bytes"] for r in rows)), "byte", n),
+        Reading(name, float(total(row[name] for row in rows)), "byte", len(rows))
+        for name, total in totals.items()
     ]
-    for row in rows:
-        for name in ("weight_bytes", "kv_bytes", "peak_rss_bytes"):
-            readings.append(Reading(name, float(row[name]), "byte", rank=row["rank"]))
+    readings += [
+        Reading(name, float(row[name]), "byte", rank=row["rank"]) for row in rows for name in totals
+    ]
     return MeasureResult(readings)
 
 

@@ -32,21 +32,7 @@ def reference_path(folder: Path, model_digest: str, windows: np.ndarray, first: 
 
 
 def write_reference(path: Path, model: str, windows: np.ndarray, first: int, threads: int) -> None:
-    """Run the reference over `windows` and write its logits to `path`.
-
-    Parameters
-    ----------
-    path : Path
-        File to write; it appears only when complete.
-    model : str
-        The model, as `nbflow.load` takes it.
-    windows : array of int64, shape (n, window)
-        Token ids to evaluate.
-    first : int
-        Tokens at the start of each window that are not scored (`eval_context`).
-    threads : int
-        Threads to use; 0: the engine's choice.
-    """
+    """Run the reference over `windows` and write its logits to `path`."""
     loaded = backend.load(
         model,
         weights=WEIGHTS,

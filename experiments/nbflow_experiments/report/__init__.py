@@ -44,13 +44,6 @@ def write_report(
         The HTML page; it needs no other file.
     figures : list of Path
         The figures.
-
-    Raises
-    ------
-    UsageError
-        If the folder holds no results, or no point has the format.
-    MissingExtraError
-        If pandas or matplotlib is not installed.
     """
     data = load_results(results, weights)
     page = out or results / "report.html"

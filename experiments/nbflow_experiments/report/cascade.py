@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+from nbflow_experiments.figure_style import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    Drawing,
+    NotDrawn,
+    log_axis,
+    new_figure,
+)
 from nbflow_experiments.report.data import Results
-from nbflow_experiments.report.serving import batch_axis, from_zero, measured, spread
+from nbflow_experiments.report.serving import from_zero, measured, spread
 
 _MOST_PANELS = 4
 
@@ -33,7 +41,7 @@ def draw(results: Results) -> Drawing:
                     label = f"{keys} shared, {word}"
                     panel.plot(line.batch, y, linestyle=style, label=label, **marker_style)
             panel.axhline(1, color=GREY, linewidth=0.8)
-            batch_axis(panel, rows.batch)
+            log_axis(panel, sorted(rows.batch.unique()), "sequences at once")
             panel.set_title(f"{heads or 'heads of the model'}, {kv}", fontsize=8)
             from_zero(panel)
         axes[0].set_ylabel("times as fast as each for itself")

@@ -21,11 +21,9 @@ class Results:
     """Content of a results folder."""
 
     path: Path
-    """The folder."""
     sweep: dict[str, Any]
     """``sweep.json``."""
     launches: list[dict[str, Any]]
-    """Provenance of each launch."""
     points: Any
     """``points.csv`` as a pandas DataFrame, in the order of the sweep."""
     failures: list[dict[str, Any]]
@@ -64,17 +62,6 @@ class Results:
 
 def load_results(path: Path, weights: str | None = None) -> Results:
     """Read a results folder, first bringing its tables up to date.
-
-    Parameters
-    ----------
-    path : Path
-        Results folder.
-    weights : str, optional
-        Format of figures that show a single format.
-
-    Returns
-    -------
-    Results
 
     Raises
     ------

@@ -30,11 +30,6 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
         Recorded results.
     sections : sequence of (name, SVG element, caption)
         The figures; one without a drawing shows its caption only.
-
-    Returns
-    -------
-    str
-        Self-contained HTML.
     """
     template = resources.files("nbflow_experiments.report").joinpath("page.html")
     return Template(template.read_text(encoding="utf-8")).substitute(
@@ -50,7 +45,6 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
 
 
 def _text(value: object) -> str:
-    """Escape text for an HTML element."""
     return html.escape(str(value))
 
 
@@ -78,7 +72,6 @@ def _facts(results: Results) -> str:
 
 
 def _figure(name: str, svg: str, caption: str) -> str:
-    """Return one figure with its caption."""
     return f'<figure id="{name}">{svg}<figcaption>{_text(caption)}</figcaption></figure>'
 
 
@@ -144,7 +137,6 @@ def _measures(results: Results) -> str:
 
 
 def _provenance(results: Results) -> str:
-    """Return the provenance of every launch."""
     parts = []
     for i, launch in enumerate(results.launches):
         rows = "".join(

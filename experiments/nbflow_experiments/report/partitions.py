@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.figure_style import COLOURS, GREY, Drawing, NotDrawn, new_figure
+from nbflow_experiments.figure_style import COLOURS, GREY, Drawing, NotDrawn, new_figure, range_bars
 from nbflow_experiments.report.data import Results
 
 _PANELS = (
@@ -49,7 +49,6 @@ def draw(results: Results) -> Drawing:
 def _draw_panel(
     panel: Any, names: Sequence[str], series: Sequence[tuple[str, Any]], metric: str
 ) -> None:
-    """Draw the bars of one quantity."""
     width = 0.8 / len(series)
     traffic = metric.startswith("traffic")
     scale = 1e-3 if traffic else 1.0
@@ -65,10 +64,7 @@ def _draw_panel(
         if traffic:
             continue
         base = metric.replace("_tokens_per_s", "")
-        bars = np.vstack(
-            [y - part[f"{base}_min_tokens_per_s"], part[f"{base}_max_tokens_per_s"] - y]
-        )
-        panel.errorbar(x, y, yerr=bars, linestyle="none", color=GREY, capsize=2)
+        panel.errorbar(x, y, yerr=range_bars(part, base), linestyle="none", color=GREY, capsize=2)
     from matplotlib import ticker
 
     panel.grid(visible=False, axis="x")

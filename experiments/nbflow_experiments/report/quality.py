@@ -25,20 +25,9 @@ _PANELS = (
     ("weight_error_relative", "relative weight error", True),
 )
 _NOT_QUALITY = (
-    "weights",
-    "partition",
-    "ranks",
-    "batch",
-    "prompt",
-    "decode",
-    "prefix",
-    "draft",
-    "n_draft",
-    "repeats",
-    "warmup",
-    "threads",
-    "max_context",
-)
+    "weights", "partition", "ranks", "batch", "prompt", "decode", "prefix", "draft", "n_draft",
+    "repeats", "warmup", "threads", "max_context",
+)  # fmt: skip
 _MOST_LABELS = 12  # more labels overlap
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
@@ -70,7 +59,6 @@ def draw(results: Results) -> Drawing:
 def _draw_panel(
     panel: Any, results: Results, series: Sequence[tuple[str, Any]], metric: str, log: bool
 ) -> None:
-    """Draw one error against the bits."""
     values = results.done[metric].dropna()
     positive = values[values > _SMALLEST]
     floor = float(positive.min()) / 6 if log and len(positive) else 0.0

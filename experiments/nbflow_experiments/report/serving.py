@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+from nbflow_experiments.figure_style import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    Drawing,
+    NotDrawn,
+    log_axis,
+    new_figure,
+    range_bars,
+)
 from nbflow_experiments.report.data import Results
 
 _MOST_LINES, _MOST_PANELS = 7, 3
@@ -30,7 +39,7 @@ def draw_throughput(results: Results) -> Drawing:
             for i, name in enumerate(shown):
                 line = part[part.weights == name].drop_duplicates("batch").sort_values("batch")
                 _line(panel, i, line.batch, line, f"{kind}_tokens_per_s", kind, name)
-            batch_axis(panel, rows.batch)
+            log_axis(panel, sorted(rows.batch.unique()), "sequences at once")
             panel.set_ylabel(f"{kind} (token/s), cache {kv}")
             panel.set_ylim(0, rows[f"{kind}_max_tokens_per_s"].max() * 1.08)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
@@ -63,7 +72,7 @@ def draw_batching(results: Results) -> Drawing:
             (ratios, "speed-up by batching"),
             (waits, f"time to first token (ms), {results.weights}"),
         ):
-            batch_axis(panel, rows.batch, "requests at once")
+            log_axis(panel, sorted(rows.batch.unique()), "requests at once")
             panel.set_ylabel(label)
             from_zero(panel)
         _legend(figure, axes[:2])
@@ -169,8 +178,7 @@ def _line(
     y = rows[metric].to_numpy() * scale
     bars = None
     if spread is not None:
-        low, high = (rows[f"{spread}_{end}_tokens_per_s"].to_numpy() for end in ("min", "max"))
-        bars = np.vstack([y - low, high - y])
+        bars = range_bars(rows, spread)
     elif f"{metric}_stderr" in rows:
         bars = rows[f"{metric}_stderr"].to_numpy() * scale
     style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
@@ -182,20 +190,7 @@ def from_zero(panel: Any) -> None:
     panel.set_ylim(0, panel.dataLim.ymax * 1.08)
 
 
-def batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> None:
-    """Make the x axis one of batch sizes."""
-    from matplotlib import ticker
-
-    sizes = sorted(batches.unique())
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_locator(ticker.FixedLocator(sizes))
-    panel.xaxis.set_minor_locator(ticker.NullLocator())
-    panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
-    panel.set_xlabel(label)
-
-
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Draw one shared legend above the panels."""
     pairs = [panel.get_legend_handles_labels() for panel in panels]
     handles = [handle for pair in pairs for handle in pair[0]]
     labels = [label for pair in pairs for label in pair[1]]

@@ -13,6 +13,7 @@ from nbflow_experiments.figure_style import (
     NotDrawn,
     format_axis,
     new_figure,
+    range_bars,
 )
 from nbflow_experiments.report.data import Results
 
@@ -50,9 +51,8 @@ def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
         # Side by side, so that the bars of one format do not hide each other.
         shift = 0.5 / len(series) * (i - (len(series) - 1) / 2)
         x = np.array([names.index(name) for name in part.weights]) + shift
-        y = part[metric].to_numpy()
-        bars = np.vstack([y - part[low], part[high] - y])
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        y, bars = part[metric].to_numpy(), range_bars(part, base)
         panel.errorbar(x, y, yerr=bars, capsize=2.5, linestyle="none", label=label, **style)
     largest, smallest = rows[high].max(), rows[low].min()
     if largest > 8 * smallest:

@@ -13,11 +13,9 @@ class Estimate:
     """A mean and its standard error."""
 
     mean: float
-    """Mean of the observations."""
     stderr: float
     """Sample standard deviation / sqrt(n); NaN for fewer than two observations."""
     n: int
-    """Number of observations."""
 
 
 def estimate_mean(x: np.ndarray) -> Estimate:

@@ -17,7 +17,6 @@ class Parting:
     """Result for a number of prompts."""
 
     n_tokens: int
-    """Tokens that were generated for each prompt."""
     common: np.ndarray
     """int64 (prompts,): common prefix in tokens; `n_tokens` if identical."""
 
@@ -33,17 +32,7 @@ class Parting:
 
 
 def parting(model: LLM, reference: LLM, prompts: Sequence[Sequence[int]], n_tokens: int) -> Parting:
-    """Continue prompts greedily with both models and compare token by token.
-
-    Parameters
-    ----------
-    model, reference : Model
-        Both with the same vocabulary.
-    prompts : sequence of sequence of int
-        Token ids.
-    n_tokens : int
-        Tokens to generate per prompt; EOS is ignored.
-    """
+    """Continue prompts greedily with both models and compare token by token."""
     both = [
         [result.ids for result in one.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)]
         for one in (model, reference)

@@ -151,7 +151,6 @@ class HarnessModel(LM):  # type: ignore[misc]
 
 
 def _shown(requests: Sequence[Any], disable: bool) -> Iterator[Any]:
-    """Yield requests under a progress bar."""
     progress = require("tqdm", extra="harness")
     yield from progress.tqdm(requests, disable=disable)
 

@@ -34,11 +34,6 @@ class LogitsFile:
         """Return the attributes: model, weights and other facts of the run."""
         return dict(self._file.attrs)
 
-    @property
-    def targets(self) -> np.ndarray:
-        """Return the scored tokens, int64 (n,)."""
-        return np.asarray(self._file["targets"][:])
-
     def append(self, logits: np.ndarray, targets: np.ndarray) -> None:
         """Add the logits (n, V) that predict `targets` (n,)."""
         if "logits" not in self._file:
@@ -56,13 +51,7 @@ class LogitsFile:
             dataset[n:] = rows_of
 
     def rows(self, start: int, targets: np.ndarray) -> np.ndarray:
-        """Return the logits of the scored tokens from `start` on, which must be `targets`.
-
-        Raises
-        ------
-        UsageError
-            If the file holds other tokens there: another text, tokenizer or cut.
-        """
+        """Return the logits of the scored tokens from `start` on, which must be `targets`."""
         stop = start + len(targets)
         if not np.array_equal(self._file["targets"][start:stop], targets):
             raise UsageError(
@@ -85,13 +74,7 @@ def create(path: Path, facts: Mapping[str, Any]) -> Iterator[LogitsFile]:
 
 @contextlib.contextmanager
 def open_logits(path: Path) -> Iterator[LogitsFile]:
-    """Open a logits file for reading.
-
-    Raises
-    ------
-    UsageError
-        If it is not a logits file.
-    """
+    """Open a logits file for reading."""
     h5py = require("h5py")
     if not path.is_file():
         raise UsageError(f"the file {path} does not exist")

@@ -55,13 +55,7 @@ class Answer:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read questions from JSON lines: ``{"context": ..., "choices": [...], "answer": 0}``.
-
-    Raises
-    ------
-    UsageError
-        If a line is malformed; the message names it.
-    """
+    """Read questions from JSON lines: ``{"context": ..., "choices": [...], "answer": 0}``."""
     if not path.is_file():
         raise UsageError(f"the file {path} does not exist")
     lines = path.read_text(encoding="utf-8").splitlines()

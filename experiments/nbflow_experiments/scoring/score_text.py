@@ -67,11 +67,6 @@ def score_text(
         True on the rank that scores; the others only run the model.
     progress : callable, optional
         Called with the number of windows done and the scores of the last one.
-
-    Returns
-    -------
-    Scores
-        Of all windows; empty where not `leads`.
     """
     parts: list[Scores] = []
     failure: Exception | None = None

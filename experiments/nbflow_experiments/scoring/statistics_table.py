@@ -24,13 +24,10 @@ class Statistic:
     """One number of the table."""
 
     group: str
-    """Section heading."""
     name: str
     """Label of llama-perplexity."""
     key: str
-    """Name in JSON."""
     value: float
-    """The number."""
     error: float | None = None
     """Standard error, where one is defined."""
     unit: str = ""
@@ -38,13 +35,7 @@ class Statistic:
 
 
 def statistics(scores: Scores) -> list[Statistic]:
-    """Return the statistics of the perplexity, and of the comparison if there is a reference.
-
-    Parameters
-    ----------
-    scores : Scores
-        Of one text; numbers that are not finite are counted and make what depends on them NaN.
-    """
+    """Return the statistics of the perplexity, and of the comparison if there is a reference."""
     alone = estimate_perplexity(scores.nll)
     lost = float(np.mean(~np.isfinite(scores.nll))) if scores.nll.size else math.nan
     group = "Perplexity"
@@ -86,7 +77,6 @@ def _perplexities(scores: Scores) -> list[Statistic]:
 
 
 def _pair(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return correlation and covariance."""
     if len(x) < 2:
         return math.nan, math.nan
     with np.errstate(invalid="ignore", divide="ignore"):

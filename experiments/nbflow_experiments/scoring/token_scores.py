@@ -35,15 +35,6 @@ class Scores:
 def score(logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None = None) -> Scores:
     """Score logits against target tokens.
 
-    Parameters
-    ----------
-    logits : array of float32, shape (n, V)
-        Row i predicts token i.
-    targets : array of int, shape (n,)
-        The tokens.
-    reference : array of float32, shape (n, V), optional
-        The reference's logits of the same tokens.
-
     Returns
     -------
     Scores

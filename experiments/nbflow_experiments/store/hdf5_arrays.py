@@ -44,13 +44,7 @@ def write_arrays(group: Any, arrays: Mapping[str, Array]) -> None:
 
 
 def open_arrays(path: Path) -> Any:
-    """Open an HDF5 file of a sweep for reading.
-
-    Raises
-    ------
-    DamagedFileError
-        If it is not HDF5.
-    """
+    """Open an HDF5 file of a sweep for reading."""
     try:
         return require("h5py").File(path, "r")
     except OSError as error:
@@ -80,17 +74,7 @@ def remove_rank_files(folder: Path) -> None:
 
 
 def link_ranks(group: Any, folder: Path, ranks: Sequence[int]) -> None:
-    """Link the files of ranks into a group of another file.
-
-    Parameters
-    ----------
-    group : h5py group
-        Target group of ``ranks`` and the virtual datasets.
-    folder : Path
-        Folder of the point.
-    ranks : sequence of int
-        Ranks that have written a file.
-    """
+    """Link the files of ranks into a group of another file."""
     h5py = require("h5py")
     # relative to the file that links
     names = {rank: _relative(group, folder / rank_file(rank)) for rank in ranks}

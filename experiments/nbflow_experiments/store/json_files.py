@@ -41,13 +41,6 @@ Kinds = type | tuple[type, ...]
 def read_object(path: Path, fields: Mapping[str, Kinds] = MappingProxyType({})) -> dict[str, Any]:
     """Read a JSON object and check its fields.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    fields : mapping
-        Keys that the object must have, with the types of their values.
-
     Raises
     ------
     DamagedFileError

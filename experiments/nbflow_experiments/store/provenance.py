@@ -29,15 +29,7 @@ def describe_rank() -> dict[str, Any]:
 
 
 def describe_launch(comm: Comm, argv: list[str]) -> dict[str, Any] | None:
-    """Return the provenance of one launch on rank 0, None elsewhere; every rank must call it.
-
-    Parameters
-    ----------
-    comm : Comm
-        All ranks of the launch.
-    argv : list of str
-        The command line.
-    """
+    """Return the provenance of one launch on rank 0, None elsewhere; every rank must call it."""
     ranks = comm.gather_object(describe_rank())
     if ranks is None:
         return None

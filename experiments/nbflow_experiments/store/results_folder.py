@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,30 +55,22 @@ SCHEMA_VERSION = 1
 
 _NONE = type(None)
 _NUMBER = (int, float, _NONE)
-_CONFIG: Mapping[str, Kinds] = {"id": str, "config": dict}
-_RESULT: Mapping[str, Kinds] = {
-    "status": str,
-    "attempt": int,
-    "launch": str,
-    "readings": list,
-    "error": (dict, _NONE),
-}
+_FIELDS: Mapping[str, Mapping[str, Kinds]] = {
+    "sweep.json": {"name": str, "factors": list, "points": list},
+    "config.json": {"id": str, "config": dict},
+    "result.json": {
+        "status": str, "attempt": int, "launch": str, "readings": list, "error": (dict, _NONE),
+    },
+}  # fmt: skip
 _READING: Mapping[str, Kinds] = {
     "measure": str, "metric": str, "value": _NUMBER, "stderr": _NUMBER,
     "rank": (int, _NONE), "repeat": (int, _NONE),
 }  # fmt: skip
-_SWEEP: Mapping[str, Kinds] = {"name": str, "factors": list, "points": list}
 _LAUNCH: Mapping[str, Kinds] = {"world_size": int}
 
 
 class ResultsFolder:
-    """Results folder of one sweep.
-
-    Parameters
-    ----------
-    path : Path
-        ``<out>/<sweep>``.
-    """
+    """Results folder of one sweep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,21 +134,21 @@ class ResultsFolder:
 
     def result(self, short: str) -> dict[str, Any] | None:
         """Return the result of a point, None if unfinished."""
-        return self._whole(self.folder(short) / "result.json", _read_result)
+        return self._whole(self.folder(short) / "result.json")
 
     def config(self, short: str) -> dict[str, Any]:
         """Return the frozen configuration of a point."""
         path = self.folder(short) / "config.json"
         if not path.is_file():
             raise UsageError(f"{path} is missing; delete the folder to measure this point again")
-        return read_object(path, _CONFIG)
+        return _read(path)
 
-    def _whole(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+    def _whole(self, path: Path) -> dict[str, Any] | None:
         """Read a file; None, with one warning, if it is missing or damaged."""
         if not path.is_file():
             return None
         try:
-            return read(path)
+            return _read(path)
         except DamagedFileError as error:
             if path not in self._told:
                 self._told.add(path)
@@ -168,16 +160,10 @@ class ResultsFolder:
 
         Called before a launch writes; damaged files are rewritten.
         """
-        checked: list[tuple[Path, Callable[[Path], dict[str, Any]]]]
-        checked = [(self.path / "sweep.json", _read_sweep)]
-        for point in points:
-            folder = self.folder(point.short)
-            checked += [
-                (folder / "config.json", _read_config),
-                (folder / "result.json", _read_result),
-            ]
-        for path, read in checked:
-            if path.is_file() and self._whole(path, read) is None:
+        names = ("config.json", "result.json")
+        checked = [self.folder(point.short) / name for point in points for name in names]
+        for path in (self.path / "sweep.json", *checked):
+            if path.is_file() and self._whole(path) is None:
                 path.replace(path.with_name(f"{path.name}.damaged"))
 
     def refuse_links(self, points: Sequence[Point]) -> None:
@@ -191,15 +177,9 @@ class ResultsFolder:
                 )
 
     def is_finished(self, point: Point, retry_failed: bool) -> bool:
-        """Return whether a point can be skipped.
-
-        Raises
-        ------
-        UsageError
-            If the folder of the point holds another configuration.
-        """
+        """Return whether a point can be skipped."""
         result = self.result(point.short)
-        kept = self._whole(self.folder(point.short) / "config.json", _read_config)
+        kept = self._whole(self.folder(point.short) / "config.json")
         if result is None or kept is None:
             return False
         found = {key: kept.get(key) for key in point.record()}
@@ -216,51 +196,35 @@ class ResultsFolder:
         names = sorted(
             path.parent.name
             for path in (self.path / "points").glob("*/result.json")
-            if self._whole(path, _read_result)
-            and self._whole(path.with_name("config.json"), _read_config)
+            if self._whole(path) and self._whole(path.with_name("config.json"))
         )
         order = {short: i for i, short in enumerate(self.sweep().get("points", []))}
         return sorted(names, key=lambda name: order.get(name, len(order)))
 
     def sweep(self) -> dict[str, Any]:
         """Return the description of the sweep; empty if missing."""
-        return self._whole(self.path / "sweep.json", _read_sweep) or {}
+        return self._whole(self.path / "sweep.json") or {}
 
     def launches(self) -> list[dict[str, Any]]:
         """Return the provenance of every launch, in order of time."""
         files = sorted((self.path / "launches").glob("*.json"))  # names begin with the time
-        found = (self.launch(file) for file in files)
+        found = (self._whole(file) for file in files)
         return [launch for launch in found if launch is not None]
-
-    def launch(self, path: Path) -> dict[str, Any] | None:
-        """Read the file of a launch; None if it is missing or damaged."""
-        return self._whole(path, _read_launch)
 
     def write_launch(self, name: str, launch: Mapping[str, Any]) -> None:
         """Write or replace the provenance of one launch."""
         write_json(self.path / "launches" / f"{name}.json", {"name": name, **launch})
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    return read_object(path, _CONFIG)
-
-
-def _read_sweep(path: Path) -> dict[str, Any]:
-    return read_object(path, _SWEEP)
-
-
-def _read_launch(path: Path) -> dict[str, Any]:
-    return read_object(path, _LAUNCH)
-
-
-def _read_result(path: Path) -> dict[str, Any]:
-    """Read a ``result.json`` and check the fields that the tables need."""
-    result = read_object(path, _RESULT)
-    for reading in result["readings"]:
-        check_fields(path, "a reading", reading, _READING)
-    if result["error"] is not None:
-        check_fields(path, "the error", result["error"], {"type": str, "message": str})
-    return result
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file of the folder and check the fields that the tables need."""
+    data = read_object(path, _FIELDS.get(path.name, _LAUNCH))
+    if path.name == "result.json":
+        for reading in data["readings"]:
+            check_fields(path, "a reading", reading, _READING)
+        if data["error"] is not None:
+            check_fields(path, "the error", data["error"], {"type": str, "message": str})
+    return data
 
 
 def reading_row(measure: str, reading: Reading) -> dict[str, Any]:

@@ -30,11 +30,6 @@ def read_points(folder: Path) -> tuple[list[str], list[Row]]:
     Text is str, empty where a setting is; numbers are int (integer settings, attempts) or float;
     missing measurements are None, non-finite ones NaN.  A column that is not a setting holds text
     if one of its fields is not a number.
-
-    Raises
-    ------
-    UsageError
-        If the table is missing or was not written by a sweep.
     """
     columns, found = _read(folder, "points.csv")
     for name in ("point", "status", "weights"):
@@ -81,13 +76,7 @@ def results_frame(folder: Path) -> Any:
 
 
 def parse_where(text: str) -> dict[str, str]:
-    """Parse settings of the form ``name=value,name=value``.
-
-    Raises
-    ------
-    UsageError
-        If it is not of that form, or the setting does not exist.
-    """
+    """Parse settings of the form ``name=value,name=value``."""
     fixed = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -21,15 +21,9 @@ from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolde
 RESULT_COLUMNS = ("point", "rank", "repeat", "measure", "metric", "value", "unit", "n", "stderr")
 """Columns of ``results.csv``; an empty rank or repeat stands for all of them."""
 _STATUS = (
-    "point",
-    "status",
-    "attempt",
-    "error_type",
-    "error_message",
-    "wall_s",
-    "quality_shared_from",
+    "point", "status", "attempt", "error_type", "error_message", "wall_s", "quality_shared_from",
     "partition_chosen",
-)
+)  # fmt: skip
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
 
@@ -38,16 +32,6 @@ def write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json``.
 
     Concurrent launches write one after the other, so the last files hold all points.
-
-    Parameters
-    ----------
-    folder : ResultsFolder
-        A results folder; unfinished points are skipped.
-
-    Returns
-    -------
-    list of dict
-        The rows of ``points.csv``.
     """
     with folder.exclusive():
         return _write_summaries(folder)
@@ -61,11 +45,17 @@ def _write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     wide = [_wide_row(name, configs[name], results[name]) for name in names]
     metrics = dict.fromkeys(key for row in wide for key in row)
     columns = [*_STATUS, *SETTINGS, "bits_per_weight"]
-    _write_csv(
-        folder.path / "points.csv", [*columns, *(m for m in metrics if m not in columns)], wide
-    )
     long = (row for name in names for row in _long_rows(name, results[name]))
-    _write_csv(folder.path / "results.csv", RESULT_COLUMNS, long)
+    tables = (
+        ("points.csv", [*columns, *(m for m in metrics if m not in columns)], wide),
+        ("results.csv", RESULT_COLUMNS, long),
+    )
+    for name, head, rows in tables:
+        with (
+            replace_atomically(folder.path / name) as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as stream,
+        ):
+            write_csv(stream, head, rows)
     _write_arrays(folder, folder.path / "results.h5", configs)
     launches = {"schema_version": SCHEMA_VERSION, "launches": folder.launches()}
     write_json(folder.path / "provenance.json", launches)
@@ -73,7 +63,6 @@ def _write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
 
 
 def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of ``points.csv`` of one point."""
     error = result.get("error") or {}
     row: dict[str, Any] = {
         "point": name,
@@ -96,7 +85,6 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
 
 
 def _long_rows(name: str, result: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield the rows of ``results.csv`` of one point."""
     for reading in result.get("readings", ()):
         row = {column: reading.get(column) for column in RESULT_COLUMNS if column != "point"}
         yield {"point": name, **row, "value": _number(reading["value"])}
@@ -107,15 +95,11 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_csv(stream: TextIO, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a table; floats keep round-trip precision, None is an empty field, NaN is ``nan``."""
-    with (
-        replace_atomically(path) as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as stream,
-    ):
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    writer = csv.DictWriter(stream, columns, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def _write_arrays(
@@ -141,7 +125,6 @@ def _write_arrays(
 
 
 def _copy_arrays(source: Path, group: Any) -> None:
-    """Copy the arrays of one point, with a histogram of the divergence."""
     with open_arrays(source) as arrays:
         for key in arrays:
             if not is_link(key):  # relative to the folder of the point

@@ -40,17 +40,12 @@ class Job:
     """Job file: points for one process or one group of ranks."""
 
     folder: Path
-    """The results folder."""
     launch: str
-    """Name of the launch that the results belong to."""
     ranks: int
     """Number of MPI ranks; 0: a subprocess without MPI, part of its parent's launch."""
     points: tuple[Point, ...]
-    """Points to run."""
     formats: tuple[Path, ...]
-    """Files of weight formats, which every rank executes."""
     policy: Policy
-    """Handling of failures."""
     before: Mapping[str, str | None]
     """Launch that wrote the earlier result of each point (`PointLocks`)."""
     tried: Mapping[str, int]
@@ -87,11 +82,6 @@ def command_of(launcher: str | None, ranks: int) -> list[str]:
         ``"srun -n {ranks}"``; by default mpirun.
     ranks : int
         Number of ranks.
-
-    Raises
-    ------
-    UsageError
-        If the program does not exist, or `launcher` lacks ``{ranks}``.
     """
     if launcher is None:
         try:
@@ -121,7 +111,6 @@ class ProcessRunner:
     launch: str
     """Name of the launch for points without MPI ranks; each start of ranks is a launch."""
     formats: tuple[Path, ...]
-    """Files of weight formats, which every process executes."""
     before: dict[str, str | None]
     """See `PointLocks`."""
     policy: Policy
@@ -185,7 +174,6 @@ class ProcessRunner:
         return not last
 
     def _job(self, points: Sequence[Point], tried: Mapping[str, int]) -> Job:
-        """Return the job of the next process."""
         ranks = int(points[0].config["ranks"])
         policy = self.policy
         return Job(

@@ -27,13 +27,7 @@ PROBE_BYTES = 64 << 20
 
 
 class Predictor:
-    """Planner predictions of points; every rank calls it for the same points.
-
-    Parameters
-    ----------
-    comm : Comm
-        All ranks.
-    """
+    """Planner predictions of points; every rank calls it for the same points."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm

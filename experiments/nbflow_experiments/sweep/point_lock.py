@@ -21,17 +21,7 @@ from nbflow_experiments.store.results_folder import ResultsFolder
 
 
 class PointLocks:
-    """Point locks of one launch; rank 0 only.
-
-    Parameters
-    ----------
-    folder : ResultsFolder
-        Results folder of the points.
-    launch : str
-        Name of the launch.
-    before : mapping
-        Launch that wrote the result of each point when this launch was planned, None without one.
-    """
+    """Point locks of one launch; rank 0 only."""
 
     def __init__(
         self, folder: ResultsFolder, launch: str, before: Mapping[str, str | None]

@@ -93,9 +93,7 @@ class Runner:
     folder: ResultsFolder
     """Results folder: rank 0 writes, the leading rank of a point reads the reference."""
     reporter: Reporter
-    """Shows progress on rank 0."""
     launch: str
-    """Name of this launch in the provenance."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Stop request, checked after each step."""
     _loaded: _Loaded | None = field(default=None, init=False)

@@ -53,15 +53,7 @@ def _failure(error: Mapping[str, Any]) -> str:
 
 
 class Reporter:
-    """Progress reporter; the base class is silent, for child processes.
-
-    Parameters
-    ----------
-    factors : sequence of str
-        Settings that vary.
-    total : int
-        Points to run.
-    """
+    """Progress reporter; the base class is silent, for child processes."""
 
     def __init__(self, factors: Sequence[str] = (), total: int = 0) -> None:
         self.factors = factors

@@ -26,13 +26,9 @@ class Failure:
     """An exception of one rank."""
 
     rank: int
-    """The rank."""
     type: str
-    """Class of the exception."""
     message: str
-    """Message of the exception."""
     traceback: str
-    """Its traceback."""
 
 
 class StepFailed(Exception):

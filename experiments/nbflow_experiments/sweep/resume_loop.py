@@ -70,11 +70,6 @@ def run_points(
         Handling of failures.
     tried : mapping
         Earlier attempts, by the name of the point's folder, where there were any.
-
-    Returns
-    -------
-    str
-        Reason of the end.
     """
     with runner.stop.listen():
         try:

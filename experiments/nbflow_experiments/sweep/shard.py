@@ -15,18 +15,11 @@ class Shard:
     """One of `count` shards of a sweep."""
 
     index: int = 0
-    """Index of the shard, from 0."""
     count: int = 1
-    """Number of shards."""
 
     @classmethod
     def parse(cls, text: str) -> Shard:
         """Parse ``I/N``.
-
-        Raises
-        ------
-        UsageError
-            If `text` is not of that form, or I is not in 0..N-1.
 
         Examples
         --------

@@ -38,7 +38,6 @@ class ProcessEnd:
     tail: str
     """The last lines of its standard output and error."""
     seconds: float
-    """Wall time from its start."""
     late: bool
     """True if it exceeded its time limit."""
     out_of_memory: bool

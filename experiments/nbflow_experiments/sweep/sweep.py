@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import nbflow_kernels as nk
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import Point, check_world, estimate_bytes, make_points
 from nbflow_experiments.config.sweep_file import Sweep, load_sweep, sweep_of_lists
@@ -50,11 +51,8 @@ class SweepOptions:
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Settings of command-line options, which override the file: name -> texts."""
     dry_run: bool = False
-    """Print the points and stop."""
     resume: bool = False
-    """Continue with an existing results folder."""
     retry_failed: bool = False
-    """Run failed points again."""
     formats: tuple[Path, ...] = ()
     """Files of weight formats to execute, besides those the sweep file names."""
     shard: Shard | None = None
@@ -62,7 +60,6 @@ class SweepOptions:
     merge: bool = False
     """Write the tables of the recorded points and run nothing."""
     policy: Policy = field(default_factory=Policy)
-    """Handling of points that fail or hang."""
     launcher: str | None = None
     """Command that starts MPI ranks for points that need some, with ``{ranks}`` in the place of
     their number; by default mpirun."""
@@ -156,22 +153,15 @@ def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
     return 130 if end == "interrupted" else int(failed > 0)
 
 
-def run_group(path: Path, comm: backend.Comm | None = None) -> int:
+def run_group(path: Path) -> int:
     """Run the points of a job file; entry point of the processes of `ProcessRunner`.
-
-    Parameters
-    ----------
-    path : Path
-        The file (`nbflow_experiments.sweep.mpi_runner.Job`).
-    comm : Comm, optional
-        The ranks; by default all that mpirun started.
 
     Returns
     -------
     int
         Exit code: 0 if every point was visited, 130 if it was interrupted.
     """
-    comm = comm or backend.world()
+    comm = backend.world()
     job: Job = comm.bcast_object(Job.read(path) if comm.rank == 0 else None)
     if comm.size != max(job.ranks, 1):
         raise UsageError(f"{job.ranks} ranks were to be started, there are {comm.size}; --launcher")
@@ -244,7 +234,7 @@ def _load_formats(files: Sequence[Path], comm: backend.Comm) -> None:
     failure: UsageError | None = None
     try:
         for file in files:
-            backend.load_formats(file)
+            nk.load_formats(file)
     except UsageError as error:
         failure = error
     failures = comm.bcast_object(comm.gather_object(failure))
@@ -324,7 +314,6 @@ def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -
 
 
 def _inputs(points: Sequence[Point]) -> dict[str, Any]:
-    """Return the inputs of a launch, for its provenance."""
     return {
         "metrics_version": METRICS_VERSION,
         "models_sha256": {str(p.config["model"]): p.model_digest for p in points},

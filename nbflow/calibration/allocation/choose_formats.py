@@ -50,13 +50,9 @@ class Allocation:
     """A format for each matrix."""
 
     formats: dict[str, str]
-    """Our name of a matrix -> format."""
     budget_bytes: int
-    """Budget of the matrices."""
     n_bytes: int
-    """Stored bytes of the matrices."""
     n_weights: int
-    """Weights of the matrices."""
     predicted: float
     """Predicted loss: nats per token if measured, else the sum of relative errors."""
     sensitivity: str
@@ -250,7 +246,6 @@ def _chosen(
 
 
 def _n_bytes(shape: Sequence[int], format: str) -> int:
-    """Return the bytes of a matrix in a format."""
     chosen = nk.FORMATS[format]
     return shape[0] * chosen.row_blocks(shape[1]) * chosen.block_bytes
 

@@ -25,7 +25,6 @@ class Divergence:
     kld_stderr: float
     """Standard error of `kld` for independent tokens."""
     perplexity: float
-    """Perplexity on the text."""
 
 
 class DivergenceProbe:
@@ -43,11 +42,6 @@ class DivergenceProbe:
         Number of tokens, from the beginning of the text, and tokens per window.
     options
         Further options of `nbflow.load` for every model.
-
-    Raises
-    ------
-    UsageError
-        If the text does not exist or has fewer tokens.
     """
 
     def __init__(
@@ -64,7 +58,12 @@ class DivergenceProbe:
             window = min(window, stored.spec.max_context)
             if window < 2 or n_tokens < window:
                 raise UsageError(f"tokens must be at least a window of 2 or more, got {n_tokens}")
-            ids = _ids(stored, _text(stored, self._model, text))
+            tokenizer = stored.tokenizer
+            if tokenizer is None:
+                raise UsageError(
+                    f"{stored.spec.name} has no tokenizer, which reading a text requires"
+                )
+            ids = np.asarray(tokenizer.encode(_read_text(self._model, text)), np.int64)
             n = n_tokens // window
             if len(ids) < n * window:
                 raise UsageError(
@@ -72,8 +71,8 @@ class DivergenceProbe:
                     "fewer tokens"
                 )
             self.windows = ids[: n * window].reshape(n, window)
-            bos = stored.tokenizer.bos_id if stored.tokenizer is not None else None
-            if bos is not None and _begins_with(stored, bos):
+            bos = tokenizer.bos_id
+            if bos is not None and tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]:
                 self.windows[:, 0] = bos
             self._reference = [_logits(stored, w) for w in self.windows]
         self.stored = self._compared(self._reference)
@@ -102,24 +101,13 @@ def _logits(model: LLM, window: NDArray[np.int64]) -> NDArray[np.float32]:
     return model.logits(window[:-1])  # nothing follows the last token
 
 
-def _text(model: LLM, name: str, text: str | Path | None) -> str:
+def _read_text(model: str, text: str | Path | None) -> str:
     if text is None:
         from nbflow.spec import resolve
 
-        path = resolve(name).path
+        path = resolve(model).path
         text = (path if path.is_dir() else path.parent) / "eval.txt"
     file = Path(text)
     if not file.is_file():
         raise UsageError(f"{file} does not exist; name a text with --text (text=)")
     return file.read_text(encoding="utf-8")
-
-
-def _ids(model: LLM, text: str) -> NDArray[np.int64]:
-    if model.tokenizer is None:
-        raise UsageError(f"{model.spec.name} has no tokenizer, which reading a text requires")
-    return np.asarray(model.tokenizer.encode(text), np.int64)
-
-
-def _begins_with(model: LLM, bos: int) -> bool:
-    assert model.tokenizer is not None
-    return model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]

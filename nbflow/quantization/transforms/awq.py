@@ -82,21 +82,6 @@ def scale_columns(
 ) -> WeightTransform:
     """Search the factors of all columns of a model and return the transform.
 
-    Parameters
-    ----------
-    spec : ModelSpec
-        The model.
-    file : WeightFile
-        Its checkpoint.
-    format_of : callable
-        Our name of a matrix -> its new format, or None.
-    statistics : mapping
-        Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs.
-
-    Returns
-    -------
-    WeightTransform
-
     Raises
     ------
     UsageError
@@ -126,7 +111,6 @@ def scale_columns(
 
 
 def _networks(spec: ModelSpec, layer: int) -> list[str]:
-    """Return the feed-forward networks of a layer."""
     if not spec.has_experts(layer):
         return ["ffn"]
     assert spec.moe is not None

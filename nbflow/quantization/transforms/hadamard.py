@@ -39,8 +39,8 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.hadamard import Rotation
 
 
-def check_rotation(spec: ModelSpec) -> None:
-    """Raise unless the residual stream of a model can be rotated exactly."""
+def rotated_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the specification with a rotated residual stream, or raise if that is not exact."""
     wrong = {
         "its norms are LayerNorms, which subtract the mean": spec.norm != "rms",
         "its norms are not before the sublayers": spec.norm_place != "pre",
@@ -61,29 +61,11 @@ def check_rotation(spec: ModelSpec) -> None:
             f"{spec.name} cannot be rotated exactly: {'; '.join(found)}; use another "
             "quantizer, e.g. 'awq' or 'gptq'"
         )
-
-
-def rotated_spec(spec: ModelSpec) -> ModelSpec:
-    """Return the specification of a model with a rotated residual stream."""
-    check_rotation(spec)
     return dataclasses.replace(spec, tied_head=False)
 
 
 def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
     """Rotate the residual stream and the values of each head.
-
-    Parameters
-    ----------
-    spec : ModelSpec
-        The model.
-    file : WeightFile
-        Its checkpoint, for the norm weights.
-    seed : int
-        Seed of the rotations' signs.
-
-    Returns
-    -------
-    WeightTransform
 
     Raises
     ------
@@ -122,6 +104,5 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> WeightTransform:
 
 
 def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:
-    """Return the effective weights of a norm."""
     stored = read_operand(spec, file, Operand(f"{norm}.weight")).reshape(-1)
     return stored.astype(np.float64) + spec.norm_offset

@@ -85,7 +85,6 @@ class WeightTransform:
     vectors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """New weights and biases of norms."""
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
 
     def changes(self, name: str) -> bool:
         """Return True if the transform changes a tensor."""

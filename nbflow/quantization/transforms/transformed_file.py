@@ -28,20 +28,6 @@ class TransformedFile(WeightFile):
     Changed tensors are computed whole when read; the last one is cached.  Matrices to be quantized
     are float32, so that they are rounded once; other tensors are rounded to their stored type, as a
     written file would contain them.
-
-    Parameters
-    ----------
-    file : WeightFile
-        The open checkpoint; `close` closes it too.
-    spec : ModelSpec
-        The specification of the checkpoint.
-    transform : Folding
-        The transform.
-
-    Raises
-    ------
-    UsageError
-        If a changed tensor is not stored as floats.
     """
 
     def __init__(self, file: WeightFile, spec: ModelSpec, transform: WeightTransform) -> None:
@@ -166,23 +152,14 @@ def _replace(
 ) -> None:
     """Replace one of our tensors within the stored tensor, in place."""
     if whole.ndim == 1 or len(transform.spec.shape_of(ours)) == 1:
-        flat = whole.reshape(-1)
-        spans = place.rows or ((0, len(flat)),)
-        new = transform.apply(ours, np.concatenate([flat[a:b] for a, b in spans]))
-        for (a, b), part in zip(spans, _cut(new, spans), strict=True):
-            flat[a:b] = part
-        return
-    rows_first = whole.T if place.transposed else whole
-    spans = place.rows or ((0, len(rows_first)),)
-    new = transform.apply(ours, np.concatenate([rows_first[a:b] for a, b in spans]))
-    for (a, b), part in zip(spans, _cut(new, spans), strict=True):
-        rows_first[a:b] = part
-
-
-def _cut(values: np.ndarray[Any, Any], spans: Any) -> list[np.ndarray[Any, Any]]:
-    """Split concatenated spans."""
+        rows = whole.reshape(-1)
+    else:
+        rows = whole.T if place.transposed else whole
+    spans = place.rows or ((0, len(rows)),)
+    new = transform.apply(ours, np.concatenate([rows[a:b] for a, b in spans]))
     ends = np.cumsum([b - a for a, b in spans])
-    return np.split(values, ends[:-1])
+    for (a, b), part in zip(spans, np.split(new, ends[:-1]), strict=True):
+        rows[a:b] = part
 
 
 def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
