@@ -100,20 +100,17 @@ class NcclComm(DeviceComm):
             target += count * part.dtype.itemsize
         self._nccl.groupEnd()
 
-    def Send(self, array: Any, dest: int) -> None:
+    def _send(self, array: Any, dest: int) -> None:
         address, n, kind = self._arguments(array)
         self._comm.send(address, n, kind, dest, self._stream)
-        self.sent["send"] += array.nbytes
 
     def Recv(self, array: Any, source: int) -> None:
         address, n, kind = self._arguments(array)
         self._comm.recv(address, n, kind, source, self._stream)
 
-    def Bcast(self, array: Any, root: int) -> None:
+    def _bcast(self, array: Any, root: int) -> None:
         address, n, kind = self._arguments(array)
         self._comm.broadcast(address, address, n, kind, root, self._stream)
-        if self.rank == root:
-            self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         part = self._host.split(ranks)

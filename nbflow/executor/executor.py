@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,20 +17,9 @@ from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.storage import KVStorage
 from nbflow.program.records import Op, Program
 from nbflow.spec.architecture import RopeSpec
-from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 MIN_ROWS = 8
 """Rows that a buffer has at least."""
-
-
-class Int8Executor(Protocol):
-    """Executor that can quantize activations to int8."""
-
-    activations: str
-    """Arithmetic of matrix products with weights."""
-
-    def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
-        """Return a buffer for int8 activations."""
 
 
 class Executor:
@@ -172,16 +161,3 @@ class Executor:
                 self._buffers[name] = device.zeros(shape, np.float32)
                 grown = True
         return grown
-
-
-class BindingTarget(Protocol):
-    """Step that fused kernels are bound to: its executor, buffers and index arrays."""
-
-    executor: Executor
-
-    @property
-    def arrays(self) -> Any:
-        """Index arrays of the step on the device."""
-
-    def view(self, name: str) -> Any:
-        """Return the rows of a buffer that the step uses."""
