@@ -35,7 +35,7 @@ from nbflow_kernels.quantized_matmul import cuda as quantized
 
 
 class CudaMatmulOp:
-    """Matrix products of one activation matrix with weights; see `nbflow.executor.bind.MatmulOp`."""
+    """Matrix products of one activation matrix, see `nbflow.executor.bind.MatmulOp`."""
 
     def __init__(self, x: Any, executor: Executor) -> None:
         self._x, self._activations = x, executor.activations

@@ -1,7 +1,7 @@
 """CUDA graphs of steps.
 
 A graph fixes kernels, grids and addresses when it is captured.  Whatever changes from step to step
-lies in arrays at fixed addresses (`PaddedStepArrays`, `StaticPlanBuffers`): one graph serves all
+lies in arrays at fixed addresses (`StepArrays`, `StaticPlanBuffers`): one graph serves all
 steps of a bucket of sequences and pages.
 """
 

@@ -74,6 +74,7 @@ class Executor:
         Of `CpuExecutor` only."""
         self.device = device
         self._buffers: dict[str, Any] = {}
+        self._bound: dict[tuple[Any, ...], Any] = {}  # bound programs by shape, LRU first
         self.rope_tables: dict[RopeSpec, Any] = {}
         """Rotary tables of all positions, made on first use; executors may share them."""
 
@@ -119,8 +120,17 @@ class Executor:
         raise NotImplementedError
 
     def release_bindings(self) -> None:
-        """Drop cached step bindings and their references to KV pages."""
-        raise NotImplementedError
+        """Drop cached step bindings, their graphs and their references to KV pages."""
+        self._bound.clear()
+
+    def _make_room(self, most: int) -> None:
+        """Drop the least recently used bindings until fewer than `most` are left."""
+        while len(self._bound) >= most:
+            del self._bound[next(iter(self._bound))]
+
+    def _storages(self) -> tuple[int, int]:
+        """Return the versions of the KV storages."""
+        return self.storage.version, 0 if self.cross_storage is None else self.cross_storage.version
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return tokens and rows of logits of each part of a step; usually the step is one part."""
