@@ -26,15 +26,7 @@ def cuda_aware() -> bool:
 
 
 class CudaAwareMpiComm(DeviceComm):
-    """One rank with its current CUDA device; sums in rank order, like `MpiComm`.
-
-    Parameters
-    ----------
-    host : Comm
-        `MpiComm` of the same ranks.
-    xp : module, optional
-        CuPy, or a stand-in.
-    """
+    """One rank with its current CUDA device; sums in rank order, like the `MpiComm` of the host."""
 
     def __init__(self, host: Comm, xp: Any = None) -> None:
         assert isinstance(host, MpiComm), "thread ranks have no MPI library"

@@ -45,18 +45,7 @@ def _nccl() -> tuple[Any, Any]:
 
 
 class NcclComm(DeviceComm):
-    """One rank with its current CUDA device.
-
-    Parameters
-    ----------
-    host : Comm
-        Host communicator of the same ranks.
-
-    Raises
-    ------
-    MissingExtraError
-        If CuPy or NCCL is missing.
-    """
+    """One rank with its current CUDA device; `host` is a communicator of the same ranks."""
 
     def __init__(self, host: Comm) -> None:
         cupy, self._nccl = _nccl()

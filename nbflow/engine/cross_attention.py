@@ -25,21 +25,7 @@ from nbflow.spec.model_spec import ModelSpec
 
 
 class CrossAttentionCache:
-    """Cross-attention cache of one rank.
-
-    Parameters
-    ----------
-    encoder : StepRunner
-        The encoder.
-    spec : ModelSpec
-        The decoder.
-    mine : RankPlan
-        Shard of the decoder on this rank.
-    file : WeightFile
-        The checkpoint, open.
-    weights, encoding, activations, kv, page_size, place, offload
-        As for the decoder.
-    """
+    """Cross-attention cache of one rank; `spec`, `mine` and the options are the decoder's."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class LLM:
     gets the same results.  Ranks outside the partition (`participates` False) make no calls.
     """
 
-    engine_class: ClassVar[type[Any] | None] = None
+    engine_class: type[Any] | None = None
     """Subclass of `nbflow.LLMEngine` for this kind of model, if any."""
 
     def __init__(

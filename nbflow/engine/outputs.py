@@ -468,14 +468,7 @@ def verify_drafts(logits: np.ndarray, request: Request, drafts: Sequence[int]) -
     last with valid logits.  The result is therefore bit-identical to that without a draft, for
     every strategy.  With `Request.verifies_chain`, rejection sampling is used instead.
 
-    Parameters
-    ----------
-    logits : array of float32, shape (n + 1, V)
-        Logits after the last token and after each of the `n` draft tokens.
-    request : Request
-        The request.
-    drafts : sequence of int
-        The draft tokens.
+    `logits` follow the last token and each of the `n` draft tokens, float32 (n + 1, V).
     """
     if request.verifies_chain:
         assert request.draft_probs is not None

@@ -13,10 +13,7 @@ from nbflow.tokenization import Tokenizer
 class StopChecker:
     """Incremental detokenizers of the requests with stop texts.
 
-    Parameters
-    ----------
-    tokenizer : callable
-        Returns the tokenizer; called for the first request with a stop text.
+    `tokenizer` is called for each such request: a model may have none.
     """
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:

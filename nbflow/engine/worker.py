@@ -124,10 +124,9 @@ class Worker:
             )
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
-        started, before = time.perf_counter(), file.bytes_read
+        before = file.bytes_read
         self.weights = WeightLoader(self.program, file, weights, encoding=encoding)
         self.weights.finalize(place, offload.embeddings_on_host)
-        self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv,

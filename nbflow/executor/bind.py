@@ -73,16 +73,7 @@ ATTENTIONS = ("attention", "cross_attention")
 class LayerAttention:
     """Attention plan of a step, shared by all layers that see the same keys.
 
-    Parameters
-    ----------
-    executor : Executor
-        Provides the program and the KV cache.
-    arrays : StepArrays
-        Index arrays of the step.
-    window : int or None
-        Sliding window of the layers.
-    cross : bool
-        True for cross-attention: the keys are the encoder's.
+    With `cross` the keys are the encoder's.
     """
 
     def __init__(

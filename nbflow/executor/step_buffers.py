@@ -119,14 +119,7 @@ class Staging:
 class CudaStepArrays:
     """Index arrays of a step on the device: views of one array, copied at once.
 
-    Parameters
-    ----------
-    host : StepArrays
-        Host arrays of the step.
-    device : Device
-        The device.
-    tables : sequence of StaticPlanBuffers
-        Attention plans that are copied along.
+    The attention plans `tables` are copied along.
     """
 
     NAMES = (

@@ -148,19 +148,7 @@ class Listener:
 
 
 class RemoteEngine:
-    """Client for the engine of a replica in another process.
-
-    Parameters
-    ----------
-    index : int
-        Index of the replica.
-    connection : Connection
-        Connection to its process.
-    model : LLM
-        The model, for detokenization.
-    limits : Limits
-        Limits of its engine.
-    """
+    """Client for the engine of a replica in another process."""
 
     def __init__(self, index: int, connection: Connection, model: LLM, limits: Limits) -> None:
         self.index = index
@@ -315,18 +303,9 @@ class RemoteEngine:
 
 
 def serve_replica(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
-    """Run an engine for the leading process until that closes it or ends.
+    """Run the engine of a replica for the leading process until that closes it or ends.
 
-    Parameters
-    ----------
-    engine : LLMEngine
-        Engine of this replica; started and closed here.
-    index : int
-        Index of the replica.
-    address : Address
-        Address of the leading process.
-    draft : LLM, optional
-        Draft model of requests without proposer.
+    `draft` is the draft model of requests without proposer.
     """
     connection = connect(*address)
     connection.send(index)

@@ -46,18 +46,8 @@ def compute_rows(
 ) -> None:
     """Fill in the candidates of a search.
 
-    Parameters
-    ----------
-    array : array or None
-        Its array from `empty_rows`; None while the prompt is processed.
-    entry : ScheduledRequest
-        Its share of the step.
-    logits : array of float32, shape (n, V)
-        Logits of its rows.
-    hidden : callable
-        Returns the hidden states of all rows of the step.
-    rows : slice
-        Its rows.
+    `array` is its array from `empty_rows`, None while the prompt is processed; `logits` are those
+    of its `rows`, `hidden` returns the hidden states of all rows of the step.
     """
     request, similarity = entry.request, None
     assert request.search is not None
@@ -124,13 +114,7 @@ def finish(request: Request, best: Continuation) -> None:
 def fork_sequences(
     request: Request, table: BlockTable, numbers: Iterator[int]
 ) -> list[tuple[int, int]]:
-    """Fork and drop the sequences of a search for its new hypotheses.
-
-    Returns
-    -------
-    list of (int, int)
-        Forked sequences and their copies.
-    """
+    """Fork and drop the sequences of a search; return the forked ones and their copies."""
     assert request.search_state is not None
     held, free, forks = request.sequences, set(request.sequences), list[tuple[int, int]]()
     following = []

@@ -28,13 +28,7 @@ class DraftModelProposer:
 
     It samples with the strategy of each request if that is compiled, else greedily; with the random
     numbers of the request, or independent ones for rejection sampling (`Request.verifies_chain`).
-
-    Parameters
-    ----------
-    draft : Model
-        Model with the same vocabulary.
-    session : callable
-        Opens a session of the draft model (`LLM.session`).
+    `session` opens a session of the draft model (`LLM.session`).
     """
 
     def __init__(self, draft: ModelRunner, session: Callable[[], SequenceEvaluator]) -> None:
