@@ -73,15 +73,6 @@ class StepRunner(Protocol):
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of the evaluator."""
 
-    def memory(self) -> dict[str, int]:
-        """Return the memory of this rank in bytes."""
-
-    def reset_traffic(self) -> None:
-        """Reset the counters of sent bytes."""
-
-    def traffic(self) -> dict[str, int]:
-        """Return the bytes sent since `reset_traffic`."""
-
 
 class ModelInfo(Protocol):
     """Facts about a loaded model: its specification, tokenizer and ranks."""

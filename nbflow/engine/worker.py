@@ -113,14 +113,15 @@ class Worker:
             "page_size": page_size, "place": place, "offload": offload,
         }  # fmt: skip
         self.cross_attention: CrossAttentionCache | None = None
+        self._encoder: Worker | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
-            encoder = Worker(
+            self._encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
             self.cross_attention = CrossAttentionCache(
-                encoder, spec, plan.ranks[comm.rank], file, **options
+                self._encoder, spec, plan.ranks[comm.rank], file, **options
             )
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
@@ -524,16 +525,16 @@ class Worker:
         """Reset the counters of sent bytes."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self.cross_attention is not None:
-            self.cross_attention.encoder.reset_traffic()
+        if self._encoder is not None:
+            self._encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return measured and predicted bytes sent since `reset_traffic`."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self.cross_attention is not None:  # measured by the same communicators
-            predicted += self.cross_attention.encoder.traffic()["predicted_bytes"]
+        if self._encoder is not None:  # measured by the same communicators
+            predicted += self._encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def all_reduce_error(self) -> dict[str, float]:
@@ -564,10 +565,11 @@ class Worker:
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,
         }
-        more = {} if self.cross_attention is None else self.cross_attention.memory()
-        whole = {key: n + more.get(key, 0) for key, n in held.items()}
+        parts = [p.memory() for p in (self.cross_attention, self._encoder) if p is not None]
+        for key in held.keys() - {"rank", "matrix_bytes"}:
+            held[key] += sum(part[key] for part in parts)
         used = self.executor.device.used_bytes
-        return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
+        return {**held, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:

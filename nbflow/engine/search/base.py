@@ -109,7 +109,7 @@ class SearchState(Protocol):
             Log-probabilities of the candidates of each hypothesis, most probable first.
         ids : array of int, shape (B, K), optional
             The candidates; by default column k is token k.
-        likeness : array, shape (B,), optional
+        similarity : array, shape (B,), optional
             Largest cosine between the hidden state of each hypothesis and those before it.
         """
 

@@ -51,7 +51,7 @@ class ContrastiveSearch:
         ----------
         probs : array, shape (k,)
             Probabilities of the candidates.
-        likeness : array, shape (k,)
+        similarity : array, shape (k,)
             Largest cosine of each candidate's hidden state with those before it (`History`).
         """
         alpha = self.penalty_alpha
