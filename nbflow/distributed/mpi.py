@@ -65,14 +65,9 @@ def _is_threaded() -> bool:
 
 
 class MpiComm(Comm):
-    """One rank of an MPI communicator.
+    """One rank of an mpi4py communicator.
 
-    Parameters
-    ----------
-    comm : mpi4py communicator
-        The ranks.
-    polls : int, optional
-        Polls before yielding the core; None for the world, whose ranks may be idle.
+    It polls `polls` times before it yields its core; None for the world, whose ranks may be idle.
     """
 
     def __init__(self, comm: Any, polls: int | None = None) -> None:

@@ -322,7 +322,7 @@ class LLMEngine:
                 prefix_queries=table.asked_tokens,
                 prefix_hits=table.hit_tokens,
                 preemptions=scheduler.n_preemptions,
-                finished=dict(self._counts.finished),
+                finished=self._counts.finished.copy(),
             )
 
     @property
@@ -501,7 +501,7 @@ class LLMEngine:
         counts = self._counts
         counts.drafted_tokens += request.n_drafted
         counts.accepted_tokens += request.n_accepted
-        counts.finished[reason] = counts.finished.get(reason, 0) + 1
+        counts.finished[reason] += 1
 
     # ---- all ranks ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -37,5 +38,5 @@ class EngineStats:
     """Draft tokens of finished requests."""
     accepted_tokens: int = 0
     """Accepted draft tokens of finished requests."""
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
     """Finished requests by reason."""

@@ -64,24 +64,9 @@ def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
 class Worker:
     """Shard of a model that one rank holds and runs.
 
-    Parameters
-    ----------
-    plan : Plan
-        Assignment of layers and heads to ranks.
-    file : WeightFile
-        The checkpoint, open.
-    comm : Comm
-        All ranks of the plan, in its order.
-    groups : dict
-        The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, encoding, activations, kv, threads, max_step_tokens
-        As in `nbflow.load`, resolved.
-    place : Device
-        Device of weights, KV cache and buffers.
-    links : DeviceComms, optional
-        The communicators for arrays on devices, from `make_device_comms`.
-    offload : OffloadConfig
-        Parts in host memory, if the device is a GPU.
+    The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, `links`
+    from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`.  The other
+    options are those of `nbflow.load`, resolved.
     """
 
     def __init__(

@@ -172,9 +172,8 @@ class _FusedBinder:
         queries = self._binder.view(copy.out)
         queries = queries.reshape(len(queries), n_heads, -1)[:, min(first_row // D, n_heads - 1) :]
         buffer, first = self._executor.program.buffers[norm.out], None
-        if (
-            buffer.base != self._linear.out
-        ):  # a product before wrote it: the first launch continues with it
+        if buffer.base != self._linear.out:
+            # a product before wrote it: the first launch continues with it
             first = None if first_row else -1
         elif first_row <= buffer.offset < end_row:
             first = buffer.offset - first_row

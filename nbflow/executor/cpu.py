@@ -107,20 +107,7 @@ class CpuExecutor(Executor):
         """Run up to `n` decode steps, each followed by sampling calls.
 
         The sampling calls write the next tokens into the step's arrays, so that no Python runs
-        between two tokens.
-
-        Parameters
-        ----------
-        step : Step
-            The first step.
-        key : hashable
-            Key under which the calls of `sampling_calls` are cached.
-        sampling_calls : callable
-            Returns the sampling calls for a bound program.
-        n : int
-            Number of steps.
-        stop : array of int64, shape (1,)
-            Nonzero ends the loop.
+        between two tokens.  They are cached under `key`.  A nonzero ``stop[0]`` ends the loop.
         """
         bound = self._prepared(step)
         if key not in bound.repeated:

@@ -18,16 +18,9 @@ from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 
 
 class StepArrays:
-    """Host arrays for steps of one shape, or of smaller ones.
+    """Host arrays for steps of one shape (`Step.size`), or of smaller ones.
 
-    Parameters
-    ----------
-    n_tokens, n_states, n_logits, n_sequences : int
-        Sizes of the steps; see `Step.size`.
-    n_pages : int
-        Capacity for page numbers of all sequences together.
-    n_cross_pages : int
-        Capacity for page numbers of the encoder's hidden states; 0 without an encoder.
+    `n_pages` and `n_cross_pages` are capacities for the page numbers of all sequences together.
     """
 
     def __init__(

@@ -44,14 +44,7 @@ class ReplicaRouter(LLMEngine):
 
     Under mpirun the first rank of the first replica leads; all others `follow`.  A request goes to
     the least loaded replica, or to one with its prompt prefix in the cache unless that has much
-    more load (`MAX_AFFINITY_LOAD`).
-
-    Parameters
-    ----------
-    model : Replicas
-        The model.
-    max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache, burst_s, on_failure
-        As in `LLMEngine`, for each replica.
+    more load (`MAX_AFFINITY_LOAD`).  The options are those of each replica.
     """
 
     def __init__(
@@ -191,17 +184,11 @@ class ReplicaRouter(LLMEngine):
 
     def stats(self) -> EngineStats:
         """Return the total statistics of all replicas."""
-        parts = [vars(numbers) for numbers in self.replica_stats() if numbers is not None]
-        total: dict[str, Any] = {name: 0 for name in EngineStats.__dataclass_fields__}
-        total["finished"] = {}
-        for part in parts:
-            for name, value in part.items():
-                if name == "finished":
-                    for reason, n in value.items():
-                        total[name][reason] = total[name].get(reason, 0) + n
-                else:
-                    total[name] += value
-        return EngineStats(**total)
+        total = EngineStats()
+        for part in self.replica_stats():
+            for name, value in vars(part).items() if part is not None else ():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
     def replica_stats(self) -> list[EngineStats | None]:
         """Return the statistics of each replica, None for those without a report.

@@ -14,7 +14,7 @@ import pickle
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -93,31 +93,23 @@ class Listener:
         """Return the connections of `n` replicas with their indices, in order.
 
         Closes the listener afterwards.  A silent peer does not delay others.
-
-        Raises
-        ------
-        UsageError
-            If some do not connect in time.
         """
         found: dict[int, Connection] = {}
         came = threading.Condition()
         free = threading.BoundedSemaphore(n + MAX_UNAUTHENTICATED)
 
         def greet(accepted: socket.socket) -> None:
-            with free_after(), contextlib.suppress(*REFUSED):
+            try:
                 connection = accept_handshake(accepted, self._key)
                 index = connection.recv()
                 clear_timeout(connection)
-                with came:
-                    found[index] = connection
-                    came.notify_all()
-
-        @contextlib.contextmanager
-        def free_after() -> Iterator[None]:
-            try:
-                yield
+            except REFUSED:
+                return
             finally:
                 free.release()
+            with came:
+                found[index] = connection
+                came.notify_all()
 
         def wait(listening: socket.socket) -> None:
             with contextlib.suppress(OSError):  # it is closed

@@ -60,16 +60,9 @@ class Search(Protocol):
         """Return the number of candidates per hypothesis, given the number of end tokens."""
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int) -> SearchState:
-        """Return the initial state, with one empty hypothesis.
+        """Return the initial state, with one empty hypothesis of at most `max_tokens` tokens.
 
-        Parameters
-        ----------
-        max_tokens : int
-            Most new tokens.
-        end_ids : collection of int
-            End tokens.
-        n_top : int
-            Number of most probable tokens in each `Step`.
+        Each `Step` has the `n_top` most probable tokens.
         """
 
 

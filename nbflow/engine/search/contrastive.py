@@ -47,12 +47,7 @@ class ContrastiveSearch:
 
         .. math:: \arg\max_v \; (1 - \alpha) \, p_v - \alpha \max_j \cos(h_v, h_j)
 
-        Parameters
-        ----------
-        probs : array, shape (k,)
-            Probabilities of the candidates.
-        similarity : array, shape (k,)
-            Largest cosine of each candidate's hidden state with those before it (`History`).
+        The similarity is the largest cosine of each candidate's hidden state with those before it.
         """
         alpha = self.penalty_alpha
         return int(np.argmax((1.0 - alpha) * probs - alpha * similarity))

@@ -15,7 +15,7 @@ import numpy as np
 from nbflow.engine.request import Request
 from nbflow.engine.sampler import top_log_probabilities
 from nbflow.engine.scheduler import ScheduledRequest
-from nbflow.engine.search.base import Continuation, Step
+from nbflow.engine.search.base import Step
 from nbflow.engine.search.contrastive import History
 from nbflow.kv_cache import BlockTable
 from nbflow.sampling.strategy import no_distribution
@@ -91,7 +91,8 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
         request.accept(step.token, step.logprob, step.top)
     if state.done:
         request.found = state.found
-        finish(request, state.found[0])
+        for step in state.found[0].steps:
+            request.accept(step.token, step.logprob, step.top)
     return steps
 
 
@@ -103,12 +104,6 @@ def _without(
     order = np.argsort(is_banned, axis=1, kind="stable")
     logprobs = np.where(is_banned, -math.inf, logprobs)
     return np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
-
-
-def finish(request: Request, best: Continuation) -> None:
-    """Finish a request with a continuation."""
-    for step in best.steps:
-        request.accept(step.token, step.logprob, step.top)
 
 
 def fork_sequences(
