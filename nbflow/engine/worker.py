@@ -64,9 +64,9 @@ def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
 class Worker:
     """Shard of a model that one rank holds and runs.
 
-    The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, `links`
-    from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`.  The other
-    options are those of `nbflow.load`, resolved.
+    The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
+    `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`.  The
+    other options are those of `nbflow.load`, resolved.
     """
 
     def __init__(
