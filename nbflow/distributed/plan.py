@@ -141,13 +141,22 @@ def make_plan(
             after = groups[s + 1] if s + 1 < len(groups) else ()
             ranks.append(
                 RankPlan(
-                    rank, s, group, layers[s], *heads[j], ffn[j], vocab[j],
-                    first=not before, last=not after,
+                    rank,
+                    s,
+                    group,
+                    layers[s],
+                    *heads[j],
+                    ffn[j],
+                    vocab[j],
+                    first=not before,
+                    last=not after,
                     receives_from=before[j % len(before)] if before else None,
                     sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
-                    experts=experts[j], shared=shared[j],
-                    vocab_widths=tuple(b - a for a, b in vocab), all_reduce=all_reduce,
-                )  # fmt: skip
+                    experts=experts[j],
+                    shared=shared[j],
+                    vocab_widths=tuple(b - a for a, b in vocab),
+                    all_reduce=all_reduce,
+                )
             )
     return Plan(format_stages(stages), tuple(ranks), block_size)
 

@@ -158,7 +158,7 @@ class CudaExecutor(Executor):
         """
         with self._stream:
             shared = buffers(self._kernel_device) if self._buffers else []
-        bound = sum(b.n_bytes for b in self._bound.values())
+        bound: int = sum(b.n_bytes for b in self._bound.values())
         return sum(int(piece.nbytes) for piece in shared) + bound
 
     def report(self) -> str:
@@ -254,7 +254,7 @@ class CudaExecutor(Executor):
     def _prepared(self, step: Step) -> BoundProgram:
         """Return the program bound to the step's shape, with the step loaded into its arrays."""
         key = self._shape(step)
-        bound = self._bound.pop(key, None)
+        bound: BoundProgram | None = self._bound.pop(key, None)
         stale = bound is not None and bound.storages != self._storages()
         if self._reserve(*key[1:4]) or stale:
             self._bound.clear()  # the others also hold freed buffers or pages
