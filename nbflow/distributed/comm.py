@@ -41,16 +41,16 @@ class Comm(ABC):
         """Gather flat float32 `part` of every rank, in rank order, into `whole` on every rank."""
 
     @abstractmethod
-    def Send(self, array: np.ndarray, dest: int) -> None:
-        """Send a C-contiguous array to rank `dest`."""
+    def _send(self, array: np.ndarray, dest: int) -> None:
+        """Send an array, which may be overwritten afterwards; not counted."""
+
+    @abstractmethod
+    def _bcast(self, array: np.ndarray, root: int) -> None:
+        """Broadcast an array; not counted."""
 
     @abstractmethod
     def Recv(self, array: np.ndarray, source: int) -> None:
         """Receive into a C-contiguous array from rank `source`."""
-
-    @abstractmethod
-    def Bcast(self, array: np.ndarray, root: int) -> None:
-        """Copy the C-contiguous `array` of rank `root` to every rank."""
 
     @abstractmethod
     def bcast_object(self, value: Any, root: int = 0) -> Any:
@@ -71,15 +71,35 @@ class Comm(ABC):
         Collective: every rank must call it with the same ranks.
         """
 
+    def _start(self, array: np.ndarray, dest: int) -> None:
+        """Send as `_send`, where possible without waiting for the receiver."""
+        self._send(array, dest)
+
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        """Send a C-contiguous array to rank `dest`."""
+        self._send(array, dest)
+        self.sent["send"] += array.nbytes
+
     def Send_later(self, array: np.ndarray, dest: int) -> None:
         """Send a copy of a C-contiguous array to rank `dest` without waiting for it."""
-        self.Send(array, dest)
+        self._start(array, dest)
+        self.sent["send"] += array.nbytes
+
+    def send_all(self, array: np.ndarray, ranks: Sequence[int]) -> None:
+        """Send a copy of a C-contiguous array to several ranks (`Send_later`)."""
+        for rank in ranks:
+            self.Send_later(array, rank)
 
     def Post(self, array: np.ndarray, dest: int) -> None:
         """Send a copy of a small C-contiguous array without waiting; counts as broadcast."""
-        self.Send(array.copy(), dest)
-        self.sent["send"] -= array.nbytes
+        self._start(array, dest)
         self.sent["broadcast"] += array.nbytes
+
+    def Bcast(self, array: np.ndarray, root: int) -> None:
+        """Copy the C-contiguous `array` of rank `root` to every rank."""
+        self._bcast(array, root)
+        if self.rank == root and self.size > 1:
+            self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def Allreduce(self, array: np.ndarray) -> None:
         """Replace the C-contiguous float32 `array` by its sum over all ranks."""
@@ -192,13 +212,13 @@ class SelfComm(Comm):
     def _allgatherv(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
         np.copyto(whole, part)
 
-    def Send(self, array: np.ndarray, dest: int) -> None:
+    def _send(self, array: np.ndarray, dest: int) -> None:
         raise RuntimeError("cannot send: this communicator has one rank")
 
     def Recv(self, array: np.ndarray, source: int) -> None:
         raise RuntimeError("cannot receive: this communicator has one rank")
 
-    def Bcast(self, array: np.ndarray, root: int) -> None:
+    def _bcast(self, array: np.ndarray, root: int) -> None:
         """Do nothing: one rank."""
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:

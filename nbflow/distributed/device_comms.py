@@ -156,16 +156,7 @@ def make_device_comms(
 ) -> DeviceComms:
     """Make the communicators of device arrays; every rank of `comm` must call it.
 
-    Parameters
-    ----------
-    comm : Comm
-        All ranks of a model, on the host.
-    plan : Plan
-        Partition, with ranks in the order of `comm`.
-    groups : mapping
-        Communicators of this rank's stages, by rank numbers.
-    device : Device
-        Device of this rank, which must be the current one.
+    The ranks of `comm` are in the plan's order, and the device of this rank is the current one.
 
     Raises
     ------

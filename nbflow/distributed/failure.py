@@ -48,13 +48,7 @@ def install() -> None:
 
 
 def stop_all(text: str) -> None:
-    """Report the failure of this rank, and end all ranks.
-
-    Parameters
-    ----------
-    text : str
-        Traceback, or a message that ends with a newline.
-    """
+    """Report the failure of this rank with a traceback or a line of text, and end all ranks."""
     from mpi4py import MPI
 
     state = status.activity

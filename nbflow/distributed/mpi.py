@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from nbflow.distributed.comm import Comm, SelfComm
+from nbflow.distributed.launch import LAUNCHERS, launched_as
 from nbflow.utils.rank_status import status
 from nbflow_kernels.cpu.thread_pool import available_cores
 from nbflow_kernels.errors import MissingExtraError, install_command
-
-# Set by the launchers of MPICH and Intel MPI, of Open MPI, and by PMIx (Slurm).
-_LAUNCHER_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
 
 
 @functools.cache
@@ -33,16 +31,16 @@ def world() -> Comm:
     MissingExtraError
         If a launcher started several ranks but mpi4py is not installed.
     """
-    launched = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
-    if not launched:
+    variable = next((rank for rank, _ in LAUNCHERS if rank in os.environ), None)
+    if variable is None:
         return SelfComm()
     try:
         from mpi4py import MPI
     except ImportError as error:
-        if os.environ.get(launched[0]) == "1":
+        if launched_as() == (0, 1):
             return SelfComm()
         raise MissingExtraError(
-            f"{launched[0]} is set, so a launcher started several ranks, but mpi4py cannot be "
+            f"{variable} is set, so a launcher started several ranks, but mpi4py cannot be "
             f"imported ({error}); install it: {install_command('mpi')}"
         ) from error
     return SelfComm() if MPI.COMM_WORLD.size == 1 else MpiComm(MPI.COMM_WORLD.Dup())
@@ -67,14 +65,9 @@ def _is_threaded() -> bool:
 
 
 class MpiComm(Comm):
-    """One rank of an MPI communicator.
+    """One rank of an mpi4py communicator.
 
-    Parameters
-    ----------
-    comm : mpi4py communicator
-        The ranks.
-    polls : int, optional
-        Polls before yielding the core; None for the world, whose ranks may be idle.
+    It polls `polls` times before it yields its core; None for the world, whose ranks may be idle.
     """
 
     def __init__(self, comm: Any, polls: int | None = None) -> None:
@@ -104,25 +97,11 @@ class MpiComm(Comm):
     def _allgatherv(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
         self._wait(self._comm.Iallgatherv(part, (whole, list(counts))))
 
-    def send_now(self, array: Any, dest: int) -> None:
-        """Send a host or device array and wait until it may be overwritten; not counted."""
+    def _send(self, array: Any, dest: int) -> None:
         self._wait(self._comm.Isend(array, dest))
 
-    def bcast_now(self, array: Any, root: int) -> None:
-        """Broadcast a host or device array of rank `root`; not counted."""
+    def _bcast(self, array: Any, root: int) -> None:
         self._wait(self._comm.Ibcast(array, root))
-
-    def Send(self, array: np.ndarray, dest: int) -> None:
-        self.send_now(array, dest)
-        self.sent["send"] += array.nbytes
-
-    def Send_later(self, array: np.ndarray, dest: int) -> None:
-        self._start(array, dest)
-        self.sent["send"] += array.nbytes
-
-    def Post(self, array: np.ndarray, dest: int) -> None:
-        self._start(array, dest)
-        self.sent["broadcast"] += array.nbytes
 
     def _start(self, array: np.ndarray, dest: int) -> None:
         """Start to send a copy, which lives until it has been received."""
@@ -161,11 +140,6 @@ class MpiComm(Comm):
 
     def Recv(self, array: np.ndarray, source: int) -> None:
         self._wait(self._comm.Irecv(array, source))
-
-    def Bcast(self, array: np.ndarray, root: int) -> None:
-        self.bcast_now(array, root)
-        if self.rank == root:
-            self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:
         self.barrier()  # waits without spinning, which bcast does not

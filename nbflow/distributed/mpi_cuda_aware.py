@@ -26,15 +26,7 @@ def cuda_aware() -> bool:
 
 
 class CudaAwareMpiComm(DeviceComm):
-    """One rank with its current CUDA device; sums in rank order, like `MpiComm`.
-
-    Parameters
-    ----------
-    host : Comm
-        `MpiComm` of the same ranks.
-    xp : module, optional
-        CuPy, or a stand-in.
-    """
+    """One rank with its current CUDA device; sums in rank order, like the `MpiComm` of the host."""
 
     def __init__(self, host: Comm, xp: Any = None) -> None:
         assert isinstance(host, MpiComm), "thread ranks have no MPI library"
@@ -44,20 +36,17 @@ class CudaAwareMpiComm(DeviceComm):
         self._synchronize()  # MPI knows nothing of streams
         self._host._allgatherv(part, whole, counts)
 
-    def Send(self, array: Any, dest: int) -> None:
+    def _send(self, array: Any, dest: int) -> None:
         self._synchronize()
-        self._host.send_now(array, dest)
-        self.sent["send"] += array.nbytes
+        self._host._send(array, dest)
 
     def Recv(self, array: Any, source: int) -> None:
         self._synchronize()
         self._host.Recv(array, source)
 
-    def Bcast(self, array: Any, root: int) -> None:
+    def _bcast(self, array: Any, root: int) -> None:
         self._synchronize()
-        self._host.bcast_now(array, root)
-        if self.rank == root:
-            self.sent["broadcast"] += array.nbytes * (self.size - 1)
+        self._host._bcast(array, root)
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         part = self._host.split(ranks)

@@ -45,18 +45,7 @@ def _nccl() -> tuple[Any, Any]:
 
 
 class NcclComm(DeviceComm):
-    """One rank with its current CUDA device.
-
-    Parameters
-    ----------
-    host : Comm
-        Host communicator of the same ranks.
-
-    Raises
-    ------
-    MissingExtraError
-        If CuPy or NCCL is missing.
-    """
+    """One rank with its current CUDA device; `host` is a communicator of the same ranks."""
 
     def __init__(self, host: Comm) -> None:
         cupy, self._nccl = _nccl()
@@ -100,20 +89,17 @@ class NcclComm(DeviceComm):
             target += count * part.dtype.itemsize
         self._nccl.groupEnd()
 
-    def Send(self, array: Any, dest: int) -> None:
+    def _send(self, array: Any, dest: int) -> None:
         address, n, kind = self._arguments(array)
         self._comm.send(address, n, kind, dest, self._stream)
-        self.sent["send"] += array.nbytes
 
     def Recv(self, array: Any, source: int) -> None:
         address, n, kind = self._arguments(array)
         self._comm.recv(address, n, kind, source, self._stream)
 
-    def Bcast(self, array: Any, root: int) -> None:
+    def _bcast(self, array: Any, root: int) -> None:
         address, n, kind = self._arguments(array)
         self._comm.broadcast(address, address, n, kind, root, self._stream)
-        if self.rank == root:
-            self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         part = self._host.split(ranks)

@@ -112,14 +112,13 @@ class ThreadComm(Comm):
         # a copy: the sender may overwrite its array
         np.concatenate(self._all_gather(part.copy()), out=whole)
 
-    def Send(self, array: np.ndarray, dest: int) -> None:
+    def _send(self, array: np.ndarray, dest: int) -> None:
         self._put(array.copy(), dest)
-        self.sent["send"] += array.nbytes
 
     def Recv(self, array: np.ndarray, source: int) -> None:
         np.copyto(array, self._take(source))
 
-    def Bcast(self, array: np.ndarray, root: int) -> None:
+    def _bcast(self, array: np.ndarray, root: int) -> None:
         if self.rank != root:
             np.copyto(array, self._take(root))
             return
@@ -127,7 +126,6 @@ class ThreadComm(Comm):
         for r in range(self.size):
             if r != root:
                 self._put(copy, r)
-        self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:
         return self._all_gather(value)[root]

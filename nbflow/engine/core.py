@@ -86,13 +86,7 @@ class EngineCore:
 
         A `UsageError` stands for the result of its command: all ranks raise it alike.  Among
         several ranks any other error is raised, because the others may wait within the step.
-
-        Parameters
-        ----------
-        commands : list of Command
-            Methods and arguments.
-        received : bool
-            True if every process has the commands already.
+        With `received`, every process has the commands already.
         """
         if self._broadcasts and commands and not received:
             self.broadcast(commands)

@@ -25,21 +25,7 @@ from nbflow.spec.model_spec import ModelSpec
 
 
 class CrossAttentionCache:
-    """Cross-attention cache of one rank.
-
-    Parameters
-    ----------
-    encoder : StepRunner
-        The encoder.
-    spec : ModelSpec
-        The decoder.
-    mine : RankPlan
-        Shard of the decoder on this rank.
-    file : WeightFile
-        The checkpoint, open.
-    weights, encoding, activations, kv, page_size, place, offload
-        As for the decoder.
-    """
+    """Cross-attention cache of one rank; `spec`, `mine` and the options are the decoder's."""
 
     def __init__(
         self,
@@ -111,13 +97,11 @@ class CrossAttentionCache:
             self.table.drop(sequence)
 
     def memory(self) -> dict[str, int]:
-        """Return the memory in bytes, with the keys of `Worker.memory`."""
-        mine = {
+        """Return the memory without the encoder's in bytes, with keys of `Worker.memory`."""
+        return {
             "weight_bytes": self.weights.n_bytes,
             "kv_bytes": self.storage.n_bytes,
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self._executor.workspace_bytes,
             "step_bytes": self._executor.step_bytes,
         }
-        encoder = self.encoder.memory()
-        return {key: n + encoder[key] for key, n in mine.items()}

@@ -137,18 +137,8 @@ class PromptEvaluator:
         """
         for number, ids in zip(numbers, tokens, strict=True):
             if number in self._ids:
-                self._recompute_long(number, len(ids))
                 self._ids[number] += ids
-        return self._run(numbers, tokens, names, types, last)
-
-    def _run(
-        self,
-        numbers: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        names: Sequence[str],
-        types: Sequence[Sequence[int]] | None,
-        last: bool,
-    ) -> list[list[np.ndarray]]:
+                self._recompute_long(number, len(ids))
         lengths = [len(ids) for ids in tokens]
         results = [
             [np.empty((1 if last else n, self._width(name)), np.float32) for n in lengths]
@@ -192,14 +182,18 @@ class PromptEvaluator:
         return results
 
     def _recompute_long(self, number: int, n_more: int) -> None:
-        """Recompute a sequence that grows beyond the original context of LongRoPE."""
-        table, before = self._worker.table, self._ids[number]
-        if table.is_long(number) or not self._worker.spec.is_long(len(before) + n_more):
+        """Recompute a sequence whose `n_more` new tokens exceed the original context of LongRoPE.
+
+        It keeps the long factors from now on.
+        """
+        ids = self._ids[number]
+        if not self._worker.spec.is_long(len(ids)):
             return
-        table.drop(number)
-        table.add(number, long=True)
+        before = self._ids.pop(number)[: len(ids) - n_more]
+        self._worker.table.drop(number)
+        self._worker.table.add(number, long=True)
         if before:
-            self._run([number], [before], [], None, last=True)
+            self.run([number], [before], [], last=True)
 
     def _run_chunk(
         self,

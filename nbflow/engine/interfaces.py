@@ -1,4 +1,7 @@
-"""Protocols of the model and its workers, for modules that must not import them."""
+"""Protocols of the model (`LLM`) and its workers, for modules that must not import them.
+
+The methods are described by the classes.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,9 @@ class EncoderCache(Protocol):
 
     table: BlockTable
 
-    def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
-        """Run the encoder on the inputs of sequences."""
+    def add(self, inputs: Mapping[int, Sequence[int]]) -> None: ...
 
-    def drop(self, sequence: int) -> None:
-        """Drop a sequence if it is present."""
+    def drop(self, sequence: int) -> None: ...
 
 
 class StepRunner(Protocol):
@@ -42,12 +43,10 @@ class StepRunner(Protocol):
     executor: Executor
 
     @property
-    def storage(self) -> KVStorage:
-        """Return the storage of the KV cache."""
+    def storage(self) -> KVStorage: ...
 
     @property
-    def cross_attention(self) -> EncoderCache | None:
-        """Return the cross-attention cache of a decoder with an encoder."""
+    def cross_attention(self) -> EncoderCache | None: ...
 
     def run_step(
         self,
@@ -56,31 +55,17 @@ class StepRunner(Protocol):
         logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
-    ) -> None:
-        """Run a forward pass over new tokens of sequences."""
+    ) -> None: ...
 
-    def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
-        """Run the forward pass and sampling of one step."""
+    def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput: ...
 
     def collect_step(
         self, scheduled: Sequence[ScheduledRequest], output: StepOutput
-    ) -> list[RequestDelta]:
-        """Apply the output of a step to its requests."""
+    ) -> list[RequestDelta]: ...
 
-    def broadcast(self, array: np.ndarray) -> None:
-        """Broadcast an array of the rank with the head."""
+    def broadcast(self, array: np.ndarray) -> None: ...
 
-    def sequences(self, method: str, *args: Any) -> Any:
-        """Call a method of the evaluator."""
-
-    def memory(self) -> dict[str, int]:
-        """Return the memory of this rank in bytes."""
-
-    def reset_traffic(self) -> None:
-        """Reset the counters of sent bytes."""
-
-    def traffic(self) -> dict[str, int]:
-        """Return the bytes sent since `reset_traffic`."""
+    def sequences(self, method: str, *args: Any) -> Any: ...
 
 
 class ModelInfo(Protocol):
@@ -91,38 +76,29 @@ class ModelInfo(Protocol):
     defaults: Mapping[str, float]
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; raises without one."""
+    def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def optional_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer, or None."""
+    def optional_tokenizer(self) -> Tokenizer | None: ...
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Return the end-of-text tokens."""
+    def end_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def leads(self) -> bool:
-        """Return whether this process has the first rank."""
+    def leads(self) -> bool: ...
 
     @property
-    def participates(self) -> bool:
-        """Return whether this process holds a part of the model."""
+    def participates(self) -> bool: ...
 
     @property
-    def ranks_are_threads(self) -> bool:
-        """Return whether all ranks are threads of this process."""
+    def ranks_are_threads(self) -> bool: ...
 
     @property
-    def drafter(self) -> DraftProposer:
-        """Return the proposer that uses this model as draft model."""
+    def drafter(self) -> DraftProposer: ...
 
-    def generation(self, request: Request) -> RequestOutput:
-        """Return the result of a finished request."""
+    def generation(self, request: Request) -> RequestOutput: ...
 
-    def generations(self, request: Request) -> list[RequestOutput]:
-        """Return all results of a search, best first."""
+    def generations(self, request: Request) -> list[RequestOutput]: ...
 
 
 class ModelRunner(ModelInfo, Protocol):
@@ -131,24 +107,18 @@ class ModelRunner(ModelInfo, Protocol):
     engine: object | None
 
     @property
-    def workers(self) -> Sequence[StepRunner]:
-        """Return the workers of this process."""
+    def workers(self) -> Sequence[StepRunner]: ...
 
     @property
-    def on_rank_thread(self) -> bool:
-        """Return whether this thread runs a rank."""
+    def on_rank_thread(self) -> bool: ...
 
-    def check_free(self) -> None:
-        """Raise if an engine runs the model."""
+    def check_free(self) -> None: ...
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker of this process."""
+    def call(self, method: str, *args: Any) -> list[Any]: ...
 
-    def gather(self, method: str) -> list[dict[str, Any]]:
-        """Return the results of all ranks, on every one of them."""
+    def gather(self, method: str) -> list[dict[str, Any]]: ...
 
-    def proposed(self) -> Proposals | None:
-        """Return the draft tokens for the next step."""
+    def proposed(self) -> Proposals | None: ...
 
     def make_request(
         self,
@@ -159,10 +129,8 @@ class ModelRunner(ModelInfo, Protocol):
         ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
         **parameters: Any,
-    ) -> Request:
-        """Return a validated request."""
+    ) -> Request: ...
 
     def run_requests(
         self, requests: list[Request], burst_s: float = ..., share_prompts: bool = False
-    ) -> Iterator[list[tuple[int, TokenOutput]]]:
-        """Run requests until they finish."""
+    ) -> Iterator[list[tuple[int, TokenOutput]]]: ...

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbflow.engine.interfaces import ModelRunner
+from nbflow.engine.interfaces import ModelInfo, ModelRunner
 from nbflow.engine.request import Request
 from nbflow.engine.request_validation import check_request
 from nbflow.engine.scheduler import check_n_sequences, max_new_tokens_for
 from nbflow.options import MAX_SEQUENCES, EngineOptions
-from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 
@@ -61,17 +60,20 @@ def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
     return Limits(steps, sequences, options.max_waiting, room, page_size, options.prefix_cache)
 
 
-def fit(request: Request, spec: ModelSpec, limits: Limits) -> None:
+def fit(request: Request, model: ModelInfo, limits: Limits) -> None:
     """Reduce the `max_tokens` of a request to the capacity of the KV cache.
 
     Raises
     ------
     UsageError
-        If it does not fit alone, a field is out of range, or it was submitted before.
+        If it does not fit alone, a field is out of range, it was submitted before, or it has stop
+        texts and the model no tokenizer.
     """
     if request.id >= 0 or request.finish_reason is not None:
         raise UsageError("this request was submitted before; create a new one")
-    check_request(spec, request)
+    check_request(model.spec, request)
+    if request.stop_texts:
+        _ = model.tokenizer  # raises without one
     check_n_sequences(request, limits.max_sequences)
     most = limits.max_tokens
     if len(request.prompt) > most:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class LLM:
     gets the same results.  Ranks outside the partition (`participates` False) make no calls.
     """
 
-    engine_class: ClassVar[type[Any] | None] = None
+    engine_class: type[Any] | None = None
     """Subclass of `nbflow.LLMEngine` for this kind of model, if any."""
 
     def __init__(
@@ -194,15 +194,12 @@ class LLM:
         ...     model.logits([1, 2, 3]).shape
         (3, 2048)
         """
-        checked = check_ids(self.spec, ids, room=0)
         if not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
                 "or embed()"
             )
-        types = check_types(self.spec, token_types, len(checked))
-        for_encoder = check_encoder_ids(self.spec, encoder_ids)
-        return self._outputs([checked], "logits", _only(types), _only(for_encoder))[0]
+        return self._evaluate("logits", ids, token_types, encoder_ids)
 
     def hidden(
         self,
@@ -231,24 +228,25 @@ class LLM:
         UsageError
             As `logits`.
         """
+        return self._evaluate("y", ids, token_types, encoder_ids)
+
+    def _evaluate(
+        self,
+        name: str,
+        ids: Sequence[int] | NDArray[Any],
+        token_types: Sequence[int] | NDArray[Any] | None,
+        encoder_ids: Sequence[int] | NDArray[Any] | None,
+    ) -> NDArray[np.float32]:
+        """Return a buffer of the program, "logits" or "y", after every token."""
         checked = check_ids(self.spec, ids, room=0)
         types = check_types(self.spec, token_types, len(checked))
         for_encoder = check_encoder_ids(self.spec, encoder_ids)
-        return self._outputs([checked], "y", _only(types), _only(for_encoder))[0]
-
-    def _outputs(
-        self,
-        sequences: list[list[int]],
-        name: str,
-        types: list[list[int]] | None = None,
-        encoder_ids: list[list[int]] | None = None,
-    ) -> list[NDArray[np.float32]]:
         with self.lock.held():
             self.check_free()
-            results: list[NDArray[np.float32]] = self.call(
-                "sequences", "outputs", sequences, name, types, encoder_ids
-            )[0]
-        return results
+            result: NDArray[np.float32] = self.call(
+                "sequences", "outputs", [checked], name, _only(types), _only(for_encoder)
+            )[0][0]
+        return result
 
     def embed(
         self,

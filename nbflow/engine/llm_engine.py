@@ -7,6 +7,7 @@ other threads.  Under mpirun the first rank broadcasts these commands once per s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -75,8 +76,7 @@ class LLMEngine:
         **changes: Any,
     ) -> None:
         given = (options or EngineOptions()).replaced(changes)
-        limits = choose_limits(model, given)
-        self._set_up(model, limits, burst_s, given.on_failure)
+        self._set_up(model, choose_limits(model, given), burst_s, given.on_failure)
 
     def __new__(cls, model: LLM, *_: Any, **__: Any) -> LLMEngine:
         """Create the engine class of the model: a `ReplicaRouter` for replicas."""
@@ -112,10 +112,7 @@ class LLMEngine:
         self._state = "new"
         self._failure: BaseException | None = None
         self._drain = False
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._drafted_tokens = self._accepted_tokens = 0
-        self._step_seconds = 0.0
-        self._finished: dict[str, int] = {}
+        self._counts = EngineStats()
         notify_in_child(self)
 
     # ---- lifecycle ----------------------------------------------------------------------------
@@ -128,7 +125,7 @@ class LLMEngine:
     @property
     def alive(self) -> bool:
         """True while running: started, not closed, not failed."""
-        return self._state == "running"
+        return self.state == "running"
 
     def start(self) -> LLMEngine:
         """Start the engine thread; returns at once.
@@ -145,9 +142,13 @@ class LLMEngine:
                 raise UsageError(f"an engine is started once; this one is {self._state}")
             self.model.claim(self)
             self._state = "running"
+        self._launch()
+        return self
+
+    def _launch(self) -> None:
+        """Start to run requests."""
         self._thread = threading.Thread(target=self._run, name="nbflow-engine", daemon=True)
         self._thread.start()
-        return self
 
     def in_child(self) -> None:
         """Mark the engine as failed in a forked child, which lacks the engine thread."""
@@ -228,9 +229,7 @@ class LLMEngine:
             If the request cannot run: a field is out of range, the prompt exceeds the KV cache, or
             its search needs more than `max_sequences` sequences.
         """
-        fit(request, self.model.spec, self.limits)
-        if request.stop_texts:
-            _ = self.model.tokenizer  # raises without one: stop texts need it
+        fit(request, self.model, self.limits)
         handle = RequestHandle(self, request, on_events)
         with self._lock:
             self._check_running()
@@ -313,7 +312,8 @@ class LLMEngine:
         """Return current statistics."""
         table, scheduler = self._worker.table, self._worker.scheduler
         with self._lock:
-            return EngineStats(
+            return dataclasses.replace(
+                self._counts,
                 running=len(scheduler.running),
                 waiting=len(self._inbox) + self._n_waiting(),
                 pages_used=table.n_used_pages,
@@ -322,23 +322,14 @@ class LLMEngine:
                 prefix_queries=table.asked_tokens,
                 prefix_hits=table.hit_tokens,
                 preemptions=scheduler.n_preemptions,
-                steps=self._steps,
-                step_seconds=self._step_seconds,
-                prompt_tokens=self._prompt_tokens,
-                generated_tokens=self._generated_tokens,
-                drafted_tokens=self._drafted_tokens,
-                accepted_tokens=self._accepted_tokens,
-                finished=dict(self._finished),
+                finished=self._counts.finished.copy(),
             )
 
     @property
     def load(self) -> int:
         """Sequences that run or wait."""
         with self._lock:
-            handles = [
-                *self._handles.values(),
-                *self._inbox,
-            ]  # a copy: the engine thread changes it
+            handles = [*self._handles.values(), *self._inbox]
         return sum(handle.request.n_sequences for handle in handles)
 
     @property
@@ -364,10 +355,10 @@ class LLMEngine:
         return len(self._worker.scheduler.waiting) if self._state == "running" else 0
 
     def _check_running(self) -> None:
-        if self._state == "failed":
-            raise EngineClosed(f"the engine has failed: {self._failure}; start another one")
-        if self._state != "running":
-            raise EngineClosed(f"the engine takes no requests: it is {self._state}")
+        if self.state == "failed":
+            raise EngineClosed(f"the engine has failed: {self.failure}; start another one")
+        if self.state != "running":
+            raise EngineClosed(f"the engine takes no requests: it is {self.state}")
 
     # ---- the engine's thread ------------------------------------------------------------------
 
@@ -448,7 +439,6 @@ class LLMEngine:
                 if reason == "deadline" and handle.request.search_state is not None:
                     handle.request.found = handle.request.search_state.best_so_far()
                 del self._handles[handle.request.id]
-                self._count_drafted(handle.request)
                 self._end_outside_steps(handle, reason, text=text)
 
     def _run_call(self, future: Future[Any], command: Command) -> None:
@@ -478,27 +468,22 @@ class LLMEngine:
         """Run a step on every rank and deliver the new tokens."""
         if not self._handles:
             return
-        started = time.perf_counter()
+        started, counts = time.perf_counter(), self._counts
         deltas = self._core.step(self._burst_s)
         if self._worker.comm.size > 1:  # the watchdog covers the delivery, too
             status.set(WORKING, "the step")
-        self._step_seconds += time.perf_counter() - started
-        self._steps += 1
+        counts.step_seconds += time.perf_counter() - started
+        counts.steps += 1
         for delta in deltas:
             request = delta.request
-            self._generated_tokens += sum(output.token is not None for output in delta.tokens)
+            counts.generated_tokens += sum(output.token is not None for output in delta.tokens)
             handle = self._handles[request.id]
             if handle.timings.started is None:
-                self._prompt_tokens += len(request.prompt)
+                counts.prompt_tokens += len(request.prompt)
             handle.push(delta)
             if request.finish_reason is not None:
                 del self._handles[request.id]
-                self._count_drafted(request)
-                self._count_end(request.finish_reason)
-
-    def _count_drafted(self, request: Request) -> None:
-        self._drafted_tokens += request.n_drafted
-        self._accepted_tokens += request.n_accepted
+                self._count_end(request, request.finish_reason)
 
     def _end_outside_steps(
         self,
@@ -509,11 +494,14 @@ class LLMEngine:
     ) -> None:
         """Finish a request outside of a step."""
         if not handle.done:
-            self._count_end(reason)
+            self._count_end(handle.request, reason)
             handle.end(reason, error, text)
 
-    def _count_end(self, reason: FinishReason) -> None:
-        self._finished[reason] = self._finished.get(reason, 0) + 1
+    def _count_end(self, request: Request, reason: FinishReason) -> None:
+        counts = self._counts
+        counts.drafted_tokens += request.n_drafted
+        counts.accepted_tokens += request.n_accepted
+        counts.finished[reason] += 1
 
     # ---- all ranks ----------------------------------------------------------------------------
 

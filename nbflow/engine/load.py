@@ -20,6 +20,7 @@ from nbflow.distributed.device_comms import make_device_comms
 from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
+from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker, make_groups
 from nbflow.executor import Device
 from nbflow.option_fields import documents
@@ -140,7 +141,7 @@ def load(
     if len(plans) == 1:
         return models[0]
     index = next(i for i, part in enumerate(parts) if part is not None)
-    return Replicas(models, whole, everyone, index, len(plans))
+    return Replicas(models, whole, everyone, index, len(plans), ReplicaRouter)
 
 
 def measure(

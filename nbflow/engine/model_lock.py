@@ -20,13 +20,7 @@ from nbflow_kernels.errors import UsageError
 
 
 class ModelLock:
-    """Lock of a model, and its requests without an engine.
-
-    Parameters
-    ----------
-    model : Model
-        The model.
-    """
+    """Lock of a model, and its requests without an engine."""
 
     def __init__(self, model: ModelRunner) -> None:
         self._model = model

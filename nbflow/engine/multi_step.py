@@ -30,16 +30,7 @@ MAX_STEPS = 512
 class MultiStepDecode:
     """Buffers for a multi-step decode of `n` sequences with one strategy.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Strategy of all sequences.
-    n : int
-        Number of sequences.
-    n_stops : int
-        Most end tokens of a sequence.
-    logprobs : bool
-        Return the log-probabilities of the tokens.
+    A sequence has at most `n_stops` end tokens.
     """
 
     def __init__(self, strategy: Strategy, n: int, n_stops: int, logprobs: bool) -> None:

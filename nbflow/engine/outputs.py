@@ -21,12 +21,12 @@ from nbflow.engine.sampler import (
     TOP_COLUMN,
     SamplerOutput,
     gather_logprobs,
+    gather_top,
     log_probabilities,
     rows_of,
     sample_ahead,
     sample_tokens,
     state_of,
-    top_log_probabilities,
 )
 from nbflow.engine.scheduler import ScheduledRequest
 from nbflow.engine.search.base import Continuation
@@ -126,16 +126,12 @@ class StepOutput:
         cls, scheduled: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int
     ) -> StepOutput:
         """Allocate the arrays of a step."""
-        emits_token = [
-            w.request for w in scheduled if _is_sampled(w) for _ in range(1 + len(w.drafts))
-        ]
+        sampled = [w.request for w in scheduled if _is_sampled(w) for _ in range(1 + len(w.drafts))]
         known = [w.request.prompt_logprobs or 0 for w in scheduled for _ in _prompt_rows(w)]
         width = TOP_COLUMN + 2 * max(known, default=0)
         prompt = SamplerOutput(np.full((len(known), width), math.nan))
         vectors = np.zeros((sum(w.emits_vector for w in scheduled), hidden_size), np.float32)
-        return cls(
-            SamplerOutput.empty(emits_token), prompt, empty_rows(scheduled, n_vocab), vectors
-        )
+        return cls(SamplerOutput.empty(sampled), prompt, empty_rows(scheduled, n_vocab), vectors)
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -174,29 +170,36 @@ class StepOutput:
         requests = [w.request for w in sampled for _ in range(1 + len(w.drafts))]
         if not requests:
             return
-        some = rows_of(logits, rows)
+        some, drawn = rows_of(logits, rows), self.drawn.array
         starts = np.cumsum([0, *(1 + len(w.drafts) for w in sampled)]).tolist()
-        plain = [i for i, w in enumerate(sampled) if not w.drafts]
-        at = [starts[i] for i in plain]
-        self._sample(rows_of(some, at), [sampled[i].request for i in plain], at)
+
+        def sample(rows: list[int]) -> None:
+            drawn[rows, 0] = sample_tokens(rows_of(some, rows), [requests[i] for i in rows])
+
+        def add_logprobs(rows: list[int]) -> None:
+            part = drawn[rows]
+            gather_logprobs(rows_of(some, rows), [requests[i] for i in rows], part)
+            drawn[rows] = part
+
+        self._each(sample, [starts[i] for i, w in enumerate(sampled) if not w.drafts], requests)
         for i, entry in enumerate(sampled):
             if entry.drafts:
                 self._verify(some[starts[i] : starts[i + 1]], entry, starts[i])
-        self._fill_logprobs(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
+        self._each(add_logprobs, np.flatnonzero(drawn[:, 0] >= 0).tolist(), requests)
 
-    def _sample(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
-        """Sample a token for each request into these rows of `drawn`."""
-        tokens = self.drawn.array[:, 0]
-        if not requests:
-            return
+    def _each(
+        self, fill: Callable[[list[int]], None], rows: list[int], requests: Sequence[Request]
+    ) -> None:
+        """Fill rows of `drawn`; after an error one by one, so that only the bad one fails."""
         try:
-            tokens[rows] = sample_tokens(logits, requests)
+            if rows:
+                fill(rows)
         except Exception as error:
-            if len(requests) == 1:
-                self._failed(rows[0], requests[0], error)
+            if len(rows) == 1:
+                self._failed(rows[0], requests[rows[0]], error)
                 return
-            for i, row in enumerate(rows):  # one by one, so that only the bad one fails
-                self._sample(logits[i : i + 1], requests[i : i + 1], [row])
+            for row in rows:
+                self._each(fill, [row], requests)
 
     def _verify(self, logits: np.ndarray, entry: ScheduledRequest, row: int) -> None:
         try:
@@ -205,24 +208,6 @@ class StepOutput:
             self._failed(row, entry.request, error)
         else:
             self.drawn.array[row : row + len(tokens), 0] = tokens
-
-    def _fill_logprobs(
-        self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]
-    ) -> None:
-        """Fill in log-probabilities and top tokens of these rows of `drawn`."""
-        if not rows:
-            return
-        part = self.drawn.array[rows]
-        try:
-            gather_logprobs(rows_of(logits, rows), [requests[i] for i in rows], part)
-        except Exception as error:
-            if len(rows) == 1:
-                self._failed(rows[0], requests[rows[0]], error)
-                return
-            for row in rows:
-                self._fill_logprobs(logits, requests, [row])
-        else:
-            self.drawn.array[rows] = part
 
     def _failed(self, row: int, request: Request, error: Exception) -> None:
         self.drawn.array[row, 0] = FAILED_TOKEN
@@ -314,22 +299,16 @@ class StepOutput:
         values = np.empty((len(ids), 1))
         log_probabilities(logits, ids, values)
         array[:, 0], array[:, 1] = ids, values[:, 0]
-        most = (array.shape[1] - TOP_COLUMN) // 2
-        if most and np.isfinite(values).all():
-            top, logprobs = top_log_probabilities(logits, most)
-            array[:, TOP_COLUMN : TOP_COLUMN + top.shape[1]] = top
-            array[:, TOP_COLUMN + most : TOP_COLUMN + most + top.shape[1]] = logprobs
+        if np.isfinite(values).all():
+            gather_top(logits, array)
 
     def apply(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestDelta]:
         """Update the requests and return their new tokens."""
         outputs, row, prompt_row = [], 0, 0
         searches, vectors = iter(self.searches), iter(self.vectors)
         for entry in scheduled:
-            request, output, emits_token = (
-                entry.request,
-                RequestDelta(entry.request),
-                entry.emits_token,
-            )
+            request, emits_token = entry.request, entry.emits_token
+            output = RequestDelta(request)
             error = self.errors.get(request.id)
             for _ in _prompt_rows(entry):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
@@ -468,14 +447,7 @@ def verify_drafts(logits: np.ndarray, request: Request, drafts: Sequence[int]) -
     last with valid logits.  The result is therefore bit-identical to that without a draft, for
     every strategy.  With `Request.verifies_chain`, rejection sampling is used instead.
 
-    Parameters
-    ----------
-    logits : array of float32, shape (n + 1, V)
-        Logits after the last token and after each of the `n` draft tokens.
-    request : Request
-        The request.
-    drafts : sequence of int
-        The draft tokens.
+    `logits` follow the last token and each of the `n` draft tokens, float32 (n + 1, V).
     """
     if request.verifies_chain:
         assert request.draft_probs is not None

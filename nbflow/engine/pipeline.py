@@ -19,15 +19,7 @@ from nbflow.engine.scheduler import ScheduledRequest
 
 
 class Pipeline:
-    """Steps of a rank in flight.
-
-    Parameters
-    ----------
-    worker : StepRunner
-        Worker of this rank.
-    depth : int
-        Most steps in flight: the number of stages.
-    """
+    """Steps of a rank in flight, at most `depth`: the number of stages."""
 
     def __init__(self, worker: StepRunner, depth: int) -> None:
         self._worker = worker
@@ -43,9 +35,8 @@ class Pipeline:
         for _ in range(self._depth):
             if len(self._steps) == self._depth:
                 outputs += self._collect()
-            while (
-                self._steps and self._pages_are_scarce()
-            ):  # a request in flight cannot be preempted
+            # a request in flight cannot be preempted
+            while self._steps and self._pages_are_scarce():
                 outputs += self._collect()
             if not self._dispatch(outputs):
                 break

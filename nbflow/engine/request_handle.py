@@ -143,21 +143,15 @@ class RequestHandle:
 
     def push(self, delta: RequestDelta) -> None:
         """Deliver the new tokens of a step; called on the engine's thread."""
-        now, timings = time.monotonic(), self.timings
-        timings.started = timings.started or now
-        if delta.tokens and delta.tokens[0].token is not None:
-            timings.first_token = timings.first_token or now
-            timings.last_token = now
+        self._take_time(delta.tokens)
         self._deliver(delta.tokens)
 
     def relay(self, events: list[TokenOutput], facts: dict[str, Any]) -> None:
         """Deliver events of a request that runs in another process."""
-        now, timings, request = time.monotonic(), self.timings, self.request
-        timings.started = timings.started or now
+        self._take_time(events)
+        request = self.request
         for event in events:
             if event.token is not None:
-                timings.first_token = timings.first_token or now
-                timings.last_token = now
                 request.ids.append(event.token)
                 request.logprobs.append(event.logprob)
                 if event.top_logprobs is not None:
@@ -165,6 +159,13 @@ class RequestHandle:
         for name, value in facts.items():
             setattr(request, name, value)
         self._deliver(events)
+
+    def _take_time(self, events: list[TokenOutput]) -> None:
+        now, timings = time.monotonic(), self.timings
+        timings.started = timings.started or now
+        if events and events[0].token is not None:
+            timings.first_token = timings.first_token or now
+            timings.last_token = now
 
     def end(
         self, reason: FinishReason, error: Exception | None = None, text: str | None = None

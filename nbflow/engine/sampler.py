@@ -41,17 +41,6 @@ class SamplerOutput:
         most = max((r.n_top_logprobs for r in requests), default=0)
         return cls(np.full((len(requests), TOP_COLUMN + 2 * most), math.nan))
 
-    @property
-    def tokens(self) -> list[int]:
-        """The sampled tokens."""
-        return [int(token) for token in self.array[:, 0]]
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Log-probabilities under the model; NaN where not requested."""
-        numbers: list[float] = self.array[:, 1].tolist()
-        return numbers
-
     def top(self, b: int, n: int) -> list[tuple[int, float]]:
         """Return the `n` most probable tokens of request `b` with their log-probabilities."""
         most = (self.array.shape[1] - TOP_COLUMN) // 2
@@ -60,8 +49,8 @@ class SamplerOutput:
         return [(int(i), float(x)) for i, x in zip(ids, values, strict=True) if not math.isnan(i)]
 
 
-def sample(logits: np.ndarray, requests: Sequence[Request]) -> SamplerOutput:
-    """Sample the next token of each request.
+def sample_tokens(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
+    """Return the next token of each request, int32 (B,).
 
     Parameters
     ----------
@@ -70,23 +59,11 @@ def sample(logits: np.ndarray, requests: Sequence[Request]) -> SamplerOutput:
     requests : sequence of Request
         The requests; the states of their strategies advance.
 
-    Returns
-    -------
-    SamplerOutput
-
     Raises
     ------
     UsageError
         If a row has a NaN, +inf, or only banned tokens.
     """
-    drawn = SamplerOutput.empty(requests)
-    drawn.array[:, 0] = sample_tokens(logits, requests)
-    gather_logprobs(logits, requests, drawn.array)
-    return drawn
-
-
-def sample_tokens(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
-    """Return the next token of each request, int32 (B,); parameters as in `sample`."""
     tokens = np.empty(len(requests), np.int32)
     compiled = [i for i, r in enumerate(requests) if r.strategy.compiled]
     for strategy in dict.fromkeys(requests[i].strategy for i in compiled):
@@ -193,6 +170,11 @@ def gather_logprobs(logits: np.ndarray, requests: Sequence[Request], array: np.n
         log_probabilities(logits, array[:, 0].astype(np.int32), values)
         wanted = [r.wants_logprobs for r in requests]
         array[wanted, 1] = values[wanted, 0]
+    gather_top(logits, array)
+
+
+def gather_top(logits: np.ndarray, array: np.ndarray) -> None:
+    """Fill in the top tokens and their log-probabilities."""
     most = (array.shape[1] - TOP_COLUMN) // 2
     if most:
         ids, logprobs = top_log_probabilities(logits, most)

@@ -297,10 +297,10 @@ class Scheduler:
 
         Parameters
         ----------
-        busy : collection of int
+        in_flight : collection of int
             Requests of other steps in flight, which keep their pages.  The caller ensures a free
             page for every running request.
-        most : int, optional
+        max_requests : int, optional
             Most requests in the step.
         """
         n_max = len(self.running) + len(self.waiting) if max_requests is None else max_requests

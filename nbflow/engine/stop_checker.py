@@ -13,10 +13,7 @@ from nbflow.tokenization import Tokenizer
 class StopChecker:
     """Incremental detokenizers of the requests with stop texts.
 
-    Parameters
-    ----------
-    tokenizer : callable
-        Returns the tokenizer; called for the first request with a stop text.
+    `tokenizer` is called for each such request: a model may have none.
     """
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
@@ -26,11 +23,8 @@ class StopChecker:
     def check(self, deltas: Sequence[RequestDelta]) -> list[Request]:
         """Fill in the text of new tokens; truncate requests after a stop text.
 
-        Returns
-        -------
-        list of Request
-            Requests to end on the workers: those with a match, and those whose tokens could not
-            be detokenized, which have failed.
+        Return the requests to end on the workers: those with a match, and those whose tokens could
+        not be detokenized, which have failed.
         """
         found = []
         for delta in deltas:

@@ -64,24 +64,9 @@ def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
 class Worker:
     """Shard of a model that one rank holds and runs.
 
-    Parameters
-    ----------
-    plan : Plan
-        Assignment of layers and heads to ranks.
-    file : WeightFile
-        The checkpoint, open.
-    comm : Comm
-        All ranks of the plan, in its order.
-    groups : dict
-        The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, encoding, activations, kv, threads, max_step_tokens
-        As in `nbflow.load`, resolved.
-    place : Device
-        Device of weights, KV cache and buffers.
-    links : DeviceComms, optional
-        The communicators for arrays on devices, from `make_device_comms`.
-    offload : OffloadConfig
-        Parts in host memory, if the device is a GPU.
+    The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
+    `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`.  The
+    other options are those of `nbflow.load`, resolved.
     """
 
     def __init__(
@@ -113,21 +98,21 @@ class Worker:
             "page_size": page_size, "place": place, "offload": offload,
         }  # fmt: skip
         self.cross_attention: CrossAttentionCache | None = None
+        self._encoder: Worker | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
-            encoder = Worker(
+            self._encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
             self.cross_attention = CrossAttentionCache(
-                encoder, spec, plan.ranks[comm.rank], file, **options
+                self._encoder, spec, plan.ranks[comm.rank], file, **options
             )
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
-        started, before = time.perf_counter(), file.bytes_read
+        before = file.bytes_read
         self.weights = WeightLoader(self.program, file, weights, encoding=encoding)
         self.weights.finalize(place, offload.embeddings_on_host)
-        self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
@@ -525,16 +510,16 @@ class Worker:
         """Reset the counters of sent bytes."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self.cross_attention is not None:
-            self.cross_attention.encoder.reset_traffic()
+        if self._encoder is not None:
+            self._encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return measured and predicted bytes sent since `reset_traffic`."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self.cross_attention is not None:  # measured by the same communicators
-            predicted += self.cross_attention.encoder.traffic()["predicted_bytes"]
+        if self._encoder is not None:  # measured by the same communicators
+            predicted += self._encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def all_reduce_error(self) -> dict[str, float]:
@@ -565,10 +550,11 @@ class Worker:
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,
         }
-        more = {} if self.cross_attention is None else self.cross_attention.memory()
-        whole = {key: n + more.get(key, 0) for key, n in held.items()}
+        parts = [p.memory() for p in (self.cross_attention, self._encoder) if p is not None]
+        for key in held.keys() - {"rank", "matrix_bytes"}:
+            held[key] += sum(part[key] for part in parts)
         used = self.executor.device.used_bytes
-        return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
+        return {**held, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.executor.executor import Executor, Int8Executor
+from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
@@ -73,16 +73,7 @@ ATTENTIONS = ("attention", "cross_attention")
 class LayerAttention:
     """Attention plan of a step, shared by all layers that see the same keys.
 
-    Parameters
-    ----------
-    executor : Executor
-        Provides the program and the KV cache.
-    arrays : StepArrays
-        Index arrays of the step.
-    window : int or None
-        Sliding window of the layers.
-    cross : bool
-        True for cross-attention: the keys are the encoder's.
+    With `cross` the keys are the encoder's.
     """
 
     def __init__(
@@ -192,18 +183,13 @@ def is_block_quantized(weight: Any) -> bool:
 class MatmulOp:
     """Matrix products of one activation matrix with weights, in the executor's arithmetic.
 
-    Parameters
-    ----------
-    x : array of float32, shape (T, K)
-        The activations.
-    executor : Int8Executor
-        Names the arithmetic (see `nbflow.load`) and owns the int8 activation buffers.
+    The executor owns the buffers of int8 activations.
     """
 
-    def __init__(self, x: np.ndarray, executor: Int8Executor) -> None:
+    def __init__(self, x: np.ndarray, executor: Any) -> None:
         self._x = x
         self._activations = executor.activations
-        self._executor = executor
+        self.executor = executor
         self._rows: Int8Rows | None = None
 
     def _is_int8(self, weight: Any) -> bool:
@@ -212,7 +198,7 @@ class MatmulOp:
     def prepare(self, weights: Sequence[Any]) -> None:
         """Launch the int8 quantization of the activations if one of these weights needs it."""
         if any(map(self._is_int8, weights)):
-            self._rows = self._rows or self._executor.int8_rows(*self._x.shape)
+            self._rows = self._rows or self.executor.int8_rows(*self._x.shape)
             quantized.quantize_activations(self._x, self._rows)
 
     def launch(
@@ -235,32 +221,35 @@ class Binder:
 
     variant = "cpu"
     """Kernels are those of ``nbflow_kernels/<family>/<variant>.py``."""
+    matmul_op: Any = MatmulOp
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
-        self._executor: Any = executor
-        self._arrays = arrays
+        self.executor: Any = executor
+        self.arrays: Any = arrays
+        """Index arrays of the step, in the memory of the kernels."""
         self._spec = executor.program.spec
         self.attention = AttentionPlanGroup(executor, arrays) if executor.program.layers else None
 
     def ops(self) -> Iterator[tuple[Op, BoundOp]]:
         """Yield each op with its bound form."""
-        for index, op in enumerate(self._executor.program.ops):
+        for index, op in enumerate(self.executor.program.ops):
             if not self._is_idle(op):
                 yield op, getattr(self, f"_{op.kind}")(op, index)
 
     def _is_idle(self, op: Op) -> bool:
         """Return True for an op without rows to compute."""
-        buffer = self._executor.program.buffers.get(op.out)
+        buffer = self.executor.program.buffers.get(op.out)
         if buffer is None or buffer.rows == "tokens":
             return False
-        n_rows: int = buffer.n_rows(*self._arrays.size)
+        n_rows: int = buffer.n_rows(*self.arrays.size)
         return n_rows == 0
 
-    def _view(self, name: str) -> Any:
-        return self._executor.view(name, *self._arrays.size)
+    def view(self, name: str) -> Any:
+        """Return the rows of a buffer that the step uses."""
+        return self.executor.view(name, *self.arrays.size)
 
     def _heads(self, name: str, head_dim: int | None = None) -> Any:
-        view = self._view(name)
+        view = self.view(name)
         return view.reshape(len(view), -1, head_dim or self._spec.head_dim)
 
     def _kernels(self, family: str) -> Any:
@@ -281,9 +270,9 @@ class Binder:
     def _embedding(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.embedding.gather import gather_rows
 
-        (table,) = self._executor.weights.operands[index]
-        rows = getattr(self._arrays, op.attrs.get("index", "ids"))
-        out, scale = self._view(op.out), op.attrs.get("scale", 1.0)
+        (table,) = self.executor.weights.operands[index]
+        rows = getattr(self.arrays, op.attrs.get("index", "ids"))
+        out, scale = self.view(op.out), op.attrs.get("scale", 1.0)
 
         def look_up(ids: np.ndarray) -> None:
             if isinstance(table, QuantTensor):
@@ -306,20 +295,20 @@ class Binder:
     def _take_rows(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.embedding.gather import gather_rows
 
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-        return self._captured(op, gather_rows, self._arrays.logit_rows, x, out)
+        x, out = self.view(op.inputs[0]), self.view(op.out)
+        return self._captured(op, gather_rows, self.arrays.logit_rows, x, out)
 
     def _norm(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("norm")
-        view = self._heads if op.attrs.get("per_head") else self._view
+        view = self._heads if op.attrs.get("per_head") else self.view
         x, out, eps = view(op.inputs[0]), view(op.out), op.attrs["eps"]
         if "columns" in op.attrs:
             x, out = x[:, : op.attrs["columns"]], out[:, : op.attrs["columns"]]
-        weight, bias = (*self._executor.weights.operands[index], None, None)[:2]
+        weight, bias = (*self.executor.weights.operands[index], None, None)[:2]
         if len(op.inputs) > 1:
             from nbflow_kernels.norm.cpu_tensor_parallel import rmsnorm_with_sums
 
-            sums = self._view(op.inputs[1])[:, op.attrs["column"]]
+            sums = self.view(op.inputs[1])[:, op.attrs["column"]]
             offset, width = op.attrs.get("offset", 0.0), op.attrs["width"]
             return self._captured(op, rmsnorm_with_sums, x, sums, weight, width, eps, offset, out)
         if op.attrs["norm"] == "rms":
@@ -330,23 +319,23 @@ class Binder:
     def _sum_squares(self, op: Op, index: int) -> BoundOp:
         from nbflow_kernels.norm.cpu_tensor_parallel import sum_squares
 
-        out = self._view(op.out)
+        out = self.view(op.out)
 
         def launch() -> None:
             for column, (name, counts) in enumerate(
                 zip(op.inputs, op.attrs["counts"], strict=True)
             ):
-                sum_squares(self._view(name), counts, out[:, column])
+                sum_squares(self.view(name), counts, out[:, column])
 
         return self._captured(op, launch)
 
     def _linear(self, op: Op, index: int) -> BoundOp:
-        weights = self._executor.weights
+        weights = self.executor.weights
         accumulate = bool(op.attrs.get("accumulate", False))
-        x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
+        x, out, bias = self.view(op.inputs[0]), self.view(op.out), weights.bias[index]
         x = x[: len(out)]  # the head skips hidden states without logits
         matrices = weights.operands[index]
-        product = MatmulOp(x, self._executor)
+        product = self.matmul_op(x, self.executor)
 
         def launch() -> None:
             product.prepare(matrices)
@@ -360,14 +349,14 @@ class Binder:
         return self._captured(op, launch)
 
     def _heads_linear(self, op: Op, index: int) -> BoundOp:
-        weights = self._executor.weights.operands[index]
+        weights = self.executor.weights.operands[index]
         x = self._heads(op.inputs[0], op.attrs["head"])
-        out = self._view(op.out).reshape(len(x), len(weights), -1)
+        out = self.view(op.out).reshape(len(x), len(weights), -1)
 
         def launch() -> None:
             for h, weight in enumerate(weights):
                 n_rows, n_columns = weight.shape
-                product = MatmulOp(x[:, h, :n_columns], self._executor)
+                product = MatmulOp(x[:, h, :n_columns], self.executor)
                 product.prepare([weight])
                 product.launch(weight, None, False, out[:, h, :n_rows])
 
@@ -378,7 +367,7 @@ class Binder:
 
         n = op.attrs["columns"]
         x = self._heads(op.inputs[0], op.attrs["head"])
-        out = self._view(op.out).reshape(len(x), x.shape[1], -1)
+        out = self.view(op.out).reshape(len(x), x.shape[1], -1)
         return self._captured(op, copy_heads, x[..., -n:], out[..., -n:])
 
     def _rope(self, op: Op, index: int) -> BoundOp:
@@ -386,8 +375,8 @@ class Binder:
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         q, k = (self._heads(name, self._spec.cached_dim)[..., first:] for name in op.inputs)
         return self._captured(
-            op, kernels.apply_rope_with_cos_sin_cache_inplace, self._arrays.rope_rows, q, k,
-            self._executor.rope_table(rope), rope.style == "half",
+            op, kernels.apply_rope_with_cos_sin_cache_inplace, self.arrays.rope_rows, q, k,
+            self.executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
     def _append_kv(self, op: Op, index: int) -> BoundOp:
@@ -395,7 +384,7 @@ class Binder:
         k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
         if len(op.inputs) == 1:
             v = v[..., :0]  # MLA: the values are columns of the latent vectors
-        storage, arrays = self._executor.storage, self._arrays
+        storage, arrays = self.executor.storage, self.arrays
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
@@ -418,7 +407,7 @@ class Binder:
             with capture() as merges:
                 cpu.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
-        sinks = self._executor.weights.bias[index]
+        sinks = self.executor.weights.bias[index]
         if sinks is not None:  # sinks differ by layer, the plan is shared
             args = step.plan.header, np.int64(SINKS), np.int64(address_of(sinks))
             calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
@@ -427,24 +416,24 @@ class Binder:
     _cross_attention = _attention
 
     def _input(self, op: Op, index: int) -> BoundOp:
-        out, executor = self._view(op.out), self._executor
+        out, executor = self.view(op.out), self.executor
         return PythonOp(op.kind, lambda: np.copyto(out, executor.external_rows))
 
     def _activation(self, op: Op, index: int) -> BoundOp:
-        args = self._view(op.inputs[0]), op.attrs["activation"], self._view(op.out)
+        args = self.view(op.inputs[0]), op.attrs["activation"], self.view(op.out)
         return self._captured(op, self._kernels("activation").elementwise, *args)
 
     def _gate(self, op: Op, index: int) -> BoundOp:
         glu = self._kernels("activation").glu
         (gate_up,) = op.inputs  # programs of this executor are fused
-        args = self._view(gate_up), op.attrs["activation"], True, self._view(op.out)
+        args = self.view(gate_up), op.attrs["activation"], True, self.view(op.out)
         return self._captured(op, glu, *args)
 
     def _experts(self, op: Op, index: int) -> BoundOp:
-        spec, weights = self._spec.moe, self._executor.weights
+        spec, weights = self._spec.moe, self.executor.weights
         assert spec is not None
-        x, router = (self._view(name) for name in op.inputs)
-        out, matrices = self._view(op.out), weights.operands[index]
+        x, router = (self.view(name) for name in op.inputs)
+        out, matrices = self.view(op.out), weights.operands[index]
         bias = expert_biases(op, self._spec, weights.bias[index])
         first, end = op.attrs["experts"]
         n = end - first
@@ -464,16 +453,16 @@ class Binder:
 
     def _scale_rows(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("moe")
-        (gate,) = self._executor.weights.operands[index]
-        x, out = self._view(op.inputs[0]), self._view(op.out)
+        (gate,) = self.executor.weights.operands[index]
+        x, out = self.view(op.inputs[0]), self.view(op.out)
         return self._captured(op, kernels.scale_rows, x, gate, out)
 
     def _add(self, op: Op, index: int) -> BoundOp:
-        x, out = self._view(op.inputs[0]), self._view(op.out)
+        x, out = self.view(op.inputs[0]), self.view(op.out)
         return self._captured(op, self._scaled_add, x, op.attrs.get("scale", 1.0), True, out)
 
     def _scale(self, op: Op, index: int) -> BoundOp:
-        x, out = self._view(op.inputs[0]), self._view(op.out)
+        x, out = self.view(op.inputs[0]), self.view(op.out)
         return self._captured(op, self._scaled_add, x, op.attrs["scale"], False, out)
 
     def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
@@ -485,7 +474,7 @@ class Binder:
 
     def _soft_cap(self, op: Op, index: int) -> BoundOp:
         soft_cap = self._kernels("logits").soft_cap
-        x, out = self._view(op.inputs[0]), self._view(op.out)
+        x, out = self.view(op.inputs[0]), self.view(op.out)
         return self._captured(op, soft_cap, x, op.attrs["cap"], out)
 
     # ---- communication ------------------------------------------------------------------------
@@ -495,27 +484,30 @@ class Binder:
         """Return a communication op that reports its state."""
         return PythonOp(op.kind, with_status(op, call))
 
+    def _world(self) -> Any:
+        """Return the communicator of all ranks for the arrays of the step."""
+        return self.executor.comm
+
+    def _group(self, op: Op) -> Any:
+        """Return the communicator of the op's ranks for the arrays of the step."""
+        return self.executor.groups[op.attrs["ranks"]]
+
     def _all_reduce(self, op: Op, index: int) -> BoundOp:
-        group = self._executor.groups[op.attrs["ranks"]]
+        group = self._group(op)
         reduce = group.Allreduce_q8 if sends_q8(op) else group.Allreduce
-        return self._communication(op, functools.partial(reduce, self._view(op.out)))
+        return self._communication(op, functools.partial(reduce, self.view(op.out)))
 
     def _all_gather(self, op: Op, index: int) -> BoundOp:
-        group = self._executor.groups[op.attrs["ranks"]]
-        x, out, widths = self._view(op.inputs[0]), self._view(op.out), op.attrs["widths"]
+        group = self._group(op)
+        x, out, widths = self.view(op.inputs[0]), self.view(op.out), op.attrs["widths"]
         return self._communication(op, functools.partial(group.Allgather_columns, x, out, widths))
 
     def _send(self, op: Op, index: int) -> BoundOp:
-        x, comm = self._view(op.inputs[0]), self._executor.comm
-        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
-
-        def call() -> None:
-            for peer in peers:
-                comm.Send_later(x, peer)
-
-        return self._communication(op, call)
+        x, comm = self.view(op.inputs[0]), self._world()
+        peers = [self.executor.numbers.index(rank) for rank in op.attrs["peers"]]
+        return self._communication(op, functools.partial(comm.send_all, x, peers))
 
     def _recv(self, op: Op, index: int) -> BoundOp:
-        peer = self._executor.numbers.index(op.attrs["peer"])
-        out = self._view(op.out)
-        return self._communication(op, functools.partial(self._executor.comm.Recv, out, peer))
+        peer = self.executor.numbers.index(op.attrs["peer"])
+        out = self.view(op.out)
+        return self._communication(op, functools.partial(self._world().Recv, out, peer))

@@ -1,41 +1,61 @@
 """Bind ops to launches of CUDA kernels: the differences from the CPU binder.
 
 Outside CUDA graphs a launcher runs in every step: it computes a grid and launches kernels without
-synchronizing.  Index arrays are copied to the device once per step.  Communication between ranks is
-in `nbflow.executor.cuda_communication`.
+synchronizing.  Index arrays are copied to the device once per step.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.executor.bind import BoundOp, LayerAttention, PythonOp
+from nbflow.executor.bind import Binder, BoundOp, LayerAttention, PythonOp, with_status
 from nbflow.executor.bind_cuda_fused import bind_fused
 from nbflow.executor.bind_cuda_moe import bind_experts
-from nbflow.executor.cuda_communication import CudaCommunication
+from nbflow.executor.cuda_communication import StagedComm
 from nbflow.executor.cuda_fusion import AnyFusion, ExpertFusion
 from nbflow.executor.cuda_graphs import HostOp
 from nbflow.executor.cuda_moe import MoERunner
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import CudaStepArrays, StepArrays
-from nbflow.kv_cache.storage import LAYOUT
+from nbflow.program.cost import sends_q8
 from nbflow.program.records import Op
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan
 from nbflow_kernels.attention.plan_layout import SINKS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import QuantTensor
+from nbflow_kernels.matmul import cuda as floats
+from nbflow_kernels.quantized_matmul import cuda as quantized
 
 
-class CudaBinder(CudaCommunication):
+class CudaMatmulOp:
+    """Matrix products of one activation matrix, see `nbflow.executor.bind.MatmulOp`."""
+
+    def __init__(self, x: Any, executor: Executor) -> None:
+        self._x, self._activations = x, executor.activations
+
+    def prepare(self, weights: Sequence[Any]) -> None:
+        """Do nothing: the kernels quantize activations themselves."""
+
+    def launch(self, weight: Any, bias: Any, accumulate: bool, out: Any) -> None:
+        """Launch the product with one weight."""
+        if isinstance(weight, QuantTensor):
+            quantized.qmatmul(self._x, weight, bias, accumulate, self._activations, out)
+        else:
+            floats.matmul(self._x, weight, bias, accumulate, out)
+
+
+class CudaBinder(Binder):
     """Binds the ops of an executor's program to one shape of step."""
 
     variant = "cuda"
+    matmul_op = CudaMatmulOp
 
     def __init__(
         self,
@@ -46,34 +66,24 @@ class CudaBinder(CudaCommunication):
     ) -> None:
         super().__init__(executor, host)  # the attention scheduler runs on the host
         self._host = host
-        self.executor = executor
         self._fusions = fusions
         self.tables: list[StaticPlanBuffers] = []
         """Static attention plans of steps that may become graphs: those with `rows_each`."""
         if rows_each and self.attention is not None:
             self.tables = [self._static_plan(kind, rows_each) for kind in self.attention.kinds]
         device = executor.device.for_purpose("the index arrays of a step")
-        self._arrays: Any = CudaStepArrays(host, device, self.tables)
+        self.arrays = CudaStepArrays(host, device, self.tables)
         self._scales: dict[tuple[int, float], tuple[Any, Any]] = {}
         self.scratch: list[Any] = []
         """Scratch arrays and constants of ops."""
 
     def _static_plan(self, kind: LayerAttention, rows_each: int) -> StaticPlanBuffers:
         """Give a kind of attention static plan buffers, which its launches read from now on."""
-        like = self._view(next(iter(self.executor.program.buffers)))
+        like = self.view(next(iter(self.executor.program.buffers)))
         tables = StaticPlanBuffers(kind.plan, device_of(like), len(self._host.ids), rows_each)
         device_plan(kind.plan, like).fix(tables)
         tables.fill()
         return tables
-
-    @property
-    def arrays(self) -> Any:
-        """Index arrays of the step on the device."""
-        return self._arrays
-
-    def view(self, name: str) -> Any:
-        """Return the rows of a buffer that the step uses."""
-        return self._view(name)
 
     def ops(self) -> Iterator[tuple[Op, BoundOp]]:
         """Yield each op, or the first op of a fusion, with its bound form."""
@@ -97,14 +107,14 @@ class CudaBinder(CudaCommunication):
         return None, index
 
     def _to_device(self, array: np.ndarray) -> Any:
-        return self._executor.device.put(array)
+        return self.executor.device.put(array)
 
     # ---- kinds of op --------------------------------------------------------------------------
 
     def _embedding(self, op: Op, index: int) -> PythonOp:
-        (table,) = self._executor.weights.operands[index]
-        name, out = op.attrs.get("index", "ids"), self._view(op.out)
-        rows, scale = getattr(self._arrays, name), op.attrs.get("scale", 1.0)
+        (table,) = self.executor.weights.operands[index]
+        name, out = op.attrs.get("index", "ids"), self.view(op.out)
+        rows, scale = getattr(self.arrays, name), op.attrs.get("scale", 1.0)
         look_up = self._kernels("embedding").embedding
         if "first_row" not in op.attrs:
             return self._captured(op, look_up, rows, table, scale, out)
@@ -119,9 +129,9 @@ class CudaBinder(CudaCommunication):
         return HostOp(op.kind, look_up_shard)
 
     def _take_rows(self, op: Op, index: int) -> PythonOp:
-        x, out = self._view(op.inputs[0]), self._view(op.out)
+        x, out = self.view(op.inputs[0]), self.view(op.out)
         look_up = self._kernels("embedding").embedding
-        return self._captured(op, look_up, self._arrays.logit_rows, x, 1.0, out)
+        return self._captured(op, look_up, self.arrays.logit_rows, x, 1.0, out)
 
     def _norm(self, op: Op, index: int) -> Any:
         if len(op.inputs) > 1:
@@ -131,51 +141,28 @@ class CudaBinder(CudaCommunication):
             )
         return super()._norm(op, index)
 
-    def _linear(self, op: Op, index: int) -> PythonOp:
-        weights = self._executor.weights
-        accumulate = bool(op.attrs.get("accumulate", False))
-        x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
-        x = x[: len(out)]  # the head skips hidden states without logits
-
-        def launch() -> None:
-            start = 0
-            for weight in weights.operands[index]:
-                columns = slice(start, start + weight.shape[0])
-                start = columns.stop
-                weight_bias = None if bias is None else bias[columns]
-                self._product(x, weight, weight_bias, accumulate, out[:, columns])
-
-        return PythonOp(op.kind, launch)
-
-    def _product(self, x: Any, weight: Any, bias: Any, accumulate: bool, out: Any) -> None:
-        if isinstance(weight, QuantTensor):
-            arithmetic = self._executor.activations
-            self._kernels("quantized_matmul").qmatmul(x, weight, bias, accumulate, arithmetic, out)
-        else:
-            self._kernels("matmul").matmul(x, weight, bias, accumulate, out)
-
     def _heads_linear(self, op: Op, index: int) -> PythonOp:
-        weights = self._executor.weights.operands[index]
+        weights = self.executor.weights.operands[index]
         stack = weights[0] if len(weights[0].shape) == 3 else None  # all heads in one tensor
         matrices = weights if stack is None else stack.matrices()
         n_rows, n_columns = matrices[0].shape
         x = self._heads(op.inputs[0], op.attrs["head"])[:, :, :n_columns]
-        out = self._view(op.out).reshape(len(x), len(matrices), -1)[:, :, :n_rows]
-        activations = self._executor.activations
+        out = self.view(op.out).reshape(len(x), len(matrices), -1)[:, :, :n_rows]
+        activations = self.executor.activations
 
         def launch() -> None:
             if stack is None or not self._kernels("quantized_matmul").batched(
                 x, stack, activations, out
             ):
                 for h, weight in enumerate(matrices):
-                    self._product(x[:, h], weight, None, False, out[:, h])
+                    CudaMatmulOp(x[:, h], self.executor).launch(weight, None, False, out[:, h])
 
         return PythonOp(op.kind, launch)
 
     def _copy_heads(self, op: Op, index: int) -> PythonOp:
         n = op.attrs["columns"]
         x = self._heads(op.inputs[0], op.attrs["head"])
-        out = self._view(op.out).reshape(len(x), x.shape[1], -1)
+        out = self.view(op.out).reshape(len(x), x.shape[1], -1)
 
         def copy() -> None:
             out[..., -n:] = x[..., -n:]
@@ -189,7 +176,7 @@ class CudaBinder(CudaCommunication):
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
         attend, kinds = self._kernels("attention").attend, step.storage.kinds
-        sinks = self._executor.weights.bias[index]
+        sinks = self.executor.weights.bias[index]
 
         def launch(*args: Any) -> None:
             if sinks is not None:  # sinks differ by layer, the plan is shared
@@ -200,29 +187,17 @@ class CudaBinder(CudaCommunication):
 
     _cross_attention = _attention
 
-    def _append_kv(self, op: Op, index: int) -> PythonOp:
-        k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
-        if len(op.inputs) == 1:
-            v = v[..., :0]  # MLA: the values are columns of the latent vectors
-        storage, arrays = self._executor.storage, self._arrays
-        keys, values = storage.layers[op.layer or 0]
-        return self._captured(
-            op, self._kernels("kv_cache").append_paged_kv_cache, k, v, arrays.batch_indices,
-            arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
-            storage.kinds,
-        )  # fmt: skip
-
     def _input(self, op: Op, index: int) -> PythonOp:
-        out, executor = self._view(op.out), self._executor
+        out, executor = self.view(op.out), self.executor
         return HostOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.external_rows)))
 
     def _experts(self, op: Op, index: int) -> PythonOp:
-        spec, weights = self._spec.moe, self._executor.weights
+        spec, weights = self._spec.moe, self.executor.weights
         assert spec is not None
-        x, router = (self._view(name) for name in op.inputs)
+        x, router = (self.view(name) for name in op.inputs)
         bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
         first, end = op.attrs["experts"]
-        out = self._view(op.out)
+        out = self.view(op.out)
         runner = MoERunner(x, weights.operands[index], end - first, spec.top_k, op, out, bias)
         self.scratch += runner.scratch
         if end - first == spec.n_experts and not runner.waits:
@@ -258,4 +233,21 @@ class CudaBinder(CudaCommunication):
     def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
         if launcher == self._scaled_add:
             self._scales_of(len(args[0]), args[1])
-        return PythonOp(op.kind, lambda: launcher(*args))
+        return PythonOp(op.kind, functools.partial(launcher, *args))
+
+    # ---- communication ------------------------------------------------------------------------
+
+    @staticmethod
+    def _communication(op: Op, call: Callable[[], Any]) -> PythonOp:
+        """Return a communication op that reports its state and runs between graphs."""
+        return HostOp(op.kind, with_status(op, call))
+
+    def _world(self) -> Any:
+        return self.executor.device_comms.comm or StagedComm(self.executor, self.executor.comm)
+
+    def _group(self, op: Op) -> Any:
+        ranks = op.attrs["ranks"]
+        comm = self.executor.device_comms.groups.get(ranks)
+        if comm is None or sends_q8(op):  # q8 is for slow networks
+            return StagedComm(self.executor, self.executor.groups[ranks])
+        return comm

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nbflow.executor.bind import PythonOp
+from nbflow.executor.bind import Binder, PythonOp
 from nbflow.executor.cuda_fusion import ACTIVATION, ADD, GATE, HEADS, LATENT, ROW_NORM, Fusion
-from nbflow.executor.executor import BindingTarget, Executor
+from nbflow.executor.executor import Executor
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.quantized_matmul import cuda_fused
 
 
-def bind_fused(binder: BindingTarget, fusion: Fusion) -> PythonOp | None:
+def bind_fused(binder: Binder, fusion: Fusion) -> PythonOp | None:
     """Return the launches of a fusion, one per matrix; None if no kernel supports it."""
     return _FusedBinder(binder, fusion).bind()
 
@@ -30,7 +30,7 @@ def norm_of(executor: Executor, index: int, out: Any) -> cuda_fused.Norm:
 class _FusedBinder:
     """Binder of one fusion."""
 
-    def __init__(self, binder: BindingTarget, fusion: Fusion) -> None:
+    def __init__(self, binder: Binder, fusion: Fusion) -> None:
         self._binder, self._fusion = binder, fusion
         self._executor = binder.executor
         self._ops = self._executor.program.ops
@@ -172,9 +172,8 @@ class _FusedBinder:
         queries = self._binder.view(copy.out)
         queries = queries.reshape(len(queries), n_heads, -1)[:, min(first_row // D, n_heads - 1) :]
         buffer, first = self._executor.program.buffers[norm.out], None
-        if (
-            buffer.base != self._linear.out
-        ):  # a product before wrote it: the first launch continues with it
+        if buffer.base != self._linear.out:
+            # a product before wrote it: the first launch continues with it
             first = None if first_row else -1
         elif first_row <= buffer.offset < end_row:
             first = buffer.offset - first_row

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbflow.executor.bind import PythonOp
+from nbflow.executor.bind import Binder, PythonOp
 from nbflow.executor.bind_cuda_fused import norm_of
 from nbflow.executor.cuda_fusion import ExpertFusion
-from nbflow.executor.executor import BindingTarget
+from nbflow.executor.executor import Executor
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.moe import cuda_fused_moe
 
 
-def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None:
+def bind_experts(binder: Binder, fusion: ExpertFusion) -> PythonOp | None:
     """Return the launch of a layer's two kernels; None if they do not support it."""
     executor = binder.executor
     ops, activations = executor.program.ops, executor.activations
@@ -42,9 +42,9 @@ def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None
     )
 
 
-def _layer(binder: BindingTarget, fusion: ExpertFusion) -> cuda_fused_moe.Experts | None:
+def _layer(binder: Binder, fusion: ExpertFusion) -> cuda_fused_moe.Experts | None:
     """Return the weights of the layer, or None if the kernels do not support their formats."""
-    executor = binder.executor
+    executor: Executor = binder.executor
     operands, spec = executor.weights.operands, executor.program.spec.moe
     assert spec is not None
     op = executor.program.ops[fusion.experts]

@@ -63,7 +63,6 @@ class CpuExecutor(Executor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._bound: dict[tuple[int, ...], BoundProgram] = {}
         self._int8_rows: dict[int, Int8Rows] = {}  # by number of columns
 
     @property
@@ -108,20 +107,7 @@ class CpuExecutor(Executor):
         """Run up to `n` decode steps, each followed by sampling calls.
 
         The sampling calls write the next tokens into the step's arrays, so that no Python runs
-        between two tokens.
-
-        Parameters
-        ----------
-        step : Step
-            The first step.
-        key : hashable
-            Key under which the calls of `sampling_calls` are cached.
-        sampling_calls : callable
-            Returns the sampling calls for a bound program.
-        n : int
-            Number of steps.
-        stop : array of int64, shape (1,)
-            Nonzero ends the loop.
+        between two tokens.  They are cached under `key`.  A nonzero ``stop[0]`` ends the loop.
         """
         bound = self._prepared(step)
         if key not in bound.repeated:
@@ -170,26 +156,17 @@ class CpuExecutor(Executor):
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):
             seconds[kind] += spent * share
 
-    def release_bindings(self) -> None:
-        """Drop cached step bindings: pages, operands or settings have changed."""
-        self._bound.clear()
-
     # ---- binding ------------------------------------------------------------------------------
 
     def _prepared(self, step: Step) -> BoundProgram:
         """Return the program bound to the step's shape, with the step loaded into its arrays."""
         key = *step.size, len(step.pages.kv_lens), get_num_threads()
-        bound = self._bound.pop(key, None)
-        if (
-            bound is None
-            or bound.storages != self._storages()
-            or not _holds(bound.page_capacity, step)
-        ):
-            stale = bound is not None and bound.storages != self._storages()
+        bound: BoundProgram | None = self._bound.pop(key, None)
+        stale = bound is not None and bound.storages != self._storages()
+        if bound is None or stale or not _holds(bound.page_capacity, step):
             if self._reserve(*step.size) or stale:
                 self._bound.clear()
-            while len(self._bound) >= MAX_BOUND:  # least recently used
-                del self._bound[next(iter(self._bound))]
+            self._make_room(MAX_BOUND)
             bound = self._bound[key] = self._bind(step)
             return bound
         self._bound[key] = bound
@@ -197,9 +174,6 @@ class CpuExecutor(Executor):
         if bound.attention is not None:
             bound.attention.fill()
         return bound
-
-    def _storages(self) -> tuple[int, int]:
-        return self.storage.version, 0 if self.cross_storage is None else self.cross_storage.version
 
     def _bind(self, step: Step) -> BoundProgram:
         cross = step.cross_pages

@@ -26,7 +26,7 @@ from nbflow.executor.cuda_fusion import find_fusions
 from nbflow.executor.cuda_graphs import StepGraphs, batch_bucket, capture, page_bucket
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
-from nbflow.executor.step_buffers import CudaStepArrays, PaddedStepArrays, Staging, StepArrays
+from nbflow.executor.step_buffers import CudaStepArrays, Staging, StepArrays
 from nbflow.program.records import COMMUNICATION
 from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
@@ -85,7 +85,6 @@ class CudaExecutor(Executor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         cuda = self.device.xp.cuda
-        self._bound: dict[tuple[Any, ...], BoundProgram] = {}
         self.fusions = find_fusions(self.program)
         self._stream = cuda.Stream(non_blocking=True)
         self._events = [cuda.Event(disable_timing=True) for _ in range(2)]
@@ -96,10 +95,6 @@ class CudaExecutor(Executor):
         self._finalizer: Any = None
         self.steps_by_graph, self.steps_by_kernel = 0, 0
         """Steps that ran as graphs, and kernel by kernel."""
-
-    def release_bindings(self) -> None:
-        """Drop cached step bindings and graphs."""
-        self._bound.clear()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
@@ -163,7 +158,7 @@ class CudaExecutor(Executor):
         """
         with self._stream:
             shared = buffers(self._kernel_device) if self._buffers else []
-        bound = sum(b.n_bytes for b in self._bound.values())
+        bound: int = sum(b.n_bytes for b in self._bound.values())
         return sum(int(piece.nbytes) for piece in shared) + bound
 
     def report(self) -> str:
@@ -259,36 +254,29 @@ class CudaExecutor(Executor):
     def _prepared(self, step: Step) -> BoundProgram:
         """Return the program bound to the step's shape, with the step loaded into its arrays."""
         key = self._shape(step)
-        bound = self._bound.pop(key, None)
-        storages = (
-            self.storage.version,
-            0 if self.cross_storage is None else self.cross_storage.version,
-        )
-        if self._reserve(*key[1:4]):
-            self._bound.clear()
-            bound = None
-        if bound is not None and bound.storages != storages:
-            self._bound.clear()  # the others also hold freed pages
+        bound: BoundProgram | None = self._bound.pop(key, None)
+        stale = bound is not None and bound.storages != self._storages()
+        if self._reserve(*key[1:4]) or stale:
+            self._bound.clear()  # the others also hold freed buffers or pages
             bound = None
         if bound is None:
-            while len(self._bound) >= MAX_BOUND:  # least recently used
-                del self._bound[next(iter(self._bound))]
-            bound = self._bind(step, key, storages)
+            self._make_room(MAX_BOUND)
+            bound = self._bind(step, key)
         else:
             bound.load(step)
         self._bound[key] = bound
         return bound
 
-    def _bind(self, step: Step, key: tuple[Any, ...], storages: tuple[int, int]) -> BoundProgram:
+    def _bind(self, step: Step, key: tuple[Any, ...]) -> BoundProgram:
         if self._finalizer is None:  # kernel workspaces are kept per stream
             streams = self._kernel_device.key, self._kernel_device.stream
             self._finalizer = weakref.finalize(self, release, *streams)
         rows_each, *sizes = key
-        host = (PaddedStepArrays if rows_each else StepArrays)(*sizes)
+        host = StepArrays(*sizes)
         host.load(step)
         binder = CudaBinder(self, host, rows_each, self.fusions)
         ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
         return BoundProgram(
-            host, binder.arrays, binder.attention, binder.tables, ops, storages,
+            host, binder.arrays, binder.attention, binder.tables, ops, self._storages(),
             binder.scratch,
         )  # fmt: skip

@@ -1,85 +1,53 @@
-"""Communication between ranks whose arrays are on devices.
+"""Communication of device arrays through staging buffers in pinned host memory.
 
-Ops use the device communicators of `nbflow.distributed.device_comms` on the current stream where
-there are some, else staging buffers in pinned host memory.  Quantized all-reduces always use the
-host: they are for slow networks.
+It serves ranks without device communicators (`nbflow.distributed.device_comms`), and quantized
+all-reduces.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from nbflow.distributed.comm import Comm
-from nbflow.executor.bind import Binder, BoundOp, PythonOp, with_status
-from nbflow.executor.cuda_graphs import HostOp
-from nbflow.program.cost import sends_q8
-from nbflow.program.records import Op
 
 
-class CudaCommunication(Binder):
-    """Communication ops of the CUDA binder."""
+class StagedComm:
+    """Communicator of device arrays over one of host arrays; methods as in `Comm`.
 
-    def _all_reduce(self, op: Op, index: int) -> BoundOp:
-        ranks, x = op.attrs["ranks"], self._view(op.out)
-        comm = self._executor.device_comms.groups.get(ranks)
-        if comm is not None and not sends_q8(op):
-            return self._communication(op, functools.partial(comm.Allreduce, x))
-        group = self._executor.groups[ranks]
-        reduce = group.Allreduce_q8 if sends_q8(op) else group.Allreduce
+    The executor (`CudaExecutor`) owns the staging buffers.
+    """
 
-        def call() -> None:
-            host = self._executor.to_host(x)
-            reduce(host)
-            self._executor.to_device(host, x)
+    def __init__(self, executor: Any, host: Comm) -> None:
+        self._executor, self._host = executor, host
 
-        return self._communication(op, call)
+    def Allreduce(self, x: Any) -> None:
+        """See `Comm.Allreduce`."""
+        self._reduce(self._host.Allreduce, x)
 
-    def _all_gather(self, op: Op, index: int) -> BoundOp:
-        ranks, widths = op.attrs["ranks"], op.attrs["widths"]
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-        comm = self._executor.device_comms.groups.get(ranks)
-        if comm is not None:
-            return self._communication(
-                op, functools.partial(comm.Allgather_columns, x, out, widths)
-            )
-        group = self._executor.groups[ranks]
+    def Allreduce_q8(self, x: Any) -> None:
+        """See `Comm.Allreduce_q8`."""
+        self._reduce(self._host.Allreduce_q8, x)
 
-        def call() -> None:
-            host = self._executor.staging_array(out.shape)
-            group.Allgather_columns(self._executor.to_host(x), host, widths)
-            self._executor.to_device(host, out)
+    def _reduce(self, reduce: Callable[[np.ndarray], None], x: Any) -> None:
+        staged = self._executor.to_host(x)
+        reduce(staged)
+        self._executor.to_device(staged, x)
 
-        return self._communication(op, call)
+    def Allgather_columns(self, part: Any, whole: Any, widths: Sequence[int]) -> None:
+        """See `Comm.Allgather_columns`."""
+        staged = self._executor.staging_array(whole.shape)
+        self._host.Allgather_columns(self._executor.to_host(part), staged, widths)
+        self._executor.to_device(staged, whole)
 
-    def _send(self, op: Op, index: int) -> BoundOp:
-        x = self._view(op.inputs[0])
-        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
-        device_comm = self._executor.device_comms.comm
+    def send_all(self, x: Any, peers: Sequence[int]) -> None:
+        """See `Comm.send_all`."""
+        self._host.send_all(x.get(), peers)  # a copy: it may be in flight after the step
 
-        def call() -> None:
-            comm: Comm = device_comm or self._executor.comm
-            array: Any = x if device_comm else x.get()  # a copy: it may be in flight after the step
-            for peer in peers:
-                comm.Send_later(array, peer)
-
-        return self._communication(op, call)
-
-    def _recv(self, op: Op, index: int) -> BoundOp:
-        peer, out = self._executor.numbers.index(op.attrs["peer"]), self._view(op.out)
-        comm = self._executor.device_comms.comm
-        if comm is not None:
-            return self._communication(op, functools.partial(comm.Recv, out, peer))
-
-        def call() -> None:
-            host = self._executor.staging_array(out.shape)
-            self._executor.comm.Recv(host, peer)
-            self._executor.to_device(host, out)
-
-        return self._communication(op, call)
-
-    @staticmethod
-    def _communication(op: Op, call: Callable[[], Any]) -> PythonOp:
-        """Return a communication op that reports its state and runs between graphs."""
-        return HostOp(op.kind, with_status(op, call))
+    def Recv(self, x: Any, source: int) -> None:
+        """See `Comm.Recv`."""
+        staged = self._executor.staging_array(x.shape)
+        self._host.Recv(staged, source)
+        self._executor.to_device(staged, x)

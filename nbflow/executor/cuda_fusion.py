@@ -144,11 +144,9 @@ class _Finder:
     def _second_norm(self, i: int) -> int | None:
         """Return the index of a norm of the same rows that follows one."""
         norm, other = self._ops[i], self._op(i + 1, "norm")
-        if (
-            other is None
-            or not self._normalizes_rows(other)
-            or other.out in (norm.out, norm.inputs[0])
-        ):
+        if other is None or not self._normalizes_rows(other):
+            return None
+        if other.out in (norm.out, norm.inputs[0]):
             return None
         return i + 1 if (norm.inputs, norm.attrs) == (other.inputs, other.attrs) else None
 
@@ -184,19 +182,11 @@ class _Finder:
     def _with_shared(self, start: ExpertFusion, source: str) -> ExpertFusion | None:
         """Extend a fusion by the shared expert, if it follows."""
         i, out = start.last + 1, self._ops[start.experts].out
-        gate_up, gate, down = (
-            self._op(i, "linear"),
-            self._op(i + 1, "gate"),
-            self._op(i + 2, "linear"),
-        )
-        if (
-            gate_up is None
-            or gate is None
-            or down is None
-            or gate_up.bias
-            or down.bias
-            or gate_up.attrs
-        ):
+        kinds = "linear", "gate", "linear"
+        gate_up, gate, down = (self._op(i + n, kind) for n, kind in enumerate(kinds))
+        if gate_up is None or gate is None or down is None:
+            return None
+        if gate_up.bias or down.bias or gate_up.attrs:
             return None
         same = gate.attrs["activation"] == self._ops[start.experts].attrs["activation"]
         if (gate_up.inputs, gate.inputs, down.inputs) != ((source,), (gate_up.out,), (gate.out,)):

@@ -1,7 +1,7 @@
 """CUDA graphs of steps.
 
 A graph fixes kernels, grids and addresses when it is captured.  Whatever changes from step to step
-lies in arrays at fixed addresses (`PaddedStepArrays`, `StaticPlanBuffers`): one graph serves all
+lies in arrays at fixed addresses (`StepArrays`, `StaticPlanBuffers`): one graph serves all
 steps of a bucket of sequences and pages.
 """
 
@@ -49,16 +49,7 @@ class StepGraphs:
 def capture(ops: Iterable[PythonOp], xp: Any, stream: Any, device: KernelDevice) -> StepGraphs:
     """Capture ops that have run before, without running them.
 
-    Parameters
-    ----------
-    ops : iterable of PythonOp
-        The step.
-    xp : module
-        CuPy, or the emulator's stand-in.
-    stream : Stream
-        The current stream; not the null stream.
-    device : KernelDevice
-        The current device.
+    `xp` is CuPy or the emulator's stand-in; the current stream is not the null stream.
     """
     free = xp.cuda.runtime.memGetInfo()[0]
     pool = xp.cuda.MemoryPool()

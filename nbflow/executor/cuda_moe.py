@@ -15,24 +15,9 @@ from nbflow_kernels.moe import cuda as experts
 
 
 class MoERunner:
-    """Runner of one `experts` op for a fixed number of tokens.
+    """Runner of one `experts` op of `n` experts for the tokens `x`, float32 (T, H).
 
-    Parameters
-    ----------
-    x : array of float32, shape (T, H)
-        The tokens.
-    matrices : sequence
-        Gate, up and down matrices: three stacks (E, N, K), or all matrices one by one.
-    n : int
-        Number of experts.
-    top_k : int
-        Experts per token.
-    op : Op
-        The op, which names the activation.
-    out : array of float32, shape (T, H)
-        Output.
-    bias : ExpertBiases
-        Biases of gates, ups and downs.
+    `matrices` are those of gate, up and down: three stacks (E, N, K), or all matrices one by one.
     """
 
     def __init__(

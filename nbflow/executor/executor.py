@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,20 +17,9 @@ from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.storage import KVStorage
 from nbflow.program.records import Op, Program
 from nbflow.spec.architecture import RopeSpec
-from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 MIN_ROWS = 8
 """Rows that a buffer has at least."""
-
-
-class Int8Executor(Protocol):
-    """Executor that can quantize activations to int8."""
-
-    activations: str
-    """Arithmetic of matrix products with weights."""
-
-    def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
-        """Return a buffer for int8 activations."""
 
 
 class Executor:
@@ -85,6 +74,7 @@ class Executor:
         Of `CpuExecutor` only."""
         self.device = device
         self._buffers: dict[str, Any] = {}
+        self._bound: dict[tuple[Any, ...], Any] = {}  # bound programs by shape, LRU first
         self.rope_tables: dict[RopeSpec, Any] = {}
         """Rotary tables of all positions, made on first use; executors may share them."""
 
@@ -130,8 +120,17 @@ class Executor:
         raise NotImplementedError
 
     def release_bindings(self) -> None:
-        """Drop cached step bindings and their references to KV pages."""
-        raise NotImplementedError
+        """Drop cached step bindings, their graphs and their references to KV pages."""
+        self._bound.clear()
+
+    def _make_room(self, most: int) -> None:
+        """Drop the least recently used bindings until fewer than `most` are left."""
+        while len(self._bound) >= most:
+            del self._bound[next(iter(self._bound))]
+
+    def _storages(self) -> tuple[int, int]:
+        """Return the versions of the KV storages."""
+        return self.storage.version, 0 if self.cross_storage is None else self.cross_storage.version
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return tokens and rows of logits of each part of a step; usually the step is one part."""
@@ -172,16 +171,3 @@ class Executor:
                 self._buffers[name] = device.zeros(shape, np.float32)
                 grown = True
         return grown
-
-
-class BindingTarget(Protocol):
-    """Step that fused kernels are bound to: its executor, buffers and index arrays."""
-
-    executor: Executor
-
-    @property
-    def arrays(self) -> Any:
-        """Index arrays of the step on the device."""
-
-    def view(self, name: str) -> Any:
-        """Return the rows of a buffer that the step uses."""

@@ -22,17 +22,7 @@ class ExpertBiases(NamedTuple):
 
 
 def expert_biases(op: Op, spec: ModelSpec, bias: Any) -> ExpertBiases:
-    """Split the bias of an `experts` op.
-
-    Parameters
-    ----------
-    op : Op
-        The op of one rank.
-    spec : ModelSpec
-        The model.
-    bias : array of float32, or None
-        All its biases concatenated, as in `nbflow.executor.weight_loader.WeightLoader.bias`.
-    """
+    """Split the biases of an `experts` op, concatenated as in `WeightLoader.bias`."""
     moe = spec.moe
     assert moe is not None
     if not op.attrs.get("biased"):

@@ -80,17 +80,9 @@ class ReferenceExecutor:
         return values["logits" if "logits" in values else "y"]
 
     def encode_cross_kv(self, states: np.ndarray) -> Cache:
-        """Run the program of `nbflow.program.build_cross_kv` on the encoder's hidden states.
+        """Run the program of `nbflow.program.build_cross_kv` on the encoder's last hidden states.
 
-        Parameters
-        ----------
-        states : array, shape (T, E)
-            The last hidden states.
-
-        Returns
-        -------
-        dict
-            Keys and values by layer, for the decoder's executor.
+        Return keys and values for the decoder's executor (`cross_kv`).
         """
         self._external_rows = states
         self._run(np.zeros(len(states), np.int64))

@@ -13,20 +13,14 @@ import numpy as np
 
 from nbflow.distributed.device import Device
 from nbflow.executor.step import Step
+from nbflow.kv_cache.block_table import PageView
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 
 
 class StepArrays:
-    """Host arrays for steps of one shape.
+    """Host arrays for steps of one shape (`Step.size`), or of smaller ones.
 
-    Parameters
-    ----------
-    n_tokens, n_states, n_logits, n_sequences : int
-        Sizes of the steps; see `Step.size`.
-    n_pages : int
-        Capacity for page numbers of all sequences together.
-    n_cross_pages : int
-        Capacity for page numbers of the encoder's hidden states; 0 without an encoder.
+    `n_pages` and `n_cross_pages` are capacities for the page numbers of all sequences together.
     """
 
     def __init__(
@@ -54,34 +48,11 @@ class StepArrays:
         self.cross_lens = np.zeros(n_sequences, np.int32)
 
     def load(self, step: Step) -> None:
-        """Copy the arrays of a step."""
-        self.ids[:] = step.ids
-        self.positions[:] = step.positions
-        self.rope_rows[:] = step.rope_rows
-        self.types[:] = step.types
-        self.batch_indices[:] = step.batch_indices
-        self.logit_rows[:] = step.logit_rows
-        self.qo_indptr[:] = step.qo_indptr
-        pages = step.pages
-        self.kv_indptr[:] = pages.kv_indptr
-        self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
-        self.kv_lens[:] = pages.kv_lens
-        if step.cross_pages is not None:
-            self.cross_indptr[:] = step.cross_pages.kv_indptr
-            self.cross_indices[: len(step.cross_pages.kv_indices)] = step.cross_pages.kv_indices
-            self.cross_lens[:] = step.cross_pages.kv_lens
+        """Copy the arrays of a step, and pad them to a larger shape (CUDA graphs).
 
-
-class PaddedStepArrays(StepArrays):
-    """Host arrays padded to a batch bucket, for CUDA graphs.
-
-    Padding tokens have position -1 and padding sequences have no keys: their rows are computed and
-    ignored, and they write nothing to the KV cache.
-    """
-
-    def load(self, step: Step) -> None:
-        """Copy the arrays of a step."""
-        pages = step.pages
+        Padding tokens have position -1 and padding sequences have no keys: their rows are computed
+        and ignored, and they write nothing to the KV cache.
+        """
         for own, given, rest in (
             (self.ids, step.ids, 0),
             (self.positions, step.positions, -1),
@@ -90,18 +61,26 @@ class PaddedStepArrays(StepArrays):
             (self.batch_indices, step.batch_indices, 0),
             (self.logit_rows, step.logit_rows, 0),
             (self.qo_indptr, step.qo_indptr, len(step.ids)),
-            (self.kv_indptr, pages.kv_indptr, pages.kv_indptr[-1]),
-            (self.kv_lens, pages.kv_lens, 0),
         ):
-            own[: len(given)] = given
-            own[len(given) :] = rest
-        self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
+            _copy(given, own, rest)
+        _copy_pages(step.pages, self.kv_indptr, self.kv_indices, self.kv_lens)
         if step.cross_pages is not None:
-            cross, n = step.cross_pages, len(step.cross_pages.kv_lens)
-            self.cross_indptr[: n + 1] = cross.kv_indptr
-            self.cross_indptr[n + 1 :] = cross.kv_indptr[-1]
-            self.cross_indices[: len(cross.kv_indices)] = cross.kv_indices
-            self.cross_lens[:n], self.cross_lens[n:] = cross.kv_lens, 0
+            cross = self.cross_indptr, self.cross_indices, self.cross_lens
+            _copy_pages(step.cross_pages, *cross)
+
+
+def _copy(given: np.ndarray, own: np.ndarray, rest: int) -> None:
+    own[: len(given)] = given
+    if len(given) < len(own):
+        own[len(given) :] = rest
+
+
+def _copy_pages(
+    pages: PageView, indptr: np.ndarray, indices: np.ndarray, lengths: np.ndarray
+) -> None:
+    _copy(pages.kv_indptr, indptr, pages.kv_indptr[-1])
+    indices[: len(pages.kv_indices)] = pages.kv_indices
+    _copy(pages.kv_lens, lengths, 0)
 
 
 class Staging:
@@ -133,14 +112,7 @@ class Staging:
 class CudaStepArrays:
     """Index arrays of a step on the device: views of one array, copied at once.
 
-    Parameters
-    ----------
-    host : StepArrays
-        Host arrays of the step.
-    device : Device
-        The device.
-    tables : sequence of StaticPlanBuffers
-        Attention plans that are copied along.
+    The attention plans `tables` are copied along.
     """
 
     NAMES = (

@@ -47,8 +47,6 @@ class WeightLoader:
     weights : str, path or WeightFormats, optional
         Format of the matrices, or a policy (`nbflow.quantization.policy`); None keeps the stored
         formats.
-    outliers : float
-        Share of the weights that stay exact, if `encoding` is not given.
     encoding : QuantizerOptions, optional
         Quantizer of the matrices.
     joined : bool
@@ -60,12 +58,11 @@ class WeightLoader:
         program: Program,
         file: WeightFile,
         weights: Weights,
-        outliers: float = 0.0,
         encoding: QuantizerOptions | None = None,
         joined: bool = True,
     ) -> None:
         self._file = file
-        self._encoding = encoding or QuantizerOptions(outliers=outliers)
+        self._encoding = encoding or QuantizerOptions()
         self._program = program
         self._formats = weight_formats(weights)
         self._joined = joined

@@ -147,16 +147,8 @@ class KVStorage:
 class LatentStorage(KVStorage):
     """MLA storage: one latent vector per token, whose first columns are the values.
 
-    The values of a layer are a view of its pages.
-
-    Parameters
-    ----------
-    layers, page_size, kv, xp, host
-        As in `KVStorage`.
-    width : int
-        Size of a vector.
-    value_width : int
-        Number of value columns.
+    The values of a layer are a view of its pages.  Parameters as in `KVStorage`; vectors have
+    `width` columns, of which `value_width` are values.
     """
 
     def __init__(

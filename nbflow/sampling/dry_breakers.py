@@ -65,13 +65,7 @@ _lock = threading.Lock()
 
 
 class _Index:
-    """Byte index of a vocabulary, with an LRU cache of results.
-
-    Parameters
-    ----------
-    tokenizer : Tokenizer
-        Tokenizer of the model.
-    """
+    """Byte index of a vocabulary, with an LRU cache of results."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -111,7 +111,7 @@ class Constrained(Strategy):
         return ConstrainedState(inner, self.constraints, matcher, TokenBuffer(prompt_ids))
 
 
-class ConstrainedState:
+class ConstrainedState(State):
     """Tokens so far, grammar state, and the state of the wrapped strategy.
 
     Rows on a CUDA device are processed there.
@@ -131,12 +131,7 @@ class ConstrainedState:
         self._matcher = matcher
         self._tokens = tokens
 
-    def n_best(self) -> int | None:
-        """See `nbflow.sampling.State.n_best`; needs the whole row."""
-        return None
-
     def choose(self, logits: np.ndarray | TopCandidates) -> int:
-        """See `nbflow.sampling.State.choose`."""
         assert not isinstance(logits, TopCandidates)
         row = self._changed(logits)
         n_best = self._inner.n_best()
@@ -147,18 +142,15 @@ class ConstrainedState:
         )
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
-        """See `nbflow.sampling.State.probs`."""
         return self._inner.probs(self._changed(logits))
 
     def accept(self, token: int) -> None:
-        """See `nbflow.sampling.State.accept`."""
         self._inner.accept(token)
         self._tokens.append(token)
         if self._matcher is not None:
             self._matcher.accept(token)
 
     def fork(self) -> ConstrainedState:
-        """See `nbflow.sampling.State.fork`."""
         matcher = None if self._matcher is None else self._matcher.fork()
         inner, tokens = self._inner.fork(), self._tokens.copy()
         return ConstrainedState(inner, self._constraints, matcher, tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -83,33 +84,29 @@ class SamplerContext:
 
 def penalties(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Penalize tokens among the last `repeat_last_n`."""
-    row = _row(candidates)
-    apply_penalties(
-        row,
-        context.history,
-        np.array([0, len(context.history)], np.int32),
+    _penalize(
+        candidates,
+        context,
+        apply_penalties,
         repetition_penalty=chain.repeat_penalty,
         frequency_penalty=chain.frequency_penalty,
         presence_penalty=chain.presence_penalty,
         window=chain.repeat_last_n,
     )
-    _rescore(candidates, row)
 
 
 def dry(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
     """Penalize tokens that extend a repetition; see `nbflow_kernels.apply_dry_penalty`."""
-    row = _row(candidates)
-    apply_dry_penalty(
-        row,
-        context.history,
-        np.array([0, len(context.history)], np.int32),
+    _penalize(
+        candidates,
+        context,
+        apply_dry_penalty,
         multiplier=chain.dry_multiplier,
         base=chain.dry_base,
         allowed_length=chain.dry_allowed_length,
         window=chain.dry_penalty_last_n,
         breakers=chain.dry_breakers,
     )
-    _rescore(candidates, row)
 
 
 def top_n_sigma(candidates: Candidates, chain: SamplerOptions, context: SamplerContext) -> None:
@@ -267,13 +264,11 @@ def tail_free_count(p: np.ndarray, z: float, first_counts: bool = True) -> int:
     return max(int(passed[0]), 1) if len(passed) else len(p)
 
 
-def _row(candidates: Candidates) -> np.ndarray:
-    """Return the logits of the whole vocabulary, float32 (1, V)."""
+def _penalize(
+    candidates: Candidates, context: SamplerContext, penalty: Callable[..., Any], **options: Any
+) -> None:
+    """Apply a penalty of `nbflow_kernels` for the tokens so far to the row of logits."""
     row = np.full((1, candidates.n_vocab), -np.inf, np.float32)
     row[0, candidates.ids] = candidates.logits
-    return row
-
-
-def _rescore(candidates: Candidates, row: np.ndarray) -> None:
-    """Replace the logits."""
+    penalty(row, context.history, np.array([0, len(context.history)], np.int32), **options)
     candidates.rescore(row[0, candidates.ids].astype(np.float64))

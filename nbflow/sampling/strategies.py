@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow.sampling.mirostat import Mirostat
 from nbflow.sampling.sampler_chain import Chain
-from nbflow.sampling.strategy import FilteredSampling, Strategy, check_range
+from nbflow.sampling.strategy import FilteredSampling, Strategy
 from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.sampling import cpu, cuda
@@ -53,13 +53,6 @@ class TopK(FilteredSampling):
 
     name: ClassVar[str] = "top_k"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("top_k", "top_k", self.top_k, 1, 2**31 - 1)
-
-    def filters(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "top_k": self.top_k}
-
 
 @dataclass(frozen=True)
 class TopP(FilteredSampling):
@@ -70,13 +63,6 @@ class TopP(FilteredSampling):
 
     name: ClassVar[str] = "top_p"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("top_p", "top_p", self.top_p, 0.0, 1.0, open_low=True)
-
-    def filters(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "top_p": self.top_p}
-
 
 @dataclass(frozen=True)
 class MinP(FilteredSampling):
@@ -86,13 +72,6 @@ class MinP(FilteredSampling):
     """Smallest probability kept, relative to the best; 0.05 as in llama.cpp and Inferflow."""
 
     name: ClassVar[str] = "min_p"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("min_p", "min_p", self.min_p, 0.0, 1.0)
-
-    def filters(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "min_p": self.min_p}
 
 
 @dataclass(frozen=True)
@@ -107,18 +86,7 @@ class Filters(FilteredSampling):
     """Smallest probability kept, relative to the best; 0 for all."""
 
     name: ClassVar[str] = "filters"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("filters", "top_k", self.top_k, 0, 2**31 - 1)
-        check_range("filters", "top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_range("filters", "min_p", self.min_p, 0.0, 1.0)
-
-    def filters(self) -> dict[str, float]:
-        filters: dict[str, float] = {"temperature": self.temperature}
-        if self.top_k:
-            filters["top_k"] = self.top_k
-        return {**filters, "top_p": self.top_p, "min_p": self.min_p}
+    least_top_k: ClassVar[int] = 0
 
 
 class StrategyTable(Mapping[str, type[Strategy]]):

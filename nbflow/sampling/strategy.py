@@ -27,11 +27,12 @@ from nbflow_kernels.sampling.argument_checks import limits_of
 class State(Protocol):
     """State of a strategy for one request."""
 
-    takes_device_rows: bool
+    takes_device_rows: bool = False
     """True if `choose` accepts rows on a CUDA device."""
 
     def n_best(self) -> int | None:
         """Return the number of top candidates that `choose` needs; None: the whole row."""
+        return None
 
     def choose(self, logits: np.ndarray | TopCandidates) -> int:
         """Return the next token; idempotent until `accept`.
@@ -52,10 +53,8 @@ class State(Protocol):
         """Return an independent copy."""
 
 
-class SampledState:
+class SampledState(State):
     """State that samples from candidates with Philox random numbers."""
-
-    takes_device_rows = False
 
     def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
         self.tokens = TokenBuffer(prompt_ids)
@@ -65,24 +64,16 @@ class SampledState:
         """Return the remaining candidates with their final logits."""
         raise NotImplementedError
 
-    def n_best(self) -> int | None:
-        """See `State.n_best`."""
-        return None
-
     def choose(self, logits: np.ndarray | TopCandidates) -> int:
-        """See `State.choose`."""
         return self.candidates(logits).draw(random_number(self.seed, self.tokens.n_new))
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
-        """See `State.probs`."""
         return self.candidates(logits).dense()
 
     def accept(self, token: int) -> None:
-        """See `State.accept`."""
         self.tokens.append(token)
 
     def fork(self) -> Self:
-        """See `State.fork`."""
         other = copy.copy(self)
         other.tokens = self.tokens.copy()
         return other
@@ -148,7 +139,7 @@ class Strategy:
         return tokens
 
 
-class CompiledState:
+class CompiledState(State):
     """State of a compiled strategy: the number of tokens."""
 
     takes_device_rows = True
@@ -158,27 +149,19 @@ class CompiledState:
         self._seed = np.array([seed], np.uint64)
         self._n = 0
 
-    def n_best(self) -> int | None:
-        """See `State.n_best`."""
-        return None
-
     def choose(self, logits: np.ndarray | TopCandidates) -> int:
-        """See `State.choose`."""
         assert not isinstance(logits, TopCandidates)
         offset = np.array([self._n], np.uint64)
         return int(self._strategy.choose(logits[None], self._seed, offset)[0])
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
-        """See `State.probs`."""
         row: np.ndarray = self._strategy.distribution(logits[None])[0]
         return row
 
     def accept(self, token: int) -> None:
-        """See `State.accept`."""
         self._n += 1
 
     def fork(self) -> CompiledState:
-        """See `State.fork`."""
         return copy.copy(self)
 
 
@@ -191,13 +174,20 @@ class FilteredSampling(Strategy):
 
     name: ClassVar[str]
     """Name in `nbflow.sampling.STRATEGIES`, for messages."""
+    least_top_k: ClassVar[int] = 1
+    """Least value of ``top_k``; 0 stands for all tokens."""
 
     def __post_init__(self) -> None:
-        check_range(self.name, "temperature", self.temperature, 0.0, 100.0, open_low=True)
+        for name, low, high, open_low in (
+            ("temperature", 0.0, 100.0, True), ("top_k", self.least_top_k, 2**31 - 1, False),
+            ("top_p", 0.0, 1.0, True), ("min_p", 0.0, 1.0, False),
+        ):  # fmt: skip
+            if hasattr(self, name):
+                check_range(self.name, name, getattr(self, name), low, high, open_low=open_low)
 
     def filters(self) -> dict[str, float]:
         """Return temperature and the filters: ``top_k``, ``top_p``, ``min_p``."""
-        return {"temperature": self.temperature}
+        return {name: x for name, x in vars(self).items() if x or name != "top_k"}
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
         filters = self.filters()
@@ -212,7 +202,6 @@ class FilteredSampling(Strategy):
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
     ) -> None:
-        """See `Strategy.launch`."""
         filters, n = self.filters(), len(logits)
         temperature = np.full(n, max(filters.pop("temperature"), MIN_TEMPERATURE), np.float32)
         rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)

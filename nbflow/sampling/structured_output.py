@@ -28,15 +28,7 @@ _MESSAGES = {"NoExtensionBias": "no text matches it", "NoExtension": "no text ma
 
 
 class StructureError(UsageError):
-    """Structure that is invalid or beyond the limits of llguidance.
-
-    Parameters
-    ----------
-    kind : str
-        One of `nbflow.options.STRUCTURES`.
-    reason : str
-        The error.
-    """
+    """Structure of a kind (`STRUCTURES`) that is invalid or beyond the limits of llguidance."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}")

@@ -8,13 +8,7 @@ import numpy as np
 
 
 class TokenBuffer:
-    """Prompt and new tokens of a request.
-
-    Parameters
-    ----------
-    prompt_ids : sequence of int
-        Prompt tokens.
-    """
+    """Prompt and new tokens of a request."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._array = np.array(prompt_ids, np.int32)

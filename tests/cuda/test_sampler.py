@@ -10,7 +10,7 @@ import pytest
 
 import nbflow
 from nbflow.engine.request import Request
-from nbflow.engine.sampler import SamplerOutput, sample, sample_ahead
+from nbflow.engine.sampler import SamplerOutput, gather_logprobs, sample_ahead, sample_tokens
 from nbflow.sampling import Strategy, make_strategy
 from nbflow.sampling.logits_processors import LogitsProcessors, constrain
 
@@ -75,8 +75,8 @@ def test_tokens_are_the_cpus_and_no_logits_come_back(
     rows, there = logits(3), cupy.asarray(logits(3))
     here_requests, there_requests = requests(*3 * [strategy]), requests(*3 * [strategy])
     for _ in range(2):
-        wanted = sample(rows, here_requests).tokens
-        assert sample(there, there_requests).tokens == wanted
+        wanted = sample_tokens(rows, here_requests).tolist()
+        assert sample_tokens(there, there_requests).tolist() == wanted
         for request, token in zip(here_requests + there_requests, 2 * wanted, strict=True):
             request.ids.append(token)
     assert 0 < sum(traffic.sizes) <= 2 * 3 * most
@@ -86,8 +86,8 @@ def test_tokens_are_the_cpus_and_no_logits_come_back(
 def test_different_strategies_share_a_step(cupy: Any, traffic: Traffic) -> None:
     strategies = [strategy for strategy, _ in STRATEGIES.values()]
     rows = logits(len(strategies))
-    wanted = sample(rows, requests(*strategies)).tokens
-    assert sample(cupy.asarray(rows), requests(*strategies)).tokens == wanted
+    wanted = sample_tokens(rows, requests(*strategies)).tolist()
+    assert sample_tokens(cupy.asarray(rows), requests(*strategies)).tolist() == wanted
     assert sum(traffic.sizes) <= sum(most for _, most in STRATEGIES.values()) + 8 * 50
 
 
@@ -98,6 +98,13 @@ def test_log_probabilities_and_the_most_probable_tokens(cupy: Any, traffic: Traf
     )
     assert_same(found, wanted)
     assert sum(traffic.sizes) <= 2 * (4 + 8 + 4 * 12)
+
+
+def sample(rows: Any, drawn_for: list[Request]) -> SamplerOutput:
+    drawn = SamplerOutput.empty(drawn_for)
+    drawn.array[:, 0] = sample_tokens(rows, drawn_for)
+    gather_logprobs(rows, drawn_for, drawn.array)
+    return drawn
 
 
 def assert_same(found: SamplerOutput, wanted: SamplerOutput) -> None:
@@ -117,7 +124,7 @@ def test_a_row_with_nan_names_the_logits(cupy: Any) -> None:
     rows[1, 5] = np.nan
     for name in ("greedy", "filters", "chain"):
         with pytest.raises(nbflow.UsageError, match="NaN"):
-            sample(cupy.asarray(rows), requests(*2 * [STRATEGIES[name][0]]))
+            sample_tokens(cupy.asarray(rows), requests(*2 * [STRATEGIES[name][0]]))
 
 
 def test_generation_sends_tokens_only(cupy: Any, traffic: Traffic) -> None:

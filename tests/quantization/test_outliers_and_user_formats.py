@@ -17,6 +17,7 @@ from nbflow import cli
 from nbflow.checkpoint import open_weights
 from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build, fuse
+from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
 
@@ -40,9 +41,9 @@ def noform():
 def reference_logits(folder, weights, outliers=0.0):
     program = fuse(build(resolve(folder).spec))
     with open_weights(folder) as file:
-        return ReferenceExecutor(program, WeightLoader(program, file, weights, outliers)).logits(
-            IDS
-        )
+        encoding = QuantizerOptions(outliers=outliers)
+        loaded = WeightLoader(program, file, weights, encoding=encoding)
+        return ReferenceExecutor(program, loaded).logits(IDS)
 
 
 def relative(a, b):

@@ -52,18 +52,9 @@ def own_addresses() -> list[str]:
 
 
 def addresses_towards(others: Sequence[Sequence[str]]) -> list[str]:
-    """Return the local addresses that other hosts can reach.
+    """Return the source addresses of packets to the other hosts, given their `own_addresses`.
 
-    Parameters
-    ----------
-    others : sequence of sequence of str
-        `own_addresses` of each other host.
-
-    Returns
-    -------
-    list of str
-        Source addresses of packets to the other hosts, without duplicates.  Addresses that both
-        hosts have (container bridges) are skipped.
+    Addresses that both hosts have (container bridges) are skipped.
     """
     own = own_addresses()
     found: list[str] = []

@@ -10,7 +10,6 @@ from typing import Any
 from nbflow.distributed import Comm, Plan
 from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.outputs import RequestOutput, TokenOutput
-from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.request import Request
 
 
@@ -30,17 +29,20 @@ class Replicas(LLM):
         Those ranks in order; a single one where ranks are threads.
     index, n : int
         Index of the first replica of this process, and their number.
+    engine_class : type
+        `nbflow.engine.replicas.router.ReplicaRouter`.
     """
 
-    engine_class = ReplicaRouter
-
-    def __init__(self, mine: list[LLM], plan: Plan, comm: Comm, index: int, n: int) -> None:
+    def __init__(
+        self, mine: list[LLM], plan: Plan, comm: Comm, index: int, n: int, engine_class: type[Any]
+    ) -> None:
         first = mine[0]
         super().__init__(
             first.spec, plan, first._tokenizer, first.workers, first._rank_threads, first.threads,
             first.defaults, first._why_no_tokenizer,
         )  # fmt: skip
         self.lock = first.lock  # shared: both call its workers
+        self.engine_class = engine_class
         self.mine = mine
         """Replicas of this process."""
         self._comm = comm

@@ -10,14 +10,15 @@ import contextlib
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.limits import choose_limits, fit
+from nbflow.engine.limits import fit
 from nbflow.engine.llm import LLM, STREAM_MULTI_STEP_S
 from nbflow.engine.llm_engine import LLMEngine
+from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.rpc import Address, Listener, RemoteEngine, serve_replica
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
@@ -34,58 +35,8 @@ MAX_AFFINITY_ENTRIES = 65_536
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class ReplicatedModel(Protocol):
-    """Protocol of `nbflow.engine.replicas.offline.Replicas`."""
-
-    mine: list[LLM]
-    index: int
-    n: int
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this process decides what all replicas do."""
-
-    @property
-    def leads_replica(self) -> bool:
-        """Return whether this process decides what the ranks of its replica do."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Broadcast a value of the first rank of the first replica."""
-
-    def claim(self, engine: object) -> None:
-        """Reserve the model for an engine."""
-
-    def release(self, engine: object) -> None:
-        """End the reservation."""
-
-
-class ReplicaEngine(Protocol):
-    """Protocol of the engine of a replica, local or remote."""
-
-    @property
-    def alive(self) -> bool:
-        """True while running."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Error that stopped a failed engine."""
-
-    @property
-    def load(self) -> int:
-        """Sequences that run or wait."""
-
-    def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
-        """See `LLMEngine.submit`."""
-
-    def flush(self) -> None:
-        """See `LLMEngine.flush`."""
-
-    def stats(self) -> EngineStats | None:
-        """See `LLMEngine.stats`; None before the first report of a remote process."""
-
-    def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """See `LLMEngine.close`."""
+ReplicaEngine = LLMEngine | RemoteEngine
+"""Engine of a replica, in this process or another one."""
 
 
 class ReplicaRouter(LLMEngine):
@@ -93,14 +44,7 @@ class ReplicaRouter(LLMEngine):
 
     Under mpirun the first rank of the first replica leads; all others `follow`.  A request goes to
     the least loaded replica, or to one with its prompt prefix in the cache unless that has much
-    more load (`MAX_AFFINITY_LOAD`).
-
-    Parameters
-    ----------
-    model : Replicas
-        The model.
-    max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache, burst_s, on_failure
-        As in `LLMEngine`, for each replica.
+    more load (`MAX_AFFINITY_LOAD`).  The options are those of each replica.
     """
 
     def __init__(
@@ -111,13 +55,11 @@ class ReplicaRouter(LLMEngine):
         burst_s: float = STREAM_MULTI_STEP_S,
         **changes: Any,
     ) -> None:
-        assert isinstance(model, ReplicatedModel)
-        given = (options or EngineOptions()).replaced(changes)
-        limits = choose_limits(model, given)
-        self._set_up(model, limits, burst_s, given.on_failure)
+        assert isinstance(model, Replicas)
+        super().__init__(model, options, burst_s=burst_s, **changes)
         self._replicas = model
         self._ranks = model.gather("host_addresses")  # collective
-        self._own = [LLMEngine.with_limits(m, limits, burst_s) for m in model.mine]
+        self._own = [LLMEngine.with_limits(m, self.limits, burst_s) for m in model.mine]
         self._engines: list[ReplicaEngine] = []
         self._listener: Listener | None = None
         self._affinity: OrderedDict[tuple[str, bytes], ReplicaEngine] = OrderedDict()
@@ -142,11 +84,6 @@ class ReplicaRouter(LLMEngine):
         return self._state
 
     @property
-    def alive(self) -> bool:
-        """True while running: started, not closed, not failed."""
-        return self.state == "running"
-
-    @property
     def failure(self) -> BaseException | None:
         """Error of the first failed replica."""
         return next((m.failure for m in self._engines if m.failure is not None), None)
@@ -155,15 +92,8 @@ class ReplicaRouter(LLMEngine):
         living = [m.alive for m in self._engines]
         return not (all(living) if self._on_failure == "stop" else any(living))
 
-    def start(self) -> LLMEngine:
-        """See `LLMEngine.start`; waits for the other replicas to `follow`."""
-        if not self.leads:
-            raise UsageError("this rank does not lead the engine; call follow()")
-        with self._lock:
-            if self._state != "new":
-                raise UsageError(f"an engine is started once; this one is {self._state}")
-            self._replicas.claim(self)
-            self._state = "running"
+    def _launch(self) -> None:
+        """Start the replicas of this process; wait for the others to `follow`."""
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
             self._listener = Listener(self._ranks)
@@ -174,15 +104,11 @@ class ReplicaRouter(LLMEngine):
         if self._listener is not None:
             for index, connection in self._listener.accept(n_remote):
                 self._engines.append(RemoteEngine(index, connection, self.model, self.limits))
-        return self
 
     def follow(self, draft: LLM | None = None) -> None:
         """Run as another rank until the first one closes the engine.
 
-        Parameters
-        ----------
-        draft : LLM, optional
-            Draft model, on the first rank of a replica.
+        The first rank of a replica may have a draft model.
         """
         if self.leads:
             raise UsageError("this rank leads the engine; start it, and submit requests")
@@ -214,9 +140,7 @@ class ReplicaRouter(LLMEngine):
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> RequestHandle:
         """See `LLMEngine.submit`."""
-        fit(request, self.model.spec, self.limits)
-        if request.stop_texts:
-            _ = self.model.tokenizer  # fail early: stop texts need it
+        fit(request, self.model, self.limits)
         with self._lock:
             members = self._by_load(request)
             for member in members:
@@ -245,11 +169,6 @@ class ReplicaRouter(LLMEngine):
             self._affinity.popitem(last=False)
         return [home, *(m for m in living if m is not home)]
 
-    def _check_running(self) -> None:
-        if self.state == "failed":
-            raise EngineClosed(f"the engine has failed: {self.failure}; start another one")
-        super()._check_running()
-
     def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
         """See `LLMEngine.cancel`."""
         handle.cancel(reason)  # calls its replica
@@ -265,17 +184,11 @@ class ReplicaRouter(LLMEngine):
 
     def stats(self) -> EngineStats:
         """Return the total statistics of all replicas."""
-        parts = [vars(numbers) for numbers in self.replica_stats() if numbers is not None]
-        total: dict[str, Any] = {name: 0 for name in EngineStats.__dataclass_fields__}
-        total["finished"] = {}
-        for part in parts:
-            for name, value in part.items():
-                if name == "finished":
-                    for reason, n in value.items():
-                        total[name][reason] = total[name].get(reason, 0) + n
-                else:
-                    total[name] += value
-        return EngineStats(**total)
+        total = EngineStats()
+        for part in self.replica_stats():
+            for name, value in vars(part).items() if part is not None else ():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
     def replica_stats(self) -> list[EngineStats | None]:
         """Return the statistics of each replica, None for those without a report.

@@ -14,7 +14,7 @@ import pickle
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -93,31 +93,23 @@ class Listener:
         """Return the connections of `n` replicas with their indices, in order.
 
         Closes the listener afterwards.  A silent peer does not delay others.
-
-        Raises
-        ------
-        UsageError
-            If some do not connect in time.
         """
         found: dict[int, Connection] = {}
         came = threading.Condition()
         free = threading.BoundedSemaphore(n + MAX_UNAUTHENTICATED)
 
         def greet(accepted: socket.socket) -> None:
-            with free_after(), contextlib.suppress(*REFUSED):
+            try:
                 connection = accept_handshake(accepted, self._key)
                 index = connection.recv()
                 clear_timeout(connection)
-                with came:
-                    found[index] = connection
-                    came.notify_all()
-
-        @contextlib.contextmanager
-        def free_after() -> Iterator[None]:
-            try:
-                yield
+            except REFUSED:
+                return
             finally:
                 free.release()
+            with came:
+                found[index] = connection
+                came.notify_all()
 
         def wait(listening: socket.socket) -> None:
             with contextlib.suppress(OSError):  # it is closed
@@ -148,19 +140,7 @@ class Listener:
 
 
 class RemoteEngine:
-    """Client for the engine of a replica in another process.
-
-    Parameters
-    ----------
-    index : int
-        Index of the replica.
-    connection : Connection
-        Connection to its process.
-    model : LLM
-        The model, for detokenization.
-    limits : Limits
-        Limits of its engine.
-    """
+    """Client for the engine of a replica in another process."""
 
     def __init__(self, index: int, connection: Connection, model: LLM, limits: Limits) -> None:
         self.index = index
@@ -315,18 +295,9 @@ class RemoteEngine:
 
 
 def serve_replica(engine: LLMEngine, index: int, address: Address, draft: LLM | None) -> None:
-    """Run an engine for the leading process until that closes it or ends.
+    """Run the engine of a replica for the leading process until that closes it or ends.
 
-    Parameters
-    ----------
-    engine : LLMEngine
-        Engine of this replica; started and closed here.
-    index : int
-        Index of the replica.
-    address : Address
-        Address of the leading process.
-    draft : LLM, optional
-        Draft model of requests without proposer.
+    `draft` is the draft model of requests without proposer.
     """
     connection = connect(*address)
     connection.send(index)

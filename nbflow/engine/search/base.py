@@ -60,16 +60,9 @@ class Search(Protocol):
         """Return the number of candidates per hypothesis, given the number of end tokens."""
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int) -> SearchState:
-        """Return the initial state, with one empty hypothesis.
+        """Return the initial state, with one empty hypothesis of at most `max_tokens` tokens.
 
-        Parameters
-        ----------
-        max_tokens : int
-            Most new tokens.
-        end_ids : collection of int
-            End tokens.
-        n_top : int
-            Number of most probable tokens in each `Step`.
+        Each `Step` has the `n_top` most probable tokens.
         """
 
 
@@ -109,7 +102,7 @@ class SearchState(Protocol):
             Log-probabilities of the candidates of each hypothesis, most probable first.
         ids : array of int, shape (B, K), optional
             The candidates; by default column k is token k.
-        likeness : array, shape (B,), optional
+        similarity : array, shape (B,), optional
             Largest cosine between the hidden state of each hypothesis and those before it.
         """
 

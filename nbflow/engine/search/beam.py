@@ -30,9 +30,7 @@ class BeamSearch:
     """Number of results, best first."""
 
     name: ClassVar[str] = "beam"
-    """See `nbflow.engine.search.base.Search`."""
     needs_hidden: ClassVar[bool] = False
-    """See `nbflow.engine.search.base.Search`."""
 
     def __post_init__(self) -> None:
         check_range("beam", "num_beams", self.num_beams, 1, 4096)
@@ -48,20 +46,16 @@ class BeamSearch:
 
     @property
     def n_sequences(self) -> int:
-        """See `nbflow.engine.search.base.Search`."""
         return self.num_beams
 
     @property
     def n_found(self) -> int:
-        """See `nbflow.engine.search.base.Search`."""
         return self.n
 
     def n_candidates(self, n_end_ids: int) -> int:
-        """See `nbflow.engine.search.base.Search`: also if the best ones are end tokens."""
-        return max(2, 1 + n_end_ids) * self.num_beams
+        return max(2, 1 + n_end_ids) * self.num_beams  # also if the best ones are end tokens
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int = 0) -> Beams:
-        """See `nbflow.engine.search.base.Search`."""
         return Beams(self, max_tokens, end_ids, n_top)
 
 
@@ -86,19 +80,7 @@ class Hypothesis:
 
 
 class Beams:
-    """State of a beam search.
-
-    Parameters
-    ----------
-    search : BeamSearch
-        Its parameters.
-    max_tokens : int
-        Most new tokens of a hypothesis.
-    end_ids : collection of int
-        End tokens.
-    n_top : int
-        Number of most probable tokens reported with each token.
-    """
+    """State of a beam search; parameters as in `Search.begin`."""
 
     def __init__(
         self, search: BeamSearch, max_tokens: int, end_ids: Collection[int], n_top: int = 0
@@ -156,10 +138,8 @@ class Beams:
             parent, column = divmod(index, logprobs.shape[1])
             if flat[index] == -np.inf:
                 break
-            before, token = (
-                self.running[parent],
-                column if ids is None else int(ids[parent, column]),
-            )
+            before = self.running[parent]
+            token = column if ids is None else int(ids[parent, column])
             after = Hypothesis(
                 (*before.ids, token),
                 float(flat[index]),

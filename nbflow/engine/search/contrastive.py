@@ -25,11 +25,8 @@ class ContrastiveSearch:
     """Weight of the similarity; 0 is greedy."""
 
     name: ClassVar[str] = "contrastive"
-    """See `nbflow.engine.search.base.Search`."""
     needs_hidden: ClassVar[bool] = True
-    """See `nbflow.engine.search.base.Search`."""
     n_found: ClassVar[int] = 1
-    """See `nbflow.engine.search.base.Search`."""
 
     def __post_init__(self) -> None:
         check_range("contrastive", "top_k", self.top_k, 1, 4096)
@@ -37,15 +34,12 @@ class ContrastiveSearch:
 
     @property
     def n_sequences(self) -> int:
-        """See `nbflow.engine.search.base.Search`."""
         return self.top_k
 
     def n_candidates(self, n_end_ids: int) -> int:
-        """See `nbflow.engine.search.base.Search`."""
         return self.top_k
 
     def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int = 0) -> Contrast:
-        """See `nbflow.engine.search.base.Search`."""
         return Contrast(self, n_top)
 
     def choose(self, probs: np.ndarray, similarity: np.ndarray) -> int:
@@ -53,27 +47,14 @@ class ContrastiveSearch:
 
         .. math:: \arg\max_v \; (1 - \alpha) \, p_v - \alpha \max_j \cos(h_v, h_j)
 
-        Parameters
-        ----------
-        probs : array, shape (k,)
-            Probabilities of the candidates.
-        likeness : array, shape (k,)
-            Largest cosine of each candidate's hidden state with those before it (`History`).
+        The similarity is the largest cosine of each candidate's hidden state with those before it.
         """
         alpha = self.penalty_alpha
         return int(np.argmax((1.0 - alpha) * probs - alpha * similarity))
 
 
 class Contrast:
-    """State of a contrastive search; its hypotheses are the candidates.
-
-    Parameters
-    ----------
-    search : ContrastiveSearch
-        Its parameters.
-    n_top : int
-        Number of most probable tokens reported with each token.
-    """
+    """State of a contrastive search; its hypotheses are the candidates."""
 
     def __init__(self, search: ContrastiveSearch, n_top: int = 0) -> None:
         self._search = search
@@ -90,7 +71,6 @@ class Contrast:
         return [step.token for step in self._candidates]
 
     def best_so_far(self) -> list[Continuation]:
-        """See `found`."""
         return self.found
 
     def advance(

@@ -15,7 +15,7 @@ import numpy as np
 from nbflow.engine.request import Request
 from nbflow.engine.sampler import top_log_probabilities
 from nbflow.engine.scheduler import ScheduledRequest
-from nbflow.engine.search.base import Continuation, Step
+from nbflow.engine.search.base import Step
 from nbflow.engine.search.contrastive import History
 from nbflow.kv_cache import BlockTable
 from nbflow.sampling.strategy import no_distribution
@@ -46,18 +46,8 @@ def compute_rows(
 ) -> None:
     """Fill in the candidates of a search.
 
-    Parameters
-    ----------
-    array : array or None
-        Its array from `empty_rows`; None while the prompt is processed.
-    entry : ScheduledRequest
-        Its share of the step.
-    logits : array of float32, shape (n, V)
-        Logits of its rows.
-    hidden : callable
-        Returns the hidden states of all rows of the step.
-    rows : slice
-        Its rows.
+    `array` is its array from `empty_rows`, None while the prompt is processed; `logits` are those
+    of its `rows`, `hidden` returns the hidden states of all rows of the step.
     """
     request, similarity = entry.request, None
     assert request.search is not None
@@ -101,7 +91,8 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
         request.accept(step.token, step.logprob, step.top)
     if state.done:
         request.found = state.found
-        finish(request, state.found[0])
+        for step in state.found[0].steps:
+            request.accept(step.token, step.logprob, step.top)
     return steps
 
 
@@ -115,22 +106,10 @@ def _without(
     return np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
 
 
-def finish(request: Request, best: Continuation) -> None:
-    """Finish a request with a continuation."""
-    for step in best.steps:
-        request.accept(step.token, step.logprob, step.top)
-
-
 def fork_sequences(
     request: Request, table: BlockTable, numbers: Iterator[int]
 ) -> list[tuple[int, int]]:
-    """Fork and drop the sequences of a search for its new hypotheses.
-
-    Returns
-    -------
-    list of (int, int)
-        Forked sequences and their copies.
-    """
+    """Fork and drop the sequences of a search; return the forked ones and their copies."""
     assert request.search_state is not None
     held, free, forks = request.sequences, set(request.sequences), list[tuple[int, int]]()
     following = []

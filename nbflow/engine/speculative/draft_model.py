@@ -15,6 +15,7 @@ import numpy as np
 from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.interfaces import ModelRunner
 from nbflow.engine.request import DraftProposer, Proposals, Request
+from nbflow.kv_cache.prefix_cache import common_prefix_len
 from nbflow.sampling import Greedy, Strategy
 
 _OWN_STREAM = 0x9E3779B97F4A7C15
@@ -28,13 +29,7 @@ class DraftModelProposer:
 
     It samples with the strategy of each request if that is compiled, else greedily; with the random
     numbers of the request, or independent ones for rejection sampling (`Request.verifies_chain`).
-
-    Parameters
-    ----------
-    draft : Model
-        Model with the same vocabulary.
-    session : callable
-        Opens a session of the draft model (`LLM.session`).
+    `session` opens a session of the draft model (`LLM.session`).
     """
 
     def __init__(self, draft: ModelRunner, session: Callable[[], SequenceEvaluator]) -> None:
@@ -102,7 +97,7 @@ class DraftModelProposer:
                 self._sequences[request] = self._session.begin()
                 self._ids[request] = []
             ids, had = [*request.prompt, *request.ids], self._ids[request]
-            same = _same_beginning(had, ids[:-1])
+            same = common_prefix_len(had, ids[:-1])
             if same < len(had):
                 self._session.truncate(self._sequences[request], same)
                 del had[same:]
@@ -170,9 +165,3 @@ def _choose(
     tokens = strategy.choose(logits, np.array(seeds, np.uint64), np.array(offsets, np.uint64))
     chosen: list[int] = tokens.tolist()
     return chosen
-
-
-def _same_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)

@@ -22,16 +22,8 @@ def rejection_sample(
 ) -> list[int]:
     """Return the accepted draft tokens and the token sampled after them.
 
-    Parameters
-    ----------
-    logits : array of float32, shape (n + 1, V)
-        Logits after the last token and after each of the `n` draft tokens.
-    request : Request
-        The request.
-    drafts : sequence of int, length n
-        The draft tokens.
-    draft_probs : array of float32, shape (n, V)
-        Distributions of the draft.
+    `draft_probs` are the distributions of the `n` draft tokens, float32 (n, V); the logits are
+    those of `nbflow.engine.outputs.verify_drafts`.
     """
     state = state_of(request).fork()
     target = np.empty(logits.shape, np.float32)
