@@ -64,8 +64,7 @@ def device_tables(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, 
         if format.name == "mxfp4":
             steps, bounds = E8M0, thresholds(codebook.e8m0)
         elif format.name == "nvfp4":
-            steps = E4M3
-            bounds = thresholds(lambda x: codebook.e4m3(x, 2 * E4M3))
+            steps, bounds = E4M3, thresholds(codebook.e4m3)
         tables = (value_table(format.form), steps, bounds, bit_sources(format.fields))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
     found: tuple[Any, ...] = device.constants[key]

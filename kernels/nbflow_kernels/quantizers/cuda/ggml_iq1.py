@@ -46,8 +46,7 @@ def quantize(x: Any, format: BlockFormat, data: Any) -> None:
 def _kernel(format: BlockFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block of 256 weights per thread block."""
     nc: Any = importlib.import_module("numba.cuda")
-    from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
-
+    sqrt = importlib.import_module("numba.cuda.libdevice").fsqrt_rn
     sub, block_bytes = format.form.sub_block, format.block_bytes
     n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
     weighted, d_at = QUANTIZERS[format.name].needs_importance, 64 + 256 // sub

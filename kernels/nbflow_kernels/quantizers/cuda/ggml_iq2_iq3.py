@@ -83,8 +83,7 @@ def packer(format: BlockFormat) -> Any:
 def _kernel(format: BlockFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block of 256 weights per thread block."""
     nc: Any = importlib.import_module("numba.cuda")
-    from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
-
+    sqrt = importlib.import_module("numba.cuda.libdevice").fsqrt_rn
     recipe, block_bytes = RECIPES[format.name], format.block_bytes
     sub, weighted = recipe.sub_block, QUANTIZERS[format.name].needs_importance
     n_subs, n_threads = 256 // sub, THREADS

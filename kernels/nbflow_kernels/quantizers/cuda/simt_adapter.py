@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import types
 from typing import Any
 
@@ -71,13 +72,12 @@ class _Twins:
 @functools.cache
 def _numpy() -> Any:
     """Return a stand-in for NumPy: its types, and `rint` and `sqrt` with the CPU's bits."""
-    from nbflow_kernels.quantizers.cuda import simt_lanes as own
-
+    libdevice: Any = importlib.import_module("numba.cuda.libdevice")
     made = types.ModuleType("numpy")
     for name, value in vars(np).items():
         if isinstance(value, type) and issubclass(value, np.generic):
             setattr(made, name, value)
-    made.rint, made.sqrt = own.rint, own.sqrt  # type: ignore[attr-defined]
+    made.rint, made.sqrt = libdevice.rintf, libdevice.fsqrt_rn  # type: ignore[attr-defined]
     return made
 
 
@@ -87,17 +87,21 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
     from nbflow_kernels.cuda import numba_conversions as numbers
     from nbflow_kernels.quantizers.cuda import simt_lanes as own
 
-    of_simd = (
-        "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
-        "load_f16", "to_f32", "as_i32",
-    )  # fmt: skip
-    of_compare = (
-        "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
-    )  # fmt: skip
+    libdevice: Any = importlib.import_module("numba.cuda.libdevice")
+    of_simd = ("and_", "or_", "load_f32", "store_f32", "load_f16")
+    built_in = {
+        "splat": np.float32, "splat_i32": np.int32, "to_f32": np.float32,
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": libdevice.fdiv_rn,
+        "as_i32": libdevice.float_as_int, "float_to_half": numbers.narrow,
+    }  # fmt: skip
+    of_compare = ("less", "differs", "choose", "any_lane")
+    built_in_compare = {
+        "absolute": libdevice.fabsf, "sqrt": libdevice.fsqrt_rn, "smaller": min, "larger": max,
+    }  # fmt: skip
     return {
-        simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
+        simd: built_in | {name: getattr(own, name) for name in of_simd},
         simd_memory: {"store_f16": own.store_f16},
-        simd_compare: {name: getattr(own, name) for name in of_compare},
+        simd_compare: built_in_compare | {name: getattr(own, name) for name in of_compare},
     }
 
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.formats.block_format import E4M3
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves
 
 TRIES = 7  # iq4: scales tried on either side
@@ -159,11 +160,9 @@ def e8m0(x: Floats) -> Bytes:
     return np.where(largest > 0, np.clip(exponent + 125, 0, 255), 0).astype(np.uint8)
 
 
-def e4m3(x: Floats, numbers: Floats) -> Bytes:
-    """Return the published E4M3 scale of blocks (n, size) as bytes (n,).
-
-    `numbers` are the 256 E4M3 numbers.
-    """
+def e4m3(x: Floats) -> Bytes:
+    """Return the published E4M3 scale of blocks (n, size) as bytes (n,)."""
+    numbers = 2 * E4M3
     scale = np.abs(x).max(axis=1) / np.float32(6)
     normal = numbers[8:121]  # 2**-6 .. 256
     code = 8 + np.searchsorted((normal[:-1] + normal[1:]) / 2, scale, side="right")
