@@ -8,6 +8,7 @@ other instead, for which the host waits for `indptr`.  The bits are the same.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,46 +27,26 @@ ROUTING = (
     "i32 top2_sum, f32 scale, f32 min_score, i32 padding"
 )
 """Parameters of the struct `Routing` in `cuda_topk_routing.cuh`."""
-_routing = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "routing",
-    f"f32* logits, f32* weights, i32* ids, {ROUTING}",
-)  # fmt: skip
-_count_pairs = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "count_pairs", "i32* ids, i32* counts, i32 n"
-)
-_place_pairs = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "place_pairs",
+_kernel = partial(cuda.cpp_kernel, __file__, "cuda_route_permute_combine.cu")
+_routing = _kernel("routing", f"f32* logits, f32* weights, i32* ids, {ROUTING}")
+_count_pairs = _kernel("count_pairs", "i32* ids, i32* counts, i32 n")
+_place_pairs = _kernel(
+    "place_pairs",
     "i32* ids, i32* counts, i32* rows, i32* indptr, i32* inverse, i32 n, i32 E, i32 k",
-)  # fmt: skip
-_combine = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "combine",
-    "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate",
-)  # fmt: skip
-_scale_rows = cuda.cpp_kernel(
-    __file__,
-    "cuda_route_permute_combine.cu",
-    "scale_rows",
-    "f32* x, f32* gate, f32* y, i32 width, i32 H",
 )
-_clear_unused = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "clear_unused",
-    "f32* out, i32* indptr, i64 out_stride, i32 E, i32 n_rows, i32 width",
-)  # fmt: skip
+_combine = _kernel(
+    "combine", "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate"
+)
+_scale_rows = _kernel("scale_rows", "f32* x, f32* gate, f32* y, i32 width, i32 H")
+_clear_unused = _kernel(
+    "clear_unused", "f32* out, i32* indptr, i64 out_stride, i32 E, i32 n_rows, i32 width"
+)
 
 
 def routing(
-    logits: Any,
-    bias: Any,
-    sigmoid: bool,
-    renormalize: bool,
-    n_groups: int,
-    top_k_groups: int,
-    top2_sum: bool,
-    scale: float,
-    min_score: float,
-    weights: Any,
-    ids: Any,
-) -> None:
+    logits: Any, bias: Any, sigmoid: bool, renormalize: bool, n_groups: int, top_k_groups: int,
+    top2_sum: bool, scale: float, min_score: float, weights: Any, ids: Any,
+) -> None:  # fmt: skip
     """See `nbflow_kernels.moe_routing`."""
     T, E = logits.shape
     if not T:

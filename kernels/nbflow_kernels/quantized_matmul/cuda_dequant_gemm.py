@@ -9,7 +9,7 @@ Weights in a user's format without integer codes are dequantized in the same way
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from nbflow_kernels.arrays import empty
@@ -23,25 +23,11 @@ from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 
 PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
 
-_round_rows = cpp_kernel(
-    __file__,
-    "cuda_round_activations.cu",
-    "round_rows",
-    "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8",
-)
+_kernel = partial(cpp_kernel, __file__, "cuda_round_activations.cu")
+_round_rows = _kernel("round_rows", "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8")
 _BITS = {
-    "float32": cpp_kernel(
-        __file__,
-        "cuda_round_activations.cu",
-        "to_bf16_bits<float, false>",
-        "f32* x, bf16* out, i64 n",
-    ),
-    "float16": cpp_kernel(
-        __file__,
-        "cuda_round_activations.cu",
-        "to_bf16_bits<unsigned short, true>",
-        "f16* x, bf16* out, i64 n",
-    ),
+    "float32": _kernel("to_bf16_bits<float, false>", "f32* x, bf16* out, i64 n"),
+    "float16": _kernel("to_bf16_bits<unsigned short, true>", "f16* x, bf16* out, i64 n"),
 }
 
 
