@@ -77,7 +77,7 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
     E, n_rows = len(indptr) - 1, len(out)
     one_launch = not isinstance(matrices, list | tuple)
     if isinstance(matrices, QuantTensor) and not matrices.is_float:
-        one_launch = _has_mma_layout(matrices)
+        one_launch = has_units(matrices)
     if not one_launch or n_rows >= MIN_ROWS_TO_SYNC * E:
         _multiply_in_turn(x, matrices, indptr, bias, out, rows)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
@@ -99,7 +99,7 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
     for i, (start, stop) in enumerate(pairwise(cuda.to_host(indptr).tolist())):
         if start < stop:
             part, own_bias = slice(start, stop), None if bias is None else bias[i]
-            if isinstance(matrices, QuantTensor) and _has_mma_layout(matrices):
+            if has_units(matrices):
                 units = matrices.units().matrix(i, matrices.shape[1])
                 quant_cuda.multiply(x[part], units, own_bias, False, "f32", out[part])
             else:
@@ -107,9 +107,9 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
                 matmul(x[part], listed[i], own_bias, out[part])
 
 
-def _has_mma_layout(w: QuantTensor) -> bool:
+def has_units(w: Any) -> bool:
     """Return whether the MMA layout holds all of a weight."""
-    return w.outliers is None and not w.is_float and not w.format.decodes_from_storage
+    return isinstance(w, QuantTensor) and w.outliers is None and quant_cuda.has_mma_layout(w)
 
 
 def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:

@@ -22,7 +22,7 @@ from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, MmaLayout
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda_mma
-from nbflow_kernels.moe.cuda import ROUTING
+from nbflow_kernels.moe.cuda import ROUTING, has_units
 from nbflow_kernels.quantized_matmul.cuda import (
     GEMV_MAX_ROWS,
     SPLITS,
@@ -116,7 +116,7 @@ class Experts:
         matrices = [self.gates, self.ups, self.downs]
         if self.shared is not None:
             matrices += [*self.shared.gate_up, self.shared.down]
-        if n_tokens > GEMV_MAX_ROWS or not all(map(_has_mma_layout, matrices)):
+        if n_tokens > GEMV_MAX_ROWS or not all(map(has_units, matrices)):
             return False
         forms = [w.units().form for w in matrices]
         same_forms = len({*forms[:2], *forms[3:-1]}) == 1 and len({forms[2], *forms[3:][-1:]}) == 1
@@ -319,13 +319,6 @@ def _n_groups(n_rows: int, n_columns: int, parts: int) -> int:
 
 def _n_chunks(n_columns: int) -> int:
     return ceil_div(n_columns, CHUNK)
-
-
-def _has_mma_layout(w: Any) -> bool:
-    """Return whether the MMA layout holds all of a weight."""
-    if not isinstance(w, QuantTensor) or w.is_float or w.outliers is not None:
-        return False
-    return not w.format.decodes_from_storage
 
 
 class _Buffers:

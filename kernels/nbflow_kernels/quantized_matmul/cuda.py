@@ -36,6 +36,7 @@ from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaP
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda_dequant_gemm
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 from nbflow_kernels.sparse import cuda as sparse
 
 SPLITS = 8
@@ -92,7 +93,7 @@ def qmatmul(
     """See `nbflow_kernels.qmatmul`."""
     if not x.shape[0] or not w.shape[0]:
         return
-    has_units = not w.is_float and not w.format.decodes_from_storage
+    has_units = has_mma_layout(w)
     if activations == "bf16" and not (has_units and len(x) <= BF16_MAX_ROWS):
         cuda_dequant_gemm.qmatmul(x, w, bias, accumulate, out)
     elif w.is_float:

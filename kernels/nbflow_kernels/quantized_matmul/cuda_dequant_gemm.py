@@ -31,10 +31,15 @@ _BITS = {
 }
 
 
+def has_mma_layout(w: QuantTensor) -> bool:
+    """Return whether a weight has an MMA layout, which leaves out the outliers."""
+    return not w.is_float and not w.format.decodes_from_storage
+
+
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape
-    has_units = not w.is_float and not w.format.decodes_from_storage
+    has_units = has_mma_layout(w)
     if has_units and float_cuda.use_wgmma(device_of(x), len(x)):
         cuda_gemm_wgmma.multiply(x, w.units(), bias, accumulate, out)
         return

@@ -25,6 +25,7 @@ from nbflow_kernels.quantized_matmul.cuda import (
     GemvShape,
     gemv_arguments,
     gemv_defines,
+    has_mma_layout,
     is_whole,
 )
 
@@ -297,9 +298,9 @@ class NormEpilogue(Epilogue):
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
     """Return whether `fused_gemv` supports a weight and a number of rows."""
-    if not isinstance(w, QuantTensor) or w.is_float or w.format.decodes_from_storage:
+    if not isinstance(w, QuantTensor) or not has_mma_layout(w) or w.outliers is not None:
         return False
-    if w.outliers is not None or n_tokens > GEMV_MAX_ROWS:
+    if n_tokens > GEMV_MAX_ROWS:
         return False
     units = w.units()
     arithmetic = ActivationPrecision.of(units.form, activations)

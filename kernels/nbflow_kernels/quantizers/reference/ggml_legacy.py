@@ -79,17 +79,9 @@ def _quantize_weighted(x: Floats, importance: Floats, top: int, signed: bool) ->
     codes: Bytes = np.empty(blocks.shape, np.uint8)
     params = np.empty((len(blocks), 2), np.float32)
     parallel_for(
-        _fit_blocks,
-        -(-len(blocks) // LANES),
-        FIT_COST * x.size,
-        blocks,
-        importance,
-        squares,
-        top,
-        signed,
-        codes,
-        params,
-    )
+        _fit_blocks, -(-len(blocks) // LANES), FIT_COST * x.size, blocks, importance, squares, top,
+        signed, codes, params,
+    )  # fmt: skip
     with np.errstate(over="ignore"):
         return codes, params.astype(np.float16).view(np.uint16)
 
