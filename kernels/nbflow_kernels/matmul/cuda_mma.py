@@ -98,16 +98,9 @@ def stage(
 ) -> StagedTokens:
     """Stage float32 rows (T, K), or those of a batched product (T, H, K), for weights of a dtype.
 
-    Parameters
-    ----------
-    x : array of float32
-        Activations.
-    dtype : str
-        dtype of the weights, a key of `KINDS`.
-    rounded : bool
-        Round each number to one of the weights' type, instead of decomposing it.
-    fragment_order : bool
-        For weights with columns permuted by `column_at`, as `cuda_dequant_gemm.unpack` writes them.
+    `rounded` rounds each number to one of the weights' type instead of decomposing it.
+    `fragment_order` is for weights with columns permuted by `column_at`, as
+    `cuda_dequant_gemm.unpack` writes them.
     """
     kind, name, n_parts = KINDS[dtype]
     n_parts = 1 if rounded else n_parts

@@ -127,22 +127,10 @@ class Experts:
         self, x: Any, logits: Any, out: Any, *, norm: Norm | None = None, residual: Any = None,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Compute the layer for up to 8 tokens, or add it to the residual.
+        """Compute the layer for up to 8 tokens, which `norm` normalizes first.
 
-        Parameters
-        ----------
-        x : array of float32, shape (T, H)
-            Tokens, normalized by `norm` first.
-        logits : array of float32, shape (T, E)
-            Output of the router.
-        out : array of float32, shape (T, H)
-            Output of the layer, unless there is a `residual`.
-        norm : Norm, optional
-            Norm of the tokens.
-        residual : array of float32, shape (T, H), optional
-            The output times `scale` is added to it.
-        scale : float
-            Factor of the output.
+        `logits` (T, E) gets the output of the router, `out` that of the layer; with a `residual`
+        the output times `scale` is added to that instead.
         """
         device = device_of(x)
         shape = self._shape(device, len(x))

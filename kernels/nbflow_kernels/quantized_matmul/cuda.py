@@ -220,21 +220,11 @@ def grouped(
 
 
 def batched(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
-    """Batched product: ``out[:, h] = x[:, h] @ w[h].T``.
+    """Batched product: ``out[:, h] = x[:, h] @ w[h].T``, with the bits of H single products.
 
-    One launch for up to 8 rows and block formats, one or two for float weights and any number of
-    rows.  Returns False, and does nothing, in other cases.
-
-    Parameters
-    ----------
-    x : array of float32, shape (T, H, K)
-        Activations.
-    w : QuantTensor, shape (H, N, K)
-        Weights without outliers, not in a user format without integer codes.
-    activations : {"f32", "int8", "bf16"}
-        As in `qmatmul`.
-    out : array of float32, shape (T, H, N)
-        The result, with the bits of H single products.
+    `w` (H, N, K) has no outliers and is not in a user format without integer codes.  One launch
+    for up to 8 rows and block formats, one or two for float weights and any number of rows.
+    Returns False, and does nothing, in other cases.
     """
     if activations == "bf16":
         return False

@@ -29,9 +29,8 @@ from nbflow_kernels.quantized_matmul.cuda import (
     is_whole,
 )
 
-NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
-"""Names in `cuda_prologue_norm.cuh`."""
 NORM_NUMBERS = {"rms": 1, "layer": 2}
+"""`RMS_NORM` and `LAYER_NORM` of `cuda_prologue_norm.cuh`."""
 _GATE_REGION, _NORM_CHUNK = 64, 128  # as in `cuda_epilogues.cuh` and `normalize.cuh`
 
 _SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
@@ -127,17 +126,15 @@ class GateEpilogue(Epilogue):
 
     activation: str
     out: Any
-    gate_first: bool = True
     number = 2
     parameters = "f32* gated, i64 gated_stride, i32 width, i32 gate, i32 up, i32 padding"
 
     def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
         """See `Epilogue.launch`."""
         width = self.out.shape[1]
-        gate, up = (0, width) if self.gate_first else (width, 0)
         return EpilogueLaunch(
             (("FUNCTION", FUNCTIONS[self.activation]),),
-            (self.out, self.out.strides[0] // 4, width, gate, up, 0),
+            (self.out, self.out.strides[0] // 4, width, 0, width, 0),
             ceil_div(n_rows // 2, _GATE_REGION),
         )
 
@@ -289,7 +286,7 @@ class NormEpilogue(Epilogue):
     def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
         """See `Epilogue.launch`."""
         return EpilogueLaunch(
-            (("ROW_NORM", NORM_KINDS[self.norm.kind]),),
+            (("ROW_NORM", NORM_NUMBERS[self.norm.kind]),),
             (*self.norm.scaling, self.norm.eps, self.norm.offset, self.added, 0),
             1,
             _sums_bytes(n_rows, n_tokens),
@@ -311,28 +308,11 @@ def fused_gemv(
     x: Any, w: QuantTensor, bias: Any, out: Any, *, rows: Any = None, norm: Norm | None = None,
     epilogue: Epilogue = NOTHING, added: float = 0.0, activations: str = "f32",
 ) -> None:  # fmt: skip
-    """Multiply up to 8 rows, with a fused norm and a fused epilogue.
+    """Multiply up to 8 rows by a weight that `can_fuse`, with a fused norm and a fused epilogue.
 
-    Parameters
-    ----------
-    x : array of float32, shape (T, K)
-        Activations, or the array that `rows` indexes.
-    w : QuantTensor, shape (N, K)
-        One that `can_fuse` accepts.
-    bias : array of float32, shape (N,), or None
-        Added to the results.
-    out : array of float32, shape (T, N)
-        The result before the epilogue, except that an `Activation` is applied to it.
-    rows : array of int32, optional
-        Row of `x` for each row of `out`, int32.
-    norm : Norm, optional
-        Norm of the rows; its `out` must not be `x`, which all thread blocks read.
-    epilogue : Epilogue
-        Runs after the product.
-    added : float
-        If not 0, the result times this is added to `out`.
-    activations : {"f32", "bf16", "int8"}
-        As in `nbflow_kernels.qmatmul`.
+    `out` gets the result before the epilogue, except that an `Activation` is applied to it; if
+    `added` is not 0, the result times this is added to it.  `rows` is the row of `x` for each row
+    of `out`.  The output of `norm` must not be `x`, which all thread blocks read.
     """
     if not len(out):
         return
