@@ -15,6 +15,7 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
+
 @dataclass(frozen=True)
 class BlockQuantizer:
     """The two quantizers of one format."""
