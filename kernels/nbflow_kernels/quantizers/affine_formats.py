@@ -38,7 +38,7 @@ _GGML: dict[int, Callable[[AffineFormat, Floats], QuantizedBlocks]] = {
 
 
 def takes_importance(format: AffineFormat) -> bool:
-    """Return True if the published quantizer takes importance weights; that of q8_0 ignores them."""
+    """Return True if the published quantizer takes importance; that of q8_0 ignores it."""
     return format.rule in _GGML
 
 
