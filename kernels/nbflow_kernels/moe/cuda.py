@@ -18,6 +18,7 @@ from nbflow_kernels import cuda
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda as quant_cuda
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 
 MIN_ROWS_TO_SYNC = 16
 """Average rows per matrix from which waiting for `indptr` pays."""
@@ -109,7 +110,7 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
 
 def has_units(w: Any) -> bool:
     """Return whether the MMA layout holds all of a weight."""
-    return isinstance(w, QuantTensor) and w.outliers is None and quant_cuda.has_mma_layout(w)
+    return isinstance(w, QuantTensor) and w.outliers is None and has_mma_layout(w)
 
 
 def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:

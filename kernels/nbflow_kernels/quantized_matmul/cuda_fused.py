@@ -25,9 +25,9 @@ from nbflow_kernels.quantized_matmul.cuda import (
     GemvShape,
     gemv_arguments,
     gemv_defines,
-    has_mma_layout,
     is_whole,
 )
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 
 NORM_NUMBERS = {"rms": 1, "layer": 2}
 """`RMS_NORM` and `LAYER_NORM` of `cuda_prologue_norm.cuh`."""
