@@ -106,6 +106,24 @@ def overlap(a: Any, b: Any) -> bool:
     return bool(starts[0] < ends[1] and starts[1] < ends[0])
 
 
+def output_array(
+    x: Any, shape: tuple[int, ...], out: Any, accumulate: bool = False, *, rows: bool = False
+) -> Any:
+    """Return `out`, or a new float32 array on the device of the activations `x`.
+
+    Raises as `check_array` unless `out` has the shape and does not overlap `x`, or if there is no
+    `out` to accumulate in.
+    """
+    if out is None:
+        if accumulate:
+            raise UsageError("accumulate=True needs out=, the array to add to")
+        return empty(x, shape)
+    check_array("out", out, shape, rows=rows)
+    if overlap(x, out):
+        raise UsageError("out must not overlap x; pass another array")
+    return out
+
+
 def check_array(
     name: str,
     array: Any,

@@ -210,10 +210,9 @@ class MatmulOp:
         elif self._is_int8(weight):
             assert self._rows is not None
             quantized.matmul_int8(self._rows, weight, bias, accumulate, out)
-        elif self._activations == "bf16":
-            quantized.matmul_bf16(self._x, weight, bias, accumulate, out)
         else:
-            quantized.matmul(self._x, weight, bias, accumulate, out)
+            bf16 = self._activations == "bf16"
+            quantized.matmul(self._x, weight, bias, accumulate, out, bf16=bf16)
 
 
 class Binder:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, overlap
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
 from nbflow_kernels.matmul import cpu, cuda
 
 __all__ = ["matmul"]
@@ -82,17 +81,9 @@ def matmul(
     check_together(x=x, w=w, bias=bias, out=out)
     check_array("x", x, (None, None))
     check_array("w", w, (None, x.shape[1]), (np.float32, np.float16, np.uint16))
-    shape = (x.shape[0], w.shape[0])
     if bias is not None:
         check_array("bias", bias, (w.shape[0],))
-    if out is not None:
-        check_array("out", out, shape)
-        if overlap(x, out):
-            raise UsageError("out must not overlap x; pass another array")
-    elif accumulate:
-        raise UsageError("accumulate=True needs out=, the array to add to")
-    else:
-        out = empty(x, shape)
+    out = output_array(x, (x.shape[0], w.shape[0]), out, accumulate)
     variant = cuda if is_cuda(x) else cpu
     variant.matmul(x, w, bias, bool(accumulate), out)
     return out

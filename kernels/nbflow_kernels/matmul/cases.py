@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,24 +23,6 @@ def _weights(rng: np.random.Generator, N: int, K: int, dtype: str) -> Any:
     return w.astype(dtype)
 
 
-def _inputs(
-    T: int, N: int, K: int, dtype: str, bias: bool, accumulate: bool
-) -> Callable[[np.random.Generator], dict[str, Any]]:
-    def make(rng: np.random.Generator) -> dict[str, Any]:
-        inputs: dict[str, Any] = {
-            "x": rng.standard_normal((T, K), dtype=np.float32),
-            "w": _weights(rng, N, K, dtype),
-        }
-        if bias:
-            inputs["bias"] = rng.standard_normal(N, dtype=np.float32)
-        if accumulate:
-            inputs["accumulate"] = True
-            inputs["out"] = rng.standard_normal((T, N), dtype=np.float32)
-        return inputs
-
-    return make
-
-
 def _case(
     name: str,
     T: int,
@@ -53,10 +34,21 @@ def _case(
     accumulate: bool = False,
     timed: bool = False,
 ) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "x": rng.standard_normal((T, K), dtype=np.float32),
+            "w": _weights(rng, N, K, dtype),
+        }
+        if bias:
+            made["bias"] = rng.standard_normal(N, dtype=np.float32)
+        if accumulate:
+            made |= {"accumulate": True, "out": rng.standard_normal((T, N), dtype=np.float32)}
+        return made
+
     return OpCase(
         op="matmul",
         name=name,
-        inputs=_inputs(T, N, K, dtype, bias, accumulate),
+        inputs=inputs,
         rtol=0.0,
         # K = 11008: sqrt(693) * 9e-7 = 2.4e-5; K = 1: 2.2e-6
         atol=9e-7 * math.sqrt(K / 16 + 5),

@@ -19,31 +19,19 @@ from nbflow_kernels.matmul import cpu_packed_tiles
 
 
 def matmul(
-    x: NDArray[np.float32],
-    w: NDArray[Any],
-    bias: NDArray[np.float32],
-    accumulate: bool,
-    out: NDArray[np.float32],
-) -> None:
-    """Write ``x @ w.T`` to `out`, plus `bias` unless that is empty, or add it to `out`."""
-    kernel = _gemv if x.shape[0] == 1 else _gemm
-    parallel_for(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
+    x: NDArray[np.float32], w: NDArray[Any], bias: NDArray[np.float32], accumulate: bool,
+    out: NDArray[np.float32], *, bf16: bool = False,
+) -> None:  # fmt: skip
+    """Write ``x @ w.T`` to `out`, plus `bias` unless that is empty, or add it to `out`.
 
-
-def matmul_bf16(
-    x: NDArray[np.float32],
-    w: NDArray[Any],
-    bias: NDArray[np.float32],
-    accumulate: bool,
-    out: NDArray[np.float32],
-) -> None:
-    """Matmul with activations and weights rounded to bfloat16."""
-    parallel_for(_gemm_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
-
-
-def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
-    """Return the multiply-adds of a product."""
-    return float(x.shape[0]) * w.size
+    `bf16` rounds both operands to bfloat16.
+    """
+    kernel, work = _gemm, float(x.shape[0]) * w.size
+    if bf16:
+        kernel, work = _gemm_bf16, work / 2
+    elif x.shape[0] == 1:
+        kernel = _gemv
+    parallel_for(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
 @jit.kernel

@@ -98,16 +98,9 @@ def stage(
 ) -> StagedTokens:
     """Stage float32 rows (T, K), or those of a batched product (T, H, K), for weights of a dtype.
 
-    Parameters
-    ----------
-    x : array of float32
-        Activations.
-    dtype : str
-        dtype of the weights, a key of `KINDS`.
-    rounded : bool
-        Round each number to one of the weights' type, instead of decomposing it.
-    fragment_order : bool
-        For weights with columns permuted by `column_at`, as `cuda_dequant_gemm.unpack` writes them.
+    `rounded` rounds each number to one of the weights' type instead of decomposing it.
+    `fragment_order` is for weights with columns permuted by `column_at`, as
+    `cuda_dequant_gemm.unpack` writes them.
     """
     kind, name, n_parts = KINDS[dtype]
     n_parts = 1 if rounded else n_parts
@@ -129,37 +122,25 @@ def stage(
 def multiply_staged(x: StagedTokens, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply staged rows by a matrix (N, K) of their type, or batched by (H, N, K)."""
     n_rows, n_columns = w.shape[-2:]
+    batch_stride = out.strides[1] // 4 if out.ndim == 3 else 0
+
+    def arguments(first: int, stop: int) -> tuple[Any, ...]:
+        return (
+            w, x.parts, x.factors, bias, out, out.strides[0] // 4, x.n_tokens, first, stop, n_rows,
+            n_columns, x.stride, int(accumulate), batch_stride,
+        )  # fmt: skip
+
     if x.n_tokens <= GEMV_MAX_TOKENS:
+        gemv, grid = _kernel("gemv", x.kind, x.name, x.n_parts), ceil_div(n_rows, GEMV_ROWS)
         for first in range(0, x.n_tokens, GEMV_TOKENS):
-            _gemv(x, w, bias, accumulate, out, first)
+            stop = min(x.n_tokens, first + GEMV_TOKENS)
+            gemv((grid, 1, x.n_matrices), 256, arguments(first, stop))
         return
     tile = SMALL if x.n_tokens <= SMALL_MAX_TOKENS else LARGE
     _kernel("gemm", x.kind, x.name, x.n_parts, tile)(
         (ceil_div(n_rows, tile.rows), ceil_div(x.n_tokens, tile.tokens), x.n_matrices),
-        128 * tile.token_warps,
-        (
-            w, x.parts, x.factors, bias, out, out.strides[0] // 4, x.n_tokens, 0, x.n_tokens,
-            n_rows, n_columns, x.stride, int(accumulate), _batch_stride(out),
-        ),
-        tile.shared_bytes(x.n_parts),
+        128 * tile.token_warps, arguments(0, x.n_tokens), tile.shared_bytes(x.n_parts),
     )  # fmt: skip
-
-
-def _gemv(x: StagedTokens, w: Any, bias: Any, accumulate: bool, out: Any, first: int) -> None:
-    n_rows, n_columns = w.shape[-2:]
-    _kernel("gemv", x.kind, x.name, x.n_parts)(
-        (ceil_div(n_rows, GEMV_ROWS), 1, x.n_matrices), 256,
-        (
-            w, x.parts, x.factors, bias, out, out.strides[0] // 4, x.n_tokens, first,
-            min(x.n_tokens, first + GEMV_TOKENS), n_rows, n_columns, x.stride, int(accumulate),
-            _batch_stride(out),
-        ),
-    )  # fmt: skip
-
-
-def _batch_stride(out: Any) -> int:
-    """Return the distance of the results of two matrices, in numbers."""
-    return out.strides[1] // 4 if out.ndim == 3 else 0
 
 
 @cache

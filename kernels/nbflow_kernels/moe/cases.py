@@ -64,17 +64,9 @@ def _weights(rng: np.random.Generator, E: int, N: int, K: int, kind: str) -> Any
 
 
 def _grouped(
-    name: str,
-    lengths: list[int],
-    N: int,
-    K: int,
-    kind: str,
-    *,
-    bias: bool = False,
-    rows: bool = False,
-    unused: int = 0,
-    timed: bool = False,
-) -> OpCase:
+    name: str, lengths: list[int], N: int, K: int, kind: str, *, bias: bool = False,
+    rows: bool = False, unused: int = 0, timed: bool = False,
+) -> OpCase:  # fmt: skip
     E, P = len(lengths), sum(lengths) + unused
 
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
@@ -92,17 +84,12 @@ def _grouped(
     used = sum(length > 0 for length in lengths)
     row_bytes = FORMATS[kind].row_blocks(K) * FORMATS[kind].block_bytes if timed else 0
     return OpCase(
-        "grouped_matmul",
-        name,
-        inputs,
-        0.0,
-        _product_error(K),
-        PRODUCT,
+        "grouped_matmul", name, inputs, 0.0, _product_error(K), PRODUCT,
         n_bytes=used * N * row_bytes + 4 * P * (N + K),
         n_flops=2 * sum(lengths) * N * K,
         out=((P, N), "float32"),
         timed=timed,
-    )
+    )  # fmt: skip
 
 
 def _combine(name: str, T: int, k: int, H: int, *, accumulate: bool = False) -> OpCase:
@@ -132,20 +119,9 @@ def _combine(name: str, T: int, k: int, H: int, *, accumulate: bool = False) -> 
 
 
 def _layer(
-    name: str,
-    T: int,
-    E: int,
-    k: int,
-    H: int,
-    F: int,
-    kind: str,
-    *,
-    separate: bool = False,
-    shared: str = "",
-    activation: str = "silu",
-    bias: bool = False,
-    timed: bool = False,
-) -> OpCase:
+    name: str, T: int, E: int, k: int, H: int, F: int, kind: str, *, separate: bool = False,
+    shared: str = "", activation: str = "silu", bias: bool = False, timed: bool = False,
+) -> OpCase:  # fmt: skip
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         weights = rng.random((T, k), dtype=np.float32)
         made: dict[str, Any] = {
@@ -200,26 +176,12 @@ CASES = [
     _routing("qwen2_moe", 9, 60, 4, renormalize=False),
     _routing("qwen3_moe", 5, 128, 8),
     _routing(
-        "deepseek_v2",
-        7,
-        32,
-        6,
-        renormalize=False,
-        n_groups=4,
-        top_k_groups=2,
+        "deepseek_v2", 7, 32, 6, renormalize=False, n_groups=4, top_k_groups=2,
         routed_scaling_factor=16.0,
     ),
     _routing(
-        "deepseek_v3",
-        7,
-        64,
-        8,
-        bias=True,
-        scoring="sigmoid",
-        n_groups=8,
-        top_k_groups=4,
-        group_score="top2_sum",
-        routed_scaling_factor=2.5,
+        "deepseek_v3", 7, 64, 8, bias=True, scoring="sigmoid", n_groups=8, top_k_groups=4,
+        group_score="top2_sum", routed_scaling_factor=2.5,
     ),
     _routing("llama4", 5, 16, 1, scoring="sigmoid", renormalize=False),
     _routing("inferflow", 6, 8, 4, min_score=0.05),
@@ -251,5 +213,5 @@ CASES = [
     _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", separate=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
-]
+]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

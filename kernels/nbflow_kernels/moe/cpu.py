@@ -24,18 +24,10 @@ Matrix = NDArray[Any] | QuantTensor
 
 
 def routing(
-    logits: NDArray[np.float32],
-    bias: NDArray[np.float32] | None,
-    sigmoid: bool,
-    renormalize: bool,
-    n_groups: int,
-    top_k_groups: int,
-    top2_sum: bool,
-    scale: float,
-    min_score: float,
-    weights: NDArray[np.float32],
-    ids: NDArray[np.int32],
-) -> None:
+    logits: NDArray[np.float32], bias: NDArray[np.float32] | None, sigmoid: bool,
+    renormalize: bool, n_groups: int, top_k_groups: int, top2_sum: bool, scale: float,
+    min_score: float, weights: NDArray[np.float32], ids: NDArray[np.int32],
+) -> None:  # fmt: skip
     """See `nbflow_kernels.moe_routing`; the weights of an invalid row are NaN."""
     T, E = logits.shape
     parallel_for(

@@ -8,6 +8,7 @@ other instead, for which the host waits for `indptr`.  The bits are the same.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from nbflow_kernels import cuda
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda as quant_cuda
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 
 MIN_ROWS_TO_SYNC = 16
 """Average rows per matrix from which waiting for `indptr` pays."""
@@ -26,46 +28,26 @@ ROUTING = (
     "i32 top2_sum, f32 scale, f32 min_score, i32 padding"
 )
 """Parameters of the struct `Routing` in `cuda_topk_routing.cuh`."""
-_routing = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "routing",
-    f"f32* logits, f32* weights, i32* ids, {ROUTING}",
-)  # fmt: skip
-_count_pairs = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "count_pairs", "i32* ids, i32* counts, i32 n"
-)
-_place_pairs = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "place_pairs",
+_kernel = partial(cuda.cpp_kernel, __file__, "cuda_route_permute_combine.cu")
+_routing = _kernel("routing", f"f32* logits, f32* weights, i32* ids, {ROUTING}")
+_count_pairs = _kernel("count_pairs", "i32* ids, i32* counts, i32 n")
+_place_pairs = _kernel(
+    "place_pairs",
     "i32* ids, i32* counts, i32* rows, i32* indptr, i32* inverse, i32 n, i32 E, i32 k",
-)  # fmt: skip
-_combine = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "combine",
-    "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate",
-)  # fmt: skip
-_scale_rows = cuda.cpp_kernel(
-    __file__,
-    "cuda_route_permute_combine.cu",
-    "scale_rows",
-    "f32* x, f32* gate, f32* y, i32 width, i32 H",
 )
-_clear_unused = cuda.cpp_kernel(
-    __file__, "cuda_route_permute_combine.cu", "clear_unused",
-    "f32* out, i32* indptr, i64 out_stride, i32 E, i32 n_rows, i32 width",
-)  # fmt: skip
+_combine = _kernel(
+    "combine", "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate"
+)
+_scale_rows = _kernel("scale_rows", "f32* x, f32* gate, f32* y, i32 width, i32 H")
+_clear_unused = _kernel(
+    "clear_unused", "f32* out, i32* indptr, i64 out_stride, i32 E, i32 n_rows, i32 width"
+)
 
 
 def routing(
-    logits: Any,
-    bias: Any,
-    sigmoid: bool,
-    renormalize: bool,
-    n_groups: int,
-    top_k_groups: int,
-    top2_sum: bool,
-    scale: float,
-    min_score: float,
-    weights: Any,
-    ids: Any,
-) -> None:
+    logits: Any, bias: Any, sigmoid: bool, renormalize: bool, n_groups: int, top_k_groups: int,
+    top2_sum: bool, scale: float, min_score: float, weights: Any, ids: Any,
+) -> None:  # fmt: skip
     """See `nbflow_kernels.moe_routing`."""
     T, E = logits.shape
     if not T:
@@ -96,7 +78,7 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
     E, n_rows = len(indptr) - 1, len(out)
     one_launch = not isinstance(matrices, list | tuple)
     if isinstance(matrices, QuantTensor) and not matrices.is_float:
-        one_launch = _has_mma_layout(matrices)
+        one_launch = has_units(matrices)
     if not one_launch or n_rows >= MIN_ROWS_TO_SYNC * E:
         _multiply_in_turn(x, matrices, indptr, bias, out, rows)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
@@ -118,7 +100,7 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
     for i, (start, stop) in enumerate(pairwise(cuda.to_host(indptr).tolist())):
         if start < stop:
             part, own_bias = slice(start, stop), None if bias is None else bias[i]
-            if isinstance(matrices, QuantTensor) and _has_mma_layout(matrices):
+            if has_units(matrices):
                 units = matrices.units().matrix(i, matrices.shape[1])
                 quant_cuda.multiply(x[part], units, own_bias, False, "f32", out[part])
             else:
@@ -126,9 +108,9 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
                 matmul(x[part], listed[i], own_bias, out[part])
 
 
-def _has_mma_layout(w: QuantTensor) -> bool:
+def has_units(w: Any) -> bool:
     """Return whether the MMA layout holds all of a weight."""
-    return w.outliers is None and not w.is_float and not w.format.decodes_from_storage
+    return isinstance(w, QuantTensor) and w.outliers is None and has_mma_layout(w)
 
 
 def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:

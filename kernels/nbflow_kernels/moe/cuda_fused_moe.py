@@ -22,7 +22,7 @@ from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, MmaLayout
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda_mma
-from nbflow_kernels.moe.cuda import ROUTING
+from nbflow_kernels.moe.cuda import ROUTING, has_units
 from nbflow_kernels.quantized_matmul.cuda import (
     GEMV_MAX_ROWS,
     SPLITS,
@@ -116,7 +116,7 @@ class Experts:
         matrices = [self.gates, self.ups, self.downs]
         if self.shared is not None:
             matrices += [*self.shared.gate_up, self.shared.down]
-        if n_tokens > GEMV_MAX_ROWS or not all(map(_has_mma_layout, matrices)):
+        if n_tokens > GEMV_MAX_ROWS or not all(map(has_units, matrices)):
             return False
         forms = [w.units().form for w in matrices]
         same_forms = len({*forms[:2], *forms[3:-1]}) == 1 and len({forms[2], *forms[3:][-1:]}) == 1
@@ -127,22 +127,10 @@ class Experts:
         self, x: Any, logits: Any, out: Any, *, norm: Norm | None = None, residual: Any = None,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Compute the layer for up to 8 tokens, or add it to the residual.
+        """Compute the layer for up to 8 tokens, which `norm` normalizes first.
 
-        Parameters
-        ----------
-        x : array of float32, shape (T, H)
-            Tokens, normalized by `norm` first.
-        logits : array of float32, shape (T, E)
-            Output of the router.
-        out : array of float32, shape (T, H)
-            Output of the layer, unless there is a `residual`.
-        norm : Norm, optional
-            Norm of the tokens.
-        residual : array of float32, shape (T, H), optional
-            The output times `scale` is added to it.
-        scale : float
-            Factor of the output.
+        `logits` (T, E) gets the output of the router, `out` that of the layer; with a `residual`
+        the output times `scale` is added to that instead.
         """
         device = device_of(x)
         shape = self._shape(device, len(x))
@@ -319,13 +307,6 @@ def _n_groups(n_rows: int, n_columns: int, parts: int) -> int:
 
 def _n_chunks(n_columns: int) -> int:
     return ceil_div(n_columns, CHUNK)
-
-
-def _has_mma_layout(w: Any) -> bool:
-    """Return whether the MMA layout holds all of a weight."""
-    if not isinstance(w, QuantTensor) or w.is_float or w.outliers is not None:
-        return False
-    return not w.format.decodes_from_storage
 
 
 class _Buffers:

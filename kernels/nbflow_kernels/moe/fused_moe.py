@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.activation import cpu as activation_cpu
 from nbflow_kernels.activation import cuda as activation_cuda
-from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, overlap
+from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, output_array
 from nbflow_kernels.cpu.parallel_for import together
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.tensor import QuantTensor
@@ -45,24 +45,23 @@ class SharedExpert:
         """Return the expert on the device of an array, by default CuPy's current device."""
         from nbflow_kernels.cuda import to_device
 
-        return SharedExpert(
-            *(
-                w if w is None or is_cuda(w) else w.to_device(like)
-                if isinstance(w, QuantTensor) else to_device(w, like)
-                for w in (self.gate_up, self.down, self.up, self.gate)
-            )
-        )  # fmt: skip
+        def moved(w: Any) -> Any:
+            if isinstance(w, QuantTensor):
+                return w.to_device(like)
+            return w if w is None or is_cuda(w) else to_device(w, like)
+
+        return SharedExpert(*map(moved, (self.gate_up, self.down, self.up, self.gate)))
 
     def to_host(self) -> SharedExpert:
         """Return the expert in NumPy arrays; the inverse of `to_device`."""
         from nbflow_kernels.cuda import to_host
 
-        return SharedExpert(
-            *(
-                w if w is None else w.to_host() if isinstance(w, QuantTensor) else to_host(w)
-                for w in (self.gate_up, self.down, self.up, self.gate)
-            )
-        )
+        def moved(w: Any) -> Any:
+            if isinstance(w, QuantTensor):
+                return w.to_host()
+            return None if w is None else to_host(w)
+
+        return SharedExpert(*map(moved, (self.gate_up, self.down, self.up, self.gate)))
 
 
 def moe_combine(
@@ -125,10 +124,8 @@ def moe_combine(
         raise UsageError(f"inverse must lie in -1..{len(y) - 1}, the rows of y")
     if out is not None:
         check_array("out", out, (len(weights), y.shape[1]))
-    elif accumulate:
-        raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = empty(y, (len(weights), y.shape[1]))
+        out = output_array(y, (len(weights), y.shape[1]), None, accumulate)
     (cuda if is_cuda(y) else cpu).combine(y, weights, inverse, bool(accumulate), out)
     return out
 
@@ -243,11 +240,7 @@ def fused_moe(
     for (name, width), bias in zip(widths.items(), biases, strict=True):
         if bias is not None:
             check_array(name, bias, (len(gates), width))
-    if out is None:
-        out = empty(x, (T, H))
-    check_array("out", out, (T, H))
-    if overlap(x, out):
-        raise UsageError("out must not overlap x; pass another array")
+    out = output_array(x, (T, H), out)
     rows, indptr, inverse = moe_permute(topk_ids, len(gates))
     hidden = empty(x, (len(rows), F))
     act(_projections(x, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)

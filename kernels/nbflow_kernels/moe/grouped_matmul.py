@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, overlap
+from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.moe import cpu, cuda
@@ -89,12 +89,7 @@ def grouped_matmul(
     P = len(x) if rows is None else len(rows)
     if bias is not None:
         check_array("bias", bias, (len(matrices), N))
-    if out is None:
-        out = empty(x, (P, N))
-    else:
-        check_array("out", out, (P, N))
-        if overlap(x, out):
-            raise UsageError("out must not overlap x; pass another array")
+    out = output_array(x, (P, N), out)
     if is_cuda(x):
         stack = weights if hasattr(weights, "shape") else list(matrices)
         cuda.grouped(x, stack, indptr, bias, out, rows)

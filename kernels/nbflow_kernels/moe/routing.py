@@ -124,18 +124,10 @@ def moe_routing(
         check_array("correction_bias", correction_bias, (E,))
     weights, ids = empty(logits, (T, top_k)), empty(logits, (T, top_k), np.int32)
     (cuda if is_cuda(logits) else cpu).routing(
-        logits,
-        correction_bias,
-        scoring == "sigmoid",
-        bool(renormalize),
-        int(n_groups),
-        int(top_k_groups),
-        group_score == "top2_sum",
-        float(routed_scaling_factor),
-        float(min_score),
-        weights,
-        ids,
-    )
+        logits, correction_bias, scoring == "sigmoid", bool(renormalize), int(n_groups),
+        int(top_k_groups), group_score == "top2_sum", float(routed_scaling_factor),
+        float(min_score), weights, ids,
+    )  # fmt: skip
     if not is_cuda(logits) and T and np.isnan(weights[:, 0]).any():
         row = int(np.flatnonzero(np.isnan(weights[:, 0]))[0])
         raise UsageError(f"logits: row {row} must not have a NaN or +inf, nor be all -inf")

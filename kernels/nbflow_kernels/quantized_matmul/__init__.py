@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, overlap
+from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.quantized_matmul import cpu, cuda
@@ -112,17 +112,9 @@ def qmatmul(
         )
     check_together(x=x, w=w, bias=bias, out=out)
     check_array("x", x, (None, w.shape[1]), rows=True)
-    shape = (x.shape[0], w.shape[0])
     if bias is not None:
         check_array("bias", bias, (w.shape[0],))
-    if out is not None:
-        check_array("out", out, shape, rows=True)
-        if overlap(x, out):
-            raise UsageError("out must not overlap x; pass another array")
-    elif accumulate:
-        raise UsageError("accumulate=True needs out=, the array to add to")
-    else:
-        out = empty(x, shape)
+    out = output_array(x, (x.shape[0], w.shape[0]), out, accumulate, rows=True)
     variant = cuda if is_cuda(x) else cpu
     variant.qmatmul(x, w, bias, bool(accumulate), activations, out)
     return out

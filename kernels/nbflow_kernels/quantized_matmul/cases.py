@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,26 +35,6 @@ def weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTenso
     return QuantTensor(format, (N, K), some.data[np.arange(N) % max(1, len(some.data))])
 
 
-def _inputs(
-    T: int, N: int, K: int, format: str, bias: bool, accumulate: bool, activations: str
-) -> Callable[[np.random.Generator], dict[str, Any]]:
-    def make(rng: np.random.Generator) -> dict[str, Any]:
-        inputs: dict[str, Any] = {
-            "x": rng.standard_normal((T, K), dtype=np.float32),
-            "w": weights(rng, N, K, format),
-        }
-        if activations != "f32":
-            inputs["activations"] = activations
-        if bias:
-            inputs["bias"] = rng.standard_normal(N, dtype=np.float32)
-        if accumulate:
-            inputs["accumulate"] = True
-            inputs["out"] = rng.standard_normal((T, N), dtype=np.float32)
-        return inputs
-
-    return make
-
-
 def _case(
     name: str,
     T: int,
@@ -69,6 +48,19 @@ def _case(
     timed: bool = False,
     device_only: bool = False,
 ) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "x": rng.standard_normal((T, K), dtype=np.float32),
+            "w": weights(rng, N, K, format),
+        }
+        if activations != "f32":
+            made["activations"] = activations
+        if bias:
+            made["bias"] = rng.standard_normal(N, dtype=np.float32)
+        if accumulate:
+            made |= {"accumulate": True, "out": rng.standard_normal((T, N), dtype=np.float32)}
+        return made
+
     chosen = FORMATS[format]
     weight_bytes = N * chosen.row_blocks(K) * chosen.block_bytes
     # K = 4096: 3 * 64 * 1.4e-7 = 2.7e-5; the 8 stands for bias and old output
@@ -77,7 +69,7 @@ def _case(
     return OpCase(
         op="qmatmul",
         name=name if activations == "f32" else f"{name}_{activations}",
-        inputs=_inputs(T, N, K, format, bias, accumulate, activations),
+        inputs=inputs,
         rtol=0.0,
         atol=atol[activations],
         reason=_REASON[activations],

@@ -21,11 +21,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.floats import PackedFloats
 from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout, CpuPacked
+from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu_packed
 from nbflow_kernels.quantized_matmul import (
@@ -38,137 +38,78 @@ from nbflow_kernels.quantized_matmul import (
 )
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 
-__all__ = [
-    "Int8Rows",
-    "matmul",
-    "matmul_bf16",
-    "matmul_int8",
-    "qmatmul",
-    "quantize_activations",
-]
+__all__ = ["Int8Rows", "matmul", "matmul_int8", "qmatmul", "quantize_activations"]
 
 _NO_BIAS = np.zeros(0, np.float32)
 _MAX_GEMV_ROWS = {4: 32, 8: 64}  # by bits of a code; 8 where codes take more to unpack
 
 
 def qmatmul(
-    x: NDArray[np.float32],
-    w: QuantTensor,
-    bias: NDArray[np.float32] | None,
-    accumulate: bool,
-    activations: str,
-    out: NDArray[np.float32],
+    x: Floats, w: QuantTensor, bias: Floats | None, accumulate: bool, activations: str, out: Floats
 ) -> None:
     """See `nbflow_kernels.qmatmul`."""
-    if activations != "int8":
-        launch = matmul if activations == "f32" else matmul_bf16
-        launch(x, w, bias, accumulate, out)
-        return
-    rows = Int8Rows.empty(*x.shape)
-    quantize_activations(x, rows)
-    matmul_int8(rows, w, bias, accumulate, out)
+    if activations == "int8":
+        rows = Int8Rows.empty(*x.shape)
+        quantize_activations(x, rows)
+        matmul_int8(rows, w, bias, accumulate, out)
+    else:
+        matmul(x, w, bias, accumulate, out, bf16=activations == "bf16")
 
 
 def matmul(
-    x: NDArray[np.float32],
-    w: QuantTensor,
-    bias: NDArray[np.float32] | None,
-    accumulate: bool,
-    out: NDArray[np.float32],
-) -> None:
-    """Do `nbflow_kernels.qmatmul` with float32 activations."""
+    x: Floats, w: QuantTensor, bias: Floats | None, accumulate: bool, out: Floats, *,
+    bf16: bool = False,
+) -> None:  # fmt: skip
+    """Multiply float32 activations, rounded to bfloat16 with the weights if `bf16`."""
     with cpu_outliers.in_order(w):
         if w.format.decodes_from_storage:
-            cpu_user_formats.matmul(x, w, bias, accumulate, out)
+            cpu_user_formats.matmul(x, w, bias, accumulate, out, bf16=bf16)
         else:
-            _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+            _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out, bf16)
         cpu_outliers.add(x, w, out)
 
 
 def _matmul(
-    x: NDArray[np.float32],
-    packed: CpuPacked | PackedFloats,
-    bias: NDArray[np.float32],
-    accumulate: bool,
-    out: NDArray[np.float32],
-) -> None:
+    x: Floats, packed: CpuPacked | PackedFloats, bias: Floats, accumulate: bool, out: Floats,
+    bf16: bool,
+) -> None:  # fmt: skip
     """Multiply float32 rows by packed weights."""
     if isinstance(packed, PackedFloats):
-        cpu_packed.matmul(x, packed.data, bias, accumulate, out)
+        cpu_packed.matmul(x, packed.data, bias, accumulate, out, bf16=bf16)
         return
-    kernel = cpu_gemv_f32.gemv if x.shape[0] == 1 else cpu_gemm_f32_bf16.gemm_f32
+    kernel, work = cpu_gemm_f32_bf16.gemm_f32, _work(packed, x.shape[0])
+    if bf16:
+        kernel, work = cpu_gemm_f32_bf16.gemm_bf16, work / 2
+    elif x.shape[0] == 1:
+        kernel = cpu_gemv_f32.gemv
     parallel_for(
-        kernel(packed.form), packed.n_groups, _work(packed, x.shape[0]),
-        x, packed.data, packed.n_blocks, bias, accumulate, out,
-    )  # fmt: skip
-
-
-def matmul_bf16(
-    x: NDArray[np.float32],
-    w: QuantTensor,
-    bias: NDArray[np.float32] | None,
-    accumulate: bool,
-    out: NDArray[np.float32],
-) -> None:
-    """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
-    with cpu_outliers.in_order(w):
-        if w.format.decodes_from_storage:
-            cpu_user_formats.matmul(x, w, bias, accumulate, out, bf16=True)
-        else:
-            _matmul_bf16(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
-        cpu_outliers.add(x, w, out)
-
-
-def _matmul_bf16(
-    x: NDArray[np.float32],
-    packed: CpuPacked | PackedFloats,
-    bias: NDArray[np.float32],
-    accumulate: bool,
-    out: NDArray[np.float32],
-) -> None:
-    """Multiply rows by packed weights, both rounded to bfloat16."""
-    if isinstance(packed, PackedFloats):
-        cpu_packed.matmul_bf16(x, packed.data, bias, accumulate, out)
-        return
-    parallel_for(
-        cpu_gemm_f32_bf16.gemm_bf16(packed.form), packed.n_groups,
-        _work(packed, x.shape[0]) / 2,
+        kernel(packed.form), packed.n_groups, work,
         x, packed.data, packed.n_blocks, bias, accumulate, out,
     )  # fmt: skip
 
 
 def matmul_int8(
-    rows: Int8Rows,
-    w: QuantTensor,
-    bias: NDArray[np.float32] | None,
-    accumulate: bool,
-    out: NDArray[np.float32],
+    rows: Int8Rows, w: QuantTensor, bias: Floats | None, accumulate: bool, out: Floats
 ) -> None:
-    """Do `nbflow_kernels.qmatmul` with quantized activations."""
+    """Multiply quantized activations."""
     with cpu_outliers.in_order(w):
         if w.format.decodes_from_storage:
             cpu_user_formats.matmul_int8(rows, w, bias, accumulate, out)
         else:
-            _matmul_int8(rows, w.packed(), bias, accumulate, out)
+            _matmul_int8(rows, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
         cpu_outliers.add_int8(rows, w, out)
 
 
 def _matmul_int8(
-    rows: Int8Rows,
-    packed: CpuPacked | PackedFloats,
-    bias: NDArray[np.float32] | None,
-    accumulate: bool,
-    out: NDArray[np.float32],
+    rows: Int8Rows, packed: CpuPacked | PackedFloats, bias: Floats, accumulate: bool, out: Floats
 ) -> None:
     """Multiply quantized rows by packed weights."""
     assert isinstance(packed, CpuPacked), "int8 activations go with integer codes"
     if rows.n_rows == 0:  # the kernels read the first row
         return
-    bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if cpu_gemv_int8.piece_vectors(packed.form) == 8 else rows.half_sums
     parallel_for(
-        int8_kernel(packed.form, rows.n_rows), packed.n_groups,
-        _work(packed, rows.n_rows),
+        int8_kernel(packed.form, rows.n_rows), packed.n_groups, _work(packed, rows.n_rows),
         rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,
         out,
     )  # fmt: skip

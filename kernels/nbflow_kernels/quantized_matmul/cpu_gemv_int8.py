@@ -42,11 +42,8 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     `PREFETCH_BYTES` ahead.
     """
     vectors, has_base, zero = piece_vectors(form), form.base != "none", np.int32(-form.zero)
-    units, pieces, block_bytes = (
-        form.block // form.unit,
-        form.unit // 4 // vectors,
-        form.block_bytes,
-    )
+    units, pieces = form.block // form.unit, form.unit // 4 // vectors
+    block_bytes = form.block_bytes
     per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
     halves, bits = 1 if vectors == 4 else 0, 8 if form.values is not None else form.bits
     lines = -(-block_bytes // (units * LINE)) if tokens > 1 else 0  # prefetched with each unit
@@ -69,10 +66,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                 x_at, d_at = simd.address(x) + first * x_step, simd.address(scales) + first * d_step
                 starts_at = simd.address(starts) + first * n_step
                 weighted_at = simd.address(weighted) + first * n_step
-                total, bases = (
-                    register_tiles_int8.zeros(1, tokens),
-                    register_tiles_int8.zeros(1, tokens),
-                )
+                total = bases = register_tiles_int8.zeros(1, tokens)
                 piece = 0
                 for _ in range(n_blocks):
                     d, m = d_of(form, at, 0), m_of(form, at, 0)

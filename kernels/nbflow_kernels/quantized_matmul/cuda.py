@@ -36,6 +36,7 @@ from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaP
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda_dequant_gemm
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 from nbflow_kernels.sparse import cuda as sparse
 
 SPLITS = 8
@@ -92,7 +93,7 @@ def qmatmul(
     """See `nbflow_kernels.qmatmul`."""
     if not x.shape[0] or not w.shape[0]:
         return
-    has_units = not w.is_float and not w.format.decodes_from_storage
+    has_units = has_mma_layout(w)
     if activations == "bf16" and not (has_units and len(x) <= BF16_MAX_ROWS):
         cuda_dequant_gemm.qmatmul(x, w, bias, accumulate, out)
     elif w.is_float:
@@ -219,21 +220,11 @@ def grouped(
 
 
 def batched(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
-    """Batched product: ``out[:, h] = x[:, h] @ w[h].T``.
+    """Batched product: ``out[:, h] = x[:, h] @ w[h].T``, with the bits of H single products.
 
-    One launch for up to 8 rows and block formats, one or two for float weights and any number of
-    rows.  Returns False, and does nothing, in other cases.
-
-    Parameters
-    ----------
-    x : array of float32, shape (T, H, K)
-        Activations.
-    w : QuantTensor, shape (H, N, K)
-        Weights without outliers, not in a user format without integer codes.
-    activations : {"f32", "int8", "bf16"}
-        As in `qmatmul`.
-    out : array of float32, shape (T, H, N)
-        The result, with the bits of H single products.
+    `w` (H, N, K) has no outliers and is not in a user format without integer codes.  One launch
+    for up to 8 rows and block formats, one or two for float weights and any number of rows.
+    Returns False, and does nothing, in other cases.
     """
     if activations == "bf16":
         return False

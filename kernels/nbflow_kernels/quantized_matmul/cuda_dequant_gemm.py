@@ -9,7 +9,7 @@ Weights in a user's format without integer codes are dequantized in the same way
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from nbflow_kernels.arrays import empty
@@ -23,32 +23,23 @@ from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 
 PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
 
-_round_rows = cpp_kernel(
-    __file__,
-    "cuda_round_activations.cu",
-    "round_rows",
-    "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8",
-)
+_kernel = partial(cpp_kernel, __file__, "cuda_round_activations.cu")
+_round_rows = _kernel("round_rows", "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8")
 _BITS = {
-    "float32": cpp_kernel(
-        __file__,
-        "cuda_round_activations.cu",
-        "to_bf16_bits<float, false>",
-        "f32* x, bf16* out, i64 n",
-    ),
-    "float16": cpp_kernel(
-        __file__,
-        "cuda_round_activations.cu",
-        "to_bf16_bits<unsigned short, true>",
-        "f16* x, bf16* out, i64 n",
-    ),
+    "float32": _kernel("to_bf16_bits<float, false>", "f32* x, bf16* out, i64 n"),
+    "float16": _kernel("to_bf16_bits<unsigned short, true>", "f16* x, bf16* out, i64 n"),
 }
+
+
+def has_mma_layout(w: QuantTensor) -> bool:
+    """Return whether a weight has an MMA layout, which leaves out the outliers."""
+    return not w.is_float and not w.format.decodes_from_storage
 
 
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape
-    has_units = not w.is_float and not w.format.decodes_from_storage
+    has_units = has_mma_layout(w)
     if has_units and float_cuda.use_wgmma(device_of(x), len(x)):
         cuda_gemm_wgmma.multiply(x, w.units(), bias, accumulate, out)
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
@@ -28,10 +28,10 @@ from nbflow_kernels.quantized_matmul.cuda import (
     gemv_defines,
     is_whole,
 )
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 
-NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
-"""Names in `cuda_prologue_norm.cuh`."""
 NORM_NUMBERS = {"rms": 1, "layer": 2}
+"""`RMS_NORM` and `LAYER_NORM` of `cuda_prologue_norm.cuh`."""
 _GATE_REGION, _NORM_CHUNK = 64, 128  # as in `cuda_epilogues.cuh` and `normalize.cuh`
 
 _SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
@@ -81,6 +81,19 @@ def _scaling(weight: Any, bias: Any, out: Any) -> tuple[Any, ...]:
     return (weight, bias, out, 0 if out is None else out.strides[0] // 4)
 
 
+class EpilogueLaunch(NamedTuple):
+    """Launch parameters of an epilogue for a matrix and a number of tokens."""
+
+    defines: tuple[tuple[str, str | int], ...] = ()
+    """Further macros."""
+    arguments: tuple[Any, ...] = ()
+    """Kernel arguments after the counters of the regions."""
+    n_regions: int = 0
+    """Regions (`cuda_epilogue_sync.cuh`) of the matrix."""
+    shared_bytes: int = 0
+    """Bytes of dynamic shared memory."""
+
+
 class Epilogue:
     """Base of the epilogues, and the empty one."""
 
@@ -88,23 +101,9 @@ class Epilogue:
     """Value of the macro EPILOGUE in `cuda_epilogues.cuh`."""
     parameters = ""
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """Further macros."""
-        return ()
-
-    def n_regions(self, n_rows: int) -> int:
-        """Return the number of regions (`cuda_epilogue_sync.cuh`) of a matrix."""
-        return 0
-
-    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
-        """Return the bytes of dynamic shared memory."""
-        return 0
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Kernel arguments after the counters of the regions."""
-        return ()
+    def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
+        """Return the launch parameters for a matrix of `n_rows` rows."""
+        return EpilogueLaunch()
 
 
 NOTHING = Epilogue()
@@ -117,10 +116,9 @@ class Activation(Epilogue):
     activation: str
     number = 1
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """See `Epilogue.defines`."""
-        return (("FUNCTION", FUNCTIONS[self.activation]),)
+    def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
+        """See `Epilogue.launch`."""
+        return EpilogueLaunch((("FUNCTION", FUNCTIONS[self.activation]),))
 
 
 @dataclass(frozen=True)
@@ -129,25 +127,17 @@ class GateEpilogue(Epilogue):
 
     activation: str
     out: Any
-    gate_first: bool = True
     number = 2
     parameters = "f32* gated, i64 gated_stride, i32 width, i32 gate, i32 up, i32 padding"
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """See `Epilogue.defines`."""
-        return (("FUNCTION", FUNCTIONS[self.activation]),)
-
-    def n_regions(self, n_rows: int) -> int:
-        """See `Epilogue.n_regions`."""
-        return ceil_div(n_rows // 2, _GATE_REGION)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """See `Epilogue.arguments`."""
+    def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
+        """See `Epilogue.launch`."""
         width = self.out.shape[1]
-        gate, up = (0, width) if self.gate_first else (width, 0)
-        return (self.out, self.out.strides[0] // 4, width, gate, up, 0)
+        return EpilogueLaunch(
+            (("FUNCTION", FUNCTIONS[self.activation]),),
+            (self.out, self.out.strides[0] // 4, width, 0, width, 0),
+            ceil_div(n_rows // 2, _GATE_REGION),
+        )
 
 
 @dataclass(frozen=True)
@@ -220,29 +210,21 @@ class RopeKvAppendEpilogue(Epilogue):
         "f32 head_offset"
     )
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """See `Epilogue.defines`."""
-        formats = (_format(which, kind) for which, kind in zip("KV", self.kinds, strict=True))
-        return (*formats, ("NORM_OF_ALL_HEADS", int(self.of_all)))
-
-    def n_regions(self, n_rows: int) -> int:
-        """See `Epilogue.n_regions`."""
-        return 3 if self.of_all else n_rows // self.head_dim
-
-    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
-        """See `Epilogue.shared_bytes`."""
-        return _sums_bytes(n_rows, n_tokens) if self.of_all else 0
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """See `Epilogue.arguments`."""
+    def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
+        """See `Epilogue.launch`."""
         placement = self.placement
-        return (
+        formats = (_format(which, kind) for which, kind in zip("KV", self.kinds, strict=True))
+        arguments = (
             *placement.arguments(self.keys), self.q_weight, self.k_weight,
             *placement.cache(self.keys), *placement.cache(self.values), self.head_dim,
             self.first, self.n_q, self.n_k, self.eps, self.offset,
         )  # fmt: skip
+        return EpilogueLaunch(
+            (*formats, ("NORM_OF_ALL_HEADS", int(self.of_all))),
+            arguments,
+            3 if self.of_all else n_rows // self.head_dim,
+            _sums_bytes(n_rows, n_tokens) if self.of_all else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -279,25 +261,16 @@ class MlaEpilogue(Epilogue):
         "i32 n_q, i32 width, i32 rank, i32 first, i32 n_latent, f32 latent_eps, f32 latent_offset"
     )
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """See `Epilogue.defines`."""
-        return (_format("K", self.kind),)
-
-    def n_regions(self, n_rows: int) -> int:
-        """See `Epilogue.n_regions`."""
-        return self.n_q + (self.first is not None)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """See `Epilogue.arguments`."""
+    def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
+        """See `Epilogue.launch`."""
         first, n_latent = (0, 0) if self.first is None else (self.first, 1)
-        return (
+        arguments = (
             *self.placement.arguments(self.pages), self.queries, self.latent,
             self.queries.strides[0] // 4, self.latent.strides[0] // 4, self.weight,
             *self.placement.cache(self.pages), self.head_dim, self.n_q, self.latent.shape[1],
             self.rank, first, n_latent, self.eps, self.offset,
         )  # fmt: skip
+        return EpilogueLaunch((_format("K", self.kind),), arguments, self.n_q + n_latent)
 
 
 @dataclass(frozen=True)
@@ -311,30 +284,21 @@ class NormEpilogue(Epilogue):
         f"{_SCALING.format('row')}, f32 row_eps, f32 row_offset, f32 row_added, i32 padding"
     )
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        """See `Epilogue.defines`."""
-        return (("ROW_NORM", NORM_KINDS[self.norm.kind]),)
-
-    def n_regions(self, n_rows: int) -> int:
-        """See `Epilogue.n_regions`."""
-        return 1
-
-    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
-        """See `Epilogue.shared_bytes`."""
-        return _sums_bytes(n_rows, n_tokens)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """See `Epilogue.arguments`."""
-        return (*self.norm.scaling, self.norm.eps, self.norm.offset, self.added, 0)
+    def launch(self, n_rows: int, n_tokens: int) -> EpilogueLaunch:
+        """See `Epilogue.launch`."""
+        return EpilogueLaunch(
+            (("ROW_NORM", NORM_NUMBERS[self.norm.kind]),),
+            (*self.norm.scaling, self.norm.eps, self.norm.offset, self.added, 0),
+            1,
+            _sums_bytes(n_rows, n_tokens),
+        )
 
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
     """Return whether `fused_gemv` supports a weight and a number of rows."""
-    if not isinstance(w, QuantTensor) or w.is_float or w.format.decodes_from_storage:
+    if not isinstance(w, QuantTensor) or not has_mma_layout(w) or w.outliers is not None:
         return False
-    if w.outliers is not None or n_tokens > GEMV_MAX_ROWS:
+    if n_tokens > GEMV_MAX_ROWS:
         return False
     units = w.units()
     arithmetic = ActivationPrecision.of(units.form, activations)
@@ -345,28 +309,11 @@ def fused_gemv(
     x: Any, w: QuantTensor, bias: Any, out: Any, *, rows: Any = None, norm: Norm | None = None,
     epilogue: Epilogue = NOTHING, added: float = 0.0, activations: str = "f32",
 ) -> None:  # fmt: skip
-    """Multiply up to 8 rows, with a fused norm and a fused epilogue.
+    """Multiply up to 8 rows by a weight that `can_fuse`, with a fused norm and a fused epilogue.
 
-    Parameters
-    ----------
-    x : array of float32, shape (T, K)
-        Activations, or the array that `rows` indexes.
-    w : QuantTensor, shape (N, K)
-        One that `can_fuse` accepts.
-    bias : array of float32, shape (N,), or None
-        Added to the results.
-    out : array of float32, shape (T, N)
-        The result before the epilogue, except that an `Activation` is applied to it.
-    rows : array of int32, optional
-        Row of `x` for each row of `out`, int32.
-    norm : Norm, optional
-        Norm of the rows; its `out` must not be `x`, which all thread blocks read.
-    epilogue : Epilogue
-        Runs after the product.
-    added : float
-        If not 0, the result times this is added to `out`.
-    activations : {"f32", "bf16", "int8"}
-        As in `nbflow_kernels.qmatmul`.
+    `out` gets the result before the epilogue, except that an `Activation` is applied to it; if
+    `added` is not 0, the result times this is added to it.  `rows` is the row of `x` for each row
+    of `out`.  The output of `norm` must not be `x`, which all thread blocks read.
     """
     if not len(out):
         return
@@ -377,17 +324,16 @@ def fused_gemv(
     arguments = gemv_arguments(shape, x, units, bias, added, activations, out, rows)
     if norm is not None:
         arguments += norm.arguments
-    n_regions = epilogue.n_regions(units.n_rows)
-    if n_regions:
-        arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
-        arguments += (arrived, *epilogue.arguments)
+    launch = epilogue.launch(units.n_rows, len(out))
+    if launch.n_regions:
+        arrived = workspace(device, "qmatmul regions", launch.n_regions, "i4", zero=True)
+        arguments += (arrived, *launch.arguments)
     kind = 0 if norm is None else NORM_NUMBERS[norm.kind]
-    epilogue_key = epilogue.number, epilogue.parameters, epilogue.defines
+    epilogue_key = epilogue.number, epilogue.parameters, launch.defines
     whole = is_whole(units, arithmetic)
     _kernel(units.form, shape.tokens, whole, arithmetic, kind, *epilogue_key)(
-        (shape.grid, shape.parts), 32 * WARPS, arguments,
-        max(shape.shared, epilogue.shared_bytes(units.n_rows, len(out))),
-    )  # fmt: skip
+        (shape.grid, shape.parts), 32 * WARPS, arguments, max(shape.shared, launch.shared_bytes)
+    )
 
 
 @cache

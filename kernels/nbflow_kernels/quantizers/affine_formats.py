@@ -35,25 +35,19 @@ _GGML: dict[int, Callable[[AffineFormat, Floats], QuantizedBlocks]] = {
     GGML_RANGE: ggml_legacy.quantize_range,
     GGML_ABSMAX: ggml_legacy.quantize_absmax,
 }
-_WEIGHTED: dict[int, Callable[[AffineFormat, Floats, Floats], QuantizedBlocks]] = {
-    GGML_EXTREME: ggml_legacy.weighted_signed,
-    GGML_RANGE: ggml_legacy.weighted_range,
-    GGML_ABSMAX: ggml_legacy.weighted_absmax,
-}
 
 
 def takes_importance(format: AffineFormat) -> bool:
-    """Return True if the published quantizer takes importance weights."""
-    return format.rule in _WEIGHTED
+    """Return True if the published quantizer takes importance; that of q8_0 ignores it."""
+    return format.rule in _GGML
 
 
 def quantize_chunk(
     format: AffineFormat, x: Floats, counts: Floats, quantizer: str, importance: Floats | None
 ) -> Bytes:
     """Return the bytes of rows; `counts` (columns,) is 1, and 0 for padding."""
-    weighted = _WEIGHTED.get(format.rule)
-    if importance is not None and weighted is not None:
-        codes, parameters = weighted(format, x, importance)
+    if importance is not None and format.rule in (GGML_EXTREME, GGML_RANGE):
+        codes, parameters = ggml_legacy.quantize_weighted(format, x, importance)
     else:
         codes, parameters = _reference(format, x)
     codes = codes.reshape(x.shape)

@@ -15,18 +15,15 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
-RowQuantizer = Callable[[Floats, Floats | None, Floats], Bytes]
-"""A function ``(x, importance, counts)`` to rows of bytes.  `x` is (rows, columns), `importance`
-(1 or rows, columns) or None; `counts` (columns,) is 1, and 0 for padding."""
-
 
 @dataclass(frozen=True)
 class BlockQuantizer:
     """The two quantizers of one format."""
 
-    reference: RowQuantizer
-    """The published quantizer."""
-    search: RowQuantizer
+    reference: Callable[[Floats, Floats | None], Bytes]
+    """The published quantizer: rows of weights and their importance, (1 or rows, columns)."""
+    search: Callable[[Floats, Floats], Bytes]
+    """The search: rows of weights and the weights of their squared errors."""
     takes_importance: bool = True
     """True if the published quantizer takes importance weights."""
     needs_importance: bool = False
@@ -46,11 +43,11 @@ class BlockQuantizer:
         given = importance if self.takes_importance else None
         if given is None and self.needs_importance:
             given = counts[None]
-        published = self.reference(x, given, counts)
+        published = self.reference(x, given)
         if quantizer != "search":
             return published
-        searched = self.search(x, importance, counts)
-        return _better(format, x, weights(importance, counts), searched, published)
+        weight = counts[None] if importance is None else importance
+        return _better(format, x, weight, self.search(x, weight), published)
 
 
 def _better(format: QuantFormat, x: Floats, weight: Floats, data: Bytes, other: Bytes) -> Bytes:
@@ -64,11 +61,6 @@ def _better(format: QuantFormat, x: Floats, weight: Floats, data: Bytes, other: 
         format.block_size, format.block_bytes,
     )  # fmt: skip
     return data
-
-
-def weights(importance: Floats | None, counts: Floats) -> Floats:
-    """Return the weight of each squared error, (1 or rows, columns)."""
-    return counts[None] if importance is None else importance
 
 
 def _scaled(importance: Floats) -> Floats:

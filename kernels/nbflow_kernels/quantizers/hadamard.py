@@ -60,21 +60,7 @@ class Rotation:
     def apply(self, x: NDArray[Any], *, inverse: bool = False) -> NDArray[np.float64]:
         """Return ``x @ R`` along the last axis, or ``x @ R.T`` for the inverse.
 
-        Parameters
-        ----------
-        x : array of float, shape (..., n * size)
-            Rows.
-        inverse : bool
-            Apply the transpose instead.
-
-        Returns
-        -------
-        array of float64, shape of `x`
-
-        Raises
-        ------
-        UsageError
-            If the last axis is not a multiple of the size.
+        The last axis of `x` must be a multiple of the size.
         """
         if x.shape[-1] % self.size:
             raise UsageError(
@@ -98,13 +84,7 @@ class Rotation:
 
 
 def paley_order(size: int) -> int:
-    """Return the order of Paley's factor: 1 for powers of two, else the smallest q + 1.
-
-    Raises
-    ------
-    UsageError
-        If no such order exists.
-    """
+    """Return the order of Paley's factor: 1 for powers of two, else the smallest q + 1."""
     if size < 1:
         raise UsageError(f"the size of a rotation must be at least 1, got {size}")
     rest = size & -size  # the largest power of two that divides it

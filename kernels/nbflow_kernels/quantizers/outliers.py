@@ -57,12 +57,7 @@ def sample_rows(n_rows: int, n_columns: int) -> range:
 def soft_range(x: NDArray[Any], ratio: float) -> tuple[float, float]:
     """Return the range that leaves out ``ratio / 2`` of the weights at each end.
 
-    Parameters
-    ----------
-    x : array of float, shape (rows, columns)
-        The weights, or the rows of `sample_rows` of a large matrix.
-    ratio : float
-        Share of weights outside, both ends together.
+    `x` has all weights, or the rows of `sample_rows` of a large matrix.
 
     Examples
     --------

@@ -32,24 +32,9 @@ def quantize_rows(
 ) -> Bytes:
     """Return the bytes of each row of `x`, shape (rows, row bytes).
 
-    Parameters
-    ----------
-    format : QuantFormat
-        The format.
-    x : array of float32, shape (rows, blocks * block_size)
-        Finite weights; the columns from `n_columns` on are padding: copies of the row's last
-        weight, whose error does not count.
-    n_columns : int
-        Columns that count.
-    quantizer : {"reference", "search"}
-        The published quantizer, or the search.
-    importance : array of float32, shape (1 or rows, blocks * block_size), optional
-        Weights of the squared errors, 0 in the padding.
-
-    Raises
-    ------
-    UsageError
-        If the published quantizer knows no importance, or the format has no quantizer.
+    `x` has finite weights in whole blocks; its columns from `n_columns` on are padding: copies of
+    the row's last weight, whose error does not count.  `importance` (1 or rows, columns) weighs
+    squared errors; UsageError if the published quantizer of the format ("reference") has none.
     """
     if isinstance(format, FloatFormat | UserFormat):
         return format.quantize_rows(x, n_columns, quantizer, importance)

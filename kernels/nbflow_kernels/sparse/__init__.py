@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, empty, is_cuda
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.arrays import check_array, is_cuda, output_array
 from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.sparse import cpu, cuda
 
@@ -66,14 +65,6 @@ def sparse_matmul(
     if not isinstance(w, CsrMatrix):
         raise TypeError(f"w must be a CsrMatrix, got {type(w).__name__}")
     check_array("x", x, (None, w.shape[1]), rows=True)
-    shape = (x.shape[0], w.shape[0])
-    if out is not None:
-        check_array("out", out, shape, rows=True)
-        if not is_cuda(out) and np.may_share_memory(x, out):
-            raise UsageError("out must not overlap x; pass another array")
-    elif accumulate:
-        raise UsageError("accumulate=True needs out=, the array to add to")
-    else:
-        out = empty(x, shape)
+    out = output_array(x, (x.shape[0], w.shape[0]), out, accumulate, rows=True)
     (cuda if is_cuda(x) else cpu).sparse_matmul(x, w, bool(accumulate), out)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,29 +16,23 @@ _REASON = (
 )
 
 
-def _inputs(
-    T: int, N: int, K: int, share: float, accumulate: bool
-) -> Callable[[np.random.Generator], dict[str, Any]]:
-    def make(rng: np.random.Generator) -> dict[str, Any]:
-        dense = rng.standard_normal((N, K), dtype=np.float32)
-        w = CsrMatrix.from_mask(dense, rng.random((N, K)) < share)
-        inputs: dict[str, Any] = {"x": rng.standard_normal((T, K), dtype=np.float32), "w": w}
-        if accumulate:
-            inputs |= {"accumulate": True, "out": rng.standard_normal((T, N), dtype=np.float32)}
-        return inputs
-
-    return make
-
-
 def _case(
     name: str, T: int, N: int, K: int, share: float, accumulate: bool = False, timed: bool = False
 ) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        dense = rng.standard_normal((N, K), dtype=np.float32)
+        w = CsrMatrix.from_mask(dense, rng.random((N, K)) < share)
+        made: dict[str, Any] = {"x": rng.standard_normal((T, K), dtype=np.float32), "w": w}
+        if accumulate:
+            made |= {"accumulate": True, "out": rng.standard_normal((T, N), dtype=np.float32)}
+        return made
+
     nnz = int(N * K * share)
     largest = K if share == 1 else 3 * K * share + 10  # values in a row
     return OpCase(
         op="sparse_matmul",
         name=name,
-        inputs=_inputs(T, N, K, share, accumulate),
+        inputs=inputs,
         rtol=0.0,
         atol=4 * largest * 6e-8,
         reason=_REASON,

@@ -8,12 +8,14 @@ and `ggml_iq2_iq3` those on grids.  The scalar code is the CPU's, without fused 
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba import cuda as nc
 
 from nbflow_kernels import cuda
+from nbflow_kernels.cuda import numba_conversions as numbers
+from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import (
     ABSMAX,
@@ -96,7 +98,6 @@ def _device_bits(format: AffineFormat, device: cuda.KernelDevice) -> Any:
 @functools.cache
 def _block_kernel(format: AffineFormat | UserFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block per thread."""
-    nc: Any = importlib.import_module("numba.cuda")
     block, block_bytes = format.block_size, format.block_bytes
     if isinstance(format, UserFormat):
         key, quantize_block = user_key(format), _user_block(format)
@@ -123,8 +124,6 @@ def _block_kernel(format: AffineFormat | UserFormat) -> cuda.Kernel:
 
 def _user_block(format: UserFormat) -> Any:
     """Return ``(weights, bits, out)``: the bytes of a block of a user format."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
     quantize_block = on_device(format, "quantize_block")
 
     @device
@@ -136,9 +135,6 @@ def _user_block(format: UserFormat) -> Any:
 
 def _affine_block(format: AffineFormat) -> Any:
     """Return ``(weights, bits, out)``: the bytes of a block with one base and scale."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
-    nc: Any = importlib.import_module("numba.cuda")
     block, code = format.block_size, format.fields["code"]
     n_numbers, n_bits, radix, flip = code.n_stored, code.bits, code.radix, code.flip
     fit = _inferflow_fit(format) if format.rule <= ABSMAX else _ggml_fit(format)
@@ -158,8 +154,6 @@ def _affine_block(format: AffineFormat) -> Any:
 
 def _inferflow_fit(format: AffineFormat) -> Any:
     """Return Inferflow's ``(weights, codes, out)``: codes, and the parameters' bytes to `out`."""
-    from nbflow_kernels.cuda import numba_conversions as numbers
-
     block, scale_at = format.block_size, format.fields.at("scale")
     base_at = format.fields.at("base") if "base" in format.fields else 0
     kind, zero, n_codes = format.parameters, format.zero, format.n_codes
@@ -183,8 +177,6 @@ def _inferflow_fit(format: AffineFormat) -> Any:
 
 def _ggml_fit(format: AffineFormat) -> Any:
     """Return GGML's ``(weights, codes, out)``, the scalar form of `reference.ggml_legacy`."""
-    from nbflow_kernels.cuda import numba_conversions as numbers
-
     block, scale_at = format.block_size, format.fields.at("scale")
     base_at = format.fields.at("base") if "base" in format.fields else 0
     zero, last, signed = format.zero, format.n_codes - 1, format.parameters == F16_SCALE
@@ -229,9 +221,6 @@ def _ggml_fit(format: AffineFormat) -> Any:
 @functools.cache
 def _float_kernel(format: Any) -> cuda.Kernel:
     """Return the kernel that rounds one weight per thread."""
-    from nbflow_kernels.cuda import numba_conversions as numbers
-
-    nc: Any = importlib.import_module("numba.cuda")
     to_bits, n_bytes = getattr(numbers, f"bits_of_{format.name}"), format.block_bytes
 
     @cuda.numba_kernel(_DECLARED, key=format.name, fuse=False, name=f"quantize_{format.name}")

@@ -8,14 +8,14 @@ here a thread looks the byte up by the largest magnitude, in a table made with t
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numba import cuda as nc
 
 from nbflow_kernels import cuda
+from nbflow_kernels.cuda import numba_conversions as numbers
+from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.block_format import E4M3, E8M0, BlockFormat, value_table
 from nbflow_kernels.formats.cuda_dequantize import key_of
@@ -23,11 +23,7 @@ from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import packer
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.reference import codebook
 
-if TYPE_CHECKING:
-    from nbflow_kernels.formats.registry import Bytes, Floats
-
 _THREADS = 64
-_LARGEST = np.float32(np.finfo(np.float32).max).view(np.int32)
 
 
 def quantize(x: Any, format: BlockFormat, data: Any) -> None:
@@ -39,33 +35,15 @@ def quantize(x: Any, format: BlockFormat, data: Any) -> None:
     _kernel(format)(grid, _THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 
-def thresholds(scale_bytes: Callable[[Floats], Bytes]) -> NDArray[np.int32]:
-    """Return, for each byte, the bits of the least float32 magnitude whose scale byte reaches it.
-
-    `scale_bytes` gives the bytes of blocks (n, 1) and must not decrease with the magnitude.  The
-    threshold of a byte that no magnitude reaches lies above all numbers.
-    """
-    low, high = np.zeros(256, np.int64), np.full(256, np.int64(_LARGEST) + 1)
-    wanted = np.arange(256)
-    while (low < high).any():  # the first number whose byte is not below the wanted one
-        middle = np.minimum((low + high) // 2, _LARGEST)
-        found = scale_bytes(middle.astype(np.int32).view(np.float32)[:, None])
-        reached = (found >= wanted) & (low < high)
-        high = np.where(reached, middle, high)
-        low = np.where(~reached & (low < high), middle + 1, low)
-    return high.astype(np.int32)
-
-
 def device_tables(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, ...]:
     """Return device arrays: values of the codes, steps and thresholds of scale bytes, bit map."""
     key = ("quantizer", format.name)
     if key not in device.constants:
         steps, bounds = np.zeros(1, np.float32), np.zeros(1, np.int32)
         if format.name == "mxfp4":
-            steps, bounds = E8M0, thresholds(codebook.e8m0)
+            steps, bounds = E8M0, codebook.thresholds(codebook.e8m0)
         elif format.name == "nvfp4":
-            steps = E4M3
-            bounds = thresholds(lambda x: codebook.e4m3(x, 2 * E4M3))
+            steps, bounds = E4M3, codebook.thresholds(codebook.e4m3)
         tables = (value_table(format.form), steps, bounds, bit_sources(format.fields))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
     found: tuple[Any, ...] = device.constants[key]
@@ -75,7 +53,6 @@ def device_tables(format: BlockFormat, device: cuda.KernelDevice) -> tuple[Any, 
 @functools.cache
 def _kernel(format: BlockFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block per thread."""
-    nc: Any = importlib.import_module("numba.cuda")
     block, block_bytes = format.block_size, format.block_bytes
     n_fields = sum(field.n for field in format.fields.fields)
     n_values = 1 << format.form.code_bits
@@ -113,9 +90,6 @@ def _fit(format: BlockFormat) -> Any:
 
 
 def _fit_iq4(format: BlockFormat) -> Any:
-    from nbflow_kernels.cuda.numba_conversions import device
-
-    nc: Any = importlib.import_module("numba.cuda")
     block, n_subs = format.block_size, format.block_size // 32
     scale_of, codes_of = twin(codebook.iq4_scale), twin(codebook.iq4_codes)
 
@@ -139,8 +113,6 @@ def _fit_iq4(format: BlockFormat) -> Any:
 
 
 def _fit_fp4(format: BlockFormat) -> Any:
-    from nbflow_kernels.cuda import numba_conversions as numbers
-
     block, size = format.block_size, format.form.block
     code_of = twin(codebook.fp4_code)
 
@@ -166,9 +138,6 @@ def _fit_fp4(format: BlockFormat) -> Any:
 
 
 def _fit_few(format: BlockFormat) -> Any:
-    from nbflow_kernels.cuda.numba_conversions import device
-
-    nc: Any = importlib.import_module("numba.cuda")
     block, in_threes = format.block_size, format.name == "tq1_0"
     published = codebook.binary_block if format.name == "q1_0" else codebook.ternary_block
     codes_of = twin(published)

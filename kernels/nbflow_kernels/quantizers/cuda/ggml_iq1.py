@@ -7,12 +7,14 @@ weights at a time and takes those that gain more than the best so far, in the CP
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba import cuda as nc
+from numba.cuda.libdevice import fsqrt_rn as sqrt
 
 from nbflow_kernels import cuda
+from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import (
     BLOCKS_PER_SM,
@@ -45,9 +47,6 @@ def quantize(x: Any, format: BlockFormat, data: Any) -> None:
 @functools.cache
 def _kernel(format: BlockFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block of 256 weights per thread block."""
-    nc: Any = importlib.import_module("numba.cuda")
-    from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
-
     sub, block_bytes = format.form.sub_block, format.block_bytes
     n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
     weighted, d_at = QUANTIZERS[format.name].needs_importance, 64 + 256 // sub
@@ -117,8 +116,6 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
 
 def _levels() -> Any:
     """Return the function that writes the levels by shift to an array (2, 3)."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
     (a, b, c), (d, e, f) = (tuple(row) for row in iq1.SHIFTED)
 
     @device
@@ -131,9 +128,6 @@ def _levels() -> Any:
 
 def _sub_block(sub: int) -> Any:
     """Return the warp's form of `reference.ggml_iq1._sub_block`."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
-    nc: Any = importlib.import_module("numba.cuda")
     groups, split = sub // 8, _split(sub)
     point_of, sums = twin(iq1.point_of), twin(iq1.sums)
 
@@ -175,9 +169,6 @@ def _sub_block(sub: int) -> Any:
 
 def _split(sub: int) -> Any:
     """Return the search for the best split: (low, high, shift, scale); low is -1 if none fits."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
-    nc: Any = importlib.import_module("numba.cuda")
     n_shifts, factor = (2, 3) if sub == 32 else (4, 1)
     gain = _gain(sub)
     add_up = twin(iq1.add_up_32 if sub == 32 else iq1.add_up_16)
@@ -203,10 +194,8 @@ def _split(sub: int) -> Any:
                 better = nc.ballot_sync(_ALL, qq > 0 and qx * qx > best * qq)
                 while better != 0:  # the first lane, then lanes behind it that gain more
                     leader = nc.ffs(better) - 1
-                    top_x, top_q = (
-                        nc.shfl_sync(_ALL, qx, leader),
-                        nc.shfl_sync(_ALL, qq, leader),
-                    )
+                    top_x = nc.shfl_sync(_ALL, qx, leader)
+                    top_q = nc.shfl_sync(_ALL, qq, leader)
                     scale = top_x / top_q
                     best = scale * top_x
                     k = start + leader
@@ -220,8 +209,6 @@ def _split(sub: int) -> Any:
 
 def _gain(sub: int) -> Any:
     """Return ``(sum_x, sum_w, low, high, shift, levels)``, the sums of one split."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
     gain_32, half_gain = twin(iq1.gain_32), twin(iq1.half_gain_16)
 
     @device

@@ -8,12 +8,14 @@ the CPU's order, so that the same scale wins.
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba import cuda as nc
+from numba.cuda.libdevice import fsqrt_rn as sqrt
 
 from nbflow_kernels import cuda
+from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
@@ -63,8 +65,6 @@ def device_tables(format: BlockFormat, name: str, device: cuda.KernelDevice) -> 
 @functools.cache
 def packer(format: BlockFormat) -> Any:
     """Return the function with which `n_threads` threads write a block from its fields."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
     block_bytes = format.block_bytes
 
     @device
@@ -82,9 +82,6 @@ def packer(format: BlockFormat) -> Any:
 @functools.cache
 def _kernel(format: BlockFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one block of 256 weights per thread block."""
-    nc: Any = importlib.import_module("numba.cuda")
-    from nbflow_kernels.quantizers.cuda.simt_lanes import sqrt
-
     recipe, block_bytes = RECIPES[format.name], format.block_bytes
     sub, weighted = recipe.sub_block, QUANTIZERS[format.name].needs_importance
     n_subs, n_threads = 256 // sub, THREADS
@@ -102,10 +99,8 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
     def quantize(x, first, lists, grid, sources, data, T, columns, row_bytes):
         weights, counts = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
         roots, values = nc.shared.array(256, np.float32), nc.shared.array(256, np.float32)
-        gain_x, gain_q = (
-            nc.shared.array(n_threads, np.float32),
-            nc.shared.array(n_threads, np.float32),
-        )
+        gain_x = nc.shared.array(n_threads, np.float32)
+        gain_q = nc.shared.array(n_threads, np.float32)
         off, fields = nc.shared.array(n_threads, np.int32), nc.shared.array(n_fields, np.int32)
         found, of_block = nc.shared.array(n_subs, np.float32), nc.shared.array(1, np.float32)
         thread = nc.threadIdx.x
@@ -160,9 +155,6 @@ def _kernel(format: BlockFormat) -> cuda.Kernel:
 
 def _sub_block(format: BlockFormat) -> Any:
     """Return the warp's form of `reference.ggml_iq2_iq3._sub_block`."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
-    nc: Any = importlib.import_module("numba.cuda")
     recipe = RECIPES[format.name]
     sub, dimensions = recipe.sub_block, neighbours(format.name).dimensions
     groups, n_levels, again = sub // dimensions, recipe.n_levels, recipe.again

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba import cuda as nc
 
 from nbflow_kernels import cuda
+from nbflow_kernels.cuda import numba_conversions as numbers
+from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.cuda import simt_adapter
+from nbflow_kernels.quantizers.cuda import simt_lanes as own
 from nbflow_kernels.quantizers.cuda.simt_adapter import twin
 from nbflow_kernels.quantizers.k_formats import QUANTIZERS
 from nbflow_kernels.quantizers.reference import ggml_k
@@ -36,10 +39,6 @@ def quantize(x: Any, format: KQuantFormat, data: Any) -> None:
 @functools.cache
 def _kernel(format: KQuantFormat) -> cuda.Kernel:
     """Return the kernel that quantizes one super-block per thread."""
-    from nbflow_kernels.cuda import numba_conversions as numbers
-    from nbflow_kernels.quantizers.cuda import simt_lanes as own
-
-    nc: Any = importlib.import_module("numba.cuda")
     offset_of = numbers.device(simt_adapter.scratch_offset)
     vectors, vector, size = ggml_k.VECTORS, simd_panel.VECTOR, ggml_k.SUPER
     codes_at, scales_at, mins_at = ggml_k.CODES, ggml_k.SCALE_CODES, ggml_k.MIN_CODES
@@ -57,10 +56,8 @@ def _kernel(format: KQuantFormat) -> cuda.Kernel:
     def quantize(x, scratch, data, T, columns, row_bytes):
         thread = np.int64(nc.blockIdx.x) * nc.blockDim.x + nc.threadIdx.x
         at = numbers.address(scratch) + offset_of(thread, vectors)
-        codes, block = (
-            nc.local.array((1, 256), np.uint8),
-            nc.local.array((1, block_bytes), np.uint8),
-        )
+        codes = nc.local.array((1, 256), np.uint8)
+        block = nc.local.array((1, block_bytes), np.uint8)
         scales, mins = nc.local.array((1, 16), np.int16), nc.local.array((1, 16), np.uint8)
         params = nc.local.array((1, 2), np.uint16)
         blocks = row_bytes // block_bytes
@@ -88,13 +85,9 @@ def _kernel(format: KQuantFormat) -> cuda.Kernel:
 
 def _fit(format: KQuantFormat) -> Any:
     """Return the function ``(at)`` that fits the scales of a super-block."""
-    from nbflow_kernels.cuda.numba_conversions import device
-
     if format.has_mins:
-        fit_ranges, recipe = (
-            twin(ggml_k.fit_ranges),
-            QUANTIZERS[format.name].recipe(format, weighted=False),
-        )
+        fit_ranges = twin(ggml_k.fit_ranges)
+        recipe = QUANTIZERS[format.name].recipe(format, weighted=False)
 
         @device
         def fit(at):

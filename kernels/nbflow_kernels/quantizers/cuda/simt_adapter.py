@@ -8,14 +8,17 @@ neighbours, so the bits are the same.
 from __future__ import annotations
 
 import functools
-import importlib
+import operator
 import types
 from typing import Any
 
 import numpy as np
+from numba.cuda import libdevice
 
 from nbflow_kernels.cpu import simd, simd_compare, simd_memory
+from nbflow_kernels.cuda import numba_conversions as numbers
 from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.cuda import simt_lanes as own
 from nbflow_kernels.quantizers.reference import ggml_scale_fit
 
 MODULES = (simd, simd_compare, simd_memory, simd_panel, ggml_scale_fit)
@@ -31,7 +34,6 @@ class _Twins:
     """Copies of functions and modules that call the operations of `_operations`."""
 
     def __init__(self) -> None:
-        self._device = importlib.import_module("numba.cuda").jit(device=True)
         self._made: dict[int, Any] = {}
         for module, names in _operations().items():
             for name, operation in names.items():
@@ -54,7 +56,7 @@ class _Twins:
         again = types.FunctionType(
             python.__code__, names, python.__name__, python.__defaults__, python.__closure__
         )
-        made = self._made[id(compiled)] = self._device(again)
+        made = self._made[id(compiled)] = numbers.device(again)
         used = set(python.__code__.co_names)
         names.update({k: self.of(v) for k, v in python.__globals__.items() if k in used})
         names["__name__"], names["__builtins__"] = python.__module__, __builtins__
@@ -71,33 +73,31 @@ class _Twins:
 @functools.cache
 def _numpy() -> Any:
     """Return a stand-in for NumPy: its types, and `rint` and `sqrt` with the CPU's bits."""
-    from nbflow_kernels.quantizers.cuda import simt_lanes as own
-
     made = types.ModuleType("numpy")
     for name, value in vars(np).items():
         if isinstance(value, type) and issubclass(value, np.generic):
             setattr(made, name, value)
-    made.rint, made.sqrt = own.rint, own.sqrt  # type: ignore[attr-defined]
+    made.rint, made.sqrt = libdevice.rintf, libdevice.fsqrt_rn  # type: ignore[attr-defined]
     return made
 
 
 @functools.cache
 def _operations() -> dict[types.ModuleType, dict[str, Any]]:
     """Return the scalar operations, by module and name of the vector operation."""
-    from nbflow_kernels.cuda import numba_conversions as numbers
-    from nbflow_kernels.quantizers.cuda import simt_lanes as own
-
-    of_simd = (
-        "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
-        "load_f16", "to_f32", "as_i32",
-    )  # fmt: skip
-    of_compare = (
-        "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
-    )  # fmt: skip
+    of_simd = ("and_", "or_", "load_f32", "store_f32", "load_f16")
+    built_in = {
+        "splat": np.float32, "splat_i32": np.int32, "to_f32": np.float32,
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": libdevice.fdiv_rn,
+        "as_i32": libdevice.float_as_int, "float_to_half": numbers.narrow,
+    }  # fmt: skip
+    of_compare = ("less", "differs", "choose", "any_lane")
+    built_in_compare = {
+        "absolute": libdevice.fabsf, "sqrt": libdevice.fsqrt_rn, "smaller": min, "larger": max,
+    }  # fmt: skip
     return {
-        simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
+        simd: built_in | {name: getattr(own, name) for name in of_simd},
         simd_memory: {"store_f16": own.store_f16},
-        simd_compare: {name: getattr(own, name) for name in of_compare},
+        simd_compare: built_in_compare | {name: getattr(own, name) for name in of_compare},
     }
 
 

@@ -1,6 +1,6 @@
-"""Scalar forms of the operations of `simd` and `quantizers.simd_panel`, for one CUDA lane.
+"""Scalar forms of operations of `simd` and `simd_compare` for one CUDA lane.
 
-A mask is -1 or 0.  Needs numba-cuda.
+`simt_adapter` lists those that are built-in functions.  A mask is -1 or 0.  Needs numba-cuda.
 """
 
 from __future__ import annotations
@@ -9,42 +9,6 @@ import numpy as np
 from numba.cuda import libdevice
 
 from nbflow_kernels.cuda.numba_conversions import device, half, load_number, narrow, store_number
-
-
-@device
-def splat(x):
-    """Return a float32."""
-    return np.float32(x)
-
-
-@device
-def splat_i32(i):
-    """Return an int32."""
-    return np.int32(i)
-
-
-@device
-def add(a, b):
-    """Return a + b."""
-    return a + b
-
-
-@device
-def sub(a, b):
-    """Return a - b."""
-    return a - b
-
-
-@device
-def mul(a, b):
-    """Return a * b."""
-    return a * b
-
-
-@device
-def div(a, b):
-    """Return a / b."""
-    return libdevice.fdiv_rn(a, b)
 
 
 @device
@@ -81,48 +45,6 @@ def choose(mask, yes, no):
 def any_lane(mask):
     """Return True if the mask is true in this lane."""
     return mask != 0
-
-
-@device
-def absolute(x):
-    """Return |x|."""
-    return libdevice.fabsf(x)
-
-
-@device
-def sqrt(x):
-    """Return the square root."""
-    return libdevice.fsqrt_rn(x)
-
-
-@device
-def rint(x):
-    """Return the nearest integer, halves to even."""
-    return libdevice.rintf(x)
-
-
-@device
-def smaller(a, b):
-    """Return the smaller int32."""
-    return a if a < b else b
-
-
-@device
-def larger(a, b):
-    """Return the larger int32."""
-    return a if a > b else b
-
-
-@device
-def to_f32(i):
-    """Return an int32 as float32."""
-    return np.float32(i)
-
-
-@device
-def as_i32(x):
-    """Return the bits of a float32."""
-    return libdevice.float_as_int(x)
 
 
 @device

@@ -23,15 +23,19 @@ quantize_row_q1_0_ref).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.formats.block_format import E4M3
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves
 
 TRIES = 7  # iq4: scales tried on either side
 NOTHING = np.float32(1e-15)  # iq4: a smaller largest magnitude counts as zero
+_LARGEST = np.float32(np.finfo(np.float32).max).view(np.int32)
 IQ4_COST, FP4_COST, ROUND_COST = 600.0, 60.0, 8.0  # operations per weight
 
 
@@ -159,11 +163,9 @@ def e8m0(x: Floats) -> Bytes:
     return np.where(largest > 0, np.clip(exponent + 125, 0, 255), 0).astype(np.uint8)
 
 
-def e4m3(x: Floats, numbers: Floats) -> Bytes:
-    """Return the published E4M3 scale of blocks (n, size) as bytes (n,).
-
-    `numbers` are the 256 E4M3 numbers.
-    """
+def e4m3(x: Floats) -> Bytes:
+    """Return the published E4M3 scale of blocks (n, size) as bytes (n,)."""
+    numbers = 2 * E4M3
     scale = np.abs(x).max(axis=1) / np.float32(6)
     normal = numbers[8:121]  # 2**-6 .. 256
     code = 8 + np.searchsorted((normal[:-1] + normal[1:]) / 2, scale, side="right")
@@ -171,6 +173,23 @@ def e4m3(x: Floats, numbers: Floats) -> Bytes:
         subnormal = np.minimum(np.floor(scale * np.float32(512) + np.float32(0.5)), 7)
     code = np.where(code >= 120, 126, code)
     return np.where(scale < numbers[8], subnormal, code).astype(np.uint8)
+
+
+def thresholds(scale_bytes: Callable[[Floats], Bytes]) -> NDArray[np.int32]:
+    """Return, for each byte, the bits of the least float32 magnitude whose scale byte reaches it.
+
+    `scale_bytes` gives the bytes of blocks (n, 1) and must not decrease with the magnitude.  The
+    threshold of a byte that no magnitude reaches lies above all numbers.
+    """
+    low, high = np.zeros(256, np.int64), np.full(256, np.int64(_LARGEST) + 1)
+    wanted = np.arange(256)
+    while (low < high).any():  # the first number whose byte is not below the wanted one
+        middle = np.minimum((low + high) // 2, _LARGEST)
+        found = scale_bytes(middle.astype(np.int32).view(np.float32)[:, None])
+        reached = (found >= wanted) & (low < high)
+        high = np.where(reached, middle, high)
+        low = np.where(~reached & (low < high), middle + 1, low)
+    return high.astype(np.int32)
 
 
 def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:

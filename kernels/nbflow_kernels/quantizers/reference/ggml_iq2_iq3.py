@@ -18,7 +18,6 @@ quantize_row_iq2_s_impl, quantize_row_iq3_xxs_impl, quantize_row_iq3_s_impl, mak
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +25,7 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
-from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.block_formats import RowQuantizer
+from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference.codebook import no_importance
 
@@ -91,17 +89,6 @@ def quantize(name: str, x: Floats, importance: Floats | None) -> OnGrid:
     weight = no_importance() if importance is None else importance
     parallel_for(_quantize, len(x), COST * x.size, x, weight, recipe, near, out)
     return out
-
-
-def reference_quantizer(
-    published: Callable[[Floats, Floats | None], OnGrid], blocks: Callable[[OnGrid], Bytes]
-) -> RowQuantizer:
-    """Return the published quantizer of a format; `blocks` packs rows on the grid."""
-
-    def quantize_bytes(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        return blocks(published(x, importance))
-
-    return quantize_bytes
 
 
 @jit.kernel(strict=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.affine_format import GGML_EXTREME, AffineFormat
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.reference import ggml_scale_fit
@@ -72,36 +72,21 @@ def _fit_blocks(x, importance, squares, top, signed, codes, params, start, stop)
             params[first + lane, 0] = 0 if signed else -scratch[3 * SIZE + 2, lane]
 
 
-def _quantize_weighted(x: Floats, importance: Floats, top: int, signed: bool) -> QuantizedBlocks:
+def quantize_weighted(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
+    """Quantize rows: Q4_0, Q5_0 by the best of 19 ranges; Q4_1, Q5_1 of 38, base <= 0."""
+    signed = format.rule == GGML_EXTREME
+    top = format.zero if signed else format.n_codes - 1
     squares = np.empty(len(x), np.float32)
     parallel_for(_mean_squares, len(x), 8.0 * x.size, x, squares)
     blocks = x.reshape(-1, SIZE)
     codes: Bytes = np.empty(blocks.shape, np.uint8)
     params = np.empty((len(blocks), 2), np.float32)
     parallel_for(
-        _fit_blocks,
-        -(-len(blocks) // LANES),
-        FIT_COST * x.size,
-        blocks,
-        importance,
-        squares,
-        top,
-        signed,
-        codes,
-        params,
-    )
+        _fit_blocks, -(-len(blocks) // LANES), FIT_COST * x.size, blocks, importance, squares, top,
+        signed, codes, params,
+    )  # fmt: skip
     with np.errstate(over="ignore"):
         return codes, params.astype(np.float16).view(np.uint16)
-
-
-def weighted_signed(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
-    """Quantize rows as Q4_0, Q5_0: the best of 19 ranges."""
-    return _quantize_weighted(x, importance, format.zero, True)
-
-
-def weighted_range(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
-    """Quantize rows as Q4_1, Q5_1: the best of 38 ranges, base <= 0."""
-    return _quantize_weighted(x, importance, format.n_codes - 1, False)
 
 
 # ---- without importance -------------------------------------------------------------------------
@@ -151,8 +136,3 @@ def quantize_absmax(format: AffineFormat, x: Floats) -> QuantizedBlocks:
         # a NaN is code 0 of -128..127
         steps = np.where(np.isnan(steps), np.float32(0), steps) + np.float32(format.zero)
         return _stored(format, steps, np.zeros_like(scale), scale)
-
-
-def weighted_absmax(format: AffineFormat, x: Floats, importance: Floats) -> QuantizedBlocks:
-    """Quantize rows as Q8_0, whose published quantizer ignores importance."""
-    return quantize_absmax(format, x.reshape(-1, SIZE))

@@ -6,16 +6,14 @@ are stored and the parity is wrong, the weight with the least loss changes its s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
-from nbflow_kernels.formats.registry import Bytes, Floats
-from nbflow_kernels.quantizers.block_formats import RowQuantizer, weights
+from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
+from nbflow_kernels.quantizers.reference.ggml_iq1 import SHIFTED
 from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import RECIPES
 from nbflow_kernels.quantizers.search.two_level_scales import (
     SearchResult,
@@ -31,32 +29,24 @@ REACH = {3: (0.78, 0.9, 1.02, 1.15, 1.28, 1.42), 8: (0.85, 0.92, 1, 1.08, 1.16, 
 REACH_IQ1 = (0.4, 0.5, 0.6, 0.75)
 
 
-def search_quantizer(
-    name: str, magnitudes: tuple[float, ...], blocks: Callable[[OnGrid], Bytes]
-) -> RowQuantizer:
-    """Return the search of an iq2 or iq3 format.
+def search(name: str, magnitudes: tuple[float, ...], x: Floats, weight: Floats) -> OnGrid:
+    """Return rows (rows, K) of weights on the grid of the iq2 or iq3 format `name`.
 
-    `magnitudes` are those of the decoder times its factor; `blocks` packs rows on the grid.
+    `magnitudes` are those of the decoder times its factor; `weight` (1 or rows, K) weighs the
+    squared error of each weight.
     """
-    recipe = RECIPES[name]
+    recipe, near = RECIPES[name], neighbours(name)
     levels = np.array(magnitudes, np.float32)
     starts = np.array(REACH[len(levels)]) / levels[-1]
     search_rule = rule(starts, scales=(2, 1, 0, 15), tops=(31, 29, 27))
-
-    def search(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        near = neighbours(name)
-        n_points = recipe.sub_block // near.dimensions
-        out = empty_result(x, 256, recipe.sub_block, n_points + recipe.sub_block // 8)
-        middles = (levels[1:] + levels[:-1]) / 2
-        tables = (
-            levels, middles, near.first, near.points, near.grid, near.dimensions,
-            int(recipe.seven_signs),
-        )  # fmt: skip
-        weight = weights(importance, counts)
-        parallel_for(_search, len(x), COST * x.size, x, weight, tables, search_rule, *out)
-        return blocks(_on_grid(out, n_points))
-
-    return search
+    n_points = recipe.sub_block // near.dimensions
+    out = empty_result(x, 256, recipe.sub_block, n_points + recipe.sub_block // 8)
+    tables = (
+        levels, (levels[1:] + levels[:-1]) / 2, near.first, near.points, near.grid,
+        near.dimensions, int(recipe.seven_signs),
+    )  # fmt: skip
+    parallel_for(_search, len(x), COST * x.size, x, weight, tables, search_rule, *out)
+    return _on_grid(out, n_points)
 
 
 def _on_grid(found: SearchResult, n_points: int) -> OnGrid:
@@ -185,21 +175,14 @@ def _level(v, middles):
 # ---- iq1 ----------------------------------------------------------------------------------------
 
 
-def search_quantizer_iq1(sub_block: int, blocks: Callable[[OnGrid], Bytes]) -> RowQuantizer:
-    """Return the search of an iq1 format; `blocks` packs rows on the grid."""
+def search_iq1(sub_block: int, x: Floats, weight: Floats) -> OnGrid:
+    """Return rows of weights on the grid as `search`; `signs` are the shifts."""
     search_rule = rule(REACH_IQ1, scales=(2, 1, 0, 7), tops=(15, 13))
-    levels = np.array([[-0.875, 0.125, 1.125], [-1.125, -0.125, 0.875]], np.float32)
-
-    def search(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        near = neighbours("iq1")
-        n_groups = sub_block // 8
-        out = empty_result(x, 256, sub_block, 2 * n_groups)
-        tables = levels, near.first, near.points, near.grid, int(sub_block == 32)
-        weight = weights(importance, counts)
-        parallel_for(_search_iq1, len(x), COST_IQ1 * x.size, x, weight, tables, search_rule, *out)
-        return blocks(_on_grid(out, n_groups))
-
-    return search
+    near = neighbours("iq1")
+    out = empty_result(x, 256, sub_block, 2 * (sub_block // 8))
+    tables = SHIFTED, near.first, near.points, near.grid, int(sub_block == 32)
+    parallel_for(_search_iq1, len(x), COST_IQ1 * x.size, x, weight, tables, search_rule, *out)
+    return _on_grid(out, sub_block // 8)
 
 
 @jit.kernel
