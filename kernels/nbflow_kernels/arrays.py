@@ -114,14 +114,12 @@ def output_array(
     Raises as `check_array` unless `out` has the shape and does not overlap `x`, or if there is no
     `out` to accumulate in.
     """
-    if out is None:
-        if accumulate:
-            raise UsageError("accumulate=True needs out=, the array to add to")
-        return empty(x, shape)
-    check_array("out", out, shape, rows=rows)
-    if overlap(x, out):
+    if out is None and accumulate:
+        raise UsageError("accumulate=True needs out=, the array to add to")
+    found = output(x, shape, out, rows=rows)
+    if out is not None and overlap(x, out):
         raise UsageError("out must not overlap x; pass another array")
-    return out
+    return found
 
 
 def check_array(
