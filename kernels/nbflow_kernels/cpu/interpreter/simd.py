@@ -93,9 +93,8 @@ def _same(a: Vector, b: Vector) -> None:
 
 
 def _lane_by_lane(operation: Callable[..., Any], dtype: Any = None) -> Callable[..., Vector]:
-    """Return an operation on two vectors of one type; integers wrap around."""
-
     def apply(a: Vector, b: Vector) -> Vector:
+        """Apply the operation to two vectors of one type; integers wrap around."""
         _same(a, b)
         result: Vector = operation(a if dtype is None else _of(a, dtype), b)
         return result

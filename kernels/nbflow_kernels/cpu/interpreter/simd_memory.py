@@ -15,8 +15,12 @@ Vector = NDArray[Any]
 
 
 def _make_read(dtype: Any, convert: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return the load of one element, as float32 or int."""
-    return lambda addr: convert(read(addr, dtype, 1)[0])
+
+    def load(addr):
+        """Return one element as float32 or int."""
+        return convert(read(addr, dtype, 1)[0])
+
+    return load
 
 
 read_f32, read_f16 = (_make_read(dtype, np.float32) for dtype in (np.float32, np.float16))
