@@ -114,6 +114,26 @@ def speeds_table() -> str:
     return "\n".join(lines)
 
 
+def bytes_table() -> str:
+    """Return the bytes of a block of every format that a table of fields describes in full."""
+    from nbflow_kernels import FORMATS
+    from nbflow_kernels.formats.bit_fields import byte_rows
+    from nbflow_kernels.formats.block_format import FieldFormat
+    from nbflow_kernels.formats.ggml.iq_grids import GridFormat
+
+    names: dict[str, list[str]] = {}
+    for name, known in FORMATS.built_in.items():
+        described = isinstance(known, FieldFormat) and not isinstance(known, GridFormat)
+        if described and name != "tq1_0":  # base-3 digits
+            rows = [f"| {at} | {n} | {text} |" for at, n, text in byte_rows(known.fields)]
+            names.setdefault("\n".join(rows), []).append(f"`{name}`")
+    lines = ["| format | offset | bytes | field |", "|---|---:|---:|---|"]
+    for rows, same in names.items():
+        first, *rest = rows.split("\n")
+        lines += [f"| {', '.join(same)} {first}", *(f"| {row}" for row in rest)]
+    return "\n".join(lines)
+
+
 def engine_rows() -> list[dict[str, Any]]:
     """Return the committed rows of the engine."""
     rows: list[dict[str, Any]] = json.loads(min(ENGINE.glob("*/rows.json")).read_text("utf-8"))
@@ -221,6 +241,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "where": measured_where,
         "formats": formats_table,
         "speeds": speeds_table,
+        "bytes": bytes_table,
     },
     "docs/memory.md": MEMORY,
     "docs/ops.md": {

@@ -9,8 +9,9 @@
 >>> bool(np.abs(nk.dequantize(qt) - x).max() < 0.06)
 True
 
-Each format is a module, most of them in `inferflow` or `ggml`, whose docstring has its byte table;
-`FORMATS` maps names to formats.  `nbflow_kernels.quantizers` chooses the bytes.
+Each format is a module, most of them in `inferflow` or `ggml`, whose docstring has its formula;
+docs/formats.md has the bytes of a block.  `FORMATS` maps names to formats.
+`nbflow_kernels.quantizers` chooses the bytes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 `scalar_decoder`         make the function ``(row, at, i)`` that reads one number in CPU and CUDA
                          kernels
 `write_field`            write one field of a block, in kernels
-`byte_table`             the byte table of a format's docstring
+`byte_rows`              byte table of a block, for docs/formats.md
 `bit_sources`            map from bits of a block to bits of numbers, for the CUDA quantizers
 =======================  ==========================================================================
 """
@@ -211,10 +211,17 @@ def write_field(numbers, block, field):
 # ---- documentation ------------------------------------------------------------------------------
 
 
-def byte_table(table: FieldTable) -> str:
-    """Return the byte table of a block in reStructuredText, as in the docstrings of formats.
+def byte_rows(table: FieldTable) -> list[tuple[int, int, str]]:
+    """Return offset, bytes and contents of the parts of a block.
 
     Planes that interleave, such as the scales and minima of q4_k, share one row.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
+    >>> code = Field("code", 32, (Plane(2, 4, stride=16),))
+    >>> byte_rows(FieldTable(32, (float16("scale", 0), code)))
+    [(0, 2, 'scale: float16'), (2, 16, 'code: 2 in a byte, 16 apart')]
     """
     rows: list[tuple[int, int, str]] = []
     for at, end, text in sorted(
@@ -222,34 +229,32 @@ def byte_table(table: FieldTable) -> str:
         for field in table.fields
         for plane in field.planes
     ):
-        if rows and at < rows[-1][1]:
-            first, last, others = rows.pop()
-            rows.append((first, max(last, end), f"{others}; {text}"))
+        if rows and at < sum(rows[-1][:2]):
+            first, n_bytes, others = rows.pop()
+            rows.append((first, max(first + n_bytes, end) - first, f"{others}; {text}"))
         else:
-            rows.append((at, end, text))
-    rule = "======  =====  " + 82 * "="
-    lines = [rule, "offset  bytes  field", rule]
-    lines += [f"{at:<6}  {end - at:<5}  {text}" for at, end, text in rows]
-    return "\n".join([*lines, rule])
+            rows.append((at, end - at, text))
+    return rows
 
 
 def _described(field: Field, plane: Plane) -> str:
     """Describe the numbers of a plane and their order."""
-    if plane.bits == 16:
-        return f"{field.name}, float16"
-    what = "pair code" if field.radix else "code" if field.name == "code" else field.name
-    whole = plane.bits == field.bits
-    top = plane.shift + plane.bits - 1
-    which = f"bit {top}" if plane.bits == 1 else f"bits {plane.shift}-{top}"
-    if field.n == 1:
-        return f"{what}, uint8" if whole else f"{which} of {what}"
-    if whole and plane.bits == 8:
-        return f"{what}s, {'int8' if field.signed else 'uint8'}"
-    head = f"{what}s" if whole else f"{which} of the {what}s"
+    name = f"pair {field.name}" if field.radix else field.name
+    span = plane.span(field.n_stored)
+    if span < field.n_stored:
+        name = f"{name} {plane.first}-{plane.first + span - 1}"
+    if plane.bits < field.bits:
+        top = plane.shift + plane.bits - 1
+        which = f"bit {top}" if plane.bits == 1 else f"bits {plane.shift}-{top}"
+        name = f"{which} of {name}"
+    elif plane.bits in (8, 16):
+        kind = "float16" if plane.bits == 16 else "int8" if field.signed else "uint8"
+        return f"{name}: {kind}"
+    word = {1: "byte", 2: "uint16", 4: "uint32"}[plane.word_bytes]
     if plane.per_group == 1:
-        return f"{head}: one in each byte"
+        return f"{name}: bits {plane.bit}-{plane.bit + plane.bits - 1} of each {word}"
     apart = "neighbours" if plane.stride == 1 else f"{plane.stride} apart"
-    return f"{head}: {plane.per_group} in a byte, {apart}, the first lowest"
+    return f"{name}: {plane.per_group} in a {word}, {apart}"
 
 
 # ---- map of bits --------------------------------------------------------------------------------

@@ -36,12 +36,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, datamodel, errors, extending, types
+from numba.core import datamodel, errors, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels.cpu import interpreter, isa, jit, simd
+from nbflow_kernels.cpu import interpreter, isa, jit, llvm, simd
 from nbflow_kernels.cpu.float16 import emit_widen
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
 from nbflow_kernels.cpu.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.cpu.simd_int8 import emit_lookup16, emit_move, emit_pair
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
@@ -49,9 +50,6 @@ from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
 intrinsic = functools.partial(
     interpreter.intrinsic, fallback="nbflow_kernels.formats.interpreter_decode_cpu"
 )
-
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
 
 
 class CpuLayoutType(types.Type):
@@ -90,32 +88,23 @@ class _Emit:
 
     def load(self, at: Any, offset: int, element: Any, lanes: int = 16) -> Any:
         """Load the vector at address `at` + `offset`."""
-        builder = self.builder
-        pointer_type = ir.PointerType(ir.VectorType(element, lanes))
-        place = builder.add(at, ir.Constant(_I64, offset))
-        value = builder.load(builder.inttoptr(place, pointer_type))
-        value.align = 1
-        return value
+        return llvm.load(
+            self.builder, llvm.offset(self.builder, at, offset), llvm.vector(element, lanes)
+        )
 
     def splat(self, scalar: Any, vector: Any) -> Any:
         """Broadcast a Python number or an LLVM scalar to all lanes."""
         if isinstance(scalar, int | float):
             return ir.Constant(vector, [scalar] * vector.count)
-        first = self.builder.insert_element(
-            ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0)
-        )
-        lanes = ir.VectorType(_I32, vector.count)
-        return self.builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * vector.count))
+        return llvm.splat(self.builder, scalar, vector.count)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c."""
-        declared = ir.FunctionType(a.type, [a.type] * 3)
-        function = cgutils.get_or_insert_function(self.builder.module, declared, "llvm.fma.v16f32")
-        return self.builder.call(function, [a, b, c])
+        return llvm.fma(self.builder, a, b, c)
 
     def floats(self, at: Any, offset: int, signed: bool) -> Any:
         """Load 16 bytes as float32."""
-        loaded = self.load(at, offset, _I8)
+        loaded = self.load(at, offset, I8)
         if signed:
             return self.builder.sitofp(loaded, f32x16.llvm)
         return self.builder.uitofp(loaded, f32x16.llvm)
@@ -131,7 +120,7 @@ class _Emit:
         return self._all(moved)
 
     def _word(self, at: Any, word: int) -> Any:
-        return self.load(at, 64 * word, _I8, 64)
+        return self.load(at, 64 * word, I8, 64)
 
     def _pair_word(self, at: Any, word: int) -> Any:
         """Return pair codes in the low 7 bits; word 7 is gathered from the top bits of the rest."""
@@ -166,13 +155,13 @@ class _Emit:
         """Load `d` or `m` of 16 rows as float32."""
         builder, kind = self.builder, self.form.d_type
         if kind == "f16":
-            return emit_widen(builder, self.load(at, offset, _I16))
+            return emit_widen(builder, self.load(at, offset, I16))
         if kind == "f32":
-            return self.load(at, offset, _F32)
+            return self.load(at, offset, F32)
         if kind == "e8m0":
             return self._power(at, offset)
         if kind == "e4m3":  # a truncated float16 with another exponent bias
-            wide = builder.zext(self.load(at, offset, _I8), ir.VectorType(_I16, 16))
+            wide = builder.zext(self.load(at, offset, I8), ir.VectorType(I16, 16))
             bits = builder.shl(wide, self.splat(7, wide.type))
             return builder.fmul(emit_widen(builder, bits), self.splat(128.0, f32x16.llvm))
         quotient = self._quotient(at, offset, 100.0 if base else 1000.0)
@@ -181,7 +170,7 @@ class _Emit:
     def _power(self, at: Any, offset: int) -> Any:
         """Return 2 ** (e - 128) as a product of two powers, since 2 ** -128 is subnormal."""
         builder, words = self.builder, i32x16.llvm
-        e = builder.zext(self.load(at, offset, _I8), words)
+        e = builder.zext(self.load(at, offset, I8), words)
         half = builder.lshr(e, self.splat(1, words))
         factors = []
         for part in (half, builder.sub(e, half)):
@@ -219,8 +208,8 @@ class _Emit:
         form, builder = self.form, self.builder
         if form.block == form.d_block:
             return at
-        per_d = ir.Constant(_I64, form.d_block // form.sub_block)
-        size = ir.Constant(_I64, 16 * D_BYTES[form.d_type])
+        per_d = ir.Constant(I64, form.d_block // form.sub_block)
+        size = ir.Constant(I64, 16 * D_BYTES[form.d_type])
         return builder.add(at, builder.mul(builder.udiv(s, per_d), size))
 
     def scale(self, at: Any, s: Any, d: Any) -> Any:
@@ -230,7 +219,7 @@ class _Emit:
             return d
         place = self._of_segment(at, s)
         if form.scales == "u4":
-            both = self.load(place, 0, _I8)
+            both = self.load(place, 0, I8)
             low = builder.and_(both, self.splat(15, both.type))
             return builder.fmul(d, builder.uitofp(low, f32x16.llvm))
         return builder.fmul(d, self.floats(place, 0, signed=form.scales == "i8"))
@@ -238,19 +227,19 @@ class _Emit:
     def _of_segment(self, at: Any, s: Any) -> Any:
         """Return the address of the integer scales of sub-block `s`."""
         form, builder = self.form, self.builder
-        count = ir.Constant(_I64, form.segment_scales)
-        segment = builder.mul(builder.udiv(s, count), ir.Constant(_I64, form.segment_bytes))
-        scale = builder.mul(builder.urem(s, count), ir.Constant(_I64, 16))
-        first = builder.add(at, ir.Constant(_I64, form.d_bytes))
+        count = ir.Constant(I64, form.segment_scales)
+        segment = builder.mul(builder.udiv(s, count), ir.Constant(I64, form.segment_bytes))
+        scale = builder.mul(builder.urem(s, count), ir.Constant(I64, 16))
+        first = builder.add(at, ir.Constant(I64, form.d_bytes))
         return builder.add(first, builder.add(segment, scale))
 
     def unit(self, at: Any, i: Any) -> Any:
         """Return the address of the codes of unit `i`."""
         form, builder = self.form, self.builder
-        count = ir.Constant(_I64, form.segment // form.unit)
-        segment = builder.mul(builder.udiv(i, count), ir.Constant(_I64, form.segment_bytes))
-        unit = builder.mul(builder.urem(i, count), ir.Constant(_I64, form.unit_bytes))
-        first = builder.add(at, ir.Constant(_I64, form.d_bytes + form.codes_at))
+        count = ir.Constant(I64, form.segment // form.unit)
+        segment = builder.mul(builder.udiv(i, count), ir.Constant(I64, form.segment_bytes))
+        unit = builder.mul(builder.urem(i, count), ir.Constant(I64, form.unit_bytes))
+        first = builder.add(at, ir.Constant(I64, form.d_bytes + form.codes_at))
         return builder.add(first, builder.add(segment, unit))
 
     def base(self, at: Any, s: Any, m: Any) -> Any:
@@ -260,7 +249,7 @@ class _Emit:
             return m
         place = self._of_segment(at, s)
         if form.scales == "u4":
-            both = self.load(place, 0, _I8)
+            both = self.load(place, 0, I8)
             high = builder.lshr(both, self.splat(4, both.type))
             number = builder.uitofp(high, f32x16.llvm)
         else:
@@ -270,20 +259,12 @@ class _Emit:
     def weight(self, u: Any, j: Any, scale: Any, base: Any) -> Any:
         """Dequantize column `j` of a code vector."""
         builder, words = self.builder, i32x16.llvm
-        shift = builder.trunc(builder.shl(j, ir.Constant(_I64, 3)), _I32)
+        shift = builder.trunc(builder.shl(j, ir.Constant(I64, 3)), I32)
         code = builder.lshr(builder.bitcast(u, words), self.splat(shift, words))
         number = builder.sitofp(builder.and_(code, self.splat(255, words)), f32x16.llvm)
-        if self.form.zero and not folds_zero(self.form):
+        if self.form.zero and not self.form.folds_zero:
             number = builder.fsub(number, self.splat(float(self.form.zero), f32x16.llvm))
         return self.fma(scale, number, base)
-
-
-def folds_zero(form: CpuLayout) -> bool:
-    """Return True if ``-zero * scale`` is exact (while finite) and can be folded into the base."""
-    power_of_two = form.zero & (form.zero - 1) == 0
-    return form.base == "none" and (
-        power_of_two or (form.d_type == "f16" and form.scales == "none")
-    )
 
 
 # ---- the functions ------------------------------------------------------------------------------
@@ -337,7 +318,7 @@ def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
     values = []
     for i, case in enumerate(cases):
         if i < n - 1:
-            switch.add_case(ir.Constant(_I64, i), case)
+            switch.add_case(ir.Constant(I64, i), case)
         builder.position_at_end(case)
         values.append((emit.value(at, i), builder.block))
         builder.branch(done)
@@ -351,7 +332,7 @@ def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
 def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
     form = emit.form
     scale = emit.scale(at, s, emit.d(at, s))
-    if form.zero and folds_zero(form):
+    if form.zero and form.folds_zero:
         return scale, emit.builder.fmul(scale, emit.splat(-float(form.zero), f32x16.llvm))
     return scale, emit.base(at, s, emit.m(at, s))
 

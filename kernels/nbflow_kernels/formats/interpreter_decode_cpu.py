@@ -120,16 +120,10 @@ def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:
 # ---- weights ------------------------------------------------------------------------------------
 
 
-def _folds_zero(form):
-    power_of_two = form.zero & (form.zero - 1) == 0
-    exact = power_of_two or (form.d_type == "f16" and form.scales == "none")
-    return bool(form.base == "none" and exact)
-
-
 def parameters(form: Any, at: Any, s: Any) -> tuple[Vector, Vector]:
     """Return scale and base of a sub-block."""
     scale = scale_of(form, at, s, d_of(form, at, s))
-    if form.zero and _folds_zero(form):
+    if form.zero and form.folds_zero:
         return scale, scale * np.float32(-form.zero)
     return scale, base_of(form, at, s, m_of(form, at, s))
 
@@ -137,6 +131,6 @@ def parameters(form: Any, at: Any, s: Any) -> tuple[Vector, Vector]:
 def weight(form: Any, u: Vector, j: Any, scale: Vector, base: Vector) -> Vector:
     """Dequantize column `j` of a code vector."""
     number = u[j::4].astype(np.float32)
-    if form.zero and not _folds_zero(form):
+    if form.zero and not form.folds_zero:
         number = number - np.float32(form.zero)
     return simd.fma(scale, number, base)

@@ -93,6 +93,13 @@ class CpuLayout:
     """"none", "i8", "u8" or "u4"."""
 
     @property
+    def folds_zero(self) -> bool:
+        """True if ``-zero * scale`` is exact (while finite) and can be folded into the base."""
+        power_of_two = self.zero & (self.zero - 1) == 0
+        exact = power_of_two or (self.d_type == "f16" and self.scales == "none")
+        return self.base == "none" and exact
+
+    @property
     def unit(self) -> int:
         """Columns per unit."""
         return 64 if self.bits == PAIRS else 32

@@ -6,19 +6,7 @@ bits per weight; the 32 pair codes alone are 5.5.
 The codes x (even index) and y (odd index) of two weights, each 0..44, make c = x + 45 * y, 0..2024.
 46 levels would need 2116 pair codes, more than the 2048 of 11 bits.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      base, float16
-2       2      scale, float16
-4       4      bit 10 of the pair codes: pair 8r + j in bit j of byte r
-8       8      bits 9, 8 of the pair codes: pair 4r + j in bits 2j, 2j + 1 of byte r
-16      16     bits 4 to 7 of the pair codes: pair 2r in the low nibble of byte r, 2r + 1 in the
-               high
-32      16     low 4 bits of the pair codes, in the same order
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..44.  Published rule: base = min, scale = range / 44.
+weight = base + scale * code, code 0..44.  Reference: base = min, scale = range / 44.
 
 Packed layouts store each code in 6 bits.
 

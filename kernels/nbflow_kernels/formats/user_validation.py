@@ -99,13 +99,13 @@ def _check_block(format: Any, kind: str, block: Any, again: Any, values: Any, sa
 def _check_kernels(format: Any) -> None:
     """Check the compiled row kernels: decoded weights are finite, also with importances."""
     x = np.concatenate(list(sample_blocks(format.block_size).values()))
-    data = format.quantize_rows(x, format.block_size, "plain")
+    data = format.quantize_rows(x, format.block_size, "reference")
     values = format.dequantize_blocks(data)
     if not np.isfinite(values).all():
         raise UsageError(f"format {format.name}: decoded weights are not finite")
     if "quantize_block_weighted" in format.code.functions:
         ones = np.ones((1, format.block_size), np.float32)
-        weighted = format.quantize_rows(x, format.block_size, "plain", ones)
+        weighted = format.quantize_rows(x, format.block_size, "reference", ones)
         if not np.isfinite(format.dequantize_blocks(weighted)).all():
             raise UsageError(
                 f"format {format.name}: weights from quantize_block_weighted are not finite"
@@ -117,7 +117,7 @@ def _check_form(format: Any) -> None:
     assert format.form is not None
     packed_form(format.form)  # raises for forms without kernels
     x = np.concatenate(list(sample_blocks(format.block_size).values()))
-    data = format.quantize_rows(x, format.block_size, "plain")
+    data = format.quantize_rows(x, format.block_size, "reference")
     parts = format.integers(data)
     n_codes = 11 if format.form.pairs else 2**format.form.code_bits
     if int(parts.codes.max()) >= n_codes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -90,46 +92,21 @@ def _same(a: Vector, b: Vector) -> None:
         raise TypeError(f"lanes do not match: {a.shape} of {a.dtype}, {b.shape} of {b.dtype}")
 
 
-def add(a: Vector, b: Vector) -> Vector:
-    """Return a + b; integers wrap around."""
-    _same(a, b)
-    return a + b
+def _lane_by_lane(operation: Callable[..., Any], dtype: Any = None) -> Callable[..., Vector]:
+    def apply(a: Vector, b: Vector) -> Vector:
+        """Apply the operation to two vectors of one type; integers wrap around."""
+        _same(a, b)
+        result: Vector = operation(a if dtype is None else _of(a, dtype), b)
+        return result
+
+    return apply
 
 
-def sub(a: Vector, b: Vector) -> Vector:
-    """Return a - b; integers wrap around."""
-    _same(a, b)
-    return a - b
-
-
-def mul(a: Vector, b: Vector) -> Vector:
-    """Return a * b; integers wrap around."""
-    _same(a, b)
-    return a * b
-
-
-def div(a: Vector, b: Vector) -> Vector:
-    """Return a / b, float32."""
-    _same(a, b)
-    return _of(a, np.float32) / b
-
-
-def and_(a: Vector, b: Vector) -> Vector:
-    """Return the bits that both have."""
-    _same(a, b)
-    return a & b
-
-
-def or_(a: Vector, b: Vector) -> Vector:
-    """Return the bits that either has."""
-    _same(a, b)
-    return a | b
-
-
-def shl(a: Vector, b: Vector) -> Vector:
-    """Shift left."""
-    _same(a, b)
-    return a << b
+add, sub, mul = map(_lane_by_lane, (operator.add, operator.sub, operator.mul))
+and_, or_, shl = map(_lane_by_lane, (operator.and_, operator.or_, operator.lshift))
+div = _lane_by_lane(operator.truediv, np.float32)
+maximum = _lane_by_lane(np.fmax, np.float32)
+minimum = _lane_by_lane(np.fmin, np.float32)
 
 
 def shr(a: Vector, b: Vector) -> Vector:
@@ -161,18 +138,6 @@ def _may_round_twice(total: Vector) -> bool:
     """Return whether a float64 lies halfway between two float32, or where these are denormal."""
     halfway = total.view(np.int64) & 0x1FFFFFFF == 0x10000000
     return bool((halfway | (np.abs(total) < 2.0**-125)).any())
-
-
-def maximum(a: Vector, b: Vector) -> Vector:
-    """Return the greater; a NaN lane gives the other operand."""
-    _same(a, b)
-    return np.fmax(_of(a, np.float32), b)
-
-
-def minimum(a: Vector, b: Vector) -> Vector:
-    """Return the smaller; a NaN lane gives the other operand."""
-    _same(a, b)
-    return np.fmin(_of(a, np.float32), b)
 
 
 def rint(v: Vector) -> Vector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,19 @@ from nbflow_kernels.cpu.interpreter.memory import LANES, bf16_to_f32, read, writ
 Vector = NDArray[Any]
 
 
-def read_f32(addr):
-    """Return one float32."""
-    return read(addr, np.float32, 1)[0]
+def _make_read(dtype: Any, convert: Callable[..., Any]) -> Callable[[Any], Any]:
+
+    def load(addr):
+        """Return one element as float32 or int."""
+        return convert(read(addr, dtype, 1)[0])
+
+    return load
 
 
-def read_f16(addr):
-    """Return one float16 as float32."""
-    return np.float32(read(addr, np.float16, 1)[0])
-
-
-def read_bf16(addr):
-    """Return one bfloat16 as float32."""
-    return bf16_to_f32(read(addr, np.uint16, 1))[0]
-
-
-def read_i32(addr):
-    """Return one int32."""
-    return int(read(addr, np.int32, 1)[0])
+read_f32, read_f16 = (_make_read(dtype, np.float32) for dtype in (np.float32, np.float16))
+read_bf16 = _make_read(np.uint16, bf16_to_f32)
+read_i32, read_i64 = (_make_read(dtype, int) for dtype in (np.int32, np.int64))
+read_u8, read_u16 = (_make_read(dtype, int) for dtype in (np.uint8, np.uint16))
 
 
 def write_i64(addr, x):
@@ -44,24 +40,9 @@ def store_quarters(addr: Any, step: Any, v: Vector) -> None:
         write(addr + i * step, v[4 * i : 4 * i + 4])
 
 
-def read_i64(addr):
-    """Return one int64."""
-    return int(read(addr, np.int64, 1)[0])
-
-
 def read_word(addr, i):
     """Return the i-th int64 from an address on."""
     return read_i64(addr + 8 * int(i))
-
-
-def read_u8(addr):
-    """Return one unsigned byte."""
-    return int(read(addr, np.uint8, 1)[0])
-
-
-def read_u16(addr):
-    """Return one uint16."""
-    return int(read(addr, np.uint16, 1)[0])
 
 
 def write_f32(addr, x):
@@ -83,28 +64,26 @@ def _first(n):
     return max(0, min(int(n), LANES))
 
 
-def load_first(addr: Any, n: Any, rest: Any) -> Vector:
-    """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
+def _load_first(addr: Any, n: Any, rest: Any, dtype: Any, widen: Callable[..., Any]) -> Vector:
     v = np.full(LANES, rest, np.float32)
     if _first(n):
-        v[: _first(n)] = read(addr, np.float32, _first(n))
+        v[: _first(n)] = widen(read(addr, dtype, _first(n)))
     return v
+
+
+def load_first(addr: Any, n: Any, rest: Any) -> Vector:
+    """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
+    return _load_first(addr, n, rest, np.float32, np.float32)
 
 
 def load_first_f16(addr: Any, n: Any) -> Vector:
     """Return 16 float16 of which the first `n` are read, and the others are 0, widened."""
-    v = np.zeros(LANES, np.float32)
-    if _first(n):
-        v[: _first(n)] = read(addr, np.float16, _first(n))
-    return v
+    return _load_first(addr, n, 0, np.float16, np.float32)
 
 
 def load_first_bf16(addr: Any, n: Any) -> Vector:
     """Return 16 bfloat16 of which the first `n` are read, and the others are 0, widened."""
-    v = np.zeros(LANES, np.float32)
-    if _first(n):
-        v[: _first(n)] = bf16_to_f32(read(addr, np.uint16, _first(n)))
-    return v
+    return _load_first(addr, n, 0, np.uint16, bf16_to_f32)
 
 
 def store_first(addr: Any, n: Any, v: Vector) -> None:

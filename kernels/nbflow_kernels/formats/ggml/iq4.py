@@ -4,30 +4,12 @@ Codes 0..15 decode to `LEVELS`: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 
 
 ``iq4_nl``: 32 weights in 18 bytes, (2 + 16) * 8 / 32 = 4.5 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16; may be negative
-2       16     codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = scale * value(code).
+weight = d * value(code); d may be negative.
 
 ``iq4_xs``: 256 weights in 136 bytes, (2 + 2 + 4 + 128) * 8 / 256 = 4.25 bits per weight.  A
 sub-block s is 32 weights.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      d, float16; may be negative
-2       2      bits 4, 5 of the scales: sub-block s in bits 2s, 2s + 1
-4       4      low 4 bits of the scales: sub-block 2r in the low nibble of byte r, 2r + 1 in the
-               high
-8       128    codes, 16 bytes per sub-block: weight r of it in the low nibble of byte r,
-               r + 16 in the high
-======  =====  ==================================================================================
-
-weight = d * (scale - 32) * value(code), scale 0..63.
+weight = d * (scale - 32) * value(code), scale 0..63; d may be negative.
 
 Source: GGML, ggml-common.h (block_iq4_nl, block_iq4_xs, kvalues_iq4nl) and ggml-quants.c
 (dequantize_row_iq4_nl, quantize_row_iq4_nl_impl).

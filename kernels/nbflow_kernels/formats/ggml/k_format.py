@@ -13,7 +13,7 @@ q6_k    16         -32 .. 31               -128 .. 127              6.5625
 weight = d * scale * code - dmin * minimum, with float16 `d` and `dmin` per super-block.  Both may
 be negative.  Products are exact in float32, so a weight is rounded once.
 
-Source: GGML, ggml-common.h and ggml-quants.c; the byte tables are in the modules of the formats.
+Source: GGML, ggml-common.h and ggml-quants.c.
 """
 
 from __future__ import annotations

@@ -2,66 +2,27 @@
 
 ``q4_0``: 32 weights in 18 bytes, (2 + 16) * 8 / 32 = 4.5 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16; may be negative
-2       16     codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = scale * (code - 8), code 0..15.  Plain: the weight of largest magnitude gets code 0, so
+weight = scale * (code - 8), code 0..15.  Reference: the weight of largest magnitude gets code 0, so
 scale = -weight / 8.
 
 ``q4_1``: 32 weights in 20 bytes, (2 + 2 + 16) * 8 / 32 = 5 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16
-2       2      base, float16
-4       16     codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..15.  Plain: base = min, scale = range / 15.
+weight = base + scale * code, code 0..15.  Reference: base = min, scale = range / 15.
 
 ``q5_0``: 32 weights in 22 bytes, (2 + 4 + 16) * 8 / 32 = 5.5 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16; may be negative
-2       4      bit 4 of the codes: weight 8r + j in bit j of byte r
-6       16     low 4 bits of the codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = scale * (code - 16), code 0..31.  Plain: the weight of largest magnitude gets code 0, so
-scale = -weight / 16.
+weight = scale * (code - 16), code 0..31.  Reference: the weight of largest magnitude gets code 0,
+so scale = -weight / 16.
 
 ``q5_1``: 32 weights in 24 bytes, (2 + 2 + 4 + 16) * 8 / 32 = 6 bits per weight.  The bytes of
 ``q5_b32t1``.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16
-2       2      base, float16
-4       4      bit 4 of the codes: weight 8r + j in bit j of byte r
-8       16     low 4 bits of the codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..31.  Plain: base = min, scale = range / 31.
+weight = base + scale * code, code 0..31.  Reference: base = min, scale = range / 31.
 
 ``q8_0``: 32 weights in 34 bytes, (2 + 32) * 8 / 32 = 8.5 bits per weight.  The bytes of
 ``q8_b32t2``.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16
-2       32     codes, int8
-======  =====  ==================================================================================
-
-weight = scale * code.  Plain: scale = max|x| / 127, halves rounded away from zero.
+weight = scale * code.  Reference: scale = max|x| / 127, halves rounded away from zero.
 
 Source: GGML, ggml-common.h (block_q4_0 to block_q8_0).
 """

@@ -5,27 +5,14 @@ negatives for codes 8..15; -0 decodes to 0.
 
 ``mxfp4``: 32 weights in 17 bytes, (1 + 16) * 8 / 32 = 4.25 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       1      e: the scale is 2**(e - 127) (E8M0)
-1       16     codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = 2**(e - 128) * value(code).  Unlike in the OCP format, e = 255 is a scale, not NaN.
+weight = 2**(d - 128) * value(code), d in E8M0.  Unlike in the OCP format, d = 255 is a scale, not
+NaN.
 
 ``nvfp4``: 64 weights in 36 bytes, (4 + 32) * 8 / 64 = 4.5 bits per weight; an optional scale of the
 whole tensor is a separate tensor of the file.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       4      scales of 16 weights each: unsigned E4M3 (bias 7; 127 is 0, bit 7 is ignored)
-4       32     codes, 8 bytes per scale: weight r of 16 in the low nibble of byte r, r + 8 in
-               the high
-======  =====  ==================================================================================
-
-weight = scale / 2 * value(code).
+weight = d / 2 * value(code), one d for 16 weights in unsigned E4M3 (bias 7; 127 is 0, bit 7 is
+ignored).
 
 Source: OCP Microscaling Formats specification 1.0; GGML, ggml-common.h (block_mxfp4, block_nvfp4),
 ggml-impl.h (ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32) and ggml-quants.c.

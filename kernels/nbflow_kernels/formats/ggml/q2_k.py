@@ -1,14 +1,5 @@
 """``q2_k``: 256 weights in 84 bytes, (16 + 64 + 2 + 2) * 8 / 256 = 2.625 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       16     sub-block j of 16 weights: scale in the low nibble of byte j, minimum in the high
-16      64     codes 0..3: weight 128 h + 32 p + r in bits 2p, 2p + 1 of byte 32 h + r
-80      2      d, float16
-82      2      dmin, float16
-======  =====  ==================================================================================
-
 weight = d * scale * code - dmin * minimum.
 
 Source: GGML, ggml-common.h (block_q2_K).

@@ -1,15 +1,5 @@
 """``q3_k``: 256 weights in 110 bytes, (32 + 64 + 12 + 2) * 8 / 256 = 3.4375 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       32     bit 2 of the codes 0..7: weight 32 p + r in bit p of byte r
-32      64     bits 0, 1 of the codes: weight 128 h + 32 p + r in bits 2p, 2p + 1 of byte 32 h + r
-96      8      low 4 bits of the scales: sub-block j in the low nibble of byte j, 8 + j in the high
-104     4      high 2 bits of the scales: sub-block 4 p + r in bits 2p, 2p + 1 of byte r
-108     2      d, float16
-======  =====  ==================================================================================
-
 weight = d * (scale - 32) * (code - 4), scale 0..63 for each 16 weights.
 
 Source: GGML, ggml-common.h (block_q3_K).

@@ -1,17 +1,5 @@
 """``q4_k``: 256 weights in 144 bytes, (2 + 2 + 12 + 128) * 8 / 256 = 4.5 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      d, float16
-2       2      dmin, float16
-4       4      byte j: scale of sub-block j < 4 in bits 0-5, bits 4, 5 of scale j + 4 in bits 6, 7
-8       4      the same for the minima
-12      4      byte j: bits 0-3 of scale j + 4 in the low nibble, of minimum j + 4 in the high
-16      128    codes 0..15: weight 64 p + r in the low nibble of byte 32 p + r, 64 p + 32 + r in
-               the high
-======  =====  ==================================================================================
-
 weight = d * scale * code - dmin * minimum, scale and minimum 0..63 for each 32 weights.
 
 Source: GGML, ggml-common.h (block_q4_K).

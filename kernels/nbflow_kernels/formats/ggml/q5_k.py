@@ -1,16 +1,5 @@
 """``q5_k``: 256 weights in 176 bytes, (2 + 2 + 12 + 32 + 128) * 8 / 256 = 5.5 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      d, float16
-2       2      dmin, float16
-4       12     scales and minima, as in ``q4_k``
-16      32     bit 4 of the codes 0..31: weight 32 p + r in bit p of byte r
-48      128    low 4 bits of the codes: weight 64 p + r in the low nibble of byte 32 p + r,
-               64 p + 32 + r in the high
-======  =====  ==================================================================================
-
 weight = d * scale * code - dmin * minimum, scale and minimum 0..63 for each 32 weights.
 
 Source: GGML, ggml-common.h (block_q5_K).

@@ -3,16 +3,8 @@
 ``q2_b32t1a`` and ``q2_b32t1b`` (short name ``q2``): 32 weights in 12 bytes,
 (2 + 2 + 8) * 8 / 32 = 3 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      base, float16
-2       2      scale, float16
-4       8      codes: weight 4r + j in bits 2j, 2j + 1 of byte r
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..3.  Plain ``a``: base = min, scale = range / 3; ``b``: scale =
-range / 4, base = min + scale / 2 (the middles of 4 equal parts).
+weight = base + scale * code, code 0..3.  Reference ``a``: base = min, scale = range / 3; ``b``:
+scale = range / 4, base = min + scale / 2 (the middles of 4 equal parts).
 
 Source: Inferflow, quant_types.h (formats Q2_B32T1A and Q2_B32T1B).
 """

@@ -3,17 +3,8 @@
 ``q3_b32t1a`` and ``q3_b32t1b`` (short name ``q3``): 32 weights in 16 bytes,
 (2 + 2 + 4 + 8) * 8 / 32 = 4 bits per weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      base, float16
-2       2      scale, float16
-4       4      bit 2 of the codes: weight 8r + j in bit j of byte r
-8       8      low 2 bits of the codes: weight 4r + j in bits 2j, 2j + 1 of byte r
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..7.  Plain ``a``: base = min, scale = range / 7; ``b``: scale =
-range / 8, base = min + scale / 2 (the middles of 8 equal parts).
+weight = base + scale * code, code 0..7.  Reference ``a``: base = min, scale = range / 7; ``b``:
+scale = range / 8, base = min + scale / 2 (the middles of 8 equal parts).
 
 Source: Inferflow, quant_types.h (formats Q3_B32T1A and Q3_B32T1B).
 """

@@ -5,17 +5,7 @@ per weight; the 32 pair codes alone are 3.5.
 
 The codes x (even index) and y (odd index) of two weights, each 0..10, make c = x + 11 * y, 0..120.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      base, float16
-2       2      scale, float16
-4       4      bit 6 of the pair codes: pair 8r + j in bit j of byte r
-8       8      bits 5, 4 of the pair codes: pair 4r + j in bits 2j, 2j + 1 of byte r
-16      16     low 4 bits of the pair codes: pair 2r in the low nibble of byte r, 2r + 1 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..10.  Plain: base = min, scale = range / 10.
+weight = base + scale * code, code 0..10.  Reference: base = min, scale = range / 10.
 
 Source: Inferflow, quant_types.h (format Q3H_B64T1).
 """

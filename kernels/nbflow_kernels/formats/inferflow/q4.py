@@ -4,30 +4,15 @@
 (2 + 2 + 16) * 8 / 32 = 5 bits per weight.  ``q4_b64t1``: 64 weights in 36 bytes,
 (2 + 2 + 32) * 8 / 64 = 4.5 bits per weight.
 
-======  ========  ===============================================================================
-offset  bytes     field
-======  ========  ===============================================================================
-0       2         base, float16
-2       2         scale, float16
-4       16 or 32  codes: weight 2r in the low nibble of byte r, 2r + 1 in the high
-======  ========  ===============================================================================
-
-weight = base + scale * code, code 0..15.  Plain: base = min and scale = range / 15 (``a``) or
+weight = base + scale * code, code 0..15.  Reference: base = min and scale = range / 15 (``a``) or
 range / 14 (``b64``); ``b`` cuts the range into 16 equal parts and decodes to their middles: scale =
 range / 16, base = min + scale / 2.
 
 ``q4_b16``: 16 weights in 10 bytes, (1 + 1 + 8) * 8 / 16 = 5 bits per weight.  Restricted to weights
 between -1 and 1.5; scale steps of 0.001 are coarse for small weights.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       1      base code u, uint8: base = u / 100 - 1
-1       1      scale code u, uint8: scale = u / 1000
-2       8      codes: weight 2r in the low nibble of byte r, 2r + 1 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..15.  Plain: base = min snapped down, scale =
+weight = base + scale * code, code 0..15, with base = u / 100 - 1 and scale = v / 1000 for the bytes
+u and v of a block.  Reference: base = min snapped down, scale =
 (max - base) / 15.
 
 Source: Inferflow, quant_types.h (formats Q4_B32T1A, Q4_B32T1B, Q4_B64T1, Q4_B16).

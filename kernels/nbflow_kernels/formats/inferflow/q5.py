@@ -3,29 +3,11 @@
 ``q5_b64t1`` (short name ``q5``): 64 weights in 44 bytes, (2 + 2 + 8 + 32) * 8 / 64 = 5.5 bits per
 weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      base, float16
-2       2      scale, float16
-4       8      bit 4 of the codes: weight 8r + j in bit j of byte r
-12      32     low 4 bits of the codes: weight 2r in the low nibble of byte r, 2r + 1 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..31.  Plain: base = min, scale = range / 30.
+weight = base + scale * code, code 0..31.  Reference: base = min, scale = range / 30.
 
 ``q5_b32t1``: 32 weights in 24 bytes, (2 + 2 + 4 + 16) * 8 / 32 = 6 bits per weight.  GGML's Q5_1.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      scale, float16
-2       2      base, float16
-4       4      bit 4 of the codes: weight 8r + j in bit j of byte r
-8       16     low 4 bits of the codes: weight r in the low nibble of byte r, r + 16 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..31.  Plain: base = min, scale = range / 31.
+weight = base + scale * code, code 0..31.  Reference: base = min, scale = range / 31.
 
 Source: Inferflow, quant_types.h (formats Q5_B64T1 and Q5_B32T1).
 """

@@ -3,16 +3,7 @@
 ``q6_b64t1`` (short name ``q6``): 64 weights in 52 bytes, (2 + 2 + 16 + 32) * 8 / 64 = 6.5 bits per
 weight.
 
-======  =====  ==================================================================================
-offset  bytes  field
-======  =====  ==================================================================================
-0       2      base, float16
-2       2      scale, float16
-4       16     high 2 bits of the codes: weight 4r + j in bits 2j, 2j + 1 of byte r
-20      32     low 4 bits of the codes: weight 2r in the low nibble of byte r, 2r + 1 in the high
-======  =====  ==================================================================================
-
-weight = base + scale * code, code 0..63.  Plain: base = min, scale = range / 62.
+weight = base + scale * code, code 0..63.  Reference: base = min, scale = range / 62.
 
 Source: Inferflow, quant_types.h (format Q6_B64T1).
 """

@@ -2,27 +2,12 @@
 
 ``q8_b32t1``: 32 weights in 36 bytes, (2 + 2 + 32) * 8 / 32 = 9 bits per weight.
 
-======  =====  ==========================================
-offset  bytes  field
-======  =====  ==========================================
-0       2      base, float16
-2       2      scale, float16
-4       32     codes, uint8
-======  =====  ==========================================
-
-weight = base + scale * code.  Plain: base = min, scale = range / 255.
+weight = base + scale * code.  Reference: base = min, scale = range / 255.
 
 ``q8_b32t2`` (short name ``q8``): 32 weights in 34 bytes, (2 + 32) * 8 / 32 = 8.5 bits per weight.
 The same bytes as GGML's Q8_0.
 
-======  =====  ==========================================
-offset  bytes  field
-======  =====  ==========================================
-0       2      scale, float16
-2       32     codes, int8
-======  =====  ==========================================
-
-weight = scale * code.  Plain: scale = max|x| / 127, halves rounded away from zero.
+weight = scale * code.  Reference: scale = max|x| / 127, halves rounded away from zero.
 
 Source: Inferflow, quant_types.h (formats Q8_B32T1 and Q8_B32T2).
 """
