@@ -109,15 +109,7 @@ def _reader(path: Path) -> Reader:
 def is_weight_file(path: str | os.PathLike[str]) -> bool:
     """Return whether a reader recognizes the content of the file at `path`.
 
-    Parameters
-    ----------
-    path : path
-        An existing file.
-
-    Returns
-    -------
-    bool
-        True means that `open_weights` knows the format; the file may still be damaged.
+    The file may still be damaged.
     """
     path = Path(path)
     head = _head(path)

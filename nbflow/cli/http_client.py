@@ -18,19 +18,8 @@ _MAX_LINE_BYTES = 10_000_000
 class HttpClient:
     """Client of one server.
 
-    Parameters
-    ----------
-    url : str
-        Base URL of the API, e.g. ``http://127.0.0.1:8000/v1``.
-    key : str, optional
-        API key.
-    timeout_s : float
-        Seconds to wait for the next bytes.
-
-    Raises
-    ------
-    UsageError
-        If the URL is not an http or https URL.
+    `url` is the base URL of the API, e.g. ``http://127.0.0.1:8000/v1``; `timeout_s` bounds the wait
+    for the next bytes.
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -59,10 +48,8 @@ class HttpClient:
     def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
         """Post a body and yield the server-sent events of the response.
 
-        Raises
-        ------
-        UsageError
-            If the server refuses, an event is an error, or the connection closes early.
+        Raises `UsageError` if the server refuses, an event is an error, or the connection closes
+        early.
         """
         with self._sent(path, body) as response:
             for line in _lines(response):

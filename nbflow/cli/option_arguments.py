@@ -21,20 +21,9 @@ def add_options(
 ) -> None:
     """Add a command-line option for each field of an option set.
 
-    Parameters
-    ----------
-    parser : ArgumentParser or group
-        Where the options are added.
-    kind : type of OptionSet
-        The option set.
-    names : collection of str
-        Fields to add; by default all.
-    converters : mapping
-        Field -> function from the argument's text to the value.
-    unset : bool
-        Default to None instead of the field's default.
-    http : bool
-        Use the bounds and defaults of HTTP requests.
+    Without `names`, all its fields are added.  `converters` turn the argument's text into the
+    value.  With `unset` the default is None instead of the field's; with `http` the bounds and
+    defaults are those of HTTP requests.
     """
     for known in fields(kind).values():
         if (known.name in names) if names else known.option.cli:

@@ -55,10 +55,7 @@ def add_draft_arguments(group: argparse.ArgumentParser | argparse._ArgumentGroup
 def search_name(arguments: argparse.Namespace) -> str | None:
     """Return the name of the search, or None.
 
-    Raises
-    ------
-    UsageError
-        If an option of another search is given.
+    Raises `UsageError` for an option of another search.
     """
     given = [n for n, f in _SEARCHES.items() if any(getattr(arguments, o) is not None for o in f)]
     name = arguments.decoding if arguments.decoding in SEARCHES else next(iter(given), None)

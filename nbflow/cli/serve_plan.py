@@ -24,13 +24,7 @@ PROMPT, GENERATE = 512, 128
 
 
 def print_plans(config: ServerConfig) -> None:
-    """Print the plan of every model of a server; collective over MPI ranks.
-
-    Raises
-    ------
-    UsageError
-        If a model is not found, or its partition is invalid.
-    """
+    """Print the plan of every model of a server; collective over MPI ranks."""
     for file in config.formats:
         load_formats(file)
     for name, options in config.models.items():

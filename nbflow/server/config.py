@@ -232,13 +232,7 @@ class ServerConfig(Section):
 
 
 def read_config(path: Path) -> ServerConfig:
-    """Read a server's TOML file; file names in it are relative to its folder.
-
-    Raises
-    ------
-    UsageError
-        If it is not valid TOML, or a key or value is not one of `ServerConfig`.
-    """
+    """Read a server's TOML file; file names in it are relative to its folder."""
     table = read_toml(path)
     if "models" not in table:
         raise UsageError(

@@ -47,12 +47,7 @@ def serve(config: ServerConfig, extra_routers: Sequence[APIRouter] = ()) -> int:
 
     Under mpirun every rank calls it.  Rank 0 accepts requests; the others execute its steps.
 
-    Parameters
-    ----------
-    config : ServerConfig
-        Models, limits and addresses.
-    extra_routers : sequence of APIRouter
-        Routes of other protocols, added to the application.
+    `extra_routers` are routes of other protocols.
 
     Raises
     ------
@@ -112,13 +107,7 @@ def _open_listener(config: ServerConfig, comm: Comm) -> tuple[socket.socket | No
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; it does not listen yet.
-
-    Raises
-    ------
-    UsageError
-        If the host does not resolve, or the port is in use.
-    """
+    """Return a socket bound to an address; it does not listen yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

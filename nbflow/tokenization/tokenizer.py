@@ -23,13 +23,7 @@ class DecodeStream(Protocol):
 
 
 class TokenSplitter:
-    """Splits text at tokens that are spelled out in it; the longest match wins.
-
-    Parameters
-    ----------
-    ids : mapping of str to int
-        Tokens to find.
-    """
+    """Splits text at tokens that are spelled out in it; the longest match wins."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids

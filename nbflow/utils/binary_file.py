@@ -17,18 +17,7 @@ _MAX_STRING_BYTES = 1 << 26  # far above every chat template
 
 
 class ByteFile:
-    """A regular file opened for positioned reads; several threads may read at once.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Raises
-    ------
-    UsageError
-        If it does not exist, cannot be read or is not a regular file.
-    """
+    """A regular file opened for positioned reads; several threads may read at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,14 +90,8 @@ def read_text(path: Path, max_bytes: int, kind: str) -> str:
 class ByteCursor:
     """Sequential reader; every length is checked against the end before memory is allocated.
 
-    Parameters
-    ----------
-    file : ByteFile
-        The file.
-    start, stop : int, optional
-        Range of bytes to read; the whole file by default.
-    order : {"<", ">"}
-        Byte order of the numbers, as in `struct`.
+    It reads the bytes from `start` to `stop`, by default all; `order` is the byte order of the
+    numbers, as in `struct`.
     """
 
     def __init__(

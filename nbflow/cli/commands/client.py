@@ -65,15 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Chat:
-    """Conversation with a server.
-
-    Parameters
-    ----------
-    client : HttpClient
-        Client of the server.
-    arguments : argparse.Namespace
-        Model and parameters.
-    """
+    """Conversation with a server."""
 
     def __init__(self, client: HttpClient, arguments: argparse.Namespace) -> None:
         self._client = client

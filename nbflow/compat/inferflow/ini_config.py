@@ -31,13 +31,7 @@ _WEIGHTS = ("attn_wq", "attn_wk", "attn_wv", "attn_wo", "ffn_w1", "ffn_w2", "ffn
 
 
 def read_ini(path: Path) -> ServerConfig:
-    """Read an Inferflow service file.
-
-    Raises
-    ------
-    UsageError
-        If the file is malformed, or a key asks for an unsupported feature.
-    """
+    """Read an Inferflow service file."""
     sections = read_sections(path)
     main = sections.get("main", {})
     known = {
@@ -63,10 +57,7 @@ def read_ini(path: Path) -> ServerConfig:
 def read_sections(path: Path) -> Sections:
     """Read sections and keys, in lower case, without expanding macros.
 
-    Raises
-    ------
-    UsageError
-        If a line is not a section, ``key = value`` or comment, or a section or key is repeated.
+    A repeated section or key is an error.
     """
     try:
         data = path.read_bytes()[: MAX_BYTES + 1]
@@ -353,14 +344,7 @@ def _templates(sections: Sections, where: str) -> dict[str, str]:
 class Macros:
     """Expansion of the macros ``${name}`` and ``$(name)``.
 
-    Parameters
-    ----------
-    sections : Sections
-        Values of names of the form ``section/key``.
-    known : mapping of str to str
-        Values of other names.
-    where : str
-        File name for messages.
+    Names of the form ``section/key`` are values of the file; others are in `known`.
     """
 
     def __init__(self, sections: Sections, known: Mapping[str, str], where: str) -> None:
