@@ -17,16 +17,6 @@ from typing import Any
 
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
-__all__ = [
-    "AUXILIARY_FILES",
-    "HubFile",
-    "choose_files",
-    "find_cached",
-    "is_repo_name",
-    "pull",
-    "repo_of",
-]
-
 ENDPOINT = "https://huggingface.co"
 AUXILIARY_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nbflow.option_fields import OptionField, OptionSet, accepts, default_text, fields
+from nbflow_kernels.errors import UsageError
+
+_MAX_TEXT_BYTES = 100_000_000
 
 
 def add_options(
@@ -76,3 +81,18 @@ def given_options(kind: type[OptionSet], arguments: argparse.Namespace) -> dict[
     """Return the arguments that are fields of an option set and not None."""
     found = {name: getattr(arguments, name, None) for name in fields(kind)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def read_argument(name: str) -> str:
+    """Return the text of a file, or of standard input for ``-``."""
+    if name == "-":
+        return sys.stdin.read(_MAX_TEXT_BYTES)
+    path = Path(name)
+    if path.is_file() and path.stat().st_size > _MAX_TEXT_BYTES:
+        raise UsageError(f"{path}: may have at most {_MAX_TEXT_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None

@@ -80,16 +80,6 @@ class ServedModel:
             )
         return text
 
-    def text_ids(
-        self, text: str, add_special_tokens: bool = True, parse_special: bool = False
-    ) -> list[int]:
-        """Return the token ids of a text; of an empty text BOS, or token 0."""
-        tokenizer = self.model.tokenizer  # raises if there is none
-        ids = tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, parse_special=parse_special
-        )
-        return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
-
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
     ) -> list[int]:

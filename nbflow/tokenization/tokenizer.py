@@ -80,6 +80,12 @@ class Tokenizer(ABC):
             Token ids.
         """
 
+    def prompt_ids(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the ids of a prompt, as `encode`; of an empty one BOS, or token 0."""
+        return self.encode(text, add_special_tokens, parse_special) or [self.bos_id or 0]
+
     @abstractmethod
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """Return the ids of text with tokens in it.
@@ -156,7 +162,7 @@ def check_text(text: str) -> str:
 def is_valid(text: str) -> bool:
     """Return whether `text` can be encoded as UTF-8: it has no lone surrogates."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
+        check_text(text)
+    except UsageError:
         return False
     return True

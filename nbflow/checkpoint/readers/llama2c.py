@@ -154,18 +154,10 @@ def _header(path: Path, head: bytes) -> _Header:
         raise UsageError(
             f"{path}: a llama2.c header has {n_bytes} bytes, got {len(head)}; the file is truncated"
         )
-    numbers = struct.unpack_from("<7i", head, 0 if is_legacy else 8)
-    dim, hidden, n_layers, n_heads, n_kv_heads, vocab, context = numbers
-    sizes = (
-        dim,
-        hidden,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        abs(vocab) if is_legacy else vocab,
-        context,
-    )
+    sizes = struct.unpack_from("<7i", head, 0 if is_legacy else 8)
+    dim, *others, vocab, context = sizes
     if is_legacy:
+        sizes = (dim, *others, abs(vocab), context)
         return _checked(path, _Header(*sizes, vocab > 0, 0, 0, n_bytes))
     (version,) = struct.unpack_from("<i", head, 4)
     shared, group_size = struct.unpack_from("<Bi", head, 36)

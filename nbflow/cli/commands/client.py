@@ -8,11 +8,10 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from nbflow.cli.http_client import HttpClient
-from nbflow.cli.option_arguments import add_options
+from nbflow.cli.option_arguments import add_options, read_argument
 from nbflow.option_fields import fields
 from nbflow.options import SamplingParams
 from nbflow_kernels.errors import UsageError
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    client = HttpClient(arguments.url, os.environ.get(arguments.key_env), arguments.timeout)
+    client = _client(arguments, arguments.url)
     if arguments.request is not None:
         return _send_file(client, arguments)
     chat = Chat(client, arguments)
@@ -62,6 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         chat.say(arguments.prompt)
         return 0
     return _converse(chat)
+
+
+def _client(arguments: argparse.Namespace, url: str) -> HttpClient:
+    return HttpClient(url, os.environ.get(arguments.key_env), arguments.timeout)
 
 
 class Chat:
@@ -181,20 +184,15 @@ def _command(chat: Chat, line: str) -> None:
 def _send_file(client: HttpClient, arguments: argparse.Namespace) -> int:
     """Send a request from a file and print the response."""
     name = arguments.request
-    text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     try:
-        body = json.loads(text)
+        body = json.loads(read_argument(name))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise UsageError(f"{name}: must be a JSON object with text, messages or prompt")
     if "text" in body:
-        root = HttpClient(
-            arguments.url.removesuffix("/").removesuffix("/v1"),
-            os.environ.get(arguments.key_env),
-            arguments.timeout,
-        )
-        return _send_native(root, body)
+        root = arguments.url.removesuffix("/").removesuffix("/v1")
+        return _send_native(_client(arguments, root), body)
     path = "/chat/completions" if "messages" in body else "/completions"
     if body.get("stream"):
         for event in client.events(path, body):

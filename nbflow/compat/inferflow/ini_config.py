@@ -211,14 +211,13 @@ _ENGINE: dict[str, Setter] = {
     "is_study_mode": _only(_OFF, "use nbflow bench"),
     "show_tensors": _only(_OFF, "use nbflow spec --program, or the reference executor"),
 }
+_NO_SPEC = _no_effect(
+    "the architecture is read from config.json or the GGUF file; --spec names another"
+)
 _MODEL: dict[str, Setter] = {
     "model_dir": _to("path"),
-    "model_specification_file": _no_effect(
-        "the architecture is read from config.json or the GGUF file; --spec names another"
-    ),
-    "model_spec_file": _no_effect(
-        "the architecture is read from config.json or the GGUF file; --spec names another"
-    ),
+    "model_specification_file": _NO_SPEC,
+    "model_spec_file": _NO_SPEC,
     "device_weight_data_type": _to("weights", _format),
     **{
         f"device_weight_data_type.{name}": _only(

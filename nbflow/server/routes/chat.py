@@ -15,7 +15,6 @@ from nbflow.server.requests import build_requests
 from nbflow.server.routes.generation import ResponseWriter
 from nbflow.server.routes.tokenize import own_template
 from nbflow.server.schemas import ChatBody
-from nbflow.server.served_model import ServedModel
 from nbflow.server.state import State
 from nbflow.server.stream import GenerationStream, OutputChunk
 
@@ -30,24 +29,13 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     template = own_template(body.chat_template, state)
 
     def prepare() -> tuple[list[int], list[GenerationRequest]]:
-        ids = chat_ids(served, body, template)
+        ids = served.chat_ids(body.messages, template, **body.variables())
         return ids, build_requests(
             served, body, [ids], limit, state.config.limits, continues_text=False
         )
 
     ids, requests = await state.workers.run_for(request.receive, prepare)
     return await _ChatWriter(served, body, request, state, [ids]).respond(requests)
-
-
-def chat_ids(served: ServedModel, body: ChatBody, template: str | None) -> list[int]:
-    """Return the prompt token ids of a conversation."""
-    return served.chat_ids(
-        body.messages,
-        template,
-        add_generation_prompt=body.add_generation_prompt,
-        documents=body.documents,
-        **body.chat_template_kwargs,
-    )
 
 
 class _ChatWriter(ResponseWriter):
@@ -110,9 +98,7 @@ class _ChatWriter(ResponseWriter):
 
     async def _events(self, chunks: list[OutputChunk], generation: GenerationStream) -> bytes:
         return b"".join(
-            self._event([choice], generation)
-            for chunk in chunks
-            for choice in self._deltas(chunk)
+            self._event([choice], generation) for chunk in chunks for choice in self._deltas(chunk)
         )
 
     def _deltas(self, chunk: OutputChunk) -> Iterator[dict[str, Any]]:

@@ -59,8 +59,9 @@ def prompt_ids(
     found = []
     for prompt in prompts:
         check_wanted()
-        ids = served.text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        found.append(ids)
+        if isinstance(prompt, str):
+            prompt = served.model.tokenizer.prompt_ids(prompt, add_special_tokens)
+        found.append(prompt)
     return found
 
 

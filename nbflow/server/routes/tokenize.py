@@ -67,9 +67,7 @@ async def apply_template(body: TemplateBody, request: Request, state: State) -> 
         state.models.find(body.model).chat_text,
         body.messages,
         own_template(body.chat_template, state),
-        add_generation_prompt=body.add_generation_prompt,
-        documents=body.documents,
-        **body.chat_template_kwargs,
+        **body.variables(),
     )
     return json_response({"prompt": text})
 
