@@ -157,11 +157,8 @@ class WeightFile:
     def config(self) -> dict[str, Any] | None:
         """Return the model's configuration as the checkpoint states it, or None without one.
 
-        Returns
-        -------
-        dict or None
-            ``config.json`` of the folder for safetensors and pickles; the header's numbers for
-            llama2.c and GGML; the metadata for GGUF.
+        This is ``config.json`` of the folder for safetensors and pickles, the header's numbers for
+        llama2.c and GGML, the metadata for GGUF.
         """
         return self._config()
 

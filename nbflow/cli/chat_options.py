@@ -29,9 +29,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat template: a name (simple, chatml, vicuna-1.1, ...), a file, or its text",
     )
     parser.add_argument(
-        "--parse-special",
-        action="store_true",
-        help="parse special tokens in the text",
+        "--parse-special", action="store_true", help="parse special tokens in the text"
     )
 
 

@@ -21,13 +21,7 @@ from pydantic import (
 )
 
 from nbflow.option_fields import size_bytes, toml_names
-from nbflow.options import (
-    STRUCTURES,
-    EngineOptions,
-    LoadOptions,
-    SamplingParams,
-    SpeculativeConfig,
-)
+from nbflow.options import STRUCTURES, EngineOptions, LoadOptions, SamplingParams, SpeculativeConfig
 from nbflow.server.option_models import MayBeFile, toml_fields
 from nbflow.utils.toml_schema import read_toml
 from nbflow_kernels.errors import UsageError, unknown_name

@@ -218,10 +218,7 @@ if TYPE_CHECKING:
 
 else:
     _OptionFields = create_model(
-        "_OptionFields",
-        __base__=Body,
-        **http_fields(SamplingParams),
-        **http_fields(SearchParams),
+        "_OptionFields", __base__=Body, **http_fields(SamplingParams), **http_fields(SearchParams)
     )
 
 

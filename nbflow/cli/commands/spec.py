@@ -80,7 +80,7 @@ def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
     shapes = spec.tensor_shapes()
     if arguments.json:
         facts = _spec_facts(spec, model_file) | {
-            "tensors": [{"name": name, "shape": shape} for name, shape in shapes.items()],
+            "tensors": [{"name": name, "shape": shape} for name, shape in shapes.items()]
         }
         print(json.dumps(facts, indent=2))
         return 0
