@@ -68,6 +68,12 @@ class ByteFile:
         self.close()
 
 
+def read_head(path: Path, n_bytes: int) -> bytes:
+    """Return the first bytes of a file."""
+    with closing(ByteFile(path)) as file:
+        return file.read(0, n_bytes)
+
+
 def read_file(path: Path, max_bytes: int, kind: str) -> bytes:
     """Return the content of a file, or raise `UsageError` if it is longer than `max_bytes`.
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from nbflow.cli.http_client import HttpClient
@@ -26,6 +27,8 @@ _HELP = """\
 /set NAME X    temperature, top_p, ...    /model NAME  use another model
 /undo          remove the last turn       /quit        end (or Ctrl+D)
 Ctrl+C stops a response.  A trailing \\ continues the line."""
+
+_show = partial(print, end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,8 +223,3 @@ def _statistics(usage: dict[str, Any], started: float, first: float) -> None:
     rate = f", then {(n - 1) / (now - first):,.0f} tokens/s" if first and n > 1 else ""
     to_first = f"; first after {(first - started) * 1e3:.0f} ms" if first else ""
     print(f"[{usage.get('prompt_tokens')} prompt tokens, {n} new{to_first}{rate}]", file=sys.stderr)
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from nbflow.cli.chat_options import add_chat_arguments, chat_ids, is_chat
@@ -31,6 +32,8 @@ from nbflow.engine.request import Request
 from nbflow.engine.search.api import search
 from nbflow.engine.worker import Worker
 from nbflow.options import SamplingParams
+
+_show = partial(print, end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,11 +142,6 @@ def _print_json(arguments: argparse.Namespace, made: RequestOutput) -> None:
     if made.n_drafted:
         values |= {"n_drafted": made.n_drafted, "n_accepted": made.n_accepted}
     print(json.dumps(values))
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _print_device_memory(engine: Worker) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.server.config import ServerConfig, make_config, resolve_files
+from nbflow.utils.binary_file import read_text
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_BYTES = 1_000_000
@@ -59,15 +60,7 @@ def read_sections(path: Path) -> Sections:
 
     A repeated section or key is an error.
     """
-    try:
-        data = path.read_bytes()[: MAX_BYTES + 1]
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise UsageError(f"{path}: an ini file may have at most {MAX_BYTES} bytes")
+    text = read_text(path, MAX_BYTES, "an ini file").removeprefix("\ufeff")
     # Inferflow has neither default sections nor line continuation: indented lines are keys
     parser = RawConfigParser(delimiters=("=",), default_section="")
     lines = (

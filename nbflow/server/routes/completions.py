@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
+from nbflow.engine.request import TopLogprobs
 from nbflow.server.errors import ApiError
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
@@ -125,7 +126,9 @@ class _CompletionWriter(ResponseWriter):
             if body.echo and first:
                 self._add_prompt(found, request.prompt, request.prompt_results)
             for output in chunk.tokens:
-                found.add(output, len(echoed))
+                assert output.token is not None
+                offset = len(echoed) + output.offset
+                found.add(output.token, output.logprob, output.top_logprobs or [], offset)
             logprobs = found.body()
         choice: dict[str, Any] = {
             "index": index,
@@ -158,10 +161,10 @@ class _CompletionWriter(ResponseWriter):
         self,
         logprobs: CompletionLogprobs,
         prompt: Sequence[int],
-        results: Sequence[tuple[float, list[tuple[int, float]]]],
+        results: Sequence[tuple[float, TopLogprobs]],
     ) -> None:
         """Add the prompt's tokens."""
         offset = self._served.offsets()
-        logprobs.first(prompt[0], offset(prompt[0]))
-        for token, (logprob, top) in zip(prompt[1:], results, strict=False):
-            logprobs.add_token(token, logprob, top, offset(token))
+        first: list[tuple[float | None, TopLogprobs]] = [(None, [])]
+        for token, (logprob, top) in zip(prompt, [*first, *results], strict=False):
+            logprobs.add(token, logprob, top, offset(token))
