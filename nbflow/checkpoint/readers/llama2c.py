@@ -158,7 +158,9 @@ def _header(path: Path, head: bytes) -> _Header:
     dim, *others, vocab, context = sizes
     if is_legacy:
         sizes = (dim, *others, abs(vocab), context)
-        return _checked(path, _Header(*sizes, vocab > 0, 0, 0, n_bytes))
+        return _checked(
+            path, _Header(*sizes, shared=vocab > 0, version=0, group_size=0, n_bytes=n_bytes)
+        )
     (version,) = struct.unpack_from("<i", head, 4)
     shared, group_size = struct.unpack_from("<Bi", head, 36)
     if version not in (1, 2):
@@ -171,7 +173,9 @@ def _header(path: Path, head: bytes) -> _Header:
         raise UsageError(
             f"{path}: group_size must divide dim = {dim}, got {group_size} in the header"
         )
-    header = _Header(*sizes, bool(shared), version, group_size, n_bytes)
+    header = _Header(
+        *sizes, shared=bool(shared), version=version, group_size=group_size, n_bytes=n_bytes
+    )
     return _checked(path, header)
 
 
