@@ -172,21 +172,8 @@ class OptionField:
     ) -> Any:
         """Return a validated value, with a size converted to bytes.
 
-        Parameters
-        ----------
-        value : object
-            The value.
-        outside : bool
-            True for a value from a file, a request or the command line.
-        http : bool
-            True for a value of an HTTP request, which may have a lower maximum.
-        name : str, optional
-            Name in the message; by default the field's.
-
-        Raises
-        ------
-        UsageError
-            If its type is wrong, or it is out of bounds.
+        `outside` marks a value from a file, a request or the command line; `http` one of a request,
+        which may have a lower maximum.  `name` is used in messages instead of the field's.
         """
         name, here = name or self.name, self.option
         if self.choices and isinstance(value, str) and value not in self.choices:

@@ -23,26 +23,9 @@ STEP_TOKENS = 512  # n_batch and n_ubatch, the defaults of llama-bench
 class LlamaCpp:
     """A model loaded by llama.cpp.
 
-    Parameters
-    ----------
-    path : Path
-        A GGUF file.
-    threads : int
-        Threads for prompts and for generation.
-    context : int
-        Maximum tokens of a sequence.
-    sequences : int
-        Maximum concurrent sequences.
-    exact : bool
-        Use a float32 KV cache and no flash attention, which rounds to float16: for comparing
-        results, not speed.
-
-    Raises
-    ------
-    MissingExtraError
-        If llama-cpp-python is not installed.
-    UsageError
-        If llama.cpp cannot load the file.
+    `context` and `sequences` are the most tokens of a sequence and concurrent sequences.  `exact`
+    selects a float32 KV cache without flash attention, which rounds to float16: for comparing
+    results, not speed.
     """
 
     def __init__(

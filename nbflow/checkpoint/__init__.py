@@ -14,7 +14,7 @@ from typing import Protocol
 from nbflow.checkpoint.readers import ggml_legacy, gguf, llama2c, safetensors, torch_pickle
 from nbflow.checkpoint.shards import INDEXES, find_in_folder
 from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
-from nbflow.utils.binary_file import ByteFile
+from nbflow.utils.binary_file import read_head
 from nbflow_kernels.errors import UsageError
 
 __all__ = ["TensorEntry", "WeightFile", "is_weight_file", "open_weights"]
@@ -87,7 +87,7 @@ def _reader(path: Path) -> Reader:
     """Return the reader for a file or an index."""
     if path.name.endswith(".index.json"):
         return torch_pickle if path.name == INDEXES[1] else safetensors
-    head = _head(path)
+    head = read_head(path, _HEAD_BYTES)
     for reader in READERS:
         if reader.matches(path, head):
             return reader
@@ -109,25 +109,8 @@ def _reader(path: Path) -> Reader:
 def is_weight_file(path: str | os.PathLike[str]) -> bool:
     """Return whether a reader recognizes the content of the file at `path`.
 
-    Parameters
-    ----------
-    path : path
-        An existing file.
-
-    Returns
-    -------
-    bool
-        True means that `open_weights` knows the format; the file may still be damaged.
+    The file may still be damaged.
     """
     path = Path(path)
-    head = _head(path)
+    head = read_head(path, _HEAD_BYTES)
     return any(reader.matches(path, head) for reader in READERS)
-
-
-def _head(path: Path) -> bytes:
-    """Return the first bytes of a file."""
-    file = ByteFile(path)
-    try:
-        return file.read(0, _HEAD_BYTES)
-    finally:
-        file.close()

@@ -18,16 +18,9 @@ def multiply_scales(
 ) -> None:
     """Multiply a rectangle of a matrix by its scales, in place.
 
-    Parameters
-    ----------
-    values : array of float32, shape (N, K)
-        The rectangle.
-    scales : array of float32, shape (n, k)
-        Scales of the blocks of its rows, for all columns of the matrix.
-    block : (int, int)
-        Rows and columns per scale; the last blocks may have fewer.
-    first : (int, int)
-        First row of the rectangle, relative to its first block, and first column.
+    `scales` (n, k) are those of the blocks of its rows, for all columns of the matrix; `block` has
+    the rows and columns per scale.  `first` is the first row of the rectangle, relative to its
+    first block, and the first column.
     """
     n_rows, n_columns = values.shape
     columns = (np.arange(n_columns) + first[1]) // block[1]
@@ -47,17 +40,9 @@ def multiply_scales(
 def mxfp4_blocks(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return rows of MXFP4 in blocks of 17 bytes (`nbflow_kernels.formats.ggml.mxfp4_nvfp4`).
 
-    Parameters
-    ----------
-    codes : array of uint8, shape (N, K / 2)
-        Weight 2 i in the low nibble of byte i, weight 2 i + 1 in the high.
-    scales : array of uint8, shape (N, K / 32)
-        The exponents of 32 weights each, plus 127.
-
-    Returns
-    -------
-    array of uint8, shape (N, K / 32 * 17)
-        A byte of `scales`, then 16 of codes: weight r of 32 in a low nibble, r + 16 in the high.
+    `codes` (N, K / 2) hold weight 2 i in the low nibble of byte i, 2 i + 1 in the high; `scales`
+    (N, K / 32) the exponents of 32 weights, plus 127.  A block is a byte of `scales`, then 16 of
+    codes: weight r of 32 in a low nibble, r + 16 in the high.
 
     Examples
     --------

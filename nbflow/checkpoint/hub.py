@@ -17,16 +17,6 @@ from typing import Any
 
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
-__all__ = [
-    "AUXILIARY_FILES",
-    "HubFile",
-    "choose_files",
-    "find_cached",
-    "is_repo_name",
-    "pull",
-    "repo_of",
-]
-
 ENDPOINT = "https://huggingface.co"
 AUXILIARY_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -54,19 +44,8 @@ class HubFile:
 def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> list[HubFile]:
     """Select the files of a repository that a model needs, weights last.
 
-    Parameters
-    ----------
-    repo : str
-        The repository, for messages.
-    files : sequence of HubFile
-        All its files.
-    pattern : str, optional
-        Shell pattern of the weights.
-
-    Raises
-    ------
-    UsageError
-        If there are no weights, or several and no pattern selects one.
+    `pattern` is a shell pattern of the weights; without weights, or with several of which none is
+    selected, it raises `UsageError`.
 
     Examples
     --------
@@ -154,13 +133,7 @@ def _cache_folder() -> Path:
 
 
 def find_cached(repo: str) -> Path | None:
-    """Return a cached model: its folder or GGUF file, or None.
-
-    Raises
-    ------
-    UsageError
-        If several GGUF files of the repository are cached.
-    """
+    """Return a cached model: its folder or GGUF file, or None."""
     folder = _cache_folder() / f"models--{repo.replace('/', '--')}"
     ref = folder / "refs" / "main"
     if not ref.is_file():

@@ -62,17 +62,7 @@ class Quantization:
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     """Return the storage of matrices that a configuration states, or None.
 
-    Parameters
-    ----------
-    config : mapping
-        The content of config.json.
-    where : str
-        Source of `config`; begins the error messages.
-
-    Raises
-    ------
-    UsageError
-        If the storage is not supported; the message names the key.
+    `where` begins the messages of errors about values that are not supported.
 
     Examples
     --------

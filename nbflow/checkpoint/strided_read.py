@@ -46,23 +46,8 @@ def read_strided(
 ) -> NDArray[Any]:
     """Read a box of elements into a new array.
 
-    Parameters
-    ----------
-    fill : callable
-        ``fill(array, offset)`` reads a contiguous array at a byte offset.
-    dtype : numpy.dtype
-        Type of the elements.
-    first : int
-        Byte offset of the first element.
-    shape : tuple of int
-        Elements of the box along each axis.
-    strides : tuple of int
-        Distances along each axis, in elements, not negative.  A stride of 0 repeats elements.
-
-    Returns
-    -------
-    array, C-contiguous
-        Of `shape` and `dtype`.
+    ``fill(array, offset)`` reads a contiguous array at a byte offset; `first` is that of the first
+    element.  Strides count elements and are not negative; 0 repeats elements.
     """
     out: NDArray[Any] = np.empty(shape, dtype)
     if out.size == 0:

@@ -34,11 +34,8 @@ _REPEATED_BYTES = 1 << 20  # allowed for every tensor that repeats its elements
 def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
     """Return the bytes of a tensor of plain elements or of blocks (`nbflow_kernels.FORMATS`).
 
-    Raises
-    ------
-    UsageError
-        If the type is unknown, the rows are not whole blocks, or the shape is too large; the
-        message begins with `where`.
+    Raises `UsageError`, which begins with `where`, if the type is unknown, the rows are not whole
+    blocks, or the shape is too large.
     """
     if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise UsageError(f"{where}: shape {shape} is too large for any tensor")
@@ -120,18 +117,8 @@ class WeightFile:
     A reader makes one of these; users get it from `nbflow.checkpoint.open_weights`.  It is a
     context manager, and several threads may read at once.
 
-    Parameters
-    ----------
-    path : Path
-        Path that the user named: a file or a folder.
-    format : str
-        Name of the file format.
-    entries : sequence of TensorEntry
-        The tensors, in the file's order.
-    config : callable
-        Returns the model configuration, or None.
-    scales : sequence of TensorEntry
-        Scales of other tensors.
+    `path` is what the user named, a file or a folder; `config` returns the model configuration, or
+    None; `scales` are scales of other tensors.
     """
 
     def __init__(
@@ -170,11 +157,8 @@ class WeightFile:
     def config(self) -> dict[str, Any] | None:
         """Return the model's configuration as the checkpoint states it, or None without one.
 
-        Returns
-        -------
-        dict or None
-            ``config.json`` of the folder for safetensors and pickles; the header's numbers for
-            llama2.c and GGML; the metadata for GGUF.
+        This is ``config.json`` of the folder for safetensors and pickles, the header's numbers for
+        llama2.c and GGML, the metadata for GGUF.
         """
         return self._config()
 

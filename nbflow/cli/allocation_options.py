@@ -65,16 +65,19 @@ def split_formats(given: list[str]) -> tuple[list[str], list[str]]:
     return files, names
 
 
+def quantizer_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that quantization with and without an allocation share."""
+    names = ("quantizer", "importance", "act_order", "damping", "spec")
+    return {name: getattr(arguments, name) for name in names}
+
+
 class AllocationRun:
     """Allocation of the arguments, with its divergence probe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         _, self._names = split_formats(arguments.formats)
         self._arguments = arguments
-        self._options: dict[str, Any] = {
-            name: getattr(arguments, name)
-            for name in ("quantizer", "importance", "act_order", "damping", "spec")
-        }
+        self._options = quantizer_options(arguments)
         self._probe: DivergenceProbe | None = None
         if arguments.sensitivity == "kld" or arguments.check:
             probe = {"n_tokens": arguments.tokens, "spec": arguments.spec}

@@ -112,11 +112,7 @@ def _limit(row: dict[str, Any], test: Test, taken: Samples) -> dict[str, Any]:
             share = statistics.median(map(truediv, rates, taken.bandwidths))
         elif bandwidth is not None:
             share = rate / bandwidth
-    return {
-        "read_bandwidth_bytes_per_s": bandwidth,
-        "read_bytes_per_s": rate,
-        "read_share": share,
-    }
+    return {"read_bandwidth_bytes_per_s": bandwidth, "read_bytes_per_s": rate, "read_share": share}
 
 
 def _peer(test: Test, taken: Samples) -> dict[str, Any]:

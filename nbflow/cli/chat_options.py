@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from nbflow.cli.option_arguments import read_argument
 from nbflow.tokenization import Tokenizer
 from nbflow.tokenization.tokenizer_config import read_template
 from nbflow_kernels.errors import UsageError
-
-_MAX_MESSAGES_BYTES = 100_000_000
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +29,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat template: a name (simple, chatml, vicuna-1.1, ...), a file, or its text",
     )
     parser.add_argument(
-        "--parse-special",
-        action="store_true",
-        help="parse special tokens in the text",
+        "--parse-special", action="store_true", help="parse special tokens in the text"
     )
 
 
@@ -69,25 +65,12 @@ def _messages(arguments: argparse.Namespace, text: str | None) -> list[dict[str,
     if arguments.messages is not None:
         from nbflow.tokenization.chat.messages import parse_messages
 
-        messages += parse_messages(_read(arguments.messages), arguments.messages)
+        messages += parse_messages(read_argument(arguments.messages), arguments.messages)
     if text is not None:
         messages.append({"role": "user", "content": text})
     if not messages:
         raise UsageError("--chat needs a text, or --messages FILE")
     return messages
-
-
-def _read(name: str) -> str:
-    """Return the text of a file or of standard input."""
-    if name == "-":
-        return sys.stdin.read(_MAX_MESSAGES_BYTES)
-    path = Path(name)
-    if path.is_file() and path.stat().st_size > _MAX_MESSAGES_BYTES:
-        raise UsageError(f"{path}: may have at most {_MAX_MESSAGES_BYTES} bytes")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
 
 
 def _template(given: str | None) -> str | None:

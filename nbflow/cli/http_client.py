@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import ssl
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,19 +19,8 @@ _MAX_LINE_BYTES = 10_000_000
 class HttpClient:
     """Client of one server.
 
-    Parameters
-    ----------
-    url : str
-        Base URL of the API, e.g. ``http://127.0.0.1:8000/v1``.
-    key : str, optional
-        API key.
-    timeout_s : float
-        Seconds to wait for the next bytes.
-
-    Raises
-    ------
-    UsageError
-        If the URL is not an http or https URL.
+    `url` is the base URL of the API, e.g. ``http://127.0.0.1:8000/v1``; `timeout_s` bounds the wait
+    for the next bytes.
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -48,23 +38,21 @@ class HttpClient:
 
     def get(self, path: str) -> Any:
         """Return the JSON response of GET."""
-        with _Exchange(self._connect(), "GET", self._path + path, None, self._headers) as response:
+        with self._exchange("GET", path) as response:
             return _json(response.read(_MAX_ANSWER_BYTES))
 
     def post(self, path: str, body: Any) -> Any:
         """Return the JSON response of POST with a JSON body."""
-        with self._sent(path, body) as response:
+        with self._exchange("POST", path, body) as response:
             return _json(response.read(_MAX_ANSWER_BYTES))
 
     def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
         """Post a body and yield the server-sent events of the response.
 
-        Raises
-        ------
-        UsageError
-            If the server refuses, an event is an error, or the connection closes early.
+        Raises `UsageError` if the server refuses, an event is an error, or the connection closes
+        early.
         """
-        with self._sent(path, body) as response:
+        with self._exchange("POST", path, body) as response:
             for line in _lines(response):
                 if line == b"data: [DONE]":
                     return
@@ -77,62 +65,44 @@ class HttpClient:
 
     def lines(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
         """Post a body and yield the JSON lines of the response."""
-        with self._sent(path, body) as response:
+        with self._exchange("POST", path, body) as response:
             for line in _lines(response):
                 if line:
                     yield _json(line)
 
-    def _sent(self, path: str, body: Any) -> _Exchange:
-        data = json.dumps(body).encode()
-        return _Exchange(self._connect(), "POST", self._path + path, data, self._headers)
+    @contextlib.contextmanager
+    def _exchange(self, method: str, path: str, body: Any = None) -> Iterator[HTTPResponse]:
+        """Send a request on a new connection and yield the response."""
+        data = None if body is None else json.dumps(body).encode()
+        with contextlib.closing(self._connect()) as connection:
+            where = f"{connection.host}:{connection.port}"
+            try:
+                connection.request(method, self._path + path or "/", data, self._headers)
+                response = connection.getresponse()
+            except (OSError, HTTPException) as error:
+                raise UsageError(
+                    f"no answer from {where}: {error}; is the server running?"
+                ) from error
+            if response.status >= 400:
+                message = _message(response.read(_MAX_LINE_BYTES))
+                raise UsageError(f"{where} returned status {response.status}: {message}")
+            yield response
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connect(self) -> HTTPConnection:
         if self._https:
-            return http.client.HTTPSConnection(
+            return HTTPSConnection(
                 self._host, self._port, timeout=self._timeout_s,
                 context=ssl.create_default_context(),
             )  # fmt: skip
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        return HTTPConnection(self._host, self._port, timeout=self._timeout_s)
 
 
-class _Exchange:
-    """Request and response on a connection of their own."""
-
-    def __init__(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-    ) -> None:
-        self._connection = connection
-        self._request = (method, path or "/", body, headers)
-
-    def __enter__(self) -> http.client.HTTPResponse:
-        where = f"{self._connection.host}:{self._connection.port}"
-        try:
-            self._connection.request(*self._request)
-            response = self._connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise UsageError(f"no answer from {where}: {error}; is the server running?") from error
-        if response.status >= 400:
-            message = _message(response.read(_MAX_LINE_BYTES))
-            self._connection.close()
-            raise UsageError(f"{where} returned status {response.status}: {message}")
-        return response
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-
-
-def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+def _lines(response: HTTPResponse) -> Iterator[bytes]:
     """Yield the lines of a response as they come."""
     while True:
         try:
             line = response.readline(_MAX_LINE_BYTES)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             raise UsageError(f"the connection broke off: {error}") from error
         if not line:
             return

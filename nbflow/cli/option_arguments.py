@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nbflow.option_fields import OptionField, OptionSet, accepts, default_text, fields
+from nbflow_kernels.errors import UsageError
+
+_MAX_TEXT_BYTES = 100_000_000
 
 
 def add_options(
@@ -21,20 +26,9 @@ def add_options(
 ) -> None:
     """Add a command-line option for each field of an option set.
 
-    Parameters
-    ----------
-    parser : ArgumentParser or group
-        Where the options are added.
-    kind : type of OptionSet
-        The option set.
-    names : collection of str
-        Fields to add; by default all.
-    converters : mapping
-        Field -> function from the argument's text to the value.
-    unset : bool
-        Default to None instead of the field's default.
-    http : bool
-        Use the bounds and defaults of HTTP requests.
+    Without `names`, all its fields are added.  `converters` turn the argument's text into the
+    value.  With `unset` the default is None instead of the field's; with `http` the bounds and
+    defaults are those of HTTP requests.
     """
     for known in fields(kind).values():
         if (known.name in names) if names else known.option.cli:
@@ -87,3 +81,18 @@ def given_options(kind: type[OptionSet], arguments: argparse.Namespace) -> dict[
     """Return the arguments that are fields of an option set and not None."""
     found = {name: getattr(arguments, name, None) for name in fields(kind)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def read_argument(name: str) -> str:
+    """Return the text of a file, or of standard input for ``-``."""
+    if name == "-":
+        return sys.stdin.read(_MAX_TEXT_BYTES)
+    path = Path(name)
+    if path.is_file() and path.stat().st_size > _MAX_TEXT_BYTES:
+        raise UsageError(f"{path}: may have at most {_MAX_TEXT_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None

@@ -110,14 +110,10 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     for file in arguments.formats:
         load_formats(file)
     options = load_options(arguments).replaced(changes)
-    if not is_host(arguments.device) and world().rank == 0 and _can_plan(arguments):
+    can_plan = arguments.partition != "auto" and "/" not in arguments.partition
+    if not is_host(arguments.device) and world().rank == 0 and can_plan:
         print(_plan(arguments), file=sys.stderr)
     return nbflow.load(arguments.model, options)
-
-
-def _can_plan(arguments: argparse.Namespace) -> bool:
-    """Return True if the arguments determine the partition, without replicas."""
-    return arguments.partition != "auto" and "/" not in arguments.partition
 
 
 def is_printing_rank(model: nbflow.LLM) -> bool:

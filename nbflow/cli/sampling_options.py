@@ -7,11 +7,10 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.cli.option_arguments import add_options, given_options
+from nbflow.cli.option_arguments import add_options, given_options, read_argument
 from nbflow.engine import LLM
 from nbflow.engine.search.api import SEARCHES
 from nbflow.options import STRUCTURES, SamplingParams, SearchParams, SpeculativeConfig
@@ -36,7 +35,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options of all sampling parameters except the number of tokens."""
     names = ", ".join((*STRATEGIES, *SEARCHES))
     group = parser.add_argument_group("decoding", f"see docs/decoding.md; strategies: {names}")
-    converters = {"json_schema": _schema, "grammar": _read, "logit_bias": _bias}
+    converters = {"json_schema": _schema, "grammar": read_argument, "logit_bias": _bias}
     add_options(group, SamplingParams, converters=converters, unset=True)
 
 
@@ -55,10 +54,7 @@ def add_draft_arguments(group: argparse.ArgumentParser | argparse._ArgumentGroup
 def search_name(arguments: argparse.Namespace) -> str | None:
     """Return the name of the search, or None.
 
-    Raises
-    ------
-    UsageError
-        If an option of another search is given.
+    Raises `UsageError` for an option of another search.
     """
     given = [n for n, f in _SEARCHES.items() if any(getattr(arguments, o) is not None for o in f)]
     name = arguments.decoding if arguments.decoding in SEARCHES else next(iter(given), None)
@@ -108,16 +104,9 @@ def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-
-
 def _schema(path: str) -> Any:
     try:
-        return json.loads(_read(path))
+        return json.loads(read_argument(path))
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}: is not JSON: {error}") from None
 

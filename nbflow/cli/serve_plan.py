@@ -5,14 +5,7 @@ from __future__ import annotations
 from nbflow.distributed import world
 from nbflow.engine.load import measure
 from nbflow.options import MAX_SEQUENCES
-from nbflow.planner import (
-    RunConfig,
-    Workload,
-    known_machines,
-    load_machine,
-    planned_model,
-    predict,
-)
+from nbflow.planner import RunConfig, Workload, known_machines, load_machine, planned_model, predict
 from nbflow.planner.memory_plan import MemoryPlan, plan_memory
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.utils.system import available_memory_bytes
@@ -24,13 +17,7 @@ PROMPT, GENERATE = 512, 128
 
 
 def print_plans(config: ServerConfig) -> None:
-    """Print the plan of every model of a server; collective over MPI ranks.
-
-    Raises
-    ------
-    UsageError
-        If a model is not found, or its partition is invalid.
-    """
+    """Print the plan of every model of a server; collective over MPI ranks."""
     for file in config.formats:
         load_formats(file)
     for name, options in config.models.items():

@@ -70,14 +70,7 @@ def make_app(state: ServerState, extra_routers: Sequence[APIRouter] = ()) -> Fas
 def with_middleware(app: FastAPI, state: ServerState, digests: list[bytes]) -> ASGIApp:
     """Wrap the application in request log, CORS, authentication and limits.
 
-    Parameters
-    ----------
-    app : FastAPI
-        The application of `make_app`.
-    state : ServerState
-        State of the server.
-    digests : list of bytes
-        SHA-256 of the API keys; empty to accept every client.
+    `digests` are the SHA-256 of the API keys; empty to accept every client.
     """
     inner: ASGIApp = AuthAndLimitMiddleware(
         BodyLimitMiddleware(app, state.config.limits), state, digests

@@ -25,12 +25,7 @@ _KIB = 1024
 class OutOfBounds(ValueError):
     """A field exceeds its limit, or holds text that is not valid Unicode.
 
-    Parameters
-    ----------
-    where : str
-        Path of the field, e.g. ``stop.3``.
-    message : str
-        Limit and value.
+    `where` is the path of the field, e.g. ``stop.3``.
     """
 
     def __init__(self, where: str, message: str) -> None:
@@ -78,15 +73,7 @@ _OTHERS = Bound(text_bytes=TEXT_BYTES)
 
 
 def check_field(name: str, value: Any) -> None:
-    """Raise `OutOfBounds` if a field exceeds its limits or cannot be encoded as UTF-8.
-
-    Parameters
-    ----------
-    name : str
-        Name of the field in JSON.
-    value : object
-        Its value, from JSON.
-    """
+    """Raise `OutOfBounds` if a field exceeds its limits or cannot be encoded as UTF-8."""
     bound = BOUNDS.get(name, _OTHERS)
     if isinstance(value, list | dict) and bound.items is not None and len(value) > bound.items:
         raise OutOfBounds(name, f"may have at most {bound.items:,} entries, got {len(value):,}")

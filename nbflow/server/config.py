@@ -21,13 +21,7 @@ from pydantic import (
 )
 
 from nbflow.option_fields import size_bytes, toml_names
-from nbflow.options import (
-    STRUCTURES,
-    EngineOptions,
-    LoadOptions,
-    SamplingParams,
-    SpeculativeConfig,
-)
+from nbflow.options import STRUCTURES, EngineOptions, LoadOptions, SamplingParams, SpeculativeConfig
 from nbflow.server.option_models import MayBeFile, toml_fields
 from nbflow.utils.toml_schema import read_toml
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -232,13 +226,7 @@ class ServerConfig(Section):
 
 
 def read_config(path: Path) -> ServerConfig:
-    """Read a server's TOML file; file names in it are relative to its folder.
-
-    Raises
-    ------
-    UsageError
-        If it is not valid TOML, or a key or value is not one of `ServerConfig`.
-    """
+    """Read a server's TOML file; file names in it are relative to its folder."""
     table = read_toml(path)
     if "models" not in table:
         raise UsageError(

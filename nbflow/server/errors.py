@@ -52,18 +52,7 @@ class ErrorBody(BaseModel):
 class ApiError(Exception):
     """Error response.
 
-    Parameters
-    ----------
-    status : int
-        HTTP status.
-    message : str
-        Message for people.
-    param : str, optional
-        Field of the request.
-    code : str, optional
-        Machine-readable code; by default that of the status.
-    retry_after_s : int, optional
-        Value of the header ``Retry-After``.
+    `param` names the field of the request; `code` is by default that of the status in `CODES`.
     """
 
     def __init__(
@@ -86,32 +75,13 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error object."""
-        return error_object(self.status, self.message, self.param, self.code)
+        kind = TYPES.get(self.status, "server_error")
+        facts = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": facts}
 
     def response(self) -> Response:
         """Return the response."""
         return json_response(self.body(), self.status, self.headers)
-
-
-def error_object(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return the body of an error.
-
-    Parameters
-    ----------
-    status : int
-        HTTP status, which determines the type.
-    message : str
-        Message for people.
-    param : str, optional
-        Field of the request.
-    code : str, optional
-        Machine-readable code; by default that of the status.
-    """
-    kind = TYPES.get(status, "server_error")
-    error = {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
-    return {"error": error}
 
 
 def json_response(
@@ -119,11 +89,6 @@ def json_response(
 ) -> Response:
     """Return a JSON response in ASCII, so that it can quote any client input."""
     return Response(json.dumps(body), status, headers, "application/json")
-
-
-def usage(error: UsageError, param: str | None = None) -> ApiError:
-    """Return 400 Bad Request with the message of a `UsageError`."""
-    return ApiError(400, str(error), param=param)
 
 
 def busy(message: str) -> ApiError:
@@ -148,8 +113,7 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _usage_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, UsageError)
-    return usage(error).response()
+    return ApiError(400, str(error)).response()
 
 
 async def _missing_extra(_: Request, error: Exception) -> Response:

@@ -47,12 +47,7 @@ def serve(config: ServerConfig, extra_routers: Sequence[APIRouter] = ()) -> int:
 
     Under mpirun every rank calls it.  Rank 0 accepts requests; the others execute its steps.
 
-    Parameters
-    ----------
-    config : ServerConfig
-        Models, limits and addresses.
-    extra_routers : sequence of APIRouter
-        Routes of other protocols, added to the application.
+    `extra_routers` are routes of other protocols.
 
     Raises
     ------
@@ -112,13 +107,7 @@ def _open_listener(config: ServerConfig, comm: Comm) -> tuple[socket.socket | No
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; it does not listen yet.
-
-    Raises
-    ------
-    UsageError
-        If the host does not resolve, or the port is in use.
-    """
+    """Return a socket bound to an address; it does not listen yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -285,7 +274,13 @@ async def _run(
     )
     server = _Server(settings)
     stopping = asyncio.Event()
-    _on_eof(loop, stop_fd, lambda: _stop(state, stopping))
+
+    def stop() -> None:
+        loop.remove_reader(stop_fd)
+        state.draining = True
+        stopping.set()
+
+    loop.add_reader(stop_fd, stop)  # readable once a signal has closed the other end
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop_requested = asyncio.ensure_future(stopping.wait())
     await asyncio.wait([serving, stop_requested], return_when=asyncio.FIRST_COMPLETED)
@@ -294,12 +289,6 @@ async def _run(
         await _drain(state, server)
     await serving
     return await state.workers.end(_WORKERS_STOP_S)
-
-
-def _stop(state: ServerState, stopping: asyncio.Event) -> None:
-    """Refuse new requests and start draining."""
-    state.draining = True
-    stopping.set()
 
 
 async def _drain(state: ServerState, server: uvicorn.Server) -> None:
@@ -328,13 +317,3 @@ async def _run_in_thread(call: Callable[[], None]) -> None:
 
     threading.Thread(target=run, name="nbflow-close", daemon=True).start()
     await done.wait()
-
-
-def _on_eof(loop: asyncio.AbstractEventLoop, file: int, call: Callable[[], None]) -> None:
-    """Schedule a call on the event loop for when a file descriptor reaches its end."""
-
-    def ended() -> None:
-        loop.remove_reader(file)
-        call()
-
-    loop.add_reader(file, ended)

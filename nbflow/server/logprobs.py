@@ -56,23 +56,15 @@ class CompletionLogprobs:
         self._top: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
 
-    def first(self, token: int, offset: int) -> None:
-        """Add the first token of a prompt, which has no log-probability."""
-        self._tokens.append(spell(self._served, token, self._as_ids))
-        self._logprobs.append(None)
-        self._top.append(None)
-        self._offsets.append(offset)
-
-    def add(self, output: TokenOutput, n_before: int) -> None:
-        """Add a token of the answer, with `n_before` characters before the answer's text."""
-        assert output.token is not None
-        offset = n_before + output.offset
-        self.add_token(output.token, output.logprob, output.top_logprobs or [], offset)
-
-    def add_token(self, token: int, logprob: float, top: TopLogprobs, offset: int) -> None:
-        """Add a token with its alternatives."""
+    def add(self, token: int, logprob: float | None, top: TopLogprobs, offset: int) -> None:
+        """Add a token with its alternatives; the first one of a prompt has no log-probability."""
         name = spell(self._served, token, self._as_ids)
         self._tokens.append(name)
+        self._offsets.append(offset)
+        if logprob is None:
+            self._logprobs.append(None)
+            self._top.append(None)
+            return
         self._logprobs.append(number(logprob))
         best: dict[str, float] = {}
         for other, value in top[: self._n_top]:  # of equal texts the most probable stays
@@ -80,7 +72,6 @@ class CompletionLogprobs:
         if self._n_top:
             best.setdefault(name, number(logprob))
         self._top.append(best)
-        self._offsets.append(offset)
 
     def body(self) -> dict[str, Any]:
         """Return the object."""

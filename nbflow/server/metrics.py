@@ -43,10 +43,7 @@ COUNTERS = {
 class Metrics:
     """Registry of counters, gauges and histograms.
 
-    Parameters
-    ----------
-    engines : callable
-        Returns the `Stats` of every model; called at each scrape.
+    `engines` returns the `Stats` of every model, and is called at each scrape.
     """
 
     def __init__(self, engines: Callable[[], dict[str, Stats]]) -> None:

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nbflow.server.config import Limits
-from nbflow.server.errors import ApiError
+from nbflow.server.errors import ApiError, busy
 from nbflow.server.logs import logger, request_id
 from nbflow.server.state import ServerState
 
@@ -134,16 +134,10 @@ class AuthAndLimitMiddleware:
         if scope["method"] != "POST":
             return None
         if state.draining:
-            error = ApiError(503, "the server is stopping", retry_after_s=1)
-            error.headers["connection"] = "close"
-            return error
+            return _closing(ApiError(503, "the server is stopping", retry_after_s=1))
         most = state.config.limits.requests
         if state.n_requests >= most:
-            return ApiError(
-                429,
-                f"{most} requests are in flight, the limit (limits.requests); retry later",
-                retry_after_s=1,
-            )
+            return busy(f"{most} requests are in flight, the limit (limits.requests); retry later")
         return None
 
     def _knows(self, authorization: str) -> bool:

@@ -16,14 +16,8 @@ from nbflow_kernels.errors import UsageError
 class Checked:
     """Type annotation that validates values by an option.
 
-    Parameters
-    ----------
-    known : OptionField
-        The option.
-    name : str
-        Name of the field in messages.
-    http : bool
-        True for a field of an HTTP request, False for a key of a TOML file.
+    `name` is the field's in messages.  With `http` it is a field of a request, otherwise a key of a
+    TOML file.
     """
 
     def __init__(self, known: OptionField, name: str, http: bool) -> None:

@@ -68,27 +68,8 @@ def build_requests(
 
     Compiling a schema may take long: call it in a worker thread.
 
-    Parameters
-    ----------
-    served : ServedModel
-        The model.
-    body : GenerationBody
-        The body.
-    prompts : sequence of sequence of int
-        Token ids of each prompt; in an encoder-decoder model, the encoder's.
-    max_tokens : int or None
-        Maximum number of new tokens; None for the rest of the context.
-    limits : Limits
-        Limits of one request.
-    continues_text : bool
-        See `GenerationRequest`.
-    echo : bool
-        With log-probabilities, also compute those of the prompt.
-
-    Raises
-    ------
-    ApiError, UsageError
-        If the model does not support the body's parameters.
+    `prompts` are token ids (the encoder's in an encoder-decoder model).  `max_tokens` None stands
+    for the rest of the context; with `echo`, log-probabilities cover the prompt, too.
     """
     check_number(body, len(prompts), limits)
     _check_logprobs(body, prompts, limits, echo, continues_text)
@@ -213,13 +194,6 @@ def search_of(body: GenerationBody) -> Search | None:
 
     Names are those of vLLM (beams) and transformers (contrastive).  A search does not sample:
     sampling fields are refused by name unless their value is neutral.
-
-    Raises
-    ------
-    ApiError
-        If a field does not belong to the search.
-    UsageError
-        If a value is out of range.
     """
     given = {name for name in type(body).model_fields if getattr(body, name) not in (None, False)}
     beam = body.use_beam_search or body.decoding == "beam"

@@ -218,10 +218,7 @@ if TYPE_CHECKING:
 
 else:
     _OptionFields = create_model(
-        "_OptionFields",
-        __base__=Body,
-        **http_fields(SamplingParams),
-        **http_fields(SearchParams),
+        "_OptionFields", __base__=Body, **http_fields(SamplingParams), **http_fields(SearchParams)
     )
 
 
@@ -298,11 +295,33 @@ class GenerationBody(_OptionFields):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-class ChatBody(GenerationBody):
-    """Body of ``POST /v1/chat/completions``."""
+class Conversation(Body):
+    """Messages and the variables of their template."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     """Conversation."""
+    chat_template: str | None = None
+    """Chat template instead of the model's, if the server allows it."""
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    """Variables for the template, e.g. enable_thinking."""
+    add_generation_prompt: bool = True
+    documents: list[dict[str, Any]] | None = None
+
+    def variables(self) -> dict[str, Any]:
+        """Return the arguments of `nbflow.tokenization.chat.format_chat`."""
+        own = {"add_generation_prompt": self.add_generation_prompt, "documents": self.documents}
+        return {**own, **self.chat_template_kwargs}
+
+
+class TemplateBody(Conversation):
+    """Body of ``POST /apply-template``."""
+
+    model: str | None = None
+
+
+class ChatBody(GenerationBody, Conversation):
+    """Body of ``POST /v1/chat/completions``."""
+
     max_completion_tokens: Annotated[
         int | None, http_option(SamplingParams, "max_tokens", "max_completion_tokens")
     ] = None
@@ -311,13 +330,6 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int | None, http_option(SamplingParams, "logprobs", "top_logprobs")] = (
         None
     )
-    chat_template: str | None = None
-    """Chat template instead of the model's, if the server allows it."""
-    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    """Variables for the template, e.g. enable_thinking."""
-    add_generation_prompt: bool = True
-    documents: list[dict[str, Any]] | None = None
-
     instead: ClassVar[dict[str, str]] = {"prompt": "use messages, or /v1/completions"}
 
     @model_validator(mode="after")
@@ -412,17 +424,6 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[int]
-
-
-class TemplateBody(Body):
-    """Body of ``POST /apply-template``."""
-
-    model: str | None = None
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    add_generation_prompt: bool = True
-    chat_template: str | None = None
-    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    documents: list[dict[str, Any]] | None = None
 
 
 def split_texts(given: Text) -> list[str | list[int]]:

@@ -23,18 +23,8 @@ from nbflow_kernels.errors import UsageError, unknown_name
 class ServedModel:
     """A model with its engine under the name that clients use.
 
-    Parameters
-    ----------
-    name : str
-        Name for clients.
-    options : ModelOptions
-        Section ``[models.NAME]`` of the configuration.
-    model : nbflow.LLM
-        The model.
-    engine : nbflow.LLMEngine
-        Its engine, started.
-    draft : nbflow.LLM or str, optional
-        Draft model, or "ngram".
+    `options` are those of its section ``[models.NAME]``; `engine` has been started; `draft` is a
+    model or "ngram".
     """
 
     def __init__(
@@ -89,16 +79,6 @@ class ServedModel:
                 param=param,
             )
         return text
-
-    def text_ids(
-        self, text: str, add_special_tokens: bool = True, parse_special: bool = False
-    ) -> list[int]:
-        """Return the token ids of a text; of an empty text BOS, or token 0."""
-        tokenizer = self.model.tokenizer  # raises if there is none
-        ids = tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, parse_special=parse_special
-        )
-        return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
 
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
@@ -179,13 +159,7 @@ class Models:
 
 
 def flat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with content lists joined into text, one line for each part.
-
-    Raises
-    ------
-    UsageError
-        If a part is not text.
-    """
+    """Return messages with content lists joined into text, one line for each part."""
     return [
         {**m, "content": _joined(m["content"], f"messages[{i}].content")}
         if isinstance(m.get("content"), list)

@@ -28,11 +28,8 @@ _KEPT: list[Any] = []
 def listen_to_signals() -> int:
     """Install the handler of SIGTERM and SIGINT for the rest of the process; call it once.
 
-    Returns
-    -------
-    int
-        File descriptor that reaches its end with the first signal.  The second signal exits the
-        process with code 128 + its number.
+    Returns a file descriptor that reaches its end with the first signal.  The second signal exits
+    the process with code 128 + its number.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from nbflow.server.config import ServerConfig
 from nbflow.server.metrics import Metrics, Stats
@@ -58,6 +58,10 @@ async def state_of(request: Request) -> ServerState:
     """
     state: ServerState = request.app.state.server
     return state
+
+
+State = Annotated[ServerState, Depends(state_of)]
+"""Parameter of a route: the server's state."""
 
 
 def note(request: Request, **facts: Any) -> None:

@@ -230,17 +230,6 @@ class GenerationStream:
 
     An asynchronous context manager, which cancels unfinished choices on exit.  Iteration yields
     lists of the chunks that have come since the previous one.
-
-    Parameters
-    ----------
-    served : ServedModel
-        The model.
-    requests : sequence of GenerationRequest
-        Requests to submit to its engine.
-    bridge : LoopBridge
-        Posts calls from the engine's thread to the event loop.
-    metrics : Metrics
-        Records latencies.
     """
 
     def __init__(
@@ -372,11 +361,6 @@ class LoopBridge:
     """Ordered queue of calls from other threads to the event loop.
 
     One wake-up serves all sequences of an engine step; each would cost a system call.
-
-    Parameters
-    ----------
-    loop : asyncio.AbstractEventLoop
-        The event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -409,14 +393,7 @@ def event(data: Any) -> bytes:
 class Stream(Response):
     """Streaming response, cancelled when the client disconnects.
 
-    Parameters
-    ----------
-    chunks : async iterator of bytes
-        The body.
-    close : callable
-        Called at the end, also if nothing was sent.
-    media_type : str
-        Content-Type.
+    `close` is called at the end, also if nothing was sent.
     """
 
     def __init__(

@@ -25,12 +25,7 @@ class NoText:
 class Offsets:
     """Character offsets of tokens in their text.
 
-    Parameters
-    ----------
-    tokenizer : Tokenizer or None
-        Tokenizer; without one the text is empty.
-    before : sequence of int
-        Tokens that precede the text.
+    The tokens `before` precede the text; without a tokenizer the text is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:

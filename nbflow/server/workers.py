@@ -74,13 +74,7 @@ def check_wanted() -> None:
 
 
 class Workers:
-    """Thread pool with one queue.
-
-    Parameters
-    ----------
-    n_threads : int
-        Number of threads.
-    """
+    """Thread pool with one queue."""
 
     def __init__(self, n_threads: int = N_THREADS) -> None:
         self._waiting: deque[_Task] = deque()

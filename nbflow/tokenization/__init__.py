@@ -40,23 +40,7 @@ KINDS = {
 def load_tokenizer_file(path: Path, kind: str | None = None) -> Tokenizer:
     """Load a tokenizer file.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    kind : str, optional
-        A name of `KINDS`; by default the file's name and content decide.
-
-    Returns
-    -------
-    Tokenizer
-
-    Raises
-    ------
-    UsageError
-        If the file is damaged.
-    MissingExtraError
-        If the kind needs a package that is not installed.
+    `kind` is a name of `KINDS`; by default the file's name and content decide.
 
     See Also
     --------

@@ -14,18 +14,8 @@ from nbflow.tokenization.tokenizer import Tokenizer, TokenSplitter, check_text
 class ByteVocabularyTokenizer(Tokenizer):
     """Vocabulary, decoding and special tokens; a subclass encodes plain text.
 
-    Parameters
-    ----------
-    pieces : sequence of str
-        Spelling of each id.
-    piece_bytes : sequence of bytes
-        Bytes of each id in a text; empty for control pieces.
-    special : SpecialIds
-        Special ids, and which of them go around a text.
-    special_tokens : mapping of str to int
-        Ids of control pieces.
-    user_defined : mapping of str to int
-        Tokens that are recognized before the text is split, unconditionally.
+    `piece_bytes` are the bytes of each id in a text, empty for control pieces.  `special_tokens`
+    are recognized on request, `user_defined` tokens always, before the text is split.
     """
 
     def __init__(
@@ -100,16 +90,8 @@ class ByteVocabularyTokenizer(Tokenizer):
 class ByteStream:
     """Incremental UTF-8 decoder of ids; see `nbflow.tokenization.DecodeStream`.
 
-    Parameters
-    ----------
-    piece_bytes : callable
-        Bytes of an id.
-    prefix : bytes
-        Removed once from the beginning of the text.
-    repeatedly : bool
-        Remove it from each piece until there is text.
-    kept : container of int
-        Ids from which nothing is removed.
+    `prefix` is removed once from the beginning of the text; with `repeatedly`, from each piece
+    until there is text.  Nothing is removed from the ids `kept`.
     """
 
     def __init__(

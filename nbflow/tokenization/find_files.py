@@ -8,7 +8,7 @@ from typing import Any
 
 from nbflow.checkpoint import is_weight_file
 from nbflow.checkpoint.readers import gguf
-from nbflow_kernels.errors import UsageError
+from nbflow.utils.binary_file import read_head
 
 NAMES = (
     "tokenizer.json",
@@ -63,11 +63,7 @@ def find_tokenizer(path: Path, kind: str | None = None) -> Path | None:
 
 def kind_of(path: Path) -> str:
     """Return the kind of a tokenizer file by its name and its first bytes."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(64)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be opened: {error.strerror}") from error
+    head = read_head(path, 64)
     if head.startswith(gguf.MAGIC):
         return "gguf"
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):

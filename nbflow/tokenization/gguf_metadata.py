@@ -94,16 +94,14 @@ class GgufVocabulary:
         """Return an id, or None."""
         default = _DEFAULTS.get(self.model, {}).get(key)
         value = self.values.get(key, default)
-        if value in (None, *NO_TOKEN) or (key not in self.values and self._lacks(default)):
+        beyond = default is not None and default >= len(self.pieces)
+        if value in (None, *NO_TOKEN) or (key not in self.values and beyond):
             return None
         if type(value) is not int or not 0 <= value < len(self.pieces):
             raise UsageError(
                 f"{self.path}: {_KEY}{key} must be 0..{len(self.pieces) - 1}, got {value!r:.60}"
             )
         return value
-
-    def _lacks(self, token_id: int | None) -> bool:
-        return token_id is None or token_id >= len(self.pieces)
 
     def special_ids(
         self, *, add_bos: bool, add_eos: bool = False, add_sep: bool = False

@@ -72,7 +72,7 @@ def _spm(vocabulary: GgufVocabulary) -> Tokenizer:
 def _bpe(vocabulary: GgufVocabulary) -> Tokenizer:
     """Byte-pair encoding with merges."""
     import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from tokenizers import decoders, models, normalizers
 
     pre = _pre_tokenizer(vocabulary)
     model = models.BPE(
@@ -82,18 +82,14 @@ def _bpe(vocabulary: GgufVocabulary) -> Tokenizer:
         byte_fallback=not pre.byte_level,
     )
     tokenizer = tokenizers.Tokenizer(model)
-    steps: list[Any] = [
-        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns
-    ]
+    tokenizer.pre_tokenizer = pre.build()
     if pre.byte_level:
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", SPACE)
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     special = vocabulary.special_ids(add_bos=pre.add_bos, add_sep=pre.add_sep)
     return _finish(vocabulary, tokenizer, special, not pre.byte_level)
 

@@ -63,19 +63,12 @@ def _merges(path: Path) -> list[tuple[str, str]]:
 
 def _set_steps(tokenizer: Any, config: TokenizerConfig) -> None:
     """Set normalizer, pre-tokenizer and decoder."""
-    import tokenizers
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     tokenizer.decoder = decoders.ByteLevel()
     if config.tokenizer_class == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-        (pattern,) = PRE_TOKENIZERS["qwen2"].patterns
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        tokenizer.pre_tokenizer = PRE_TOKENIZERS["qwen2"].build()
     else:
         prefix = config.flag("add_prefix_space", False)
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)

@@ -79,18 +79,8 @@ def set_post_processor(tokenizer: Any, special: SpecialIds) -> None:
 class HfTokenizer(Tokenizer):
     """A ``tokenizers.Tokenizer`` and its special ids.
 
-    Parameters
-    ----------
-    tokenizer : tokenizers.Tokenizer
-        Without padding and truncation.
-    bos_id : int or None
-        Id at the beginning of a sequence.
-    eos_ids : tuple of int
-        Ids that end a sequence.
-    byte_fallback : bool
-        Characters without a piece are encoded as bytes, ``<0x0A>``.
-    where : str
-        The file, for messages.
+    The tokenizer neither pads nor truncates.  With `byte_fallback`, characters without a piece are
+    encoded as bytes, ``<0x0A>``.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ any number, ``\s`` any white space, ``?+`` and ``++`` are possessive.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -89,6 +90,15 @@ class PreTokenizer:
     """Append the separator where the file does not say."""
     byte_level: bool = True
     """Spell bytes as printable characters; otherwise spaces are U+2581, bytes ``<0x0A>``."""
+
+    def build(self) -> Any:
+        """Return the pre-tokenizer of the ``tokenizers`` package."""
+        from tokenizers import Regex, pre_tokenizers
+
+        steps: list[Any] = [pre_tokenizers.Split(Regex(p), "isolated") for p in self.patterns]
+        if self.byte_level:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return pre_tokenizers.Sequence(steps)
 
 
 _FAMILIES: dict[tuple[str, ...], PreTokenizer] = {

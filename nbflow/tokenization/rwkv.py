@@ -19,14 +19,7 @@ _ESCAPED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 class RwkvTokenizer(ByteVocabularyTokenizer):
     """Greedy longest match from the left.
 
-    Parameters
-    ----------
-    pieces : list of str
-        Escaped piece of each id.
-    special : SpecialIds
-        Special ids; an unknown byte becomes ``unknown``.
-    where : str
-        The file, for messages.
+    An unknown byte becomes ``special.unknown``.
     """
 
     def __init__(self, pieces: Sequence[str], special: SpecialIds, where: str) -> None:

@@ -35,18 +35,8 @@ _CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 class SpTokenizer(ByteVocabularyTokenizer):
     """A SentencePiece model, BPE or unigram, and tokens added to it.
 
-    Parameters
-    ----------
-    model : bytes
-        The model file.
-    special : SpecialIds
-        Special ids, and which of them go around a text.
-    added : sequence of AddedToken
-        Added tokens.  Special ones are recognized on request, the others always.
-    ids : mapping of str to int, optional
-        Ids by piece where they are not those of the model (M2M100).
-    where : str
-        The file, for messages.
+    Of the `added` tokens, special ones are recognized on request, the others always.  `ids` by
+    piece replace those of the model (M2M100).
     """
 
     def __init__(

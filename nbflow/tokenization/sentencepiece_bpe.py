@@ -34,18 +34,7 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class SpmTokenizer(ByteVocabularyTokenizer):
     """Byte-pair encoding by score.
 
-    Parameters
-    ----------
-    pieces, scores, types : list
-        Of each id; the type is `NORMAL`, `CONTROL`, ...
-    special : SpecialIds
-        Special ids, and which of them go around a text.
-    add_space_prefix : bool
-        Put a space in front of each text.
-    swallow : frozenset of int
-        Ids that swallow the white space after them.
-    where : str
-        The file, for messages.
+    Types are `NORMAL`, `CONTROL`, ...; the ids `swallow` remove the white space after them.
     """
 
     def __init__(
@@ -129,22 +118,9 @@ def score_bpe(
     of the lower id.  Published vocabularies have equal scores for runs of spaces only (Llama 2),
     where both orders give the same ids.
 
-    Parameters
-    ----------
-    ids : mapping of str to int
-        Pieces of text.
-    scores : mapping of str to float
-        Score of each piece that a merge may produce.
-    byte_ids : mapping of int to int
-        Ids of the bytes of a character without a piece (byte fallback).
-    unknown : int or None
-        Id of a character without piece and bytes; by default an id after all others.
-    space : str
-        Character that stands for a space in pieces.
-
-    Returns
-    -------
-    tokenizers.Tokenizer
+    `scores` has the pieces that a merge may produce, `byte_ids` the bytes of a character without a
+    piece, `unknown` the id of one without bytes (None: an id after all others); `space` stands for
+    a space in pieces.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 

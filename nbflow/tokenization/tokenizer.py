@@ -23,13 +23,7 @@ class DecodeStream(Protocol):
 
 
 class TokenSplitter:
-    """Splits text at tokens that are spelled out in it; the longest match wins.
-
-    Parameters
-    ----------
-    ids : mapping of str to int
-        Tokens to find.
-    """
+    """Splits text at tokens that are spelled out in it; the longest match wins."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
@@ -85,6 +79,12 @@ class Tokenizer(ABC):
         list of int
             Token ids.
         """
+
+    def prompt_ids(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the ids of a prompt, as `encode`; of an empty one BOS, or token 0."""
+        return self.encode(text, add_special_tokens, parse_special) or [self.bos_id or 0]
 
     @abstractmethod
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
@@ -162,7 +162,7 @@ def check_text(text: str) -> str:
 def is_valid(text: str) -> bool:
     """Return whether `text` can be encoded as UTF-8: it has no lone surrogates."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
+        check_text(text)
+    except UsageError:
         return False
     return True

@@ -71,20 +71,8 @@ def word_piece(
 ) -> Any:
     """Return a ``tokenizers.Tokenizer`` of BERT's kind, without special tokens.
 
-    Parameters
-    ----------
-    ids : mapping of str to int
-        Id of each token; continuations of a word begin with ``##``.
-    unknown : str
-        Token of a word that cannot be composed.
-    lowercase, strip_accents : bool
-        Normalization of the text.
-    chinese : bool
-        Treat every Chinese character as a word.
-
-    Returns
-    -------
-    tokenizers.Tokenizer
+    Continuations of a word begin with ``##`` in `ids`; `unknown` is the token of a word that cannot
+    be composed; with `chinese`, every Chinese character is a word.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers

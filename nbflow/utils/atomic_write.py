@@ -73,16 +73,8 @@ def replace_folder_atomically(path: Path) -> Iterator[Path]:
 def check_output(out: Path, source: Path, *, force: bool, may_hold: frozenset[str]) -> None:
     """Raise `UsageError` if `out` must not be written.
 
-    Parameters
-    ----------
-    out : Path
-        File or folder to write.
-    source : Path
-        Checkpoint that is read.
-    force : bool
-        Allow `out` to exist.
-    may_hold : frozenset of str
-        Names of files that a replaced folder may contain; empty if `out` is a file.
+    `source` is the checkpoint that is read; with `force`, `out` may exist.  `may_hold` are the
+    names that a replaced folder may contain; empty if `out` is a file.
     """
     if not out.parent.is_dir():
         raise UsageError(f"{out}: the folder {out.parent} does not exist")

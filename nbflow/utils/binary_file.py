@@ -17,18 +17,7 @@ _MAX_STRING_BYTES = 1 << 26  # far above every chat template
 
 
 class ByteFile:
-    """A regular file opened for positioned reads; several threads may read at once.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Raises
-    ------
-    UsageError
-        If it does not exist, cannot be read or is not a regular file.
-    """
+    """A regular file opened for positioned reads; several threads may read at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,6 +68,12 @@ class ByteFile:
         self.close()
 
 
+def read_head(path: Path, n_bytes: int) -> bytes:
+    """Return the first bytes of a file."""
+    with closing(ByteFile(path)) as file:
+        return file.read(0, n_bytes)
+
+
 def read_file(path: Path, max_bytes: int, kind: str) -> bytes:
     """Return the content of a file, or raise `UsageError` if it is longer than `max_bytes`.
 
@@ -101,14 +96,8 @@ def read_text(path: Path, max_bytes: int, kind: str) -> str:
 class ByteCursor:
     """Sequential reader; every length is checked against the end before memory is allocated.
 
-    Parameters
-    ----------
-    file : ByteFile
-        The file.
-    start, stop : int, optional
-        Range of bytes to read; the whole file by default.
-    order : {"<", ">"}
-        Byte order of the numbers, as in `struct`.
+    It reads the bytes from `start` to `stop`, by default all; `order` is the byte order of the
+    numbers, as in `struct`.
     """
 
     def __init__(

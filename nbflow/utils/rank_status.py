@@ -18,13 +18,7 @@ HANG_S = 300.0
 
 
 def hang_seconds() -> float:
-    """Return how long a rank may compute between two exchanges.
-
-    Raises
-    ------
-    UsageError
-        If ``NBFLOW_HANG_S`` is not a positive number.
-    """
+    """Return how long a rank may compute between two exchanges."""
     text = os.environ.get("NBFLOW_HANG_S", str(HANG_S))
     try:
         seconds = float(text)
@@ -123,11 +117,8 @@ class RankStatus:
     def overdue(self, limit: float) -> str:
         """Describe the hang if the rank hangs, else return an empty text.
 
-        Parameters
-        ----------
-        limit : float
-            Longest time without a heartbeat, in seconds; a rank that waits for others may take
-            three times as long.
+        `limit` is the longest time without a heartbeat, in seconds; a rank that waits for others
+        may take three times as long.
         """
         now = time.monotonic()
         activity, alive = self.activity, self._alive

@@ -17,19 +17,7 @@ def text_table(
 ) -> str:
     """Return a table as plain text, one line per row, never wrapped.
 
-    Parameters
-    ----------
-    columns : sequence of str
-        Headings.
-    rows : iterable of sequence
-        Cells.  Columns of numbers are aligned to the right.
-    markdown : bool
-        Write a Markdown table.
-
-    Returns
-    -------
-    str
-        Lines without spaces at their ends.
+    Columns of numbers are aligned to the right; lines have no spaces at their ends.
 
     Examples
     --------

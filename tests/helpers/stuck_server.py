@@ -8,9 +8,9 @@ import sys
 import threading
 
 from nbflow.cli import main
-from nbflow.server.served_model import ServedModel
+from nbflow.tokenization import Tokenizer
 
-text_ids = ServedModel.text_ids
+prompt_ids = Tokenizer.prompt_ids
 
 
 def stuck(self, text, *args, **options):
@@ -22,8 +22,8 @@ def stuck(self, text, *args, **options):
         ctypes.PyDLL(None).pause()
         while True:  # a signal ends pause(); nothing ends this
             ctypes.PyDLL(None).sleep(1000)
-    return text_ids(self, text, *args, **options)
+    return prompt_ids(self, text, *args, **options)
 
 
-ServedModel.text_ids = stuck
+Tokenizer.prompt_ids = stuck
 main(["serve", *sys.argv[1:]])

@@ -155,18 +155,12 @@ def _header(path: Path, head: bytes) -> _Header:
             f"{path}: a llama2.c header has {n_bytes} bytes, got {len(head)}; the file is truncated"
         )
     numbers = struct.unpack_from("<7i", head, 0 if is_legacy else 8)
-    dim, hidden, n_layers, n_heads, n_kv_heads, vocab, context = numbers
-    sizes = (
-        dim,
-        hidden,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        abs(vocab) if is_legacy else vocab,
-        context,
-    )
+    sizes: dict[str, int] = dict(zip(_BOUNDS, numbers, strict=True))
+    dim, vocab = sizes["dim"], sizes["vocab_size"]
     if is_legacy:
-        return _checked(path, _Header(*sizes, vocab > 0, 0, 0, n_bytes))
+        sizes["vocab_size"] = abs(vocab)
+        legacy = _Header(**sizes, shared=vocab > 0, version=0, group_size=0, n_bytes=n_bytes)
+        return _checked(path, legacy)
     (version,) = struct.unpack_from("<i", head, 4)
     shared, group_size = struct.unpack_from("<Bi", head, 36)
     if version not in (1, 2):
@@ -179,7 +173,9 @@ def _header(path: Path, head: bytes) -> _Header:
         raise UsageError(
             f"{path}: group_size must divide dim = {dim}, got {group_size} in the header"
         )
-    header = _Header(*sizes, bool(shared), version, group_size, n_bytes)
+    header = _Header(
+        **sizes, shared=bool(shared), version=version, group_size=group_size, n_bytes=n_bytes
+    )
     return _checked(path, header)
 
 

@@ -159,10 +159,7 @@ def _members(file: ByteFile) -> dict[str, tuple[int, int]]:
     range.
     """
     try:
-        with (
-            _BoundedReads(file.fd, closefd=False) as stream,
-            zipfile.ZipFile(stream) as archive,
-        ):
+        with _BoundedReads(file.fd, closefd=False) as stream, zipfile.ZipFile(stream) as archive:
             infos, directory = archive.infolist(), archive.start_dir
             end = file.size - 22 - len(archive.comment)
     except (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, struct.error) as error:

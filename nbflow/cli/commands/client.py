@@ -8,11 +8,11 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from nbflow.cli.http_client import HttpClient
-from nbflow.cli.option_arguments import add_options
+from nbflow.cli.option_arguments import add_options, read_argument
 from nbflow.option_fields import fields
 from nbflow.options import SamplingParams
 from nbflow_kernels.errors import UsageError
@@ -27,6 +27,8 @@ _HELP = """\
 /set NAME X    temperature, top_p, ...    /model NAME  use another model
 /undo          remove the last turn       /quit        end (or Ctrl+D)
 Ctrl+C stops a response.  A trailing \\ continues the line."""
+
+_show = partial(print, end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    client = HttpClient(arguments.url, os.environ.get(arguments.key_env), arguments.timeout)
+    client = _client(arguments, arguments.url)
     if arguments.request is not None:
         return _send_file(client, arguments)
     chat = Chat(client, arguments)
@@ -64,16 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
     return _converse(chat)
 
 
-class Chat:
-    """Conversation with a server.
+def _client(arguments: argparse.Namespace, url: str) -> HttpClient:
+    return HttpClient(url, os.environ.get(arguments.key_env), arguments.timeout)
 
-    Parameters
-    ----------
-    client : HttpClient
-        Client of the server.
-    arguments : argparse.Namespace
-        Model and parameters.
-    """
+
+class Chat:
+    """Conversation with a server."""
 
     def __init__(self, client: HttpClient, arguments: argparse.Namespace) -> None:
         self._client = client
@@ -189,20 +187,15 @@ def _command(chat: Chat, line: str) -> None:
 def _send_file(client: HttpClient, arguments: argparse.Namespace) -> int:
     """Send a request from a file and print the response."""
     name = arguments.request
-    text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     try:
-        body = json.loads(text)
+        body = json.loads(read_argument(name))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise UsageError(f"{name}: must be a JSON object with text, messages or prompt")
     if "text" in body:
-        root = HttpClient(
-            arguments.url.removesuffix("/").removesuffix("/v1"),
-            os.environ.get(arguments.key_env),
-            arguments.timeout,
-        )
-        return _send_native(root, body)
+        root = arguments.url.removesuffix("/").removesuffix("/v1")
+        return _send_native(_client(arguments, root), body)
     path = "/chat/completions" if "messages" in body else "/completions"
     if body.get("stream"):
         for event in client.events(path, body):
@@ -230,8 +223,3 @@ def _statistics(usage: dict[str, Any], started: float, first: float) -> None:
     rate = f", then {(n - 1) / (now - first):,.0f} tokens/s" if first and n > 1 else ""
     to_first = f"; first after {(first - started) * 1e3:.0f} ms" if first else ""
     print(f"[{usage.get('prompt_tokens')} prompt tokens, {n} new{to_first}{rate}]", file=sys.stderr)
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

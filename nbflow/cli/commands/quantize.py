@@ -12,6 +12,7 @@ from nbflow.cli.allocation_options import (
     allocation_facts,
     check_options,
     print_allocation,
+    quantizer_options,
     split_formats,
     write_policy_of,
 )
@@ -66,11 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         arguments.to if chosen is None else chosen.allocation.weight_formats,
         rules=arguments.rule,
-        spec=arguments.spec,
-        quantizer=arguments.quantizer,
-        importance=arguments.importance,
-        act_order=arguments.act_order,
-        damping=arguments.damping,
+        **quantizer_options(arguments),
         force=arguments.force,
         dry_run=arguments.dry_run,
     )

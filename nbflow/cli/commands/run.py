@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from nbflow.cli.chat_options import add_chat_arguments, chat_ids, is_chat
@@ -31,7 +32,8 @@ from nbflow.engine.request import Request
 from nbflow.engine.search.api import search
 from nbflow.engine.worker import Worker
 from nbflow.options import SamplingParams
-from nbflow.tokenization import Tokenizer
+
+_show = partial(print, end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         if is_chat(arguments):
             prompt = chat_ids(model.tokenizer, arguments, arguments.prompt)
         else:
-            prompt = _prompt_ids(model.tokenizer, arguments.prompt or "", arguments.parse_special)
+            text = arguments.prompt or ""
+            prompt = model.tokenizer.prompt_ids(text, parse_special=arguments.parse_special)
         name = search_name(arguments)
         if name is not None:
             values = search_values(arguments, name)
@@ -70,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         request.wants_logprobs = arguments.json
         started = time.perf_counter()
         first = None
-        text = _StreamPrinter(model, request, is_chat(arguments), arguments.json)
+        printer = _StreamPrinter(model, request, is_chat(arguments), arguments.json)
         for _ in model.run_requests([request]):
             first = first or time.perf_counter()
-            text.update()
+            printer.update()
         ended = time.perf_counter()
-        text.finish()
+        printer.finish()
         if is_printing_rank(model) and arguments.json:
             _print_json(arguments, model.generation(request))
         elif is_printing_rank(model) and not arguments.quiet:
@@ -139,17 +142,6 @@ def _print_json(arguments: argparse.Namespace, made: RequestOutput) -> None:
     if made.n_drafted:
         values |= {"n_drafted": made.n_drafted, "n_accepted": made.n_accepted}
     print(json.dumps(values))
-
-
-def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[int]:
-    """Return the token ids of a prompt; of an empty one BOS, or token 0."""
-    ids = tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
-    return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _print_device_memory(engine: Worker) -> None:

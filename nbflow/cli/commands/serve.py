@@ -73,13 +73,7 @@ def need_extra() -> None:
 
 
 def configuration(arguments: argparse.Namespace) -> ServerConfig:
-    """Return the server configuration of the command's arguments.
-
-    Raises
-    ------
-    UsageError
-        If it is invalid, or a file cannot be read.
-    """
+    """Return the server configuration of the command's arguments."""
     return _config(_given(arguments))
 
 

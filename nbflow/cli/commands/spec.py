@@ -79,13 +79,8 @@ def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
         return _programs(spec, arguments.partition)
     shapes = spec.tensor_shapes()
     if arguments.json:
-        facts = {
-            "spec": spec.as_dict(),
-            "prompt_template": model_file.prompt_template,
-            "defaults": model_file.defaults,
-            "n_parameters": spec.n_parameters,
-            "f16_bytes": 2 * spec.n_parameters,
-            "tensors": [{"name": name, "shape": shape} for name, shape in shapes.items()],
+        facts = _spec_facts(spec, model_file) | {
+            "tensors": [{"name": name, "shape": shape} for name, shape in shapes.items()]
         }
         print(json.dumps(facts, indent=2))
         return 0
@@ -151,17 +146,23 @@ def _names(spec: ModelSpec) -> dict[str, str]:
     return {name: spec.checkpoint_name(name) for name in spec.tensor_shapes()}
 
 
+def _spec_facts(spec: ModelSpec, source: ModelFile | ResolvedModel) -> dict[str, Any]:
+    """Return a specification, and what its source states about prompts, as plain data."""
+    return {
+        "spec": spec.as_dict(),
+        "prompt_template": source.prompt_template,
+        "defaults": source.defaults,
+        "n_parameters": spec.n_parameters,
+        "f16_bytes": 2 * spec.n_parameters,
+    }
+
+
 def _facts(resolved: ResolvedModel, dtypes: dict[str, str]) -> dict[str, Any]:
     """Return specification and tensors as plain data."""
     shapes, names = resolved.spec.tensor_shapes(), _names(resolved.spec)
-    return {
-        "spec": resolved.spec.as_dict(),
+    return _spec_facts(resolved.spec, resolved) | {
         "path": str(resolved.path),
         "tokenizer": None if resolved.tokenizer is None else str(resolved.tokenizer),
-        "prompt_template": resolved.prompt_template,
-        "defaults": resolved.defaults,
-        "n_parameters": resolved.spec.n_parameters,
-        "f16_bytes": 2 * resolved.spec.n_parameters,
         "tensors": [
             {"name": name, "checkpoint_name": names[name], "shape": shape, "dtype": dtypes[name]}
             for name, shape in shapes.items()

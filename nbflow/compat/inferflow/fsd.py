@@ -13,12 +13,8 @@ from collections.abc import Iterable
 class NgramModel:
     """Back-off n-gram model with counts of orders 1 to n.
 
-    Parameters
-    ----------
-    n : int
-        Order: the longest context has n - 1 tokens.
-    beta : float
-        Share of the longest context's estimate; each shorter one gets `beta` of what is left.
+    `n` is the order: the longest context has n - 1 tokens.  `beta` is the share of the longest
+    context's estimate; each shorter one gets `beta` of what is left.
     """
 
     def __init__(self, n: int, beta: float) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.server.config import ServerConfig, make_config, resolve_files
+from nbflow.utils.binary_file import read_text
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_BYTES = 1_000_000
@@ -31,13 +32,7 @@ _WEIGHTS = ("attn_wq", "attn_wk", "attn_wv", "attn_wo", "ffn_w1", "ffn_w2", "ffn
 
 
 def read_ini(path: Path) -> ServerConfig:
-    """Read an Inferflow service file.
-
-    Raises
-    ------
-    UsageError
-        If the file is malformed, or a key asks for an unsupported feature.
-    """
+    """Read an Inferflow service file."""
     sections = read_sections(path)
     main = sections.get("main", {})
     known = {
@@ -63,20 +58,9 @@ def read_ini(path: Path) -> ServerConfig:
 def read_sections(path: Path) -> Sections:
     """Read sections and keys, in lower case, without expanding macros.
 
-    Raises
-    ------
-    UsageError
-        If a line is not a section, ``key = value`` or comment, or a section or key is repeated.
+    A repeated section or key is an error.
     """
-    try:
-        data = path.read_bytes()[: MAX_BYTES + 1]
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise UsageError(f"{path}: an ini file may have at most {MAX_BYTES} bytes")
+    text = read_text(path, MAX_BYTES, "an ini file").removeprefix("\ufeff")
     # Inferflow has neither default sections nor line continuation: indented lines are keys
     parser = RawConfigParser(delimiters=("=",), default_section="")
     lines = (
@@ -220,14 +204,13 @@ _ENGINE: dict[str, Setter] = {
     "is_study_mode": _only(_OFF, "use nbflow bench"),
     "show_tensors": _only(_OFF, "use nbflow spec --program, or the reference executor"),
 }
+_NO_SPEC = _no_effect(
+    "the architecture is read from config.json or the GGUF file; --spec names another"
+)
 _MODEL: dict[str, Setter] = {
     "model_dir": _to("path"),
-    "model_specification_file": _no_effect(
-        "the architecture is read from config.json or the GGUF file; --spec names another"
-    ),
-    "model_spec_file": _no_effect(
-        "the architecture is read from config.json or the GGUF file; --spec names another"
-    ),
+    "model_specification_file": _NO_SPEC,
+    "model_spec_file": _NO_SPEC,
     "device_weight_data_type": _to("weights", _format),
     **{
         f"device_weight_data_type.{name}": _only(
@@ -353,14 +336,7 @@ def _templates(sections: Sections, where: str) -> dict[str, str]:
 class Macros:
     """Expansion of the macros ``${name}`` and ``$(name)``.
 
-    Parameters
-    ----------
-    sections : Sections
-        Values of names of the form ``section/key``.
-    known : mapping of str to str
-        Values of other names.
-    where : str
-        File name for messages.
+    Names of the form ``section/key`` are values of the file; others are in `known`.
     """
 
     def __init__(self, sections: Sections, known: Mapping[str, str], where: str) -> None:

@@ -8,11 +8,6 @@ _MULTIPLIER, _INCREMENT, _MASK = 0x5DEECE66D, 0xB, (1 << 48) - 1
 class JavaRandom:
     """Linear congruential generator of 48 bits, as documented for ``java.util.Random``.
 
-    Parameters
-    ----------
-    seed : int
-        Seed, of which the lower 48 bits count.
-
     Examples
     --------
     >>> JavaRandom(42).next_double()

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -24,7 +24,7 @@ from nbflow.server.option_models import http_option
 from nbflow.server.requests import build_requests
 from nbflow.server.schemas import Body, GenerationBody
 from nbflow.server.served_model import ServedModel
-from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.state import ServerState, State, note
 from nbflow.server.stream import GenerationStream, OutputChunk, Stream, unless_gone
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -75,9 +75,7 @@ class NativeBody(Body):
 
 @router.post("/process_query", summary="Answer an Inferflow request")
 @router.post("/", include_in_schema=False)
-async def process_query(
-    body: NativeBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
-) -> Response:
+async def process_query(body: NativeBody, request: Request, state: State) -> Response:
     """Answer an Inferflow request."""
     started = time.monotonic()
     if body.header.fn == "get_stat":
@@ -100,7 +98,7 @@ async def process_query(
 
 
 @router.post("/get_stat", include_in_schema=False)
-async def get_stat(state: Annotated[ServerState, Depends(state_of)]) -> Response:
+async def get_stat(state: State) -> Response:
     """Return the engines' statistics."""
     return json_response({"ret_code": "succ", **state.engine_stats()})
 

@@ -70,12 +70,7 @@ NAMED = {
 class Parts:
     """Prompt of plain text and token ids.
 
-    Attributes
-    ----------
-    items : list of str or int
-        Arguments of `nbflow.tokenization.Tokenizer.encode_parts`.
-    shown : str
-        The prompt as text.
+    `items` are the arguments of `nbflow.tokenization.Tokenizer.encode_parts`, `shown` is the text.
     """
 
     def __init__(self) -> None:
@@ -102,27 +97,8 @@ def is_template(text: str) -> bool:
 def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Parts:
     """Fill a template with a conversation of one turn.
 
-    Parameters
-    ----------
-    template : str
-        The template.
-    messages : list of dict
-        Optional system message, user message, and optional start of the response as an assistant
-        message.
-    tokenizer : Tokenizer
-        Tokenizer that looks up tokens by text.
-    where : str
-        Name of the template, for messages.
-
-    Returns
-    -------
-    Parts
-        Text and tokens.
-
-    Raises
-    ------
-    UsageError
-        If the template has an unknown field or no query, or the conversation has several turns.
+    That is an optional system message, the user message, and optionally the start of the response
+    as an assistant message.
     """
     if not is_template(template):
         raise UsageError(f"{where}: must contain {{query}}")

@@ -18,6 +18,8 @@ import numpy as np
 
 from nbflow.compat.inferflow.fsd import NgramModel
 from nbflow.compat.inferflow.java_random import JavaRandom
+from nbflow.option_fields import fields
+from nbflow.options import SamplingParams
 from nbflow.sampling.candidates import Candidates, TopCandidates
 from nbflow.sampling.samplers import least_typical_last, tail_free_count
 from nbflow.sampling.strategy import Strategy, check_range
@@ -40,14 +42,9 @@ class Pooled(Strategy):
     compiled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_range(self._name, "temperature", self.temperature, 0.0, 100.0)
-        for name, low, high in (
-            ("pool_size", 1, 2**31 - 1), ("max_k", 1, 2**31 - 1), ("top_p", 0.0, 1.0),
-            ("k", 1, 2**31 - 1), ("alpha", 0.0, 1.0), ("order", 1, 64), ("beta", 0.0, 1.0),
-            ("min_p", 0.0, 1.0), ("z", 0.0, 1.0), ("p", 0.0, 1.0), ("tau", 0.0, 100.0),
-            ("eta", 0.0, 100.0), ("eos_bypassing_max", 0, 2**31 - 1),
-        ):  # fmt: skip
-            if hasattr(self, name):
+        for name, known in fields(SamplingParams).items():
+            low, high = known.option.low, known.option.high
+            if name in vars(self) and low is not None and high is not None:
                 check_range(self._name, name, getattr(self, name), low, high)
 
     @property
@@ -66,31 +63,6 @@ class Pooled(Strategy):
 
 
 @dataclass(frozen=True)
-class Std(Pooled):
-    """Top-p of at most `max_k` tokens."""
-
-    max_k: int = 8
-    """Maximum number of tokens to keep, at least 1."""
-    top_p: float = 0.9
-    """Probability mass to keep."""
-    eos_bypassing_max: int = 0
-    """Number of sampled end tokens to replace by the most probable other token."""
-    eos_ids: tuple[int, ...] = ()
-    """End tokens."""
-
-    def truncate(self, pool: Candidates, state: PoolState) -> None:
-        _top_p(pool, self.top_p, self.max_k)
-
-
-@dataclass(frozen=True)
-class Auto(Std):
-    """`Std` with top_p 1: the `max_k` most probable tokens."""
-
-    top_p: float = 1.0
-    """Probability mass to keep."""
-
-
-@dataclass(frozen=True)
 class TopPMaxK(Pooled):
     """Top-p of at most `max_k` tokens."""
 
@@ -101,6 +73,24 @@ class TopPMaxK(Pooled):
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         _top_p(pool, self.top_p, self.max_k)
+
+
+@dataclass(frozen=True)
+class Std(TopPMaxK):
+    """`TopPMaxK` that may replace end tokens."""
+
+    eos_bypassing_max: int = 0
+    """Number of sampled end tokens to replace by the most probable other token."""
+    eos_ids: tuple[int, ...] = ()
+    """End tokens."""
+
+
+@dataclass(frozen=True)
+class Auto(Std):
+    """`Std` with top_p 1: the `max_k` most probable tokens."""
+
+    top_p: float = 1.0
+    """Probability mass to keep."""
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
-from nbflow.server.errors import ApiError, json_response
+from nbflow.engine.request import TopLogprobs
+from nbflow.server.errors import ApiError
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
-from nbflow.server.long_json import long_response
 from nbflow.server.requests import build_requests, check_number
+from nbflow.server.routes.generation import ResponseWriter
 from nbflow.server.schemas import CompletionBody
 from nbflow.server.served_model import ServedModel
-from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.stream import (
-    DONE,
-    GenerationStream,
-    OutputChunk,
-    Stream,
-    event,
-    mean_logprob,
-    unless_gone,
-)
-from nbflow.server.workers import Workers, check_wanted
+from nbflow.server.state import State
+from nbflow.server.stream import GenerationStream, OutputChunk
+from nbflow.server.workers import check_wanted
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -35,9 +27,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @router.post("/completions", summary="Continue texts")
-async def completions(
-    body: CompletionBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
-) -> Response:
+async def completions(body: CompletionBody, request: Request, state: State) -> Response:
     """Continue texts."""
     served = state.models.generating(body.model)
     prompts = body.prompts()
@@ -51,24 +41,8 @@ async def completions(
         )
 
     ids, requests = await state.workers.run_for(request.receive, prepare)
-    writer = _ResponseWriter(
-        served, body, body.request_id or request.state.request_id, prompts, ids
-    )
-    generation = GenerationStream(served, requests, state.bridge, state.metrics)
-    n_prompt = sum(map(len, ids))
-    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(requests))
-    if body.stream:
-        await generation.__aenter__()  # before the response starts: errors set the status
-        return Stream(writer.stream(generation, request, state.workers), generation.close)
-    async with generation:
-        chunks = await unless_gone(request.receive, generation.collect())
-    usage = generation.usage(len(prompts))
-    note(request, completion_tokens=usage["completion_tokens"])
-    if body.logprobs is None and body.prompt_logprobs is None:
-        return json_response(writer.collect(chunks, generation, usage))
-    return await state.workers.run_for(
-        request.receive, lambda: long_response(writer.collect(chunks, generation, usage))
-    )
+    writer = _CompletionWriter(served, body, request, state, ids)
+    return await writer.respond(requests)
 
 
 def prompt_ids(
@@ -86,74 +60,47 @@ def prompt_ids(
     found = []
     for prompt in prompts:
         check_wanted()
-        ids = served.text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        found.append(ids)
+        if isinstance(prompt, str):
+            prompt = served.model.tokenizer.prompt_ids(prompt, add_special_tokens)
+        found.append(prompt)
     return found
 
 
-class _ResponseWriter:
+class _CompletionWriter(ResponseWriter):
     """Response writer of one request."""
 
-    def __init__(
-        self,
-        served: ServedModel,
-        body: CompletionBody,
-        name: str,
-        prompts: Sequence[str | list[int]],
-        ids: Sequence[list[int]],
-    ) -> None:
-        self._served = served
-        self._body = body
-        self._prompts = prompts
-        self._ids = ids
+    id_prefix, chunk_object = "cmpl", "text_completion"
+    _body: CompletionBody
+
+    def __init__(self, served: ServedModel, body: CompletionBody, *rest: Any) -> None:
+        super().__init__(served, body, *rest)
+        self._prompts = body.prompts()
         self._decoded: dict[int, str] = {}
-        self._head = {
-            "id": f"cmpl-{name}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or served.name,
-        }
+        self._begun: set[int] = set()
+        self._pending: list[OutputChunk] = []
 
     def collect(
         self, chunks: list[OutputChunk], generation: GenerationStream, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the response body; choices are in prompt-major order."""
-        kept: list[OutputChunk] = []
-        n_drawn, n = self._body.n_drawn, self._body.n
-        for start in range(0, len(chunks), n_drawn):
-            some = chunks[start : start + n_drawn]
-            if n_drawn > n:
-                some = sorted(some, key=mean_logprob, reverse=True)[:n]
-            kept += some
-        choices = [self._choice(i, chunk, generation, True) for i, chunk in enumerate(kept)]
-        return {**self._head, "choices": choices, "usage": usage}
+        """See `ResponseWriter.collect`."""
+        choices = [self._choice(i, chunk, generation, True) for i, chunk in enumerate(chunks)]
+        return {**self._head, "object": self.chunk_object, "choices": choices, "usage": usage}
 
-    async def stream(
-        self, generation: GenerationStream, request: Request, workers: Workers
-    ) -> AsyncIterator[bytes]:
-        """Yield server-sent events; chunks that are ready together go out in one write."""
-        begun: set[int] = set()
-        pending: list[OutputChunk] = []
-        async for chunks in generation:
-            events = []
-            chunks, pending = [*pending, *chunks], []
-            for chunk in chunks:
-                if chunk.error is not None:
-                    yield event(chunk.error.body()) + DONE
-                    return
-                if self._lacks_prompt(chunk, generation):
-                    pending.append(chunk)
-                    continue
-                first = chunk.index not in begun
-                begun.add(chunk.index)
-                if first and self._body.echo and self._body.logprobs is not None:
-                    events.append(await workers.run(self._chunk_event, chunk, generation, first))
-                else:
-                    events.append(self._chunk_event(chunk, generation, first))
-            yield b"".join(events)
-        usage = generation.usage(len(self._prompts))
-        note(request, completion_tokens=usage["completion_tokens"])
-        yield (self._event([], generation, usage) if self._body.includes_usage else b"") + DONE
+    async def _events(self, chunks: list[OutputChunk], generation: GenerationStream) -> bytes:
+        events = []
+        chunks, self._pending = [*self._pending, *chunks], []
+        for chunk in chunks:
+            if self._lacks_prompt(chunk, generation):
+                self._pending.append(chunk)
+                continue
+            first = chunk.index not in self._begun
+            self._begun.add(chunk.index)
+            if first and self._body.echo and self._body.logprobs is not None:
+                run = self._state.workers.run
+                events.append(await run(self._chunk_event, chunk, generation, first))
+            else:
+                events.append(self._chunk_event(chunk, generation, first))
+        return b"".join(events)
 
     def _lacks_prompt(self, chunk: OutputChunk, generation: GenerationStream) -> bool:
         """Return True while the prompt's log-probabilities that a chunk echoes are pending."""
@@ -167,19 +114,6 @@ class _ResponseWriter:
     def _chunk_event(self, chunk: OutputChunk, generation: GenerationStream, first: bool) -> bytes:
         return self._event([self._choice(chunk.index, chunk, generation, first)], generation)
 
-    def _event(
-        self,
-        choices: list[dict[str, Any]],
-        generation: GenerationStream,
-        usage: dict[str, Any] | None = None,
-    ) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": choices}
-        if self._body.continuous_usage:
-            chunk["usage"] = usage or generation.usage(len(self._prompts))
-        elif self._body.includes_usage:
-            chunk["usage"] = usage
-        return event(chunk)
-
     def _choice(
         self, index: int, chunk: OutputChunk, generation: GenerationStream, first: bool
     ) -> dict[str, Any]:
@@ -192,7 +126,9 @@ class _ResponseWriter:
             if body.echo and first:
                 self._add_prompt(found, request.prompt, request.prompt_results)
             for output in chunk.tokens:
-                found.add(output, len(echoed))
+                assert output.token is not None
+                offset = len(echoed) + output.offset
+                found.add(output.token, output.logprob, output.top_logprobs or [], offset)
             logprobs = found.body()
         choice: dict[str, Any] = {
             "index": index,
@@ -225,10 +161,10 @@ class _ResponseWriter:
         self,
         logprobs: CompletionLogprobs,
         prompt: Sequence[int],
-        results: Sequence[tuple[float, list[tuple[int, float]]]],
+        results: Sequence[tuple[float, TopLogprobs]],
     ) -> None:
         """Add the prompt's tokens."""
         offset = self._served.offsets()
-        logprobs.first(prompt[0], offset(prompt[0]))
-        for token, (logprob, top) in zip(prompt[1:], results, strict=False):
-            logprobs.add_token(token, logprob, top, offset(token))
+        first: list[tuple[float | None, TopLogprobs]] = [(None, [])]
+        for token, (logprob, top) in zip(prompt, [*first, *results], strict=False):
+            logprobs.add(token, logprob, top, offset(token))

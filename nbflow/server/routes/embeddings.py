@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.routes.completions import prompt_ids
 from nbflow.server.schemas import EmbeddingBody, split_texts
-from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.state import State, note
 from nbflow.server.stream import GenerationStream, unless_gone
 
 router = APIRouter(tags=["OpenAI"])
 
 
 @router.post("/embeddings", summary="Turn texts into vectors")
-async def embeddings(
-    body: EmbeddingBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
-) -> Response:
+async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Response:
     """Turn texts into vectors."""
     served = state.models.find(body.model)
     spec = served.model.spec

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import time
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 import nbflow
 from nbflow.server.errors import json_response
-from nbflow.server.state import ServerState, state_of
+from nbflow.server.state import State
 
 router = APIRouter(tags=["server"])
-State = Annotated[ServerState, Depends(state_of)]
 
 
 @router.get("/health", summary="Liveness of the engines")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from nbflow.server.errors import json_response
-from nbflow.server.state import ServerState, state_of
+from nbflow.server.state import State
 
 router = APIRouter(tags=["OpenAI"])
 
 
 @router.get("/models", summary="List the models")
-async def models(state: Annotated[ServerState, Depends(state_of)]) -> Response:
+async def models(state: State) -> Response:
     """List the models and their aliases."""
     cards = [served.card(name) for name, served in state.models.by_name.items()]
     return json_response({"object": "list", "data": cards})
 
 
 @router.get("/models/{model:path}", summary="Describe a model")
-async def model(model: str, state: Annotated[ServerState, Depends(state_of)]) -> Response:
+async def model(model: str, state: State) -> Response:
     """Describe a model."""
     return json_response(state.models.find(model).card(model))

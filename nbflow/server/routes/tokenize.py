@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.long_json import long_response
 from nbflow.server.schemas import DetokenizeBody, TemplateBody, TokenizeBody
-from nbflow.server.state import ServerState, state_of
+from nbflow.server.state import ServerState, State
 
 router = APIRouter(tags=["tokens"])
 
 
 @router.post("/tokenize", summary="Turn a text or a conversation into token ids")
-async def tokenize(
-    body: TokenizeBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
-) -> Response:
+async def tokenize(body: TokenizeBody, request: Request, state: State) -> Response:
     """Turn a text or a conversation into token ids."""
     served = state.models.find(body.model)
     template = own_template(body.chat_template, state)
@@ -49,9 +47,7 @@ async def tokenize(
 
 
 @router.post("/detokenize", summary="Turn token ids into text")
-async def detokenize(
-    body: DetokenizeBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
-) -> Response:
+async def detokenize(body: DetokenizeBody, request: Request, state: State) -> Response:
     """Turn token ids into text."""
     served = state.models.find(body.model)
     most = max(MIN_PROMPT_BYTES, served.model.spec.max_context)
@@ -64,18 +60,14 @@ async def detokenize(
 
 
 @router.post("/apply-template", summary="Put a conversation into the model's template")
-async def apply_template(
-    body: TemplateBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
-) -> Response:
+async def apply_template(body: TemplateBody, request: Request, state: State) -> Response:
     """Put a conversation into the model's template."""
     text = await state.workers.run_for(
         request.receive,
         state.models.find(body.model).chat_text,
         body.messages,
         own_template(body.chat_template, state),
-        add_generation_prompt=body.add_generation_prompt,
-        documents=body.documents,
-        **body.chat_template_kwargs,
+        **body.variables(),
     )
     return json_response({"prompt": text})
 

@@ -24,11 +24,6 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         (``{"type": "text", "text": ...}``), or None with "tool_calls".  Other keys are passed to
         the template.
 
-    Returns
-    -------
-    list of dict
-        Copies.
-
     Raises
     ------
     UsageError

@@ -250,11 +250,7 @@ def _tojson(
     if indent is not None and not 0 <= indent <= 16:
         raise SecurityError("tojson: indent must be 0..16")
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -37,23 +37,8 @@ def named_templates() -> dict[str, str]:
 def find_template(stated: str, where: str, known: Sequence[str] = ()) -> Template:
     """Find a template by its name or text.
 
-    Parameters
-    ----------
-    stated : str
-        A name of `named_templates`, or the text of a template in Jinja or one of `LANGUAGES`.
-    where : str
-        The parameter that states it, for messages.
-    known : sequence of str
-        Other names, for messages.
-
-    Returns
-    -------
-    Template
-
-    Raises
-    ------
-    UsageError
-        If it is neither a name nor a template.
+    `stated` is a name of `named_templates`, or the text of a template in Jinja or one of
+    `LANGUAGES`.  Messages name the parameter `where` and list the other names `known`.
     """
     for language in _languages():
         if stated in language.NAMED:
