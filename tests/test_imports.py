@@ -29,6 +29,12 @@ def modules() -> dict[str, Path]:
     return files
 
 
+def parents(module: str) -> set[str]:
+    """Return the packages around a module, whose ``__init__`` runs before it."""
+    parts = module.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts))}
+
+
 def imports(files: dict[str, Path]) -> dict[str, set[str]]:
     """Return the modules that each module imports, of those given."""
     found: dict[str, set[str]] = {}
@@ -41,6 +47,7 @@ def imports(files: dict[str, Path]) -> dict[str, set[str]]:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
                     names.add(inner if inner in files else node.module)
+        names |= {parent for name in names for parent in parents(name)} - parents(module)
         found[module] = {name for name in names if name in files and name != module}
     return found
 

@@ -22,7 +22,7 @@ from nbflow.conversion.importance_names import load_importance
 from nbflow.conversion.plan import TensorConversion, attach_importance, plan_as_stored
 from nbflow.quantization.importance import Importance
 from nbflow.quantization.policy import WeightFormats
-from nbflow.quantization.transforms import Prepared, parse_quantizer, prepare
+from nbflow.quantization.prepare import Prepared, parse_quantizer, prepare
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.utils.atomic_write import (

@@ -15,7 +15,7 @@ from nbflow.conversion.importance_names import load_importance
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import Weights, weight_formats
-from nbflow.quantization.transforms import prepare
+from nbflow.quantization.prepare import prepare
 from nbflow.spec import check, resolve
 from nbflow_kernels.errors import UsageError
 

@@ -27,8 +27,8 @@ from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
 from nbflow.quantization.policy import WeightFormats, weight_formats
+from nbflow.quantization.prepare import Prepared, no_format, prepare
 from nbflow.quantization.quantizer_options import QuantizerOptions
-from nbflow.quantization.transforms import Prepared, no_format, prepare
 from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel

@@ -391,7 +391,7 @@ class Binder:
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> BoundOp:
-        from nbflow_kernels.attention import cpu
+        from nbflow_kernels.attention.cpu import launch
 
         assert self.attention is not None
         step = self.attention.of(op)
@@ -400,11 +400,11 @@ class Binder:
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
-            cpu.attend(step.plan, q, keys, values, out, None, storage.kinds)
+            launch.attend(step.plan, q, keys, values, out, None, storage.kinds)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:
-                cpu.merge_splits(step.plan, out, None)
+                launch.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
         sinks = self.executor.weights.bias[index]
         if sinks is not None:  # sinks differ by layer, the plan is shared

@@ -17,7 +17,7 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
-from nbflow.quantization.transforms import no_format, transformed_spec
+from nbflow.quantization.prepare import no_format, transformed_spec
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.family import family_of
 from nbflow.spec.from_config import build_spec

@@ -20,14 +20,9 @@ from nbflow.executor import WeightLoader
 from nbflow.executor.reference import ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.program import partition as cut
+from nbflow.quantization.prepare import parse_quantizer, prepare
 from nbflow.quantization.quantizer_options import QuantizerOptions
-from nbflow.quantization.transforms import (
-    TransformedFile,
-    parse_quantizer,
-    prepare,
-    rotate,
-    scale_columns,
-)
+from nbflow.quantization.transforms import TransformedFile, rotate, scale_columns
 from nbflow.quantization.transforms.transform import ChannelScale, HadamardRotation
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec

@@ -40,7 +40,7 @@ from speculation import step_s
 import nbflow
 import nbflow_kernels as nk
 from nbflow.utils.system import package_versions, processor_name
-from nbflow_kernels.attention import cpu as attention
+from nbflow_kernels.attention.cpu import launch as attention
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.benchmarks.roofline import ReadProbe, compute_peak

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.arrays import check_array, check_indptr, empty, is_cuda, on_host
-from nbflow_kernels.attention import cpu, cuda
+from nbflow_kernels.attention import cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cascade import wide_output
 from nbflow_kernels.attention.options import check_dtype
@@ -203,7 +203,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         if is_cuda(q_nope):
             q = empty(q_nope, q.shape, q_nope.dtype)
         q[:, :, :D_ckv], q[:, :, D_ckv:] = q_nope, q_pe
-        variant = cuda if is_cuda(q_nope) else cpu
+        variant = cuda if is_cuda(q_nope) else launch
         variant.latent_attention(plan, q, ckv_cache, kpe_cache, into, lse, format.kind)
         out = narrow_output(into, out, q_nope.dtype)
         return (out, lse) if return_lse else out

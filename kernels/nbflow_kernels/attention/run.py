@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda
-from nbflow_kernels.attention import cpu, cuda
+from nbflow_kernels.attention import cuda
 from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.options import head_factors, output_dtype
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
@@ -122,11 +123,11 @@ def run_plan(
                 array[plan.n_rows :] = 0.0  # padding rows
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
     if functions is None:
-        cpu.attend(plan, wide, k, v, out, lse, kinds)
+        launch.attend(plan, wide, k, v, out, lse, kinds)
         if plan.n_merges:
-            cpu.merge_splits(plan, out, lse)
+            launch.merge_splits(plan, out, lse)
     else:
-        cpu.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
+        launch.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
     out = narrow_output(out, call.out, dtype)
     return (out, lse) if call.return_lse else out
 

@@ -33,8 +33,8 @@ from nbflow.conversion.importance_names import load_importance
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
+from nbflow.quantization.prepare import parse_quantizer, prepare
 from nbflow.quantization.quantizer_options import QuantizerOptions
-from nbflow.quantization.transforms import parse_quantizer, prepare
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError

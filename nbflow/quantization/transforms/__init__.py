@@ -8,26 +8,14 @@ and `nbflow.quantization.prepare` parses the name of a quantizer with transforms
 
 from __future__ import annotations
 
-from nbflow.quantization.prepare import (
-    Prepared,
-    no_format,
-    parse_quantizer,
-    prepare,
-    transformed_spec,
-)
 from nbflow.quantization.transforms.awq import scale_columns
 from nbflow.quantization.transforms.hadamard import rotate
 from nbflow.quantization.transforms.transform import WeightTransform
 from nbflow.quantization.transforms.transformed_file import TransformedFile
 
 __all__ = [
-    "Prepared",
     "TransformedFile",
     "WeightTransform",
-    "no_format",
-    "parse_quantizer",
-    "prepare",
     "rotate",
     "scale_columns",
-    "transformed_spec",
 ]

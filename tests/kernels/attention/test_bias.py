@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nbflow_kernels.attention import cpu, reference
+from nbflow_kernels.attention import reference
+from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 
 PAGE = 16
@@ -39,9 +40,9 @@ def test_bias_by_distance(causal, n_queries, n_keys, split):
         np.array([n_keys], np.int32),
     )
     out = np.full((n_queries, H, D), np.nan, np.float32)
-    cpu.attend(plan, q, keys, values, out, None)
+    launch.attend(plan, q, keys, values, out, None)
     if plan.n_merges:
-        cpu.merge_splits(plan, out, None)
+        launch.merge_splits(plan, out, None)
     distance = np.arange(n_keys) - (np.arange(n_queries) + n_keys - n_queries)[:, None]
     expected = reference.single_prefill_with_kv_cache(
         q, k, v, causal=causal, sm_scale=0.3, bias=table[:, distance + LONGEST - 1]

@@ -13,12 +13,12 @@ from nbflow_kernels.attention import (
     AttentionPlan,
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
-    cpu,
     reference,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
+from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.plan import plan_into
 from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.cpu.parallel_for import capture, set_num_threads
@@ -186,9 +186,9 @@ def test_a_plan_is_filled_again_and_a_captured_call_follows_it() -> None:
     indices = paged.table[1]
     tables = [(ints(0, 1), ints(0, (n + 7) // 8), indices, ints(n)) for n in (1, 17, 40)]
     plan_into(plan, *tables[0])
-    cpu.attend(plan, q, *paged.cache, out, None)
+    launch.attend(plan, q, *paged.cache, out, None)
     with capture() as seen:
-        cpu.attend(plan, q, *paged.cache, out, None)
+        launch.attend(plan, q, *paged.cache, out, None)
     assert len(seen.calls) == 1
     for table in tables:
         assert plan_into(plan, *table) == 2
@@ -208,7 +208,7 @@ def test_tables_grow_when_a_step_needs_more_items() -> None:
     assert sorted(set(column(plan, "request"))) == list(range(60))
     pages = normal(rng, len(indices), 8, 4, 16)
     q, out = normal(rng, 60, 4, 16), np.empty((60, 4, 16), np.float32)
-    cpu.attend(plan, q, pages, pages, out, None)
+    launch.attend(plan, q, pages, pages, out, None)
     k = pages[indices[indptr[59]]][:5]
     np.testing.assert_array_equal(out[59], single_decode_with_kv_cache(q[59], k, k, sm_scale=0.25))
     assert last[59] == 5

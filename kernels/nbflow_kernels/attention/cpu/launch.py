@@ -1,0 +1,138 @@
+"""Launches of `flash_attention.py`, one kernel for prefill and decode.
+
+The kernel is compiled for each pair of key and value readers: float16, bfloat16 or float32 in
+place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE); and
+float32 rows decoded from block formats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.flash_attention import flash_attention
+from nbflow_kernels.attention.cpu.merge import merge_splits
+from nbflow_kernels.attention.cpu.variants import run_variant
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant
+from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
+from nbflow_kernels.kv_cache.page_table import strides
+
+__all__ = ["attend", "attend_variant", "latent_attention", "merge_splits"]
+
+# Scalars whose types select the compiled kernel; int16 is float16, uint16 is bfloat16.
+_FLOAT32: Any = np.float32(0)
+_BLOCKS: Any = np.uint8(0)
+_TILES: dict[int, Any] = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
+# From this many query vectors on, float32 rows that cross cache lines are copied to aligned rows.
+PACK_FROM = 8
+
+
+def attend(
+    plan: AttentionPlan,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kinds: tuple[int, int] | None = None,
+) -> None:
+    """Process all work items: final results go to `out` and `lse`, partial ones to the plan.
+
+    Arguments are not checked.  `q` (nnz, H, D) is float32 with any row stride; `k_cache` and
+    `v_cache` have the plan's `kv_layout` and a contiguous last axis; `kinds` are their formats
+    (`nbflow_kernels.kv_cache.cpu_codec.KINDS`), from their dtypes by default; `out` (nnz, H, D) and
+    `lse` (nnz, H) are contiguous.
+    """
+    if kinds is None:
+        kinds = _float_kind(k_cache), _float_kind(v_cache)
+    cache = _cache_addresses(plan, k_cache, v_cache)
+    _launch(plan, _readers(plan, kinds, *cache), q, cache, out, lse)
+
+
+def _launch(
+    plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any
+) -> None:
+    parallel_for(
+        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, *readers,
+        address_of(q), q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip
+
+
+def _float_kind(cache: np.ndarray) -> int:
+    return F32 if cache.itemsize == 4 else F16 if cache.dtype == np.float16 else BF16
+
+
+def _readers(
+    plan: AttentionPlan, kinds: tuple[int, int], k: int, v: int, steps: tuple[int, ...]
+) -> list[tuple[Any, ...]]:
+    """Return the readers of keys and of values, (source, like, kind, pack) each."""
+    _, _, D_qk, D_vo = plan.heads
+    packed = bool(D_qk % 16 or D_vo % 16) or plan.table(at.ROPE) is not None
+    # the block decoder also converts floats, which saves a kernel for mixed formats
+    copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
+    readers = []
+    for kind, start, each in zip(kinds, (k, v), (steps[:4], steps[4:]), strict=True):
+        if packed or kind not in _TILES:
+            readers.append((copied, _FLOAT32, kind, True))
+            continue
+        crosses_lines = any(at_byte % 64 for at_byte in (start, *each))
+        pack = kind == F32 and plan.header[at.MAX_VECTORS] >= PACK_FROM and crosses_lines
+        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
+    return readers
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kinds: tuple[int, int],
+) -> None:
+    """Attend with an `AttentionVariant`; the plan must not be split."""
+    source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
+    args = (
+        plan.header, variant.params, source, kinds, address_of(q), q.strides[0],
+        *_cache_addresses(plan, k_cache, v_cache), address_of(out),
+        0 if lse is None else address_of(lse),
+    )  # fmt: skip
+    parallel_for(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
+
+
+def _cache_addresses(
+    plan: AttentionPlan, k_cache: np.ndarray, v_cache: np.ndarray
+) -> tuple[int, int, tuple[int, ...]]:
+    """Return the addresses of keys and values, and bytes per page, token, head and row of each."""
+    return address_of(k_cache), address_of(v_cache), (
+        *strides(k_cache, plan.kv_layout), k_cache.itemsize * k_cache.shape[3],
+        *strides(v_cache, plan.kv_layout), v_cache.itemsize * v_cache.shape[3],
+    )  # fmt: skip
+
+
+def latent_attention(
+    plan: AttentionPlan,
+    q: np.ndarray,
+    ckv_cache: np.ndarray,
+    kpe_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kind: int,
+) -> None:
+    """Latent attention (MLA): one KV head with key (ckv, kpe) and value ckv.
+
+    Arguments are not checked.  The caches are (pages, page_size, row) with any page and token
+    strides; `q` is (nnz, H, D_ckv + D_kpe); the rest as in `attend`.
+    """
+    plan.header[at.LATENT] = 1
+    cache = _cache_addresses(plan, ckv_cache[:, :, None], kpe_cache[:, :, None])
+    reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
+    _launch(plan, [reader, reader], q, cache, out, lse)
+    if plan.n_merges:
+        merge_splits(plan, out, lse)
