@@ -17,6 +17,7 @@ from nbflow_kernels.arrays import check_array, check_indptr, empty, is_cuda, on_
 from nbflow_kernels.attention import cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cascade import wide_output
+from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.options import check_dtype
 from nbflow_kernels.attention.paged_base import PlannedWrapper
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
