@@ -123,7 +123,7 @@ def _prediction(
     prefill_s: float,
     decode_s: float,
     bubble: float,
-    exchange_share: float,
+    all_reduce_share: float,
 ) -> Prediction:
     """Return the prediction with the memory of each rank over all programs."""
     ranks = []
@@ -139,6 +139,6 @@ def _prediction(
         sent = mine[0][0].sent_bytes(step) / workload.batch if decode_s else 0.0
         ranks.append(rank_prediction(mine, machine.devices[rank], config, sent))
     return Prediction(
-        plan.partition, kind_of(parts[0][0]), workload, 1, prefill_s, decode_s, exchange_share,
+        plan.partition, kind_of(parts[0][0]), workload, 1, prefill_s, decode_s, all_reduce_share,
         bubble, tuple(ranks),
     )  # fmt: skip

@@ -84,7 +84,7 @@ def predict(
         slowest.micro_batches,
         max(r.prefill_s for r in replicas),
         max(r.decode_s for r in replicas),
-        slowest.exchange_share,
+        slowest.all_reduce_share,
         slowest.bubble,
         tuple(rank for r in replicas for rank in r.ranks),
     )
@@ -159,7 +159,7 @@ def _replica(
         decode.micro_batches,
         prefill_s,
         decode.seconds,
-        decode.exchange_share,
+        decode.all_reduce_share,
         decode.bubble,
         ranks,
     )
@@ -179,7 +179,7 @@ class _Decode:
 
     seconds: float
     micro_batches: int
-    exchange_share: float
+    all_reduce_share: float
     bubble: float
 
 

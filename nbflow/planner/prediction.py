@@ -80,7 +80,7 @@ class Prediction:
     prefill_s: float
     decode_s: float
     """Time of a decode step: one token for every sequence."""
-    exchange_share: float
+    all_reduce_share: float
     """Share of `decode_s` that the slowest stage spends in tensor parallel communication."""
     bubble: float
     """Pipeline bubble: idle share of the stages during decode."""

@@ -108,7 +108,7 @@ def test_experts_are_read_as_often_as_tokens_need_them():
 def test_one_rank_sends_nothing_and_needs_no_link():
     prediction = predict(model(), "0", machine(1), Workload(4, 16, 16))
     assert prediction.ranks[0].sent_bytes_per_token == 0
-    assert prediction.exchange_share == prediction.bubble == 0
+    assert prediction.all_reduce_share == prediction.bubble == 0
 
 
 def test_nothing_is_faster_than_reading_the_weights():

@@ -234,6 +234,20 @@ def tolerances_table() -> str:
     return "\n".join(lines)
 
 
+def columns_table() -> str:
+    """Return the columns of points.csv."""
+    from nbflow_experiments.columns import points_table
+
+    return points_table()
+
+
+def result_columns_table() -> str:
+    """Return the columns of results.csv."""
+    from nbflow_experiments.columns import results_table
+
+    return results_table()
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats_excerpt, "engine excerpt": engine_excerpt},
     "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table},
@@ -243,6 +257,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "speeds": speeds_table,
         "bytes": bytes_table,
     },
+    "docs/columns.md": {"columns": columns_table, "result columns": result_columns_table},
     "docs/memory.md": MEMORY,
     "docs/ops.md": {
         "ops": ops_table,

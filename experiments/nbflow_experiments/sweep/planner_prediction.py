@@ -69,7 +69,7 @@ class Predictor:
                 Reading("predicted_weight_bytes", float(weight_bytes), "byte"),
                 Reading("predicted_kv_bytes", float(kv_bytes), "byte"),
                 Reading("predicted_bubble_share", found.bubble, "1"),
-                Reading("predicted_exchange_share", found.exchange_share, "1"),
+                Reading("predicted_all_reduce_share", found.all_reduce_share, "1"),
             ]
         )
 
