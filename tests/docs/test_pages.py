@@ -11,6 +11,9 @@ import pytest
 from mpirun import SOURCES
 
 from nbflow import cli
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.formats import kv_format
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -87,3 +90,19 @@ def test_examples_with_pytorch_run():
     for block in python_blocks(page("torch.md")):
         exec(compile(block, "torch.md", "exec"), space)
     assert float(space["error"]) < 6  # 32 * 0.12 (error of q3h) / sqrt(pi / 2) = 3.1
+
+
+def test_stated_numbers_of_formats():
+    def holds_cache_rows(name):
+        try:
+            kv_format(name)
+        except UsageError:
+            return False
+        return True
+
+    cache = sum(map(holds_cache_rows, FORMATS))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(FORMATS)}\nweight formats" in readme
+    assert f"of the {len(FORMATS)} formats" in readme
+    assert f"any of {cache} formats" in page("models.md")
+    assert f"[{cache} formats, in pages]" in page("comparison.md")
