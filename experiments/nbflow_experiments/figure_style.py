@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,16 @@ _STYLE = {
     "svg.fonttype": "path",
     "figure.dpi": 100,
 }
+_FOOTER: dict[str, Any] = {"x": 0.008, "ha": "left", "fontsize": 6.5, "color": GREY}
+_FOOTER_HEIGHT = 0.3
+
+
+def launch_facts(launch: Mapping[str, Any]) -> str:
+    """Return machine, date and commit of a launch (`store.provenance`) for a figure's footer."""
+    rank = (launch.get("ranks") or [{}])[0]
+    commit = str((launch.get("git") or {}).get("commit") or "?")[:8]
+    machine = f"{rank.get('cpu_model', '?')}, {rank.get('cores', '?')} cores"
+    return f"{machine}; {str(launch.get('started', '?'))[:10]}; commit {commit}"
 
 
 class NotDrawn(Exception):
@@ -56,9 +66,13 @@ class Drawing:
     title: str
     caption: str
 
-    def save(self, folder: Path, name: str) -> list[Path]:
-        """Write ``NAME.png`` and ``NAME.svg``; equal results give equal files."""
+    def save(self, folder: Path, name: str, origin: str) -> list[Path]:
+        """Write ``NAME.png`` and ``NAME.svg``; equal results give equal files.
+
+        The footer names the figure and `origin`: sweep, model, points, machine, date and commit.
+        """
         files = []
+        self.figure.supxlabel(f"{self.title}\n{origin}", **_FOOTER)
         for kind, meta in (("png", {"Software": None}), ("svg", {"Date": None})):
             path = folder / f"{name}.{kind}"
             # The salt makes the ids within an SVG the same each time.
@@ -77,7 +91,9 @@ def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[A
     matplotlib = require("matplotlib")
     figure_module = require("matplotlib.figure")
     with matplotlib.rc_context(_STYLE):
-        figure = figure_module.Figure(figsize=(3.45 * n_panels, height), layout="constrained")
+        size = (3.45 * n_panels, height + _FOOTER_HEIGHT)
+        figure = figure_module.Figure(figsize=size, layout="constrained")
+        figure.supxlabel("\n", **_FOOTER)  # room for the footer, before labels are placed
         panels = [figure.add_subplot(1, n_panels, i + 1) for i in range(n_panels)]
         figure.get_layout_engine().set(wspace=0.08)
         yield figure, panels

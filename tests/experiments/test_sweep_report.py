@@ -15,6 +15,7 @@ from nbflow_experiments.commands import report as command
 from nbflow_experiments.figure_style import new_figure, place_labels
 from nbflow_experiments.report import cascade, serving, write_report
 from nbflow_experiments.report.data import Results, load_results
+from nbflow_experiments.report.summary import LEAST_S, pareto, repetition_s, statements
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
@@ -40,9 +41,12 @@ def test_report_is_whole_and_needs_nothing_else(
     assert command.run(parser.parse_args([str(results)])) == 0
     page = (results / "report.html").read_text(encoding="utf-8")
     assert capsys.readouterr().out.strip().split("\n")[-1] == str(results / "report.html")
-    assert page.count("<svg") == page.count("</svg>") == 4
+    assert page.count("<svg") == page.count("</svg>") == 5
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert all(link.startswith("#") for link in links)
+    raw = [link for link in links if not link.startswith("#")]
+    assert raw == ["points.csv", "results.csv", "results.h5", "provenance.json", "figures"]
+    assert all((results / link).exists() for link in raw)
+    links = [link for link in links if link not in raw]
     assert "@import" not in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(set(ids)) == len(ids)
@@ -58,7 +62,7 @@ def test_figures_are_pictures_of_their_size(results: Path) -> None:
     _, figures = write_report(results)
     assert [f.name for f in figures] == [
         f"{name}.{kind}"
-        for name in ("quality", "speed", "throughput", "partitions")
+        for name in ("quality", "memory", "speed", "throughput", "partitions")
         for kind in ("png", "svg")
     ]
     for path in figures:
@@ -86,8 +90,29 @@ def test_a_figure_without_data_says_why(sweep_file: Path) -> None:
     page, figures = write_report(sweep_file.parent / "out" / "unit")
     assert not figures
     text = page.read_text(encoding="utf-8")
-    assert text.count("have only one weight format") == 2
+    assert text.count("have only one weight format") == 3
     assert text.count("have only one partition") == 1
+
+
+def test_the_summary_names_the_best_formats_and_short_times(results: Path) -> None:
+    data = load_results(results)
+    lines = statements(data)
+    best = pareto(data.done.drop_duplicates("weights"), "bits_per_weight", "kld_mean_nats")
+    assert list(best.bits_per_weight) == sorted(best.bits_per_weight)
+    assert list(best.kld_mean_nats) == sorted(best.kld_mean_nats, reverse=True)
+    assert lines[0].startswith("Least KL divergence for its bits: ")
+    assert lines[0].count(";") + 1 == len(best)
+    shortest = repetition_s(data.done)
+    row = data.done.iloc[0]
+    assert shortest["decode"] <= row.batch * row.decode / row.decode_tokens_per_s
+    for name, seconds in shortest.items():
+        assert any(f"repetitions of {name} last" in x for x in lines) == (seconds < LEAST_S)
+    assert lines[-1].startswith("2 points failed")
+
+
+def test_figures_name_their_origin(results: Path) -> None:
+    data = load_results(results)
+    assert re.fullmatch(r"unit: .*; 10 points; .*; \d{4}-\d\d-\d\d; commit \w+", data.origin)
 
 
 def test_same_results_give_same_files(results: Path) -> None:
@@ -124,7 +149,7 @@ def test_a_report_of_the_tables_alone(results: Path, tmp_path: Path) -> None:
     for name in ("points.csv", "results.csv", "provenance.json", "sweep.json"):
         (copied / name).write_bytes((results / name).read_bytes())
     page, figures = write_report(copied)
-    assert len(figures) == 8
+    assert len(figures) == 10
     text = page.read_text(encoding="utf-8")
     assert "10 measured, 2 failed" in text
     rows = re.compile(r"<tr><td.*?</tr>", re.S)

@@ -225,7 +225,7 @@ class _Work:
             self._folder.write_histograms(self._tensors_found, self._tokens)
         for name, draw in figures.FIGURES.items():
             try:
-                self._folder.write_figure(name, draw(self._tables))
+                self._folder.write_figure(name, draw(self._tables), self._launch or {})
             except NotDrawn:
                 continue
         self._folder.write_provenance({**(self._launch or {}), "finished": now()})

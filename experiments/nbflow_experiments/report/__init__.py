@@ -7,12 +7,13 @@ from pathlib import Path
 
 from nbflow.utils.atomic_write import write_text
 from nbflow_experiments.figure_style import Drawing, NotDrawn, svg_text
-from nbflow_experiments.report import cascade, partitions, quality, serving, speed
+from nbflow_experiments.report import cascade, memory, partitions, quality, serving, speed
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.html_page import render_page
 
 _FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "quality": quality.draw,
+    "memory": memory.draw,
     "speed": speed.draw,
     "throughput": serving.draw_throughput,
     "partitions": partitions.draw,
@@ -57,7 +58,7 @@ def write_report(
             if str(reason):  # else the sweep does not measure it
                 sections.append((name, "", f"No figure '{name}': {reason}."))
             continue
-        written += drawing.save(folder, name)
+        written += drawing.save(folder, name, data.origin)
         sections.append((name, svg_text(folder / f"{name}.svg", drawing.title), drawing.caption))
-    write_text(page, render_page(data, sections))
+    write_text(page, render_page(data, sections, page.parent))
     return page, written

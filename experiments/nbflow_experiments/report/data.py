@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbflow_experiments.figure_style import launch_facts
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.store.json_files import read_object
@@ -40,6 +41,14 @@ class Results:
     def partition(self) -> str:
         """Return the partition of figures that show a single one: the first of the sweep."""
         return str(self.done.partition.iloc[0])
+
+    @property
+    def origin(self) -> str:
+        """Return sweep, models, points, machine, date and commit, for the footer of a figure."""
+        models = list(dict.fromkeys(Path(str(name)).name for name in self.done.model))
+        shown = ", ".join(models[:3]) + (" ..." if len(models) > 3 else "")
+        launch = launch_facts(self.launches[-1] if self.launches else {})
+        return f"{self.sweep['name']}: {shown}; {len(self.done)} points; {launch}"
 
     def varying(self, names: Sequence[str]) -> list[str]:
         """Return the settings among `names` that vary over the points that succeeded."""

@@ -8,20 +8,27 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from nbflow_experiments.measures import MEASURES
 from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.summary import summary_html
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.sweep.progress import headline
 
+_FIRST = (
+    "bits_per_weight", "kld_mean_nats", "perplexity", "prefill_tokens_per_s",
+    "decode_tokens_per_s", "weight_bytes", "kv_bytes", "peak_rss_bytes",
+)  # fmt: skip
+"""Columns that are visible without scrolling."""
 _LAST = ("attempt", "wall_s")
 """Columns that describe the launch rather than the point."""
 _HIDDEN = ("status", "error_type", "error_message", "quality_shared_from")
 
 
-def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> str:
+def render_page(results: Results, sections: Sequence[tuple[str, str, str]], folder: Path) -> str:
     """Return the page.
 
     Parameters
@@ -30,11 +37,14 @@ def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> s
         Recorded results.
     sections : sequence of (name, SVG element, caption)
         The figures; one without a drawing shows its caption only.
+    folder : Path
+        Folder of the page, for links to the raw files.
     """
     template = resources.files("nbflow_experiments.report").joinpath("page.html")
     return Template(template.read_text(encoding="utf-8")).substitute(
         title=_text(results.sweep["name"]),
         description=_text(results.sweep.get("description", "")),
+        summary=summary_html(results, folder),
         facts=_facts(results),
         figures="\n".join(_figure(*section) for section in sections),
         points=_points(results),
@@ -85,6 +95,8 @@ def _points(results: Results) -> str:
         if c not in SETTINGS and c not in _HIDDEN and c != "point" and done[c].notna().any()
     ]
     numbers = [c for c in numbers if c not in _LAST]
+    first = [c for c in _FIRST if c in numbers]
+    numbers = [*first, *(c for c in numbers if c not in first)]
     columns = [*factors, *numbers, *(c for c in _LAST if c in done), "point"]
     head = "".join(f"<th>{_text(column)}</th>" for column in columns)
     body = []

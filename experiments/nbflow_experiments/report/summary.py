@@ -1,0 +1,82 @@
+"""Summary at the top of a report: what the sweep says, and what it cannot say."""
+
+from __future__ import annotations
+
+import html
+import os
+from pathlib import Path
+from typing import Any
+
+from nbflow_experiments.report.data import Results
+
+LEAST_S = 0.5
+"""Shortest time of a repetition whose speed is compared."""
+
+
+def pareto(rows: Any, cost: str, error: str) -> Any:
+    """Return the rows that no other row beats in both columns, by rising cost."""
+    best = rows.dropna(subset=[cost, error]).sort_values([cost, error], kind="stable")
+    below = best[error].cummin().shift()
+    return best[~(best[error] >= below)]
+
+
+def repetition_s(rows: Any) -> dict[str, float]:
+    """Return the shortest median time of a repetition of prefill and decode, in seconds."""
+    found = {}
+    for name in ("prefill", "decode"):
+        column = f"{name}_tokens_per_s"
+        if column in rows and rows[column].notna().any():
+            length = rows.prompt if name == "prefill" else rows.decode
+            found[name] = float((rows.batch * length / rows[column]).min())
+    return found
+
+
+def statements(results: Results) -> list[str]:
+    """Return the sentences of the summary."""
+    rows, lines = results.done, []
+    error = next((e for e in ("kld_mean_nats", "perplexity") if e in rows), "")
+    if error and rows.weights.nunique() > 1:
+        name = "KL divergence" if error == "kld_mean_nats" else "perplexity"
+        settings = ["weights", *results.varying(("quantizer", "outliers", "kv", "activations"))]
+        by_error = pareto(rows.drop_duplicates(settings), "bits_per_weight", error)
+        items = (
+            f"{', '.join(str(row[name]) for name in settings)} "
+            f"({row.bits_per_weight:g} bits: {row[error]:.3g})"
+            for _, row in by_error.iterrows()
+        )
+        lines.append(f"Least {name} for its bits: {'; '.join(items)}.")
+    too_short = {n: s for n, s in repetition_s(rows).items() if s < LEAST_S}
+    for name, seconds in too_short.items():
+        lines.append(
+            f"Too short to compare: repetitions of {name} last {1e3 * seconds:.3g} ms and more; "
+            f"differences of speed count from {LEAST_S} s on (raise {_setting(name)} or batch)."
+        )
+    if "decode" not in too_short and "decode_tokens_per_s" in rows:
+        best = rows.loc[rows.decode_tokens_per_s.idxmax()]
+        lines.append(
+            f"Fastest decode: {best.decode_tokens_per_s:,.0f} tokens/s ({best.weights}, partition "
+            f"{best.partition}, batch {best.batch})."
+        )
+    if results.failures:
+        lines.append(f"{len(results.failures)} points failed; they are listed below.")
+    return lines
+
+
+def summary_html(results: Results, folder: Path) -> str:
+    """Return the summary as HTML, with links from `folder` to the raw files."""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in statements(results))
+    files = ("points.csv", "results.csv", "results.h5", "provenance.json", "figures")
+    links = ", ".join(
+        f'<a href="{_link(results.path / name, folder)}">{name}</a>'
+        for name in files
+        if (results.path / name).exists()
+    )
+    return f"<ul>{items}</ul><p>Raw data: {links}.</p>"
+
+
+def _link(path: Path, folder: Path) -> str:
+    return html.escape(Path(os.path.relpath(path, folder)).as_posix(), quote=True)
+
+
+def _setting(name: str) -> str:
+    return "prompt" if name == "prefill" else "decode"
