@@ -167,10 +167,10 @@ def _array(matrix: Any) -> np.ndarray:
     return nk.dequantize(matrix).astype(np.float64)
 
 
-@pytest.mark.parametrize("encoder", ["awq", "hadamard"])
-def test_encoders_that_fold_refuse_biases_of_experts(encoder, tmp_path):
+@pytest.mark.parametrize("quantizer", ["awq", "hadamard"])
+def test_quantizers_that_fold_refuse_biases_of_experts(quantizer, tmp_path):
     importance = {"layers.0.attn.q.weight": np.ones(36, np.float32)}
-    options = {"encoder": encoder, "importance": importance}
+    options = {"quantizer": quantizer, "importance": importance}
     with pytest.raises(UsageError, match="biases"):
         nbflow.quantize_checkpoint(FLOATS, tmp_path / "x", "q4", **options)
 
