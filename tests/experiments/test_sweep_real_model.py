@@ -69,7 +69,7 @@ def test_bytes_sent_are_those_predicted(in_process: Path) -> None:
 def test_the_report_of_a_real_sweep(in_process: Path, tmp_path: Path) -> None:
     page, figures = write_report(in_process, tmp_path / "report.html")
     assert page.read_text(encoding="utf-8").count("<svg") == 5
-    assert len(figures) == 8
+    assert len(figures) == 10
 
 
 @pytest.mark.mpi
