@@ -60,7 +60,7 @@ def test_signals_reach_the_launcher():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_ranks_do_not_run_modules_of_the_current_folder(tmp_path):
     for name in ("json", "http"):
         (tmp_path / f"{name}.py").write_text(f"open('executed', 'a').write({name!r})\n")

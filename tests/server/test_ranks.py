@@ -122,7 +122,7 @@ SERVE = (sys.executable, "-m", "nbflow", "serve")
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 @pytest.mark.parametrize(("partition", "number"), [("0&1", signal.SIGTERM), ("0/1", signal.SIGINT)])
 def test_mpirun_passes_a_signal_to_every_rank_and_all_streams_end_whole(
     tmp_path, partition, number
@@ -144,7 +144,7 @@ def test_mpirun_passes_a_signal_to_every_rank_and_all_streams_end_whole(
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_a_second_signal_to_mpirun_ends_every_rank(tmp_path):
     with Server(partitioned("0&1"), tmp_path, (str(MPIRUN), "-n", "2", *SERVE)) as server:
         body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 64}
@@ -171,7 +171,7 @@ def ranks_of(server: Server) -> list[int]:
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
 def test_a_rank_that_is_killed_ends_the_server_with_a_report(tmp_path):
     program = (sys.executable, "-m", "nbflow", "launch", "-n", "2", "serve")
