@@ -14,6 +14,7 @@ from nbflow import cli
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kv_cache.formats import kv_format
+from nbflow_kernels.op_registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -106,3 +107,9 @@ def test_stated_numbers_of_formats():
     assert f"of the {len(FORMATS)} formats" in readme
     assert f"any of {cache} formats" in page("models.md")
     assert f"[{cache} formats, in pages]" in page("comparison.md")
+
+
+def test_stated_number_of_functions():
+    names = sum(map(len, FAMILIES.values()))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{names} functions and classes" in readme
