@@ -42,7 +42,11 @@ def test_the_readme_prints_what_its_example_prints(capsys):
     exec(compile(example, "README.md", "exec"), {})
     found = capsys.readouterr().out.splitlines()
     shown = re.search(r"^```text\n( +stored_bits.*?)```", text, re.S | re.M)[1].splitlines()
-    assert [line.split() for line in found[: len(shown)]] == [line.split() for line in shown]
+    assert len(found) > len(shown)
+    for line, other in zip(found, shown, strict=False):
+        for word, stated in zip(line.split(), other.split(), strict=True):
+            # the search may round ties differently on other processors
+            assert word == stated or float(word) == pytest.approx(float(stated), rel=1e-3)
 
 
 def test_environment_page_lists_the_variables_of_the_code():
