@@ -69,7 +69,7 @@ class Checkpoint:
         self._rank, self._n_ranks = rank, n_ranks
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file.keys()  # noqa: SIM118  (a safe_open is no mapping)
+        return name in self._file.keys()  # noqa: SIM118  (safe_open lacks __contains__)
 
     def whole(self, name: str) -> np.ndarray:
         """Return a tensor as stored."""

@@ -111,8 +111,10 @@ def output_array(
 ) -> Any:
     """Return `out`, or a new float32 array on the device of the activations `x`.
 
-    Raises as `check_array` unless `out` has the shape and does not overlap `x`, or if there is no
-    `out` to accumulate in.
+    Raises
+    ------
+    UsageError, TypeError
+        As `check_array`; if `out` overlaps `x`, or `accumulate` is given without `out`.
     """
     if out is None and accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")

@@ -90,7 +90,7 @@ def test_example_of_first_steps_prints_what_the_page_says(capsys):
 
 
 def test_examples_with_pytorch_run():
-    torch = pytest.importorskip("torch", reason="PyTorch is no dependency, not even of the tests")
+    torch = pytest.importorskip("torch", reason="needs PyTorch, which the tests do not install")
     space = {"tensor": torch.ones(3)}
     for block in python_blocks(page("torch.md")):
         exec(compile(block, "torch.md", "exec"), space)
