@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -117,3 +118,23 @@ def test_stated_number_of_functions():
     names = sum(map(len, FAMILIES.values()))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{names} functions and classes" in readme
+
+
+def commands() -> list[tuple[str, str, str]]:
+    """Return page, command and arguments of the nbflow commands that pages show."""
+    found = []
+    for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+        text = re.sub(r"\\\n\s*", " ", path.read_text(encoding="utf-8"))
+        for name, rest in re.findall(
+            r"^ {4}(?:mpirun -n \d+ )?nbflow ([a-z]+)((?: .*)?)$", text, re.M
+        ):
+            if "[--" not in rest:  # a synopsis
+                found.append((path.name, name, rest))
+    return found
+
+
+@pytest.mark.parametrize(("name", "command", "arguments"), commands())
+def test_shown_commands_have_these_options(name, command, arguments):
+    words = shlex.split(arguments, comments=True)
+    if not {"|", ">", "&&"} & set(words):
+        cli.make_parser(command).parse_args(words)

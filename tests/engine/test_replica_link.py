@@ -64,11 +64,12 @@ def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
     accepting.start()
     with socket.create_connection((host, port)), socket.create_connection((host, port)) as rude:
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        for errors in (b"x" * 32, key[:-1]):
+        # HMAC pads keys with zeros: a key cut by its last byte may be the same key
+        for wrong in (b"x" * 32, key[:-1] + bytes([key[-1] ^ 1])):
             with pytest.raises(
                 UsageError, match=f"does not reach the leading process.*{ADDRESS_ENV}"
             ):
-                connect([(host, port)], errors)
+                connect([(host, port)], wrong)
         mine = greet(listener.address, 1)
         accepting.join(WAIT_S)
     ((index, connection),) = found
