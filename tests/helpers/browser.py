@@ -24,6 +24,8 @@ class Browser:
         # the browser reads commands from descriptor 3 and writes answers to 4
         script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        # it asks for updates at every start, which a machine without a network refuses
+        options += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
         options += [f"--user-data-dir={folder}", "--window-size=1000,800", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", script, CHROMIUM, *options], pass_fds=(theirs_in, theirs_out),
