@@ -25,15 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import codegen, compiler
+from numba.core import codegen, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels import jit_cache
 from nbflow_kernels.cpu import interpreter
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
+from nbflow_kernels.numba_inlining import share_scopes
 
 # A fork waits for other threads' compilations: a child would wait for their lock for ever.
 lock_during_fork(global_compiler_lock.acquire, global_compiler_lock.release)
+share_scopes(inline_closurecall)
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).

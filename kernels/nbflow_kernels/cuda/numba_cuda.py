@@ -18,6 +18,7 @@ from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.cuda.kernel_parameters import Parameter
 from nbflow_kernels.cuda.nvrtc import INSTALL
 from nbflow_kernels.errors import MissingExtraError
+from nbflow_kernels.numba_inlining import share_scopes
 
 _NUMBA_TYPES = {
     "i8": "int8", "u8": "uint8", "i16": "int16", "u16": "uint16", "i32": "int32",
@@ -60,6 +61,7 @@ def _numba_cuda() -> Any:
             f"numba.cuda is {found.__file__}, not numba-cuda's, which redirects it: import "
             "nbflow_kernels before numba.cuda, or install numba-cuda into site-packages"
         )
+    share_scopes(importlib.import_module("numba.cuda.core.inline_closurecall"))
     return found
 
 

@@ -157,20 +157,16 @@ class Cells:
 
     def _enter(self, m: Threads, array: int, low: int, high: int) -> None:
         """Enter the noted reads of an array that touch a range of bytes into the cells."""
-        notes = self.notes.pop(array, None)
-        if notes is None:
+        notes = self.notes.get(array, [])
+        touched = [r for r in notes if r.low < high and low < r.high]
+        if not touched:  # the usual case, with hundreds of notes
             return
-        keep = []
-        for r in notes:
-            if r.low < high and low < r.high:
-                for c in self.cells_of(r.offsets, r.nbytes):
-                    self._mark_read(m, r, c)
-                _extend(self.entered, array, r.low, r.high)
-                self.noted_bytes -= 8 * len(r.lanes)
-            else:
-                keep.append(r)
-        if keep:
-            self.notes[array] = keep
+        self.notes[array] = [r for r in notes if r.low >= high or low >= r.high]
+        for r in touched:
+            for c in self.cells_of(r.offsets, r.nbytes):
+                self._mark_read(m, r, c)
+            _extend(self.entered, array, r.low, r.high)
+            self.noted_bytes -= 8 * len(r.lanes)
 
     def _races(
         self, m: Threads, lanes: Any, who: Any, at: Any, cells: Any
