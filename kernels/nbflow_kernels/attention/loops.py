@@ -29,7 +29,7 @@ def attend(q, k, v, sm_scale, causal, out):
             _attend_one(one, k[:n_keys, h // group], v[:n_keys, h // group], out[t, h])
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _attend_one(q, k, v, out):
     """Attend from one query vector, chunk by chunk."""
     row_max, row_sum = np.float32(-1e30), np.float32(0.0)
@@ -52,7 +52,7 @@ def _attend_one(q, k, v, out):
     out *= np.float32(1.0) / row_sum if row_sum > 0.0 else np.float32(0.0)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _dot(a, b):
     """Return the dot product as a tree of 16 partial sums."""
     lanes = np.zeros(16, np.float32)

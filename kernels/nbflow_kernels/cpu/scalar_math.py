@@ -35,7 +35,7 @@ def fma(a, b, c):
     return np.float32(total)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def tree_sum(lanes):
     """Return the sum of 16 numbers as `simd.sum` adds them: i and i + 8, then i and i + 4, ..."""
     sums = lanes.copy()

@@ -191,7 +191,7 @@ absolute = _make_unary("absolute", "llvm.fabs.v16f32")
 sqrt = _make_unary("sqrt", "llvm.sqrt.v16f32")
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def nearest(v):
     """Return the nearest integers of |v| <= 2**22 as int32, halves to even.
 
@@ -219,7 +219,7 @@ smaller = _make_extreme("smaller", "<")
 larger = _make_extreme("larger", ">")
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def clamp(v, low, high):
     """Return the int32 lanes clamped to the scalars `low` and `high`."""
     return smaller(larger(v, simd.splat_i32(low)), simd.splat_i32(high))

@@ -414,7 +414,7 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
                     at += bits * ROWS
 
 
-@jit.kernel
+@jit.device_function
 def _pack_planes(row, words, at, bits, per_word):
     """Pack as `_pack_fields`, for widths of 1, 2, 4 and 8 bits that fill words evenly."""
     v = 0
@@ -426,7 +426,7 @@ def _pack_planes(row, words, at, bits, per_word):
         words[at + word * ROWS] = four
 
 
-@jit.kernel
+@jit.device_function
 def _pack_fields(row, words, at, fields):
     """Pack the 8 code vectors of one row and unit, 4 codes per uint32, by `FIELDS`."""
     for i in range(len(fields)):
@@ -435,7 +435,7 @@ def _pack_fields(row, words, at, fields):
         words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
 
 
-@jit.kernel
+@jit.device_function
 def _pack_pairs(row, words, at):
     """Pack the 16 code vectors of one row and unit as pair codes."""
     for w in range(7):

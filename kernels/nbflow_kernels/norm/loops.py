@@ -13,7 +13,7 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.scalar_math import fma, tree_sum
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _sum(x, mean, squares):
     """Return the sum of x, or of (x - mean) ** 2."""
     body = len(x) - len(x) % 64

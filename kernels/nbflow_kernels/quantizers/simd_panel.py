@@ -20,7 +20,7 @@ VECTOR = 64  # bytes
 # ---- panels -------------------------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def load_panel(source, first, panel):
     """Write 16 blocks of `source` (blocks, size) from `first` on to `panel` (size, 16).
 
@@ -32,7 +32,7 @@ def load_panel(source, first, panel):
             panel[i, lane] = block[i]
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def load_importance(importance, blocks, first, panel):
     """Write importance (1 or rows, columns) of 16 blocks to a panel; a row has `blocks` blocks."""
     size = panel.shape[0]
@@ -43,7 +43,7 @@ def load_importance(importance, blocks, first, panel):
             panel[i, lane] = importance[row, column + i]
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def store_panel(panel, first, target):
     """Write a panel (size, 16) of small integers to blocks of `target`."""
     for lane in range(min(LANES, len(target) - first)):

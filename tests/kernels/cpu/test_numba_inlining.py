@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numba
 import numpy as np
@@ -13,7 +14,7 @@ from nbflow_kernels.numba_inlining import share_scopes
 
 
 @numba.njit(inline="always")
-def _clipped(x, low, high):
+def _clipped(x: Any, low: Any, high: Any) -> Any:
     if x < low:
         return low
     if x > high:
@@ -22,7 +23,7 @@ def _clipped(x, low, high):
 
 
 @numba.njit(inline="always")
-def _sum_of_clipped(x, low, high):
+def _sum_of_clipped(x: Any, low: Any, high: Any) -> Any:
     total = 0.0
     for i in range(len(x)):
         total += _clipped(x[i], low, high) if i % 2 else _clipped(-x[i], low, high)

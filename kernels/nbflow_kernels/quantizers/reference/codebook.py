@@ -63,7 +63,7 @@ def iq4(
     return codes, scales, d
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _nearest_levels(values, x, inverse, codes):
     """Choose the codes of weights divided by a scale, of ascending levels; halves go up."""
     for j in range(len(codes)):
@@ -75,7 +75,7 @@ def _nearest_levels(values, x, inverse, codes):
             codes[j] += np.int32(v - low >= high - v)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def iq4_scale(x, weight, values, codes):
     """Return the scale of a sub-block."""
     extreme = np.float32(0)
@@ -128,7 +128,7 @@ def _iq4(x, importance, values, block, codes, scales, d, start, stop):
             d[row, b] = iq4_codes(x[row], first, values, found, codes[row], scales[row], chosen)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def iq4_codes(x, first, values, found, codes, scales, chosen):
     """Write codes and integer scales of a block; return its stored d."""
     largest = np.float32(0)
@@ -208,7 +208,7 @@ def _fp4(x, values, steps, codes, start, stop):
             codes[row, i] = fp4_code(x[row, i], values, steps[row, i // size])
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fp4_code(x, values, step):
     """Return the nearest code of a weight, the lowest of equals."""
     best, error = 0, abs(x)
@@ -243,7 +243,7 @@ def _few_levels(x, binary, codes, d, start, stop):
                 d[row, b] = ternary_block(x[row, first:last], codes[row, first:last])
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def ternary_block(x, codes):
     """Write codes 0..2 for -1..1 of a block; return the float16 bits of its largest magnitude."""
     largest = np.float32(0)
@@ -256,7 +256,7 @@ def ternary_block(x, codes):
     return simd.float_to_half(largest)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def binary_block(x, codes):
     """Write code 1 for x >= 0, else 0; return the float16 bits of the mean magnitude."""
     total = np.float32(0)

@@ -79,7 +79,7 @@ def _quantize(
             )  # fmt: skip
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
     """Choose the points and shifts of a sub-block; return its scale."""
     order = np.empty(len(x), np.int64)
@@ -115,7 +115,7 @@ def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
     return scale
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _split_32(x, weight, order, shifted):
     """Return the best split (low, high), shift (0 or 3) and scale; low is -1 if none fits."""
     n = len(x)
@@ -132,7 +132,7 @@ def _split_32(x, weight, order, shifted):
     return found
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def add_up_32(x, weight, order, sum_x, sum_w):
     """Write prefix sums of the sorted weights times error weights, and of error weights."""
     sum_x[0] = sum_w[0] = np.float32(0)
@@ -141,7 +141,7 @@ def add_up_32(x, weight, order, sum_x, sum_w):
         sum_w[j + 1] = sum_w[j] + weight[order[j]]
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def gain_32(sum_x, sum_w, low, high, values):
     """Return the sums of level * x and level**2 of a split."""
     v0, v1, v2 = values[0], values[1], values[2]
@@ -153,7 +153,7 @@ def gain_32(sum_x, sum_w, low, high, values):
     return qx, qq
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _split_16(x, weight, order, shifted):
     """Return the best split (low, high), shifts and scale; low is -1 if none fits.
 
@@ -179,7 +179,7 @@ def _split_16(x, weight, order, shifted):
     return found
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def add_up_16(x, weight, order, sum_x, sum_w):
     """Write the prefix sums of `add_up_32` for each group of 8."""
     for half in range(2):
@@ -192,7 +192,7 @@ def add_up_16(x, weight, order, sum_x, sum_w):
         sum_w[i >> 3, j + 1] += weight[i]
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def half_gain_16(sum_x, sum_w, low, high, values):
     """Return the sums of level * x and level**2 of a split, of one group of 8."""
     v0, v1, top = values[0], values[1], values[2]
@@ -203,7 +203,7 @@ def half_gain_16(sum_x, sum_w, low, high, values):
     return qx, qq
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def point_of(x, weight, codes, k, scale, values, first, near, grid):
     """Return the grid point of group `k`, and True if its codes are on the grid."""
     bits = 0
@@ -223,7 +223,7 @@ def point_of(x, weight, codes, k, scale, values, first, near, grid):
     return best, False
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def sums(x, weight, shifted, grid, points, shifts):
     """Return the weighted sums of level * x and level**2, in order."""
     qx, qq = np.float32(0), np.float32(0)
@@ -236,7 +236,7 @@ def sums(x, weight, shifted, grid, points, shifts):
     return qx, qq
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def scales_of(x, weight, found, factor, shifted, grid, points, shifts, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(15)

@@ -118,7 +118,7 @@ def _quantize(x, importance, recipe, near, out, start, stop):
             out.d[row, b] = scales_of(found, recipe.factor, scales)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def mean_square(x):
     """Return the mean square of weights, added up in order."""
     total = np.float32(0)
@@ -127,7 +127,7 @@ def mean_square(x):
     return total / np.float32(len(x))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def largest_of(x):
     """Return the largest magnitude."""
     largest = np.float32(0)
@@ -136,7 +136,7 @@ def largest_of(x):
     return largest
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def error_weights(x, importance, at, mean, plus, weight):
     """Write the error weights from `at` on; `importance` may be empty."""
     for j in range(len(weight)):
@@ -147,7 +147,7 @@ def error_weights(x, importance, at, mean, plus, weight):
             weight[j] = plus + square
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def split_signs(x, weight, seven_signs, value, signs):
     """Write magnitudes and signs of a sub-block."""
     for k in range(len(x) // 8):
@@ -166,7 +166,7 @@ def split_signs(x, weight, seven_signs, value, signs):
         signs[k] = mask
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
     """Choose the points of a sub-block; return its scale, which is not negative."""
     scale, middle = first_scale(
@@ -185,7 +185,7 @@ def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
     return abs(scale)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def first_scale(value, weight, nothing, again, n_levels, codes):
     """Return the first scale of a sub-block and the magnitude around which to try others."""
     largest = value[0]
@@ -200,7 +200,7 @@ def first_scale(value, weight, nothing, again, n_levels, codes):
     return scale, middle
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch):
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
     tried, off, losses, _ = scratch
@@ -237,7 +237,7 @@ def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratc
     return scale
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, losses):
     """Return the grid point of group `k`, and True if its rounded codes are off the grid.
 
@@ -268,7 +268,7 @@ def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, loss
     return best, True
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _nearest_of_8(first, lists, grid, bits, losses):
     """Return the point near `bits` with the least loss.
 
@@ -291,7 +291,7 @@ def _nearest_of_8(first, lists, grid, bits, losses):
     return best
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def sums(value, weight, grid, dimensions, points):
     """Return the weighted sums of level * value and level**2, in order."""
     width = 2 if dimensions == 8 else 3
@@ -306,7 +306,7 @@ def sums(value, weight, grid, dimensions, points):
     return qx, qq
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def scales_of(found, factor, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(31)
@@ -319,7 +319,7 @@ def scales_of(found, factor, scales):
     return simd.float_to_half(d * factor)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _fitted_scale(value, weight, largest, n, codes):
     """Return the best scale for codes 0..n: trials around largest / n, then coordinate descent.
 
@@ -347,7 +347,7 @@ def _fitted_scale(value, weight, largest, n, codes):
     return _refined(value, weight, codes, top, qx, qq)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _refined(value, weight, codes, top, qx, qq):
     """Return the scale after changing one code at a time while the fit gains."""
     for _ in range(5):

@@ -39,7 +39,7 @@ D, DMIN, BITS, BITS_MIN = (3 * SUPER * VECTOR + (5 * 16 + k) * VECTOR for k in r
 VECTORS = 3 * SUPER + 5 * 16 + 4
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _mean_square(x, times):
     """Return the mean square of each super-block of the panel at `x`, `times` 1 or 2."""
     total = simd.splat(0.0)
@@ -49,7 +49,7 @@ def _mean_square(x, times):
     return simd.div(simd.mul(simd.splat(times), total), simd.splat(SUPER))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _weigh_magnitudes(x, w, n, with_mean):
     """Write |x|, plus the root mean square of the sub-block, to `w`."""
     mean = simd.splat(0.0)
@@ -62,7 +62,7 @@ def _weigh_magnitudes(x, w, n, with_mean):
         simd.store_f32(w + i, simd.add(mean, absolute(simd.load_f32(x + i))))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _scale_down(values, count, top, codes):
     """Write round(value * top / largest) to `codes`; return largest / top."""
     zero = simd.splat(0.0)
@@ -87,7 +87,7 @@ def _read(x, importance, blocks, first, scratch):
         simd_panel.load_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _choose_codes(at, n, low, high, with_mins):
     """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
     simd_memory.store_f16(at + BITS, simd.load_f32(at + D))
@@ -119,7 +119,7 @@ def _write(scratch, first, count, codes, scales, params):
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _fit_range(at, j, recipe):
     """Fit sub-block `j`."""
     n, top, _, first, step, tries, absolutely = recipe
@@ -130,7 +130,7 @@ def _fit_range(at, j, recipe):
     )  # fmt: skip
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_ranges(at, recipe):
     """Fit all sub-blocks, and quantize their scales and minima."""
     n, scale_top = recipe[0], recipe[2]
@@ -143,7 +143,7 @@ def fit_ranges(at, recipe):
     simd.store_f32(at + DMIN, _scale_down(at + MINS, count, scale_top, at + MIN_CODES))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _fit_weighted_ranges(at, recipe):
     """Fit as `fit_ranges` does, with importance weights."""
     n, scale_top = recipe[0], recipe[2]
@@ -187,7 +187,7 @@ def quantize_ranges(x, importance, blocks, recipe, codes, scales, mins, params, 
 SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _weigh_squares(at):
     """Weigh the error of each weight by its square."""
     for i in range(0, SUPER * VECTOR, VECTOR):
@@ -195,7 +195,7 @@ def _weigh_squares(at):
         simd.store_f32(at + W + i, simd.mul(v, v))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_q3_k(at):
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
     _weigh_squares(at)
@@ -208,7 +208,7 @@ def fit_q3_k(at):
     _scale_down_signed(at, 32, 1e-45, -32)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _fit_weighted_q3_k(at):
     """Fit as `fit_q3_k` does, with importance weights."""
     sigma = _mean_square(at + X, 2)
@@ -222,14 +222,14 @@ def _fit_weighted_q3_k(at):
         simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_q6_k(at):
     """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
     _weigh_squares(at)
     _fit_weighted_q6_k(at)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _fit_weighted_q6_k(at):
     """Fit as `fit_q6_k` does, with the given error weights."""
     for j in range(SIGNED):
@@ -242,7 +242,7 @@ def _fit_weighted_q6_k(at):
         simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _scale_down_signed(at, top, tiny, none):
     """Quantize the scales so that the extreme one is -top.
 

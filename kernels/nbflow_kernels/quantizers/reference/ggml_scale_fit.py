@@ -30,13 +30,13 @@ TINY = 1e-15  # blocks with a smaller largest magnitude count as zeros
 PASSES = 5  # passes of coordinate descent
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _code(product, low, high):
     """Return the nearest code as float32."""
     return simd.to_f32(clamp(nearest(product), low, high))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def largest(x, n):
     """Return the first value of largest magnitude, and the magnitude."""
     extreme = magnitude = simd.splat(0.0)
@@ -48,7 +48,7 @@ def largest(x, n):
     return extreme, magnitude
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def scale_importance(x, w, n, sigma):
     """Multiply importance by sqrt(sigma + x x) in place; return the sum."""
     total = simd.splat(0.0)
@@ -63,7 +63,7 @@ def scale_importance(x, w, n, sigma):
 # ---- codes around zero --------------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _projection(x, w, n, top, inverse):
     """Return the sums of w x l and w l l for the codes l that `inverse` gives."""
     sum_xl = sum_ll = simd.splat(0.0)
@@ -75,7 +75,7 @@ def _projection(x, w, n, top, inverse):
     return sum_xl, sum_ll
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_signed(x, w, n, top, codes, scale_at):
     """Fit x = scale * (code - top), code 0 .. 2 top - 1: the best of 19 ranges.
 
@@ -106,7 +106,7 @@ def fit_signed(x, w, n, top, codes, scale_at):
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_signed_descent(x, w, n, top, codes, scale_at):
     """Fit as `fit_signed` does, by coordinate descent over the codes of the full range."""
     zero = simd.splat(0.0)
@@ -120,7 +120,7 @@ def fit_signed_descent(x, w, n, top, codes, scale_at):
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _descend(x, w, n, low, high, inverse, codes):
     """Change one code at a time while the fit gains, from the codes that `inverse` gives.
 
@@ -162,7 +162,7 @@ def _descend(x, w, n, low, high, inverse, codes):
 # ---- codes above a minimum ----------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _deviation(x, w, n, top, low, inverse, scale, base, absolutely):
     """Return the weighted error of scale * code + base; (low, inverse) give the codes."""
     total = simd.splat(0.0)
@@ -175,7 +175,7 @@ def _deviation(x, w, n, top, low, inverse, scale, base, absolutely):
     return total
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _line(x, w, n, top, low, inverse, sum_w, sum_x):
     """Return the least squares (slope, base <= 0) for the codes, and the mask where it exists."""
     zero = simd.splat(0.0)
@@ -195,7 +195,7 @@ def _line(x, w, n, top, low, inverse, sum_w, sum_x):
     return slope, choose(above, zero, base), less(zero, spread)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_range(x, w, n, top, first, step, tries, absolutely, codes, scale_at, minimum_at):
     """Fit x = scale * code - minimum, code 0 .. top, minimum >= 0.
 
@@ -235,7 +235,7 @@ def fit_range(x, w, n, top, first, step, tries, absolutely, codes, scale_at, min
 # ---- scales of scales ---------------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def fit_positive(x, w, n, top, codes, scale_at):
     """Fit x = scale * code, code 0 .. top, to x >= 0: 9 ranges, then coordinate descent."""
     zero = simd.splat(0.0)
@@ -260,7 +260,7 @@ def fit_positive(x, w, n, top, codes, scale_at):
         simd.store_f32(codes + i, choose(nothing, zero, simd.load_f32(codes + i)))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _positive_error(x, w, n, top, inverse):
     """Return the weighted squared error of the codes that `inverse` gives."""
     scale = simd.div(simd.splat(1.0), inverse)

@@ -23,7 +23,7 @@ CLIP = 0.3  # distance of the clippings, in quantization steps
 REFINEMENTS = 3
 
 
-@jit.kernel
+@jit.device_function
 def _stored(value, parameters, is_base):
     """Return the storable integer nearest to a parameter; out of range: the largest."""
     if parameters == U8_PAIR:
@@ -32,7 +32,7 @@ def _stored(value, parameters, is_base):
     return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
 
 
-@jit.kernel
+@jit.device_function
 def _value(stored, parameters, is_base):
     """Return the float32 parameter of a stored integer."""
     if parameters == U8_PAIR:
@@ -42,13 +42,13 @@ def _value(stored, parameters, is_base):
     return simd.half_to_float(np.uint16(stored))
 
 
-@jit.kernel
+@jit.device_function
 def _codes(x, base, inverse, low, high):
     """Return the nearest codes of 16 weights, as float32."""
     return simd.minimum(simd.maximum(simd.rint(simd.mul(simd.sub(x, base), inverse)), low), high)
 
 
-@jit.kernel
+@jit.device_function
 def _error(x, weight, size, low, high, base, scale, norm):
     """Return the sum of ``((decoded - x) * norm) ** 2`` over the block at address `x`."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
@@ -63,7 +63,7 @@ def _error(x, weight, size, low, high, base, scale, norm):
     return simd.sum(total)
 
 
-@jit.kernel
+@jit.device_function
 def _refit(x, weight, size, low, high, base, scale, parameters, origin, norm):
     """Return the stored least squares base and scale for the codes of (base, scale)."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
@@ -84,7 +84,7 @@ def _refit(x, weight, size, low, high, base, scale, parameters, origin, norm):
     )  # fmt: skip
 
 
-@jit.kernel
+@jit.device_function
 def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
     """Return stored (base, scale) of the least squares line u = b + s * q."""
     if parameters == F16_SCALE:
@@ -99,7 +99,7 @@ def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
     return _stored(np.float64(origin) + mean, parameters, True), scale
 
 
-@jit.kernel
+@jit.device_function
 def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
     """Return (stored base, stored scale, error): the better of `search` and the given ones."""
     base_value = np.float32(0) if parameters == F16_SCALE else _value(base, parameters, True)
@@ -113,7 +113,7 @@ def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
     return best
 
 
-@jit.kernel
+@jit.device_function
 def _search_block(x, weight, size, low, high, parameters, base, scale, smallest, largest):
     """Return the best stored (base, scale) of a block; `base`, `scale` are the published ones."""
     symmetric = parameters == F16_SCALE
@@ -149,7 +149,7 @@ def _search_block(x, weight, size, low, high, parameters, base, scale, smallest,
     return _neighbours(x, weight, size, low, high, parameters, norm, best)
 
 
-@jit.kernel
+@jit.device_function
 def _neighbours(x, weight, size, low, high, parameters, norm, best):
     """Return the best of `search` and the stored values next to it."""
     base, scale = best[0], best[1]

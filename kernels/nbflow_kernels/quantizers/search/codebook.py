@@ -35,7 +35,7 @@ def _search(x, weight, tables, rule, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, rule, chosen, scales, d, start, stop)
 
 
-@jit.kernel
+@jit.device_function
 def _evaluate(value, weight, step, tables, out, scratch):
     """Choose the nearest levels of a sub-block; see `two_level_scales.search_rows`."""
     levels, middles = tables

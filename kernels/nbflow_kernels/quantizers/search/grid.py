@@ -66,7 +66,7 @@ def _search(x, weight, tables, rule, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, rule, chosen, scales, d, start, stop)
 
 
-@jit.kernel
+@jit.device_function
 def _evaluate(value, weight, step, tables, out, scratch):
     """Choose points and signs of a sub-block; see `two_level_scales.search_rows`."""
     levels, middles, first, near, grid, dimensions, seven_signs = tables
@@ -106,7 +106,7 @@ def _evaluate(value, weight, step, tables, out, scratch):
     return error, qx, qq
 
 
-@jit.kernel
+@jit.device_function
 def _best_of_8(first, near, grid, bits, losses):
     """Return the point near `bits` with the least loss, and the loss.
 
@@ -129,7 +129,7 @@ def _best_of_8(first, near, grid, bits, losses):
     return best, least
 
 
-@jit.kernel
+@jit.device_function
 def _best_of_4(first, near, grid, bits, losses):
     """Return the point near `bits` with the least loss; see `_best_of_8`."""
     best, least = near[first[bits]], np.float32(np.inf)
@@ -142,7 +142,7 @@ def _best_of_4(first, near, grid, bits, losses):
     return best
 
 
-@jit.kernel
+@jit.device_function
 def _signs(value, weight, at, step, inverse, levels, middles, seven_signs):
     """Return the sign bits of 8 weights; with `seven_signs`, one may flip to make parity even."""
     mask, odd = 0, 0
@@ -163,7 +163,7 @@ def _signs(value, weight, at, step, inverse, levels, middles, seven_signs):
     return mask
 
 
-@jit.kernel
+@jit.device_function
 def _level(v, middles):
     """Return the level nearest to a magnitude."""
     level = 0
@@ -190,7 +190,7 @@ def _search_iq1(x, weight, tables, rule, chosen, scales, d, start, stop):
     search_rows(_evaluate_iq1, x, weight, tables, rule, chosen, scales, d, start, stop)
 
 
-@jit.kernel
+@jit.device_function
 def _evaluate_iq1(value, weight, step, tables, out, scratch):
     """Choose points and shifts of a sub-block; see `two_level_scales.search_rows`."""
     levels, first, near, grid, one_shift = tables
@@ -223,7 +223,7 @@ def _evaluate_iq1(value, weight, step, tables, out, scratch):
     return error, qx, qq
 
 
-@jit.kernel
+@jit.device_function
 def _point_iq1(value, weight, at, step, levels, first, near, grid, losses):
     """Return the best grid point of the 8 weights from `at` on for the levels, and its error."""
     bits = 0

@@ -43,20 +43,20 @@ FACTOR, BACK, D, DMIN, BEST_D, BEST_DMIN, REFERENCE_ERROR, BEST_ERROR, BITS, BIT
 VECTORS = 3 * SUPER + 6 * 16 + 10
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _cut(v, low, high):
     """Clamp lanes to the scalars `low` and `high`."""
     return simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _reciprocal(v):
     """Return 1 / v, 0 for 0."""
     zero = simd.splat(0.0)
     return choose(differs(v, zero), simd.div(simd.splat(1.0), v), zero)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _error(x, w, n, low, high, step, shift):
     """Return the weighted squared error of step * code - shift with the nearest codes."""
     inverse = _reciprocal(step)
@@ -75,7 +75,7 @@ def _error(x, w, n, low, high, step, shift):
     return simd.add(one, two)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _largest(values, count):
     """Return the value of largest magnitude."""
     extreme = simd.splat(0.0)
@@ -88,7 +88,7 @@ def _largest(values, count):
 # ---- targets of the sub-blocks ------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _mean(x, w, n):
     """Return the sum of weights, the weighted mean, the smallest and the largest value."""
     sum_w = sum_x = simd.splat(0.0)
@@ -100,7 +100,7 @@ def _mean(x, w, n):
     return sum_w, simd.mul(sum_x, _reciprocal(sum_w)), low, high
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _line(x, w, n, top, mean, sum_w, base, step):
     """Return (gain, base, step) of the best line for the codes that (base, step) give.
 
@@ -132,7 +132,7 @@ def _line(x, w, n, top, mean, sum_w, base, step):
     )
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _target_range(x, w, n, top, grid, clip, step_at, shift_at):
     """Write the step and shift >= 0 of the best x = step * code - shift found."""
     zero = simd.splat(0.0)
@@ -158,7 +158,7 @@ def _target_range(x, w, n, top, grid, clip, step_at, shift_at):
     simd.store_f32(shift_at, simd.sub(zero, best_base))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _ray(x, w, n, low, high, step):
     """Return (gain, step) of the best x = step * code for the codes that `step` gives."""
     inverse = _reciprocal(step)
@@ -172,7 +172,7 @@ def _ray(x, w, n, low, high, step):
     return simd.mul(slope, sum_xq), slope
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _target_signed(x, w, n, low, high, grid, clip, step_at):
     """Write the step, of either sign, of the best x = step * code found."""
     extreme = _largest(x, n)
@@ -200,7 +200,7 @@ def _target_signed(x, w, n, low, high, grid, clip, step_at):
 # of the scratch memory.
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _polish(at, form, j):
     """Move the integers of sub-block `j` to their best neighbours; return its error."""
     n, low, high, scale_low, scale_high, min_high = form
@@ -223,7 +223,7 @@ def _polish(at, form, j):
     return best
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _refit(at, form):
     """Make d and dmin the least squares solution for the present codes, scales and minima."""
     n, low, high = form[:3]
@@ -253,7 +253,7 @@ def _refit(at, form):
     _set_d(at, choose(solvable, both, alone), choose(solvable, shifted, dmin))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _set_d(at, d, dmin):
     """Round d and dmin to float16 (their bits are kept too) and make them the present ones."""
     factor, back = simd.load_f32(at + FACTOR), simd.load_f32(at + BACK)
@@ -263,7 +263,7 @@ def _set_d(at, d, dmin):
         simd.store_f32(at + kept, simd.mul(simd.load_f16(at + bits), factor))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _away_from_zero(v, factor):
     """Return `v`, or the smallest float16 with its sign where `v` is smaller but not 0."""
     smallest = simd.mul(absolute(factor), simd.splat(2.0**-24))
@@ -272,7 +272,7 @@ def _away_from_zero(v, factor):
     return choose(small, signed, v)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _start(at, form, k):
     """Set d, dmin and the integers nearest to the targets for start `k` >= 1."""
     n, _, _, scale_low, scale_high, min_high = form
@@ -292,7 +292,7 @@ def _start(at, form, k):
         simd.store_f32(MINS + i, _cut(m, 0, min_high))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _improve(at, form, starts):
     """Write the best d, dmin, scales and minima of all starts and rounds to the scratch memory."""
     count = SUPER // form[0]
@@ -314,7 +314,7 @@ def _improve(at, form, starts):
                 _keep(simd.load_f32(MINS + i), more, BEST_MINS + i)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _keep(v, mask, target):
     """Replace the lanes of the vector at `target` where the mask is true."""
     simd.store_f32(target, choose(mask, v, simd.load_f32(target)))
@@ -323,7 +323,7 @@ def _keep(v, mask, target):
 # ---- whole super-blocks -------------------------------------------------------------------------
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _normalize(at):
     """Scale the panels in place: weights to about 1, importances to at most 1.
 
@@ -345,7 +345,7 @@ def _normalize(at):
     simd.store_f32(at + BACK, back)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _mirror(at, n):
     """Negate the super-blocks whose sub-blocks lie above zero more than below it."""
     zero = simd.splat(0.0)
@@ -364,7 +364,7 @@ def _mirror(at, n):
         simd.store_f32(at + i, simd.mul(simd.load_f32(at + i), sign))
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _prepare(at, form, grid, clip):
     """Find the sub-blocks' targets and the error of the published parameters."""
     n, low, high, _, _, min_high = form
@@ -394,7 +394,7 @@ def _prepare(at, form, grid, clip):
     simd.store_f32(at + BEST_ERROR, total)
 
 
-@jit.kernel(strict=True)
+@jit.device_function(strict=True)
 def _finish(at, form):
     """Write the codes of the best parameters, from 0, and the bits of d and dmin."""
     n, low, high = form[:3]

@@ -85,7 +85,7 @@ class SearchResult(NamedTuple):
     """(rows, blocks): bits of float16, or the index in `Rule.stored`."""
 
 
-@jit.kernel
+@jit.device_function
 def _store(value, stored):
     """Return the index or bits of the storable number nearest to a value."""
     if len(stored) == 0:
@@ -100,7 +100,7 @@ def _store(value, stored):
     return low if value - stored[low] < stored[high] - value else high
 
 
-@jit.kernel
+@jit.device_function
 def _number(index, stored):
     """Return the number of an index or of float16 bits, NaN if out of range."""
     if len(stored) == 0:
@@ -109,7 +109,7 @@ def _number(index, stored):
     return stored[index] if 0 <= index < len(stored) else np.float32(np.nan)
 
 
-@jit.kernel
+@jit.device_function
 def _normalized(x, value):
     """Write weights divided by the largest magnitude; return 1 / that (1 for zeros)."""
     largest = np.float32(0)
@@ -121,7 +121,7 @@ def _normalized(x, value):
     return norm
 
 
-@jit.kernel
+@jit.device_function
 def _copy(source, target):
     """Fill an array from the beginning of another one."""
     for i in range(len(target)):
