@@ -12,8 +12,8 @@ from browser import CHROMIUM, Browser
 from fake_backend import FakeEngine
 
 from nbflow_experiments.commands import report as command
-from nbflow_experiments.figure_style import new_figure, place_labels
-from nbflow_experiments.report import cascade, serving, write_report
+from nbflow_experiments.figure_style import NotDrawn, new_figure, place_labels
+from nbflow_experiments.report import cascade, serving, speed, write_report
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.summary import LEAST_S, pareto, repetition_s, statements
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -189,6 +189,27 @@ def served(**columns: list[object]) -> Results:
         "batch": [1] * n, "prompt": [64] * n, "prefix": [0] * n, "draft": ["ngram"] * n,
     }  # fmt: skip
     return Results(Path(), {}, [], pd.DataFrame(fixed | columns), [], "q4")
+
+
+def speeds(**columns: list[object]) -> Results:
+    n = len(next(iter(columns.values())))
+    ends = {f"decode_{end}tokens_per_s": [9.0] * n for end in ("", "min_", "max_")}
+    return served(**(ends | columns))
+
+
+def test_speed_is_not_drawn_with_more_series_than_can_be_told_apart() -> None:
+    weights = [name for name in ("q4", "f16") for _ in range(4)]
+    few = speeds(weights=weights[2:6], batch=[1, 2, 1, 2])
+    assert len(speed.draw(few).figure.axes) == 1
+    with pytest.raises(NotDrawn, match="each format has 4 combinations of settings"):
+        speed.draw(speeds(weights=weights, batch=[1, 2, 4, 8] * 2))
+
+
+def test_throughput_of_one_line_is_left_to_the_partitions() -> None:
+    with pytest.raises(NotDrawn):
+        serving.draw_throughput(speeds(batch=[1, 2] * 2, partition=["0", "0", "0&1", "0&1"]))
+    (panel,) = serving.draw_throughput(speeds(batch=[1, 2])).figure.axes
+    assert lines(panel) == [([1, 2], [9, 9])]
 
 
 def lines(panel: object) -> list[tuple[list[float], list[float]]]:

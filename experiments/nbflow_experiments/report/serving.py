@@ -27,6 +27,8 @@ def draw_throughput(results: Results) -> Drawing:
     rows = results.done[results.done.partition == results.partition]
     if "decode_tokens_per_s" not in rows or rows.batch.nunique() < 2:
         raise NotDrawn("")
+    if rows.weights.nunique() == rows.kv.nunique() == 1 < results.done.partition.nunique():
+        raise NotDrawn("")  # the figure of the partitions has the same numbers
     caches = list(dict.fromkeys(rows.kv))[:_MOST_PANELS]
     formats = list(dict.fromkeys(rows.sort_values("bits_per_weight", ascending=False).weights))
     shown = spread(formats, _MOST_LINES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from nbflow_experiments.figure_style import (
 from nbflow_experiments.report.data import Results
 
 _PANELS = (("prefill", "prefill (token/s)"), ("decode", "decode (token/s)"))
+_MOST_SERIES = 3  # more markers per format cannot be told apart
 
 
 def draw(results: Results) -> Drawing:
@@ -28,9 +30,15 @@ def draw(results: Results) -> Drawing:
         raise NotDrawn("")
     if rows.weights.nunique() < 2:
         raise NotDrawn("the points that succeeded have only one weight format")
+    series = results.series(("weights", "partition", "ranks"))
+    if len(series) > _MOST_SERIES:
+        raise NotDrawn(
+            f"each format has {len(series)} combinations of settings, and it shows {_MOST_SERIES}; "
+            "the table has them all"
+        )
     with new_figure(len(panels), 3.3) as (figure, axes):
         for panel, (name, label) in zip(axes, panels, strict=True):
-            _draw_panel(panel, results, rows, f"{name}_tokens_per_s")
+            _draw_panel(panel, rows, series, results.partition, f"{name}_tokens_per_s")
             panel.set_ylabel(label)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     caption = (
@@ -40,14 +48,15 @@ def draw(results: Results) -> Drawing:
     return Drawing(figure, "Bits per weight against speed", caption)
 
 
-def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
+def _draw_panel(
+    panel: Any, rows: Any, series: Sequence[tuple[str, Any]], partition: str, metric: str
+) -> None:
     """Draw one speed against the formats, ordered by their bits."""
     base = metric.removesuffix("_tokens_per_s")
     low, high = f"{base}_min_tokens_per_s", f"{base}_max_tokens_per_s"
     names = format_axis(panel, rows)
-    series = results.series(("weights", "partition", "ranks"))
     for i, (label, whole) in enumerate(series):
-        part = whole[(whole.partition == results.partition) & whole[metric].notna()]
+        part = whole[(whole.partition == partition) & whole[metric].notna()]
         # Side by side, so that the bars of one format do not hide each other.
         shift = 0.5 / len(series) * (i - (len(series) - 1) / 2)
         x = np.array([names.index(name) for name in part.weights]) + shift
