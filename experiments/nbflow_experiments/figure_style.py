@@ -86,12 +86,14 @@ class Drawing:
 
 
 @contextmanager
-def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a figure with panels side by side, in the report's style."""
+def new_figure(
+    n_panels: int, height: float = 3.1, width: float = 3.45
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a figure with panels side by side, each `width` inches wide, in the report's style."""
     matplotlib = require("matplotlib")
     figure_module = require("matplotlib.figure")
     with matplotlib.rc_context(_STYLE):
-        size = (3.45 * n_panels, height + _FOOTER_HEIGHT)
+        size = (width * n_panels, height + _FOOTER_HEIGHT)
         figure = figure_module.Figure(figsize=size, layout="constrained")
         figure.supxlabel("\n", **_FOOTER)  # room for the footer, before labels are placed
         panels = [figure.add_subplot(1, n_panels, i + 1) for i in range(n_panels)]

@@ -22,9 +22,7 @@ TIMEOUT_S = 300
 def execute(path: Path) -> nbformat.NotebookNode:
     """Run a notebook in a new kernel and return it with its outputs."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, kernel_name="python3", record_timing=False
-    )
+    client = NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", record_timing=False)
     client.execute(cwd=str(path.parent))
     return notebook
 
