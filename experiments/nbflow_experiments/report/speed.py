@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments.figure_style import (
-    COLOURS,
-    MARKERS,
     Drawing,
     NotDrawn,
     format_axis,
+    legend_above,
     new_figure,
+    plain_numbers,
     range_bars,
+    series_style,
 )
+from nbflow_experiments.optional_packages import require
 from nbflow_experiments.report.data import Results
 
 _PANELS = (("prefill", "prefill (token/s)"), ("decode", "decode (token/s)"))
@@ -40,7 +42,7 @@ def draw(results: Results) -> Drawing:
         for panel, (name, label) in zip(axes, panels, strict=True):
             _draw_panel(panel, rows, series, results.partition, f"{name}_tokens_per_s")
             panel.set_ylabel(label)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+        legend_above(figure, axes[0])
     caption = (
         f"Speed against storage with partition {results.partition}: all sequences of the batch "
         "together, median of the repetitions; bars reach from the slowest to the fastest."
@@ -60,23 +62,16 @@ def _draw_panel(
         # Side by side, so that the bars of one format do not hide each other.
         shift = 0.5 / len(series) * (i - (len(series) - 1) / 2)
         x = np.array([names.index(name) for name in part.weights]) + shift
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         y, bars = part[metric].to_numpy(), range_bars(part, base)
+        style = series_style(i)
         panel.errorbar(x, y, yerr=bars, capsize=2.5, linestyle="none", label=label, **style)
     largest, smallest = rows[high].max(), rows[low].min()
     if largest > 8 * smallest:
+        ticker = require("matplotlib.ticker")
         panel.set_yscale("log")
+        panel.yaxis.set_major_locator(ticker.LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.set_ylim(smallest / 1.4, largest * 1.4)
     else:
         panel.set_ylim(0, largest * 1.08)
-    _plain_numbers(panel)
-
-
-def _plain_numbers(panel: Any) -> None:
-    """Write speeds as plain numbers with a thousands separator."""
-    from matplotlib import ticker
-
-    if panel.get_yscale() == "log":
-        panel.yaxis.set_major_locator(ticker.LogLocator(10, subs=(1.0, 2.0, 5.0)))
-        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
-    panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    plain_numbers(panel.yaxis)
