@@ -119,7 +119,7 @@ def legend_above(figure: Any, *panels: Any) -> None:
         return
     for columns in range(len(entries), 0, -1):
         legend = figure.legend(
-            list(entries.values()), list(entries), loc="outside upper center", ncols=columns
+            list(entries.values()), list(entries), loc="outside upper left", ncols=columns
         )
         width = legend.get_window_extent().width
         if width <= figure.bbox.width or columns == 1:
@@ -180,6 +180,6 @@ def svg_text(path: Path, title: str) -> str:
     width = float(re.search(r' width="([\d.]+)pt"', text)[1])  # type: ignore[index]
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     # Text is as large in figures of two panels as in those of three; narrow pages scroll them.
-    style = f'style="min-width: {min(1.1 * width, 860):.0f}px; max-width: {1.4 * width:.0f}px"'
+    style = f'style="min-width: {0.95 * width:.0f}px; max-width: {1.4 * width:.0f}px"'
     head = f'<svg role="img" {style} aria-label="{html.escape(title, quote=True)}"'
     return text.replace("<svg", head, 1)
