@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import importlib
+import itertools
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +15,13 @@ from browser import CHROMIUM, Browser
 from fake_backend import FakeEngine
 
 from nbflow_experiments.commands import report as command
-from nbflow_experiments.figure_style import NotDrawn, legend_above, new_figure, series_style
+from nbflow_experiments.figure_style import (
+    Drawing,
+    NotDrawn,
+    legend_above,
+    new_figure,
+    series_style,
+)
 from nbflow_experiments.report import cascade, serving, speed, write_report
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.summary import LEAST_S, pareto, repetition_s, statements
@@ -178,6 +187,26 @@ def test_a_legend_stays_within_its_figure() -> None:
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.width
     assert len({(line.get_color(), line.get_marker()) for line in panel.lines}) == 9
+
+
+def test_the_pareto_figure_has_true_bits_and_names_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "tools" / "measure"))
+    tool = importlib.import_module("pareto")
+    drawn: list[Drawing] = []
+    monkeypatch.setattr(Drawing, "save", lambda drawing, *_: drawn.append(drawing))
+    folder = root / "results" / "pareto" / "amd-epyc-2-cores"
+    tool.draw(folder)
+    (axes,) = drawn[0].figure.axes
+    points = json.loads((folder / "pareto.json").read_text(encoding="utf-8"))["points"]
+    for marks, quantizer in zip(axes.collections, tool.MARKS, strict=True):
+        rows = [p for name, p in points.items() if name.endswith(f", {quantizer}")]
+        true = sorted((p["bits_per_weight"], p["kld_mean_nats"]) for p in rows)
+        assert sorted(map(tuple, marks.get_offsets().tolist())) == true
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+    assert len(boxes) == sum(name.endswith(", search") for name in points)
+    pairs = itertools.combinations(boxes, 2)
+    assert not any(one.overlaps(other) for one, other in pairs)
 
 
 def served(**columns: list[object]) -> Results:
