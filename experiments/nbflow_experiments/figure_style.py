@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,12 +85,14 @@ class Drawing:
 
 
 @contextmanager
-def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a figure with panels side by side, in the report's style."""
+def new_figure(
+    n_panels: int, height: float = 3.1, width: float = 3.45
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a figure with panels side by side, each `width` inches wide, in the report's style."""
     matplotlib = require("matplotlib")
     figure_module = require("matplotlib.figure")
     with matplotlib.rc_context(_STYLE):
-        size = (3.45 * n_panels, height + _FOOTER_HEIGHT)
+        size = (max(width * n_panels, 4.8), height + _FOOTER_HEIGHT)
         figure = figure_module.Figure(figsize=size, layout="constrained")
         figure.supxlabel("\n", **_FOOTER)  # room for the footer, before labels are placed
         panels = [figure.add_subplot(1, n_panels, i + 1) for i in range(n_panels)]
@@ -100,12 +101,43 @@ def new_figure(n_panels: int, height: float = 3.1) -> Iterator[tuple[Any, list[A
         figure.draw_without_rendering()
 
 
-def bits_axis(panel: Any, bits: Sequence[float]) -> None:
-    """Make the x axis one of bits per weight: logarithmic, with plain numbers."""
-    low, high = min(bits), max(bits)
-    ticks = [t for t in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if low / 1.1 <= t <= high * 1.1]
-    log_axis(panel, ticks, "bits per weight (format)")
-    panel.set_xlim(low / 1.18, high * 1.22)
+def series_style(i: int, j: int | None = None) -> dict[str, str]:
+    """Return colour `i` and marker `j`; without `j` pairs that repeat after 49 series."""
+    marker = i + i // len(COLOURS) if j is None else j
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[marker % len(MARKERS)]}
+
+
+def legend_above(figure: Any, *panels: Any) -> None:
+    """Put one legend of the panels above the figure, in as many columns as fit its width."""
+    entries: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= {label: handle for handle, label in zip(handles, labels, strict=True)}
+    container = require("matplotlib.container").Container  # series; predictions and zeros follow
+    entries = dict(sorted(entries.items(), key=lambda entry: not isinstance(entry[1], container)))
+    if not entries:
+        return
+    for columns in range(len(entries), 0, -1):
+        legend = figure.legend(
+            list(entries.values()), list(entries), loc="outside upper left", ncols=columns
+        )
+        width = legend.get_window_extent().width
+        if width <= figure.bbox.width or columns == 1:
+            return
+        legend.remove()
+
+
+def equal_speed(panel: Any, text: str) -> None:
+    """Draw the line of a speed-up of 1 as an entry of the legend."""
+    panel.axhline(1, color=GREY, linewidth=0.8, label=f"1.0: {text}")
+
+
+def plain_numbers(axis: Any) -> None:
+    """Write ticks as plain numbers with a thousands separator."""
+    ticker = require("matplotlib.ticker")
+    axis.set_major_formatter(
+        ticker.FuncFormatter(lambda v, _: f"{v:,.0f}" if abs(v) >= 100 else f"{v:g}")
+    )
 
 
 def log_axis(panel: Any, ticks: Sequence[float], label: str) -> None:
@@ -137,106 +169,6 @@ def format_axis(panel: Any, rows: Any) -> list[str]:
     return names
 
 
-def place_labels(
-    panel: Any,
-    labels: Sequence[str],
-    x: Sequence[float],
-    y: Sequence[float],
-    bars: tuple[Sequence[float], Sequence[float]] | None = None,
-) -> None:
-    """Write a label next to each point so that labels cover neither points nor each other.
-
-    Each label takes the cheapest of several offsets from its point: without overlap, inside the
-    panel, nearest to its own point.  All points and their error bars (`bars`: lengths below and
-    above) count as occupied.
-    """
-    panel.figure.draw_without_rendering()
-    scale = panel.figure.dpi / 72.0
-    at = panel.transData.transform(np.column_stack([x, y]))
-    ends = np.column_stack([at[:, 1], at[:, 1]])
-    if bars is not None:
-        for k, sign in enumerate((-1.0, 1.0)):
-            reach = np.asarray(y, np.float64) + sign * np.asarray(bars[k], np.float64)
-            ends[:, k] = panel.transData.transform(np.column_stack([x, reach]))[:, 1]
-    taken = [_box(point, 7 * scale, 7 * scale) for point in at]
-    taken += [
-        (p[0] - 2 * scale, low, p[0] + 2 * scale, high)
-        for p, (low, high) in zip(at, ends, strict=True)
-    ]
-    for i in np.argsort(-at[:, 1], kind="stable"):
-        width, height = (5.2 * len(labels[i]) + 3.0) * scale, 9.5 * scale
-        offsets = _label_offsets(width, height, scale, ends[i] - at[i, 1])
-        costs = [
-            _cost(_box(at[i] + place, width, height), taken, panel, at, i) + 2e-3 * scale * k
-            for k, place in enumerate(offsets)
-        ]
-        place = offsets[int(np.argmin(costs))]
-        taken.append(_box(at[i] + place, width, height))
-        _write(panel, labels[i], (x[i], y[i]), place / scale)
-
-
-def _write(panel: Any, text: str, at: tuple[float, float], offset: np.ndarray) -> None:
-    """Write a label `offset` points away from a point."""
-    halo = require("matplotlib.patheffects").withStroke(linewidth=2, foreground="white")
-    note = panel.annotate(
-        text,
-        at,
-        xytext=tuple(offset),
-        textcoords="offset points",
-        ha="center",
-        va="center",
-        fontsize=8,
-        color="#222222",
-        path_effects=[halo],
-        zorder=5,
-    )
-    note.set_in_layout(False)
-
-
-def _label_offsets(width: float, height: float, scale: float, ends: np.ndarray) -> list[np.ndarray]:
-    """Return offsets of a label's centre from its point, the preferred ones first."""
-    side, above = width / 2 + 5 * scale, height / 2 + 4 * scale
-    near = [(side, above * 0.6), (0, above), (side, 0), (-side, 0), (0, -above)]
-    near += [(side, -above * 0.6), (-side, above * 0.6), (-side, -above * 0.6)]
-    near += [(0, ends[1] + above * 0.8), (0, ends[0] - above * 0.8)]
-    near += [(0, ends[1] + above * 1.9), (0, ends[0] - above * 1.9)]
-    near += [(0, above * 1.9), (0, -above * 1.9), (0, above * 2.8), (0, -above * 2.8)]
-    return [np.array(place) for place in near]
-
-
-def _cost(
-    box: tuple[float, ...], taken: Sequence[tuple[float, ...]], panel: Any, at: np.ndarray, own: int
-) -> float:
-    """Return the cost of a label box: overlap, overhang and ambiguity."""
-    extent = panel.get_window_extent()
-    area = (box[2] - box[0]) * (box[3] - box[1])
-    outside = area - _overlap(box, (extent.x0 - 4, extent.y0, extent.x1 + 4, extent.y1 + 8))
-    covered = sum(_overlap(box, other) for other in taken)
-    gaps = [
-        math.hypot(max(box[0] - px, px - box[2], 0.0), max(box[1] - py, py - box[3], 0.0))
-        for px, py in at
-    ]
-    others = [gap for k, gap in enumerate(gaps) if not np.array_equal(at[k], at[own])]
-    # A column below or above the point belongs to it even where others come near.
-    aligned = abs((box[0] + box[2]) / 2 - at[own][0]) < 1.0
-    confusing = bool(others) and min(others) < gaps[own] and not aligned
-    far = aligned and gaps[own] > 40
-    return float((20 * covered + 5 * outside) / area + 3.0 * confusing + 0.5 * far)
-
-
-def _box(centre: np.ndarray, width: float, height: float) -> tuple[float, float, float, float]:
-    """Return left, bottom, right, top of a box around a point."""
-    x, y = float(centre[0]), float(centre[1])
-    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Return the intersection area of two boxes."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    return max(0.0, width) * max(0.0, height)
-
-
 def svg_text(path: Path, title: str) -> str:
     """Return an SVG file as an element for an HTML page, its ids made unique by the file's name."""
     text = path.read_text(encoding="utf-8")
@@ -247,7 +179,7 @@ def svg_text(path: Path, title: str) -> str:
     text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", text)
     width = float(re.search(r' width="([\d.]+)pt"', text)[1])  # type: ignore[index]
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    # Figures of two panels are as large in print as those of three: 1.4 pixels per point.
-    style = f'style="max-width: {1.4 * width:.0f}px"'
+    # Text is as large in figures of two panels as in those of three; narrow pages scroll them.
+    style = f'style="min-width: {0.95 * width:.0f}px; max-width: {1.4 * width:.0f}px"'
     head = f'<svg role="img" {style} aria-label="{html.escape(title, quote=True)}"'
     return text.replace("<svg", head, 1)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import importlib
+import itertools
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,8 +15,14 @@ from browser import CHROMIUM, Browser
 from fake_backend import FakeEngine
 
 from nbflow_experiments.commands import report as command
-from nbflow_experiments.figure_style import new_figure, place_labels
-from nbflow_experiments.report import cascade, serving, write_report
+from nbflow_experiments.figure_style import (
+    Drawing,
+    NotDrawn,
+    legend_above,
+    new_figure,
+    series_style,
+)
+from nbflow_experiments.report import cascade, serving, speed, write_report
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.summary import LEAST_S, pareto, repetition_s, statements
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -41,7 +50,7 @@ def test_report_is_whole_and_needs_nothing_else(
     assert command.run(parser.parse_args([str(results)])) == 0
     page = (results / "report.html").read_text(encoding="utf-8")
     assert capsys.readouterr().out.strip().split("\n")[-1] == str(results / "report.html")
-    assert page.count("<svg") == page.count("</svg>") == 5
+    assert page.count("<svg") == page.count("</svg>") == 4
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     raw = [link for link in links if not link.startswith("#")]
     assert raw == ["points.csv", "results.csv", "results.h5", "provenance.json", "figures"]
@@ -62,7 +71,7 @@ def test_figures_are_pictures_of_their_size(results: Path) -> None:
     _, figures = write_report(results)
     assert [f.name for f in figures] == [
         f"{name}.{kind}"
-        for name in ("quality", "memory", "speed", "throughput", "partitions")
+        for name in ("quality", "memory", "speed", "partitions")
         for kind in ("png", "svg")
     ]
     for path in figures:
@@ -127,20 +136,6 @@ def test_not_results(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_labels_do_not_overlap() -> None:
-    x = [3.0, 4.0, 4.0, 5.0, 5.5, 6.5]
-    y = [1.0, 0.99, 0.98, 0.97, 0.97, 0.97]
-    with new_figure(1) as (figure, (panel,)):
-        panel.plot(x, y, "o")
-        place_labels(panel, ["q2", "q3h", "q3", "q4", "q5", "q6"], x, y)
-    boxes = [text.get_window_extent() for text in panel.texts]
-    assert len(boxes) == 6
-    for i, box in enumerate(boxes):
-        for other in boxes[i + 1 :]:
-            assert not box.overlaps(other)
-    assert figure.axes == [panel]
-
-
 def test_a_report_of_the_tables_alone(results: Path, tmp_path: Path) -> None:
     """Results that were copied without the folders of their points."""
     whole, _ = write_report(results)
@@ -149,7 +144,7 @@ def test_a_report_of_the_tables_alone(results: Path, tmp_path: Path) -> None:
     for name in ("points.csv", "results.csv", "provenance.json", "sweep.json"):
         (copied / name).write_bytes((results / name).read_bytes())
     page, figures = write_report(copied)
-    assert len(figures) == 10
+    assert len(figures) == 8
     text = page.read_text(encoding="utf-8")
     assert "10 measured, 2 failed" in text
     rows = re.compile(r"<tr><td.*?</tr>", re.S)
@@ -181,6 +176,39 @@ def test_columns_are_sorted_by_a_click(results: Path, tmp_path: Path) -> None:
     assert words == sorted(words)
 
 
+def test_a_legend_stays_within_its_figure() -> None:
+    with new_figure(1) as (figure, (panel,)):
+        for i in range(9):
+            panel.plot([0, 1], [i, i], label=f"a label of {i} series", **series_style(i))
+        legend_above(figure, panel)
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) == 9
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    assert len({(line.get_color(), line.get_marker()) for line in panel.lines}) == 9
+
+
+def test_the_pareto_figure_has_true_bits_and_names_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "tools" / "measure"))
+    tool = importlib.import_module("pareto")
+    drawn: list[Drawing] = []
+    monkeypatch.setattr(Drawing, "save", lambda drawing, *_: drawn.append(drawing))
+    folder = root / "results" / "pareto" / "amd-epyc-2-cores"
+    tool.draw(folder)
+    (axes,) = drawn[0].figure.axes
+    points = json.loads((folder / "pareto.json").read_text(encoding="utf-8"))["points"]
+    for marks, quantizer in zip(axes.collections, tool.MARKS, strict=True):
+        rows = [p for name, p in points.items() if name.endswith(f", {quantizer}")]
+        true = sorted((p["bits_per_weight"], p["kld_mean_nats"]) for p in rows)
+        assert sorted(map(tuple, marks.get_offsets().tolist())) == true
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+    assert len(boxes) == sum(name.endswith(", search") for name in points)
+    pairs = itertools.combinations(boxes, 2)
+    assert not any(one.overlaps(other) for one, other in pairs)
+
+
 def served(**columns: list[object]) -> Results:
     n = len(next(iter(columns.values())))
     fixed = {
@@ -189,6 +217,34 @@ def served(**columns: list[object]) -> Results:
         "batch": [1] * n, "prompt": [64] * n, "prefix": [0] * n, "draft": ["ngram"] * n,
     }  # fmt: skip
     return Results(Path(), {}, [], pd.DataFrame(fixed | columns), [], "q4")
+
+
+def speeds(**columns: list[object]) -> Results:
+    n = len(next(iter(columns.values())))
+    ends = {f"decode_{end}tokens_per_s": [9.0] * n for end in ("", "min_", "max_")}
+    return served(**(ends | columns))
+
+
+def test_speed_is_not_drawn_with_more_series_than_can_be_told_apart() -> None:
+    weights = [name for name in ("q4", "f16") for _ in range(4)]
+    few = speeds(weights=weights[2:6], batch=[1, 2, 1, 2])
+    assert len(speed.draw(few).figure.axes) == 1
+    with pytest.raises(NotDrawn, match="each format has 4 combinations of settings"):
+        speed.draw(speeds(weights=weights, batch=[1, 2, 4, 8] * 2))
+
+
+def test_throughput_of_one_line_is_left_to_the_partitions() -> None:
+    with pytest.raises(NotDrawn):
+        serving.draw_throughput(speeds(batch=[1, 2] * 2, partition=["0", "0", "0&1", "0&1"]))
+    (panel,) = serving.draw_throughput(speeds(batch=[1, 2])).figure.axes
+    assert lines(panel) == [([1, 2], [9, 9])]
+
+
+def test_throughput_of_two_batch_sizes_is_left_to_speed() -> None:
+    data = {"weights": ["q4", "q4", "f16", "f16"], "batch": [1, 2, 1, 2]}
+    assert len(speed.draw(speeds(**data)).figure.axes) == 1
+    with pytest.raises(NotDrawn):
+        serving.draw_throughput(speeds(**data))
 
 
 def lines(panel: object) -> list[tuple[list[float], list[float]]]:
@@ -228,7 +284,7 @@ def test_the_figure_of_cascades_shows_the_numbers() -> None:
     )  # fmt: skip
     panel = cascade.draw(data).figure.axes[0]
     assert lines(panel) == [([2, 8], [1.5, 3]), ([2, 8], [0.5, 2])]
-    assert panel.get_title() == "8/4/32, f16"
+    assert panel.get_title() == "8 query, 4 key/value heads of 32; cache f16"
 
 
 def test_the_figure_of_speculation_shows_the_numbers() -> None:

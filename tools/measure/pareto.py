@@ -4,6 +4,7 @@
     nbflow sweep experiments/sweeps/pareto.toml
     nbflow sweep experiments/sweeps/pareto_mixed.toml
     python tools/measure/pareto.py report [--machine NAME]  # writes results/pareto/NAME
+    python tools/measure/pareto.py draw [--machine NAME]    # only the figure, from pareto.json
 
 `prepare` splits the bundled model's held-out text, collects second moments of the matmul inputs on
 the first half (`nbflow imatrix --full`), and chooses mixed formats there (`nbflow quantize
@@ -21,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import matplotlib
 import numpy as np
 import pandas as pd
 from formats import machine_name
+from matplotlib.transforms import Bbox, ScaledTranslation
 from publish_sweep import relative
 
 import nbflow
@@ -34,12 +35,9 @@ from nbflow.calibration.allocation import allocate
 from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.utils import system
 from nbflow_experiments.compare.bootstrap import paired
-from nbflow_experiments.figure_style import _DPI, _STYLE, COLOURS, GREY, place_labels
+from nbflow_experiments.figure_style import COLOURS, GREY, Drawing, launch_facts, new_figure
 from nbflow_experiments.store.json_files import write_json
 from nbflow_specs import CHECKPOINTS
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "quantization.md"
@@ -177,7 +175,7 @@ def report(arguments: argparse.Namespace) -> None:
     table.to_csv(out / "points.csv")
     for policy in sorted(WORK.glob("*-?.??.toml")):
         shutil.copyfile(policy, out / policy.name)
-    draw(table, out / "pareto")
+    draw(out)
     write_page(table, formats, comparisons)
     print(table[columns].to_string())
     for c in [*compared, *comparisons]:
@@ -257,66 +255,137 @@ def _comparisons(comparisons: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw stored bits against divergence: a line for each format, from quantizer to quantizer."""
-    with plt.rc_context(_STYLE | {"svg.hashsalt": "nbflow"}):
-        figure, axes = plt.subplots(figsize=(8.4, 5.6), layout="constrained")
-        names = [
-            str(n).removesuffix(", search") for n in table.index if str(n).endswith(", search")
-        ]
-        bits = table.bits_per_weight
-        equal: dict[float, int] = {}
-        lines = []  # per format: name, position, divergence by quantizer
-        for name in names:
-            x = bits[f"{name}, search"]
-            equal[x] = equal.get(x, -1) + 1
-            there = {e: f"{name}, {e}" for e in MARKS if f"{name}, {e}" in table.index}
-            kld = {e: float(table.kld_mean_nats[label]) for e, label in there.items()}
-            lines.append((name.removesuffix("t1"), x + 0.035 * equal[x], kld))
-        for _, x, kld in lines:
-            axes.plot([x, x], [min(kld.values()), max(kld.values())], color=GREY, linewidth=0.7)
-        for quantizer, (label, colour, marker) in MARKS.items():
-            points = [(x, kld[quantizer]) for _, x, kld in lines if quantizer in kld]
-            axes.scatter(*zip(*points, strict=True), c=colour, marker=marker, s=20, zorder=3,
-                         label=label)  # fmt: skip
-        mixed = table[table.index.str.startswith("kld-")].sort_values("bits_per_weight")
+# ---- the figure -----------------------------------------------------------------------------
+
+
+def draw(folder: Path) -> None:
+    """Draw stored bits against divergence from ``pareto.json``: a line for each format."""
+    points = json.loads((folder / "pareto.json").read_text("utf-8"))["points"]
+    launch = json.loads((folder / "pareto.provenance.json").read_text("utf-8"))["launches"][-1]
+    table = pd.DataFrame.from_dict(points, orient="index").sort_values(
+        "bits_per_weight", kind="stable"
+    )
+    mixed = table[table.index.str.startswith("kld-")]
+    with new_figure(1, 5.6, 8.4) as (figure, (axes,)):
+        for quantizer, (word, colour, marker) in MARKS.items():
+            part = table[table.index.str.endswith(f", {quantizer}")]
+            axes.scatter(part.bits_per_weight, part.kld_mean_nats, c=colour, marker=marker, s=20,
+                         zorder=3, label=word)  # fmt: skip
         axes.plot(mixed.bits_per_weight, mixed.kld_mean_nats, color=COLOURS[2], marker="^",
                   markersize=4, label="chosen matrix by matrix, gptq", zorder=2)  # fmt: skip
         axes.set_yscale("log")
-        axes.set_xlabel("stored bits per weight (equal ones are drawn side by side)")
-        axes.set_ylabel("KL divergence from float32, nats per token")
+        axes.margins(x=0.07)
+        axes.set_xlabel("stored bits per weight")
+        axes.set_ylabel("KL divergence from float32 (nat/token)")
         axes.legend(loc="lower left")
-        label_lines(axes, lines, mixed)
-        for kind, meta in (("png", {"Software": None}), ("svg", {"Date": None})):
-            figure.savefig(path.with_suffix(f".{kind}"), dpi=_DPI, metadata=meta)
-        plt.close(figure)
+        label_formats(axes, table, mixed)
+    error = (table.kld_mean_nats_stderr / table.kld_mean_nats).max()
+    origin = f"pareto: {MODEL}; {len(table)} points; {launch_facts(launch)}"
+    title = f"Bits per weight against KL divergence; standard errors are at most {error:.1%}"
+    Drawing(figure, f"{title}, within the markers", "").save(folder, "pareto", origin)
 
 
-def label_lines(
-    axes: Any, lines: list[tuple[str, float, dict[str, float]]], mixed: pd.DataFrame
-) -> None:
-    """Place the format names next to the lines, without overlap."""
-    labels, x, kld = (list(part) for part in zip(*lines, strict=True))
-    low, high = ([f(k.values()) for k in kld] for f in (min, max))
-    y = [k["search"] for k in kld]
-    reach = (
-        [b - a for a, b in zip(low, y, strict=True)],
-        [b - a for a, b in zip(y, high, strict=True)],
-    )
-    n = len(mixed)
-    place_labels(
-        axes, [*labels, *[""] * n], [*x, *mixed.bits_per_weight], [*y, *mixed.kld_mean_nats],
-        tuple([*part, *[0.0] * n] for part in reach),
-    )  # fmt: skip
+def label_formats(axes: Any, table: pd.DataFrame, mixed: pd.DataFrame) -> None:
+    """Join the points of each format and write its name next to them.
+
+    Formats of equal bits have a bracket each, on alternate sides of their points.
+    """
+    names = [label.removesuffix(", search") for label in table.index if label.endswith(", search")]
+    named = {
+        name: [f"{name}, {e}" for e in MARKS if f"{name}, {e}" in table.index] for name in names
+    }
+    bits = [float(table.bits_per_weight[labels[0]]) for labels in named.values()]
+    figure = axes.figure
+    figure.draw_without_rendering()
+    pt = figure.dpi / 72
+    shown = table.loc[[label for labels in named.values() for label in labels]]
+    taken = [_around(axes, x, y, 3.5 * pt)
+             for x, y in zip(shown.bits_per_weight, shown.kld_mean_nats, strict=True)]  # fmt: skip
+    ends = axes.transData.transform(mixed[["bits_per_weight", "kld_mean_nats"]].to_numpy())
+    for x in np.arange(ends[0, 0], ends[-1, 0], pt):
+        y = np.interp(x, ends[:, 0], ends[:, 1])
+        taken.append(Bbox.from_bounds(x - pt, y - pt, 2 * pt, 2 * pt))
+    frame = axes.get_window_extent()
+    taken.append(Bbox.from_extents(0, frame.y0, frame.x0 + 2 * pt, frame.y1))
+    places: list[tuple[float, float, list[float]]] = []
+    for x, labels in zip(bits, named.values(), strict=True):
+        kld = [float(table.kld_mean_nats[label]) for label in labels]
+        offset = 0.0
+        if bits.count(x) > 1:  # the nearest place with no bracket at this height
+            used = [at for other, at, k in places
+                    if other == x and min(k) < max(kld) and min(kld) < max(k)]  # fmt: skip
+            offset = next(at for at in (7.0, -7.0, 14.0, -14.0, 21.0) if at not in used)
+        places.append((x, offset, kld))
+        taken += _bracket(axes, x, offset, kld)
+    placed = dict(zip(named, places, strict=True))
+    for name in sorted(named, key=lambda name: placed[name][1] == 0):  # the least free ones first
+        text = _write_name(axes, name.removesuffix("t1"), *placed[name], taken)
+        taken.append(_text_box(text))
+
+
+def _text_box(text: Any) -> Bbox:
+    """Return the box of a text with a margin, in pixels."""
+    return text.get_window_extent().padded(text.figure.dpi / 48)
+
+
+def _bracket(axes: Any, x: float, offset: float, kld: list[float]) -> list[Bbox]:
+    """Draw a vertical line `offset` points from `x`, joined to the points; return its box."""
+    style = {"color": GREY, "linewidth": 0.7, "zorder": 1}
+    scale = axes.figure.dpi_scale_trans
+    shifted = axes.transData + ScaledTranslation(offset / 72, 0, scale)
+    axes.plot([x, x], [min(kld), max(kld)], transform=shifted, **style)
+    for y in kld if offset else []:
+        line = {"arrowstyle": "-", "shrinkA": 0, "shrinkB": 0, **style}
+        axes.annotate("", (x, y), (offset, 0), textcoords="offset points", arrowprops=line)
+    low, high = (_around(axes, x, end(kld), 1.0) for end in (min, max))
+    return [Bbox.union([low, high]).translated(offset * axes.figure.dpi / 72, 0)]
+
+
+def _write_name(
+    axes: Any, name: str, x: float, offset: float, kld: list[float], taken: list[Bbox]
+) -> Any:
+    """Write a name next to a line where it covers least; return the text."""
+    sides = [1, -1] if offset >= 0 else [-1, 1]
+    heights = sorted({*kld, *np.geomspace(min(kld), max(kld), 9)}, reverse=True)
+    tries = [(side, y, offset + side * (6 if offset == 0 else 3), 0.0)
+             for side in sides[: 1 if offset else 2] for y in heights]  # fmt: skip
+    tries += [(side, max(kld), -3.0 * side, 10.0) for side in (1, 0, -1)]
+    tries.append((0, min(kld), offset, -10.0))
+    texts = []
+    for side, y, right, up in tries:
+        align = {"ha": {1: "left", -1: "right", 0: "center"}[side], "va": "center"}
+        at = {"xytext": (right, up), "textcoords": "offset points"}
+        texts.append(axes.annotate(name, (x, y), **at, **align, fontsize=8))
+    best = min(texts, key=lambda text: _covered(_text_box(text), taken))
+    for text in texts:
+        if text is not best:
+            text.remove()
+    best.set_in_layout(False)
+    return best
+
+
+def _covered(box: Bbox, taken: list[Bbox]) -> float:
+    """Return the area of a box that others take."""
+    shared = (Bbox.intersection(box, other) for other in taken)
+    return float(sum(area.width * area.height for area in shared if area is not None))
+
+
+def _around(axes: Any, x: float, y: float, half: float) -> Bbox:
+    """Return the box of a point, in pixels."""
+    at = axes.transData.transform((x, y))
+    return Bbox.from_extents(*(at - half), *(at + half))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="bits against divergence on the bundled model")
-    parser.add_argument("what", choices=("prepare", "report"))
+    parser.add_argument("what", choices=("prepare", "report", "draw"))
     parser.add_argument("--tokens", type=int, default=16384, help="calibration tokens")
     parser.add_argument("--machine", default=machine_name(), help="folder in results/pareto")
     arguments = parser.parse_args()
-    (prepare if arguments.what == "prepare" else report)(arguments)
+    if arguments.what == "draw":
+        draw(ROOT / "results" / "pareto" / arguments.machine)
+    else:
+        (prepare if arguments.what == "prepare" else report)(arguments)
 
 
 if __name__ == "__main__":

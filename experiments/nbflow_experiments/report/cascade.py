@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from nbflow_experiments.figure_style import (
-    COLOURS,
-    GREY,
-    MARKERS,
     Drawing,
     NotDrawn,
+    equal_speed,
+    legend_above,
     log_axis,
     new_figure,
+    series_style,
 )
 from nbflow_experiments.report.data import Results
 from nbflow_experiments.report.serving import from_zero, measured, spread
@@ -32,24 +32,28 @@ def draw(results: Results) -> Drawing:
         for panel, ((heads, kv), part) in zip(axes, panels, strict=False):
             for i, (keys, line) in enumerate(part.groupby("shared_keys")):
                 line = line.drop_duplicates("batch").sort_values("batch")
-                marker_style = {
-                    "color": COLOURS[i % len(COLOURS)],
-                    "marker": MARKERS[i % len(MARKERS)],
-                }
                 for variant, word, style in variants:
                     y = line[f"cascade_{variant}_speedup"]
                     label = f"{keys} shared, {word}"
-                    panel.plot(line.batch, y, linestyle=style, label=label, **marker_style)
-            panel.axhline(1, color=GREY, linewidth=0.8)
+                    panel.plot(line.batch, y, linestyle=style, label=label, **series_style(i))
+            equal_speed(panel, "each for itself")
             log_axis(panel, sorted(rows.batch.unique()), "sequences at once")
-            panel.set_title(f"{heads or 'heads of the model'}, {kv}", fontsize=8)
+            panel.set_title(f"{_heads(heads)}; cache {kv}", fontsize=8)
             from_zero(panel)
         axes[0].set_ylabel("times as fast as each for itself")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+        legend_above(figure, axes[0])
     caption = (
         f"Decode attention of sequences whose first keys are on the same pages, with {own} keys "
         "each behind them: speed against reading all keys for every sequence. In one item is what "
-        "the engine does, bit for bit the same; levels are two runs and a merge. Panels: query "
-        "heads/key-value heads/size, format of the cache. Medians."
+        "the engine does, bit for bit the same; levels are two runs and a merge. Panels: heads, "
+        "format of the cache. Medians."
     )
     return Drawing(figure, "Cascade attention", caption)
+
+
+def _heads(heads: str) -> str:
+    """Return the setting `heads` in words."""
+    if heads.count("/") != 2:
+        return "heads of the model"
+    query, shared, size = heads.split("/")
+    return f"{query} query, {shared} key/value heads of {size}"

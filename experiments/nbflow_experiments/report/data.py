@@ -59,7 +59,7 @@ class Results:
 
         Each group has a label of its varying settings; empty for a single group.
         """
-        names = self.varying([name for name in SETTINGS if name not in fixed])
+        names = self.varying([n for n in SETTINGS if n in self.done and n not in fixed])
         if not names:
             return [("", self.done)]
         parts = []

@@ -82,23 +82,30 @@ def _facts(results: Results) -> str:
 
 
 def _figure(name: str, svg: str, caption: str) -> str:
-    return f'<figure id="{name}">{svg}<figcaption>{_text(caption)}</figcaption></figure>'
+    drawing = f'<div class="drawing">{svg}</div>' if svg else ""
+    return f'<figure id="{name}">{drawing}<figcaption>{_text(caption)}</figcaption></figure>'
 
 
 def _points(results: Results) -> str:
     """Return the sortable table of the points that succeeded."""
     done = results.done
     factors = [n for n in results.sweep["factors"] if n in done]
+    factors.sort(key=lambda name: name != "weights")
     numbers = [
         c
         for c in done
-        if c not in SETTINGS and c not in _HIDDEN and c != "point" and done[c].notna().any()
+        if c not in SETTINGS
+        and c not in _HIDDEN
+        and c != "point"
+        and done[c].notna().any()
+        and not (c == "partition_chosen" and (done[c] == done.partition).all())
     ]
     numbers = [c for c in numbers if c not in _LAST]
     first = [c for c in _FIRST if c in numbers]
     numbers = [*first, *(c for c in numbers if c not in first)]
     columns = [*factors, *numbers, *(c for c in _LAST if c in done), "point"]
-    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    breakable = (_text(column).replace("_", "_<wbr>") for column in columns)
+    head = "".join(f"<th>{column}</th>" for column in breakable)
     body = []
     for _, row in done.iterrows():
         body.append("<tr>" + "".join(_cell(row[column]) for column in columns) + "</tr>")

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.figure_style import COLOURS, Drawing, NotDrawn, format_axis, new_figure
+from nbflow_experiments.figure_style import (
+    COLOURS,
+    Drawing,
+    NotDrawn,
+    format_axis,
+    legend_above,
+    new_figure,
+)
 from nbflow_experiments.report.data import Results
 
 _MOST_PANELS = 3
@@ -30,7 +37,7 @@ def draw(results: Results) -> Drawing:
         top = max(panel.get_ylim()[1] for panel in axes)
         for panel in axes:
             panel.set_ylim(0, top)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        legend_above(figure, axes[0])
     caption = (
         "Memory that the model holds, summed over its ranks: weights, and the key/value cache of "
         f"the batch ({' and '.join(map(str, shown))} sequences) on top. Peak memory of the "

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.figure_style import COLOURS, GREY, Drawing, NotDrawn, new_figure, range_bars
+from nbflow_experiments.figure_style import (
+    COLOURS,
+    GREY,
+    Drawing,
+    NotDrawn,
+    legend_above,
+    new_figure,
+    plain_numbers,
+    range_bars,
+)
 from nbflow_experiments.report.data import Results
 
 _PANELS = (
@@ -34,13 +43,13 @@ def draw(results: Results) -> Drawing:
         for panel, (metric, label) in zip(axes, panels, strict=True):
             _draw_panel(panel, names, series, metric)
             panel.set_ylabel(label)
-            panel.set_xlabel("partition (; layers, & tensors)")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+            panel.set_xlabel("partition (; by layers, & by tensors)")
+        legend_above(figure, *axes)
     caption = (
         f"Partitions with {results.weights} weights. Numbers are ranks; ';' separates stages of "
         "layers, '&' ranks that share each layer. Speed: all sequences together, median of the "
         "repetitions, bars from the slowest to the fastest. Sent: payload of all ranks per token "
-        "of prompt and continuation. Dark lines are predictions: bytes from the partition, speeds "
+        "of prompt and continuation. Black lines are predictions: bytes from the partition, speeds "
         "(where there are lines) from the description of the machine."
     )
     return Drawing(figure, "Partitions against speed and communication", caption)
@@ -60,16 +69,15 @@ def _draw_panel(
         expected = _predicted(part, metric)
         if expected is not None:
             ends = x - 0.46 * width, x + 0.46 * width
-            panel.hlines(expected * scale, *ends, color="black", linewidth=1.6)
+            label = "predicted" if i == 0 else None
+            panel.hlines(expected * scale, *ends, color="black", linewidth=1.6, label=label)
         if traffic:
             continue
         base = metric.replace("_tokens_per_s", "")
         panel.errorbar(x, y, yerr=range_bars(part, base), linestyle="none", color=GREY, capsize=2)
-    from matplotlib import ticker
-
     panel.grid(visible=False, axis="x")
     panel.set_xticks(np.arange(len(names)), names)
-    panel.yaxis.set_major_formatter(ticker.FuncFormatter(_number))
+    plain_numbers(panel.yaxis)
     panel.set_ylim(bottom=0)
 
 
@@ -80,8 +88,3 @@ def _predicted(part: Any, metric: str) -> Any:
         return (part.traffic_predicted_bytes / tokens).to_numpy()
     column = f"predicted_{metric}"
     return part[column].to_numpy() if column in part else None
-
-
-def _number(value: float, _: object) -> str:
-    """Format a tick with thousands separators."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"

@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments.figure_style import (
-    COLOURS,
-    GREY,
-    MARKERS,
     Drawing,
     NotDrawn,
+    equal_speed,
+    legend_above,
     log_axis,
     new_figure,
+    plain_numbers,
     range_bars,
+    series_style,
 )
 from nbflow_experiments.report.data import Results
 
-_MOST_LINES, _MOST_PANELS = 7, 3
+_MOST_LINES, _MOST_PANELS = 9, 3
 
 
 def draw_throughput(results: Results) -> Drawing:
@@ -27,6 +28,10 @@ def draw_throughput(results: Results) -> Drawing:
     rows = results.done[results.done.partition == results.partition]
     if "decode_tokens_per_s" not in rows or rows.batch.nunique() < 2:
         raise NotDrawn("")
+    if rows.weights.nunique() > 1 and rows.batch.nunique() == 2 and rows.kv.nunique() == 1:
+        raise NotDrawn("")  # the figure of the speed has the same numbers
+    if rows.weights.nunique() == rows.kv.nunique() == 1 < results.done.partition.nunique():
+        raise NotDrawn("")  # the figure of the partitions has them
     caches = list(dict.fromkeys(rows.kv))[:_MOST_PANELS]
     formats = list(dict.fromkeys(rows.sort_values("bits_per_weight", ascending=False).weights))
     shown = spread(formats, _MOST_LINES)
@@ -38,11 +43,12 @@ def draw_throughput(results: Results) -> Drawing:
             part = rows[rows.kv == kv]
             for i, name in enumerate(shown):
                 line = part[part.weights == name].drop_duplicates("batch").sort_values("batch")
-                _line(panel, i, line.batch, line, f"{kind}_tokens_per_s", kind, name)
+                _line(panel, series_style(i), line.batch, line, f"{kind}_tokens_per_s", kind, name)
             log_axis(panel, sorted(rows.batch.unique()), "sequences at once")
             panel.set_ylabel(f"{kind} (token/s), cache {kv}")
             panel.set_ylim(0, rows[f"{kind}_max_tokens_per_s"].max() * 1.08)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
+            plain_numbers(panel.yaxis)
+        legend_above(figure, axes[0])
     caption = (
         f"Throughput with partition {results.partition}: all sequences of the batch "
         "together, median of the repetitions; bars reach from the slowest to the fastest. One "
@@ -61,12 +67,14 @@ def draw_batching(results: Results) -> Drawing:
         rates, ratios, waits = axes
         one = rows[rows.weights == results.weights].drop_duplicates("batch").sort_values("batch")
         for i, (name, label) in enumerate(kinds):
-            _line(rates, i, one.batch, one, f"{name}_tokens_per_s", None, label)
-            _line(waits, i, one.batch, one, f"{name}_ttft_s", None, label, scale=1e3)
+            _line(rates, series_style(i), one.batch, one, f"{name}_tokens_per_s", None, label)
+            _line(waits, series_style(i), one.batch, one, f"{name}_ttft_s", None, label, scale=1e3)
         for i, (weights, part) in enumerate(rows.groupby("weights", sort=False)):
             part = part.drop_duplicates("batch").sort_values("batch")
-            _line(ratios, i + 2, part.batch, part, "batching_speedup", None, f"{weights}: ratio")
-        ratios.axhline(1, color=GREY, linewidth=0.8)
+            style = series_style(i + len(kinds))
+            _line(ratios, style, part.batch, part, "batching_speedup", None, str(weights))
+        equal_speed(ratios, "one after the other")
+        ratios.legend(loc="lower right")
         for panel, label in (
             (rates, f"generated (token/s), {results.weights}"),
             (ratios, "speed-up by batching"),
@@ -75,7 +83,8 @@ def draw_batching(results: Results) -> Drawing:
             log_axis(panel, sorted(rows.batch.unique()), "requests at once")
             panel.set_ylabel(label)
             from_zero(panel)
-        _legend(figure, axes[:2])
+            plain_numbers(panel.yaxis)
+        legend_above(figure, rates)
     caption = (
         "Requests with prompts and outputs of different lengths that arrive at once: continuous "
         "batching against sequential execution. Speeds count generated tokens and include "
@@ -102,11 +111,11 @@ def draw_prefix(results: Results) -> Drawing:
             part = rows[(rows.batch == batch) & (rows.weights == results.weights)]
             part = part.drop_duplicates("prefix").sort_values("prefix")
             for i, (metric, label) in enumerate(kinds):
-                _line(panel, i, part.prefix, part, metric, None, label, scale=1e3)
+                _line(panel, series_style(i), part.prefix, part, metric, None, label, scale=1e3)
             panel.set_xlabel(f"shared tokens of prompts of {int(rows.prompt.max())}")
-            panel.set_ylabel(f"time to first token (ms), {batch} requests")
+            panel.set_ylabel(f"time to first token (ms), {_requests(batch)}")
             from_zero(panel)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        legend_above(figure, axes[0])
     caption = (
         f"Simultaneous requests whose prompts share a prefix ({results.weights} weights): "
         "median time to first token, queueing included."
@@ -119,18 +128,20 @@ def draw_speculation(results: Results) -> Drawing:
     rows = measured(results, "speculation_speedup")
     rows = rows[rows.weights == results.weights]
     series = list(rows.groupby(["draft", "batch"], sort=False))[:_MOST_LINES]
+    drafts, batches = (list(dict.fromkeys(key[k] for key, _ in series)) for k in (0, 1))
     with new_figure(3, 3.3) as (figure, (shares, steps, ratios)):
-        for i, ((draft, batch), part) in enumerate(series):
+        for (draft, batch), part in series:
             part = part.drop_duplicates("n_draft").sort_values("n_draft")
-            label = f"{draft}, batch {batch}"
+            label = f"{draft}, {_requests(batch)}"
+            style = series_style(drafts.index(draft), batches.index(batch))
             if "speculation_accepted_share" in part:
                 _line(
-                    shares, i, part.n_draft, part, "speculation_accepted_share", None, label,
+                    shares, style, part.n_draft, part, "speculation_accepted_share", None, label,
                     scale=100,
                 )  # fmt: skip
-            _line(steps, i, part.n_draft, part, "speculation_tokens_per_step", None, label)
-            _line(ratios, i, part.n_draft, part, "speculation_speedup", None, label)
-        ratios.axhline(1, color=GREY, linewidth=0.8)
+            _line(steps, style, part.n_draft, part, "speculation_tokens_per_step", None, label)
+            _line(ratios, style, part.n_draft, part, "speculation_speedup", None, label)
+        equal_speed(ratios, "without draft tokens")
         for panel, text in (
             (shares, "accepted draft tokens (%)"),
             (steps, "tokens per verification (bound)"),
@@ -140,7 +151,7 @@ def draw_speculation(results: Results) -> Drawing:
             panel.set_xticks(sorted(rows.n_draft.unique()))
             panel.set_ylabel(text)
             from_zero(panel)
-        _legend(figure, (steps,))
+        legend_above(figure, steps, ratios)
     caption = (
         f"Speculative decoding of held-out text, greedy, {results.weights} weights: acceptance "
         "rate of draft tokens; tokens per verification, the speed-up bound for free drafting and "
@@ -166,7 +177,7 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
 
 def _line(
     panel: Any,
-    i: int,
+    style: dict[str, str],
     x: Any,
     rows: Any,
     metric: str,
@@ -181,7 +192,6 @@ def _line(
         bars = range_bars(rows, spread)
     elif f"{metric}_stderr" in rows:
         bars = rows[f"{metric}_stderr"].to_numpy() * scale
-    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
     panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **style)
 
 
@@ -190,8 +200,5 @@ def from_zero(panel: Any) -> None:
     panel.set_ylim(0, panel.dataLim.ymax * 1.08)
 
 
-def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    pairs = [panel.get_legend_handles_labels() for panel in panels]
-    handles = [handle for pair in pairs for handle in pair[0]]
-    labels = [label for pair in pairs for label in pair[1]]
-    figure.legend(handles, labels, loc="outside upper center", ncols=5)
+def _requests(n: int) -> str:
+    return f"{n} request" + ("s" if n != 1 else "")
