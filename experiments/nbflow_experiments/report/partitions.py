@@ -69,8 +69,8 @@ def _draw_panel(
         expected = _predicted(part, metric)
         if expected is not None:
             ends = x - 0.46 * width, x + 0.46 * width
-            label = "predicted" if i == 0 else None
-            panel.hlines(expected * scale, *ends, color="black", linewidth=1.6, label=label)
+            word = "predicted" if i == 0 else None
+            panel.hlines(expected * scale, *ends, color="black", linewidth=1.6, label=word)
         if traffic:
             continue
         base = metric.replace("_tokens_per_s", "")

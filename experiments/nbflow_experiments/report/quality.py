@@ -75,7 +75,7 @@ def _draw_panel(
         error = rows[column].to_numpy() if column in rows else np.zeros(len(rows))
         low = np.minimum(error, 0.999 * y) if log else error
         bars = np.where(zero, 0.0, np.vstack([low, error]))
-        style = {"linestyle": "none", **series_style(i)}
+        style: dict[str, Any] = {"linestyle": "none", **series_style(i)}
         panel.errorbar(x, y, yerr=bars, capsize=2.5, label=label, **style)
         if zero.any():
             style |= {"markerfacecolor": "white", "zorder": 3, "label": f"{label}: 0".lstrip(": ")}
