@@ -499,6 +499,13 @@ class LLM:
         """Return the memory of each rank in bytes, and the peak of its process."""
         return self.gather("memory")
 
+    def reset_memory(self) -> None:
+        """Free the KV cache and step buffers of earlier steps, and restart the peaks of `memory`.
+
+        Requests end; collective over the model's ranks.
+        """
+        self.call("reset_memory")
+
     def reset_traffic(self) -> None:
         """Reset the counters of bytes sent between ranks."""
         self.call("reset_traffic")
