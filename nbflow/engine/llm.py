@@ -522,6 +522,10 @@ class LLM:
         """
         return max(float(rank["rounding_error"]) for rank in self.gather("all_reduce_error"))
 
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast a value of the first rank to all ranks; collective."""
+        return value if self._rank_threads is not None else self.workers[0].comm.bcast_object(value)
+
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
         with self.lock.held():

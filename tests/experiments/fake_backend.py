@@ -144,12 +144,14 @@ class FakeEngine:
         put(
             backend,
             "time_prefill",
-            lambda model, n, batch, repeats, warmup: self.seconds(model, n, batch, repeats),
+            lambda model, n, batch, repeats, warmup, min_s=0.0: self.seconds(
+                model, n, batch, repeats
+            ),
         )
         put(
             backend,
             "time_decode",
-            lambda model, n, steps, batch, repeats, warmup: self.seconds(
+            lambda model, n, steps, batch, repeats, warmup, min_s=0.0: self.seconds(
                 model, steps, batch, repeats
             ),
         )

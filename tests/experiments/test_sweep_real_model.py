@@ -23,6 +23,7 @@ SIZES = [
     "settings.prompt=8",
     "settings.decode=2",
     "settings.repeats=2",
+    "settings.min_repetition_s=0",
     'axes.weights=["f32", "q4"]',
     'axes.partition=["0", "0&1"]',
 ]
@@ -103,7 +104,8 @@ def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: P
     environment["PYTHONPATH"] = PYTHONPATH
     command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow", "sweep"]
     command += [str(ROOT / "experiments" / "sweeps" / "demo.toml"), "--out", str(tmp_path)]
-    for override in [*SIZES, "axes.batch=[1]"]:
+    # ranks agree how often a repetition repeats its work
+    for override in [*SIZES, "axes.batch=[1]", "settings.min_repetition_s=0.02"]:
         command += ["--set", override]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
