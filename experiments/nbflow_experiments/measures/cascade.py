@@ -10,10 +10,10 @@ its keys; *shared*, the same wrapper, which reads shared pages once, as the engi
 
 Times are seconds of wall time of one run, planning excluded; a repetition is as many runs as take
 `min_repetition_s` seconds, medians of `repeats` repetitions after `warmup` discarded runs:
-`cascade_flat_s`, `cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and `cascade_levels_speedup` are
-medians of the repetitions' ratios to flat.  `cascade_flat_bytes` and `cascade_bytes` are the keys
-and values read per sequence and read once per shared page; `cascade_byte_ratio`, their quotient,
-bounds the speed-up of memory-bound attention.
+`cascade_flat_s`, `cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and
+`cascade_levels_speedup` are medians of the repetitions' ratios to flat. `cascade_flat_bytes` and
+`cascade_bytes` are the keys and values read per sequence and read once per shared page;
+`cascade_byte_ratio`, their quotient, bounds the speed-up of memory-bound attention.
 `cascade_same_share` is the share of rows whose bits are the same flat and shared.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -135,9 +136,13 @@ def repeat_rounds(
         run(i)
     repetitions = []
     for i in range(warmup, warmup + n):
-        runs = repeat_for(min_s, lambda i=i: run(i), lambda made: min(r.seconds for r in made))
+        runs = repeat_for(min_s, functools.partial(run, i), _shortest_s)
         repetitions.append(tuple(mean_round(kind) for kind in zip(*runs, strict=True)))
     return repetitions
+
+
+def _shortest_s(rounds: tuple[Round, ...]) -> float:
+    return min(r.seconds for r in rounds)
 
 
 def mean_round(rounds: Sequence[Round]) -> Round:

@@ -9,10 +9,10 @@ a prompt is always computed.
 
 Times are seconds of wall time from the arrival to a request's first token, queueing included,
 median over the requests of `repeats` rounds after `warmup` discarded ones: `prefix_cold_ttft_s`,
-`prefix_together_ttft_s`, `prefix_ttft_s` (warm).  A round repeats until each of the three runs has
-taken `min_repetition_s` seconds, and the mean times count.  `prefix_ttft_speedup` is the median over
-the rounds of the ratio cold to warm of the rounds' medians.  `prefix_cached_share` is the share of the
-prompts' tokens that came from the cache in warm runs, `prefix_same_share` the share of requests
+`prefix_together_ttft_s`, `prefix_ttft_s` (warm). A round repeats until each of the three runs has
+taken `min_repetition_s` seconds, and the mean times count. `prefix_ttft_speedup` is the median over
+the rounds of the ratio cold to warm of the rounds' medians. `prefix_cached_share` is the share of
+the prompts' tokens that came from the cache in warm runs, `prefix_same_share` the share of requests
 that generated the same tokens in all three runs.
 """
 
