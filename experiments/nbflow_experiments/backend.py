@@ -165,20 +165,22 @@ def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> LL
     return nbflow.load(model, LoadOptions().replaced(given), comm=comm)
 
 
-def time_prefill(model: LLM, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
-    """Return the seconds of each prefill repetition."""
+def time_prefill(
+    model: LLM, n_prompt: int, batch: int, repeats: int, warmup: int, min_s: float = 0.0
+) -> list[float]:
+    """Return the mean seconds of a prefill in each repetition of at least `min_s` seconds."""
     from nbflow.benchmark import timing
 
-    return timing.time_prefill(model, n_prompt, batch, repeats, warmup=warmup)
+    return timing.time_prefill(model, n_prompt, batch, repeats, warmup, min_s)
 
 
 def time_decode(
-    model: LLM, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int
+    model: LLM, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int, min_s: float = 0.0
 ) -> list[float]:
-    """Return the seconds of each repetition of decoding `n_gen` tokens per sequence."""
+    """Return the mean seconds of decoding `n_gen` tokens per sequence, as `time_prefill` does."""
     from nbflow.benchmark import timing
 
-    return timing.time_decode(model, n_prompt, n_gen, batch, repeats, warmup=warmup)
+    return timing.time_decode(model, n_prompt, n_gen, batch, repeats, warmup, min_s)
 
 
 def weight_pairs(

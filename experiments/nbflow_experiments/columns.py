@@ -107,8 +107,14 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "memory": {
         "weight_bytes": ("byte", "weights of all ranks; in results.csv also of each"),
-        "kv_bytes": ("byte", "key/value caches of all ranks"),
-        "peak_rss_bytes": ("byte", "largest peak resident set of a process since loading"),
+        "kv_bytes": (
+            "byte",
+            "key/value caches of all ranks, for the point's own batch and lengths",
+        ),
+        "peak_rss_bytes": (
+            "byte",
+            "largest peak resident set of a process while the point's batch runs",
+        ),
     },
     "prediction": {
         "predicted_prefill_tokens_per_s": ("token/s", "the planner's prediction, with `machine`"),

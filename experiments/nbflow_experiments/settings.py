@@ -11,6 +11,8 @@ from nbflow_experiments import backend
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Value = str | int | float
+MOST_REPETITION_S = 600
+"""Upper limit of the setting `min_repetition_s`."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ _ALL = (
     Setting("repeats", 5, 1, "repetitions of each timing"),
     Setting("warmup", 1, 0, "untimed repetitions before them"),
     Setting(
+        "min_repetition_s", 0.5, 0, "seconds that a timed repetition repeats its work for at least"
+    ),
+    Setting(
         "eval_text", "", 0, "text file for the quality measures; empty: the model's own eval.txt"
     ),
     Setting("eval_tokens", 4096, 2, "tokens of the text that are evaluated"),
@@ -113,6 +118,14 @@ def check_value(name: str, value: object, where: str) -> Value:
     if name == "outliers":
         checked = fields(LoadOptions)[name].checked(value, outside=True, name=f"{where}: {name}")
         return float(checked)
+    if name == "min_repetition_s":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(value) <= MOST_REPETITION_S:  # type: ignore[arg-type]
+            raise UsageError(
+                f"{where}: {name} must be a number of seconds, 0 to {MOST_REPETITION_S}, got "
+                f"{value!r}"
+            )
+        return float(value)  # type: ignore[arg-type]
     if known.is_number:
         if value in known.words:
             return str(value)

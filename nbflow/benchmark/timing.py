@@ -9,13 +9,16 @@ log-probabilities are off.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from nbflow.engine.llm import BATCH_MULTI_STEP_S, LLM
 from nbflow.engine.request import Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,28 +70,83 @@ def time_test(model: LLM, test: Test) -> float:
     return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
 
 
+def repeat_for(
+    min_s: float,
+    run: Callable[[], T],
+    seconds: Callable[[T], float] = float,  # type: ignore[assignment]
+    agree: Callable[[bool], Any] = bool,
+) -> list[T]:
+    """Run until the timed seconds reach `min_s`, at least once; return the result of each run.
+
+    Parameters
+    ----------
+    min_s : float
+        Minimum of the sum of `seconds` over the runs.
+    run : callable
+        One run.
+    seconds : callable
+        Timed seconds of a result; by default the result itself.
+    agree : callable
+        Returns the first rank's value on every rank, so that all run equally often.
+    """
+    runs = [run()]
+    total = seconds(runs[0])
+    while min_s > 0 and agree(total < min_s):
+        runs.append(run())
+        total += seconds(runs[-1])
+    return runs
+
+
 def time_prefill(
-    model: LLM, n_prompt: int, batch: int = 1, repeats: int = 5, warmup: int = 1
+    model: LLM,
+    n_prompt: int,
+    batch: int = 1,
+    repeats: int = 5,
+    warmup: int = 1,
+    min_s: float = 0.0,
 ) -> list[float]:
     """Return the seconds to process `batch` prompts of `n_prompt` tokens and sample one token each.
 
-    Collective over the model's ranks.  One entry per repetition; ``batch * n_prompt`` divided by
-    it is tokens per second.
+    Collective over the model's ranks.  One entry per repetition: the mean over as many runs as take
+    `min_s` seconds; ``batch * n_prompt`` divided by it is tokens per second.
     """
-    test = Test(n_prompt, 0, batch)
-    return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
+    return _time_repetitions(model, Test(n_prompt, 0, batch), repeats, warmup, min_s)
 
 
 def time_decode(
-    model: LLM, n_prompt: int, n_gen: int, batch: int = 1, repeats: int = 5, warmup: int = 1
+    model: LLM,
+    n_prompt: int,
+    n_gen: int,
+    batch: int = 1,
+    repeats: int = 5,
+    warmup: int = 1,
+    min_s: float = 0.0,
 ) -> list[float]:
     """Return the seconds of `n_gen` decode steps of `batch` sequences.
 
     Collective over the model's ranks.  The sequences begin with `n_prompt` tokens, whose prefill is
-    not timed.  One entry per repetition; ``batch * n_gen`` divided by it is tokens per second.
+    not timed.  One entry per repetition: the mean over as many runs as take `min_s` seconds;
+    ``batch * n_gen`` divided by it is tokens per second.
     """
     test = Test(0, n_gen, batch, depth=n_prompt)
-    return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
+    return _time_repetitions(model, test, repeats, warmup, min_s)
+
+
+def _time_repetitions(
+    model: LLM, test: Test, repeats: int, warmup: int, min_s: float
+) -> list[float]:
+    """Return the mean seconds of a run, for each repetition after `warmup` discarded runs."""
+
+    def run() -> float:
+        return time_test(model, test)
+
+    for _ in range(warmup):
+        run()
+    means = []
+    for _ in range(repeats):
+        seconds = repeat_for(min_s, run, agree=model.broadcast)
+        means.append(sum(seconds) / len(seconds))
+    return means
 
 
 def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:

@@ -96,11 +96,18 @@ class CrossAttentionCache:
         if sequence in self.table:
             self.table.drop(sequence)
 
+    def reset_memory(self) -> None:
+        """Free the stored keys and values and the buffers."""
+        self._executor.release_buffers()
+        self.storage.release()
+        self.table = BlockTable(self.storage.page_size)
+
     def memory(self) -> dict[str, int]:
         """Return the memory without the encoder's in bytes, with keys of `Worker.memory`."""
         return {
             "weight_bytes": self.weights.n_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "kv_used_bytes": self.table.most_used_pages * self.storage.page_bytes,
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self._executor.workspace_bytes,
             "step_bytes": self._executor.step_bytes,

@@ -499,6 +499,13 @@ class LLM:
         """Return the memory of each rank in bytes, and the peak of its process."""
         return self.gather("memory")
 
+    def reset_memory(self) -> None:
+        """Free the KV cache and step buffers of earlier steps, and restart the peaks of `memory`.
+
+        Requests end; collective over the model's ranks.
+        """
+        self.call("reset_memory")
+
     def reset_traffic(self) -> None:
         """Reset the counters of bytes sent between ranks."""
         self.call("reset_traffic")
@@ -514,6 +521,10 @@ class LLM:
         The maximum over ranks, since the first such all-reduce; 0 without any.
         """
         return max(float(rank["rounding_error"]) for rank in self.gather("all_reduce_error"))
+
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast a value of the first rank to all ranks; collective."""
+        return value if self._rank_threads is not None else self.workers[0].comm.bcast_object(value)
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""

@@ -216,15 +216,7 @@ class Worker:
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
             return
-        self.executor.device.activate()
-        self.end_all()
-        if self.table.sequences:
-            raise UsageError("a session has sequences on this model; close it first")
-        if self._pipeline is not None:
-            self._pipeline.end_all()
-        self.executor.release_bindings()
-        self.storage.release()
-        self._begin((None, None, None, False))
+        self._clear()
         if max_pages is not None:  # an engine's: allocate everything now
             failure = None
             try:
@@ -239,6 +231,18 @@ class Worker:
                 self.storage.release()
                 raise
         self._begin(limits)
+
+    def _clear(self) -> None:
+        """End all requests and free the KV cache; the limits are those of `nbflow.load`."""
+        self.executor.device.activate()
+        self.end_all()
+        if self.table.sequences:
+            raise UsageError("a session has sequences on this model; close it first")
+        if self._pipeline is not None:
+            self._pipeline.end_all()
+        self.executor.release_bindings()
+        self.storage.release()
+        self._begin((None, None, None, False))
 
     def _agree(self, failure: UsageError | None) -> None:
         """Raise the same error on every rank if one has failed."""
@@ -539,6 +543,15 @@ class Worker:
         """Return name and addresses of this rank's machine."""
         return {"host": platform.node(), "addresses": own_addresses()}
 
+    def reset_memory(self) -> None:
+        """Free the KV cache and the buffers of steps; restart the peak resident memory."""
+        self._clear()
+        self.executor.release_buffers()
+        for part in (self.cross_attention, self._encoder):
+            if part is not None:
+                part.reset_memory()
+        reset_peak_rss()
+
     def memory(self) -> dict[str, int]:
         """Return the memory of this rank in bytes."""
         held = {
@@ -546,6 +559,7 @@ class Worker:
             "weight_bytes": self.weights.n_bytes,
             "matrix_bytes": self.matrix_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "kv_used_bytes": self.table.most_used_pages * self.storage.page_bytes,
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,

@@ -90,6 +90,11 @@ class CpuExecutor(Executor):
                 rows = buffer.n_rows(n_tokens, n_logits, n_logits)
                 self.int8_rows(rows, buffer.width)
 
+    def release_buffers(self) -> None:
+        """Free the buffers of steps; the next step allocates those it needs."""
+        super().release_buffers()
+        self._int8_rows.clear()
+
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments

@@ -123,6 +123,11 @@ class Executor:
         """Drop cached step bindings, their graphs and their references to KV pages."""
         self._bound.clear()
 
+    def release_buffers(self) -> None:
+        """Free the buffers of steps; the next step allocates those it needs."""
+        self.release_bindings()
+        self._buffers.clear()
+
     def _make_room(self, most: int) -> None:
         """Drop the least recently used bindings until fewer than `most` are left."""
         while len(self._bound) >= most:

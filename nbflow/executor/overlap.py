@@ -62,6 +62,11 @@ class OverlappingExecutor(CpuExecutor):
         if self._background is not None and n_tokens >= MIN_TOKENS:
             self._second.reserve(n_tokens - n_tokens // 2, n_logits)
 
+    def release_buffers(self) -> None:
+        """Free the buffers of both halves."""
+        super().release_buffers()
+        self._second.release_buffers()
+
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return tokens and rows of logits of each part of a step."""
         return [(len(part.ids), part.n_logits) for part in self._parts(step)]

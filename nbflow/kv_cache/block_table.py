@@ -104,6 +104,8 @@ class BlockTable:
         self.page_size = page_size
         self.max_pages = UNLIMITED if max_pages is None else max_pages
         self.n_pages = 0
+        self.most_used_pages = 0
+        """Largest number of pages that were in use at once."""
         self.hit_tokens = self.asked_tokens = 0
         """Tokens found in the prefix cache, and tokens looked up."""
         self._salt = salt
@@ -425,6 +427,7 @@ class BlockTable:
             page, _ = self._cached.popitem(last=False)
             self._evict(page)
         self._ref_counts[page] = 1
+        self.most_used_pages = max(self.most_used_pages, self.n_used_pages)
         return page
 
     def _evict(self, page: int) -> None:

@@ -19,6 +19,7 @@ model = "toy"
 prompt = 8
 decode = 4
 repeats = 3
+min_repetition_s = 0
 eval_tokens = 128
 eval_window = 32
 [axes]

@@ -77,9 +77,12 @@ class FakeModel:
     def memory(self) -> list[dict[str, int]]:
         share = int(BITS[self.weights] * 1000) // len(self.ranks)
         return [
-            {"rank": r, "weight_bytes": share, "kv_bytes": 64, "peak_rss_bytes": 10**6 + r}
+            {"rank": r, "weight_bytes": share, "kv_used_bytes": 64, "peak_rss_bytes": 10**6 + r}
             for r in self.ranks
         ]
+
+    def reset_memory(self) -> None:
+        pass
 
     def reset_traffic(self) -> None:
         pass
@@ -141,12 +144,14 @@ class FakeEngine:
         put(
             backend,
             "time_prefill",
-            lambda model, n, batch, repeats, warmup: self.seconds(model, n, batch, repeats),
+            lambda model, n, batch, repeats, warmup, min_s=0.0: self.seconds(
+                model, n, batch, repeats
+            ),
         )
         put(
             backend,
             "time_decode",
-            lambda model, n, steps, batch, repeats, warmup: self.seconds(
+            lambda model, n, steps, batch, repeats, warmup, min_s=0.0: self.seconds(
                 model, steps, batch, repeats
             ),
         )

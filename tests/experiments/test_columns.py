@@ -27,10 +27,9 @@ def test_measures_and_result_columns_are_those_of_the_code():
 def test_recorded_columns_are_defined(path):
     with path.open(encoding="utf-8", newline="") as file:
         head = next(csv.reader(file))
-    # tools/measure/pareto.py labels its rows; wall_s was measured_s when the demo was recorded
+    # tools/measure/pareto.py labels its rows
     known = {
         "label",
-        "measured_s",
         *STATUS,
         *SETTINGS,
         *UNITS,

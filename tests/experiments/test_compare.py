@@ -22,6 +22,7 @@ SETTINGS = (
     "settings.prompt=8",
     "settings.decode=2",
     "settings.repeats=3",
+    "settings.min_repetition_s=0",
     'axes.weights=["q2", "q4"]',
     'axes.partition=["0"]',
     "axes.batch=[1, 2]",

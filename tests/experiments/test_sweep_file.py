@@ -92,6 +92,11 @@ def test_measures_keep_one_order_whatever_the_file_says() -> None:
             r"unknown entry of the range of batch 'steps'",
         ),
         ("[axes]\nbatch={start=1, stop=4, step=2, factor=2}", r"either step or factor"),
+        (
+            "[axes]\nmin_repetition_s=[-1]",
+            "min_repetition_s must be a number of seconds, 0 to 600",
+        ),
+        ("[axes]\nmin_repetition_s=[inf]", "min_repetition_s must be a number of .* got inf"),
         ("[axes]\nbatch=[true]", r"batch must be an integer, got True"),
         ("[axes]\nbatch=[]", r"batch has no values"),
         ("[axes]\nbatch=[2, 2]", r"more than once"),

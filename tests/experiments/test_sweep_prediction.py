@@ -33,6 +33,7 @@ weights = "q8"
 prompt = 8
 decode = 2
 repeats = 1
+min_repetition_s = 0
 warmup = 0
 threads = 1
 machine = "MACHINE"

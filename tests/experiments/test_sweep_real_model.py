@@ -23,6 +23,7 @@ SIZES = [
     "settings.prompt=8",
     "settings.decode=2",
     "settings.repeats=2",
+    "settings.min_repetition_s=0",
     'axes.weights=["f32", "q4"]',
     'axes.partition=["0", "0&1"]',
 ]
@@ -72,6 +73,27 @@ def test_the_report_of_a_real_sweep(in_process: Path, tmp_path: Path) -> None:
     assert len(figures) == 10
 
 
+def test_the_memory_of_a_point_is_its_own(tmp_path: Path) -> None:
+    overrides = [
+        x for x in SIZES if x.split("=")[0] in ("settings.eval_tokens", "settings.eval_window")
+    ]
+    overrides += ['axes.weights=["f32"]', 'axes.partition=["0"]', "axes.batch=[16, 2, 1]"]
+    overrides += [
+        'sweep.measures=["perplexity", "memory"]',
+        "settings.prompt=200",
+        "settings.decode=16",
+    ]
+    file = ROOT / "experiments" / "sweeps" / "demo.toml"
+    assert run_sweep(SweepOptions(file, tmp_path, tuple(overrides))) == 0
+    rows = read(tmp_path / "demo").set_index("batch")
+    one = rows.kv_bytes[1]
+    assert one == 4 * 64 * 2048  # 4 pages of 64 tokens hold 216; a token has 2048 bytes
+    assert rows.kv_bytes[2] == 2 * one
+    assert rows.kv_bytes[16] == 16 * one
+    # The large batch runs first; its cache alone is larger than this difference.
+    assert rows.peak_rss_bytes[16] - rows.peak_rss_bytes[1] > 8 * one
+
+
 @pytest.mark.mpi
 def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: Path) -> None:
     own = Path(sys.executable).with_name("mpirun")
@@ -82,7 +104,8 @@ def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: P
     environment["PYTHONPATH"] = PYTHONPATH
     command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow", "sweep"]
     command += [str(ROOT / "experiments" / "sweeps" / "demo.toml"), "--out", str(tmp_path)]
-    for override in [*SIZES, "axes.batch=[1]"]:
+    # ranks agree how often a repetition repeats its work
+    for override in [*SIZES, "axes.batch=[1]", "settings.min_repetition_s=0.02"]:
         command += ["--set", override]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from nbflow_experiments.measures import batching, cascade, shared_prefix, speculation
-from nbflow_experiments.measures.engine_requests import RequestResult, Round
+from nbflow_experiments.measures.engine_requests import RequestResult, Round, repeat_rounds
 from nbflow_experiments.measures.measure import MeasureResult
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 
@@ -19,6 +19,7 @@ BASE = {
     "prompt": ["72"],
     "decode": ["8"],
     "repeats": ["2"],
+    "min_repetition_s": ["0"],
     "warmup": ["0"],
     "threads": ["1"],
     "eval_tokens": ["512"],
@@ -55,6 +56,24 @@ def test_batching(tmp_path: Path) -> None:
         (10, 3),
         (4, 6),
     ]
+
+
+def test_a_round_repeats_until_each_side_took_its_time() -> None:
+    seconds = iter([(9.0, 9.0), (1.0, 0.2), (3.0, 0.4), (2.0, 2.0)])
+    firsts = iter([9.0, 0.1, 0.3, 0.5])
+    calls = []
+
+    def run(i: int) -> tuple[Round, ...]:
+        calls.append(i)
+        result = request_result(len(calls), next(firsts))
+        return tuple(Round(s, (result,)) for s in next(seconds))
+
+    rounds = repeat_rounds(2, 1, 0.5, run)
+    assert calls == [0, 1, 1, 2]
+    assert [r.seconds for r in rounds[0]] == pytest.approx([2.0, 0.3])
+    assert rounds[0][0].results[0].first_token_s == pytest.approx(0.2)
+    assert len(rounds[0][0].results[0].ids) == 2  # tokens of the first run after the warm-up
+    assert [r.seconds for r in rounds[1]] == [2.0, 2.0]
 
 
 def test_batching_by_hand() -> None:

@@ -83,6 +83,7 @@ def test_a_sweep_keeps_its_rows_and_goes_on(tmp_path):
     sweep.write_text(
         '[sweep]\nname = "two"\nmeasures = ["decode"]\n'
         '[settings]\nmodel = "tiny_python"\nprompt = 8\ndecode = 2\nrepeats = 1\nwarmup = 0\n'
+        "min_repetition_s = 0\n"
         'threads = 1\n[axes]\npartition = ["0", "0&1"]\n'
     )
     arguments = ("sweep", str(sweep), "--out", str(tmp_path))

@@ -20,7 +20,7 @@ FORMAT_SETTINGS = ("weights", "outliers", "quantizer", "importance")
 _EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
 _LENGTHS = (
     *("batch", "prompt", "decode", "prefix", "shared_keys", "own_keys", "heads"),
-    *("draft", "n_draft", "repeats", "warmup"),
+    *("draft", "n_draft", "repeats", "warmup", "min_repetition_s"),
 )
 LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
 """Settings that determine the loaded model."""

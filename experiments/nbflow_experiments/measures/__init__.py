@@ -31,10 +31,10 @@ __all__ = [
     "needs_text",
 ]
 
-METRICS_VERSION = 1
+METRICS_VERSION = 2
 """Raised when a measure changes its meaning, so that old results are not taken for new ones.
 
-1: first version.
+1: first version.  2: memory of the point alone, and a minimum time of a repetition.
 """
 
 MEASURES: dict[str, Measure] = {

@@ -7,7 +7,8 @@ A round runs them together (continuous batching), then sequentially through the 
 
 `batching_tokens_per_s` and `sequential_tokens_per_s` are generated tokens of all requests per
 second of wall time from the arrival to the end of the last, prefill included; medians over
-`repeats` rounds after `warmup` discarded ones.  `batching_speedup` is the median of the
+`repeats` rounds after `warmup` discarded ones.  A round repeats until each side has taken
+`min_repetition_s` seconds, and the mean times count.  `batching_speedup` is the median of the
 rounds' ratios.  `batching_ttft_s` and `sequential_ttft_s` are the time from the arrival to a
 request's first token, queueing included: median over the requests of all rounds.
 """
@@ -20,6 +21,7 @@ from nbflow_experiments.measures.engine_requests import (
     Round,
     TimedRequest,
     random_prompt,
+    repeat_rounds,
     serve,
     with_engine,
 )
@@ -59,16 +61,18 @@ def run(context: Context) -> MeasureResult:
     n_rounds, warmup = context.number("repeats"), context.number("warmup")
     rounds = with_engine(
         context.model,
-        lambda engine: [
-            (serve(engine, requests), serve(engine, requests, at_once=False))
-            for _ in range(warmup + n_rounds)
-        ][warmup:],
+        lambda engine: repeat_rounds(
+            n_rounds,
+            warmup,
+            context.min_repetition_s,
+            lambda _: (serve(engine, requests), serve(engine, requests, at_once=False)),
+        ),
         prefix_cache=False,
     )
     return MeasureResult() if rounds is None else summary(rounds)
 
 
-def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
+def summary(rounds: list[tuple[Round, ...]]) -> MeasureResult:
     """Summarise rounds, each of a batched and a sequential run."""
     readings, arrays = [], {}
     for name, kind in (("batching", 0), ("sequential", 1)):

@@ -9,11 +9,11 @@ its keys; *shared*, the same wrapper, which reads shared pages once, as the engi
 `MultiLevelCascadeAttentionWrapper` with two levels and a merge.
 
 Times are seconds of wall time of one run, planning excluded; a repetition is as many runs as take
-20 ms, medians of `repeats` repetitions after `warmup` discarded ones: `cascade_flat_s`,
-`cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and `cascade_levels_speedup` are
-medians of the repetitions' ratios to flat.  `cascade_flat_bytes` and `cascade_bytes` are the keys
-and values read per sequence and read once per shared page; `cascade_byte_ratio`, their quotient,
-bounds the speed-up of memory-bound attention.
+`min_repetition_s` seconds, medians of `repeats` repetitions after `warmup` discarded runs:
+`cascade_flat_s`, `cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and
+`cascade_levels_speedup` are medians of the repetitions' ratios to flat. `cascade_flat_bytes` and
+`cascade_bytes` are the keys and values read per sequence and read once per shared page;
+`cascade_byte_ratio`, their quotient, bounds the speed-up of memory-bound attention.
 `cascade_same_share` is the share of rows whose bits are the same flat and shared.
 """
 
@@ -38,8 +38,6 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
 
 PAGE = 16
-LEAST_S = 0.02
-"""Minimum total time of the runs of a repetition."""
 LAYOUT = "HND"
 
 
@@ -77,8 +75,11 @@ def run(context: Context) -> MeasureResult:
         )
     runs, warmup = attention_runs(sizes), context.number("warmup")
     outputs = [run_once() for run_once in runs]
-    rounds = range(warmup + context.number("repeats"))
-    seconds = np.array([[time_runs(run_once) for run_once in runs] for _ in rounds])[warmup:]
+    for _ in range(warmup):
+        for run_once in runs:
+            run_once()
+    min_s, rounds = context.min_repetition_s, range(context.number("repeats"))
+    seconds = np.array([[time_runs(run_once, min_s) for run_once in runs] for _ in rounds])
     same = (outputs[0] == outputs[1]).all(axis=(1, 2))
     return summary(sizes, seconds, float(same.mean()))
 
@@ -126,14 +127,16 @@ def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.nda
     return keys, values
 
 
-def time_runs(run_once: Callable[[], Any]) -> float:
-    """Return the mean seconds of a run, repeated for at least `LEAST_S`."""
-    began = time.perf_counter()
-    n = 0
-    while (elapsed := time.perf_counter() - began) < LEAST_S or not n:
+def time_runs(run_once: Callable[[], Any], min_s: float) -> float:
+    """Return the mean seconds of a run, repeated for at least `min_s`."""
+    from nbflow.benchmark.timing import repeat_for
+
+    def run() -> float:
+        began = time.perf_counter()
         run_once()
-        n += 1
-    return elapsed / n
+        return time.perf_counter() - began
+
+    return float(np.mean(repeat_for(min_s, run)))
 
 
 def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> MeasureResult:

@@ -2,9 +2,9 @@
 
 Wall time of `decode` steps of the whole batch after prompts of `prompt` tokens, greedy,
 communication included.  Prefill, loading, quantization, compilation and tokenization are excluded;
-`warmup` repetitions are run and discarded.  Tokens per second counts all sequences
-(batch x decode / time).  Every one of `repeats` repetitions is stored; the median is quoted, with
-the slowest and the fastest.
+`warmup` runs are discarded.  A repetition is as many runs as take `min_repetition_s` seconds, and
+their mean counts.  Tokens per second counts all sequences (batch x decode / time).  Every one of
+`repeats` repetitions is stored; the median is quoted, with the slowest and the fastest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def run(context: Context) -> MeasureResult:
         batch,
         context.number("repeats"),
         context.number("warmup"),
+        context.min_repetition_s,
     )
     return speed("decode", seconds, steps * batch, context.leads)
 

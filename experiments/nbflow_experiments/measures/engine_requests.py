@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -119,3 +120,35 @@ def serve(engine: LLMEngine, requests: Sequence[TimedRequest], *, at_once: bool 
             for handle in handles
         ),
     )
+
+
+def repeat_rounds(
+    n: int, warmup: int, min_s: float, run: Callable[[int], tuple[Round, ...]]
+) -> list[tuple[Round, ...]]:
+    """Return the rounds of `n` repetitions, after `warmup` discarded ones.
+
+    ``run(i)`` runs the rounds of the i-th repetition, which differ in kind.  It is called until the
+    rounds of each kind take `min_s` seconds, and the mean times count.
+    """
+    from nbflow.benchmark.timing import repeat_for
+
+    for i in range(warmup):
+        run(i)
+    repetitions = []
+    for i in range(warmup, warmup + n):
+        runs = repeat_for(min_s, functools.partial(run, i), _shortest_s)
+        repetitions.append(tuple(mean_round(kind) for kind in zip(*runs, strict=True)))
+    return repetitions
+
+
+def _shortest_s(rounds: tuple[Round, ...]) -> float:
+    return min(r.seconds for r in rounds)
+
+
+def mean_round(rounds: Sequence[Round]) -> Round:
+    """Return the mean times of rounds of the same requests; the rest is that of the first round."""
+    results = [
+        replace(same[0], first_token_s=float(np.mean([one.first_token_s for one in same])))
+        for same in zip(*(r.results for r in rounds), strict=True)
+    ]
+    return Round(float(np.mean([r.seconds for r in rounds])), tuple(results))

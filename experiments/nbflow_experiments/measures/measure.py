@@ -73,6 +73,11 @@ class Context:
         """Return an integer setting."""
         return int(self.config[name])
 
+    @property
+    def min_repetition_s(self) -> float:
+        """Return the shortest time of a timed repetition, in seconds."""
+        return float(self.config["min_repetition_s"])
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -107,7 +112,7 @@ def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Me
 
     Ranks other than the leading one only keep their own seconds.
     """
-    note = f"wall time of one repetition: {n_tokens} tokens"
+    note = f"wall time of {n_tokens} tokens, mean of one repetition"
     array = Array(np.asarray(seconds, np.float64), "s", note=note)
     if not leads:
         return MeasureResult(rank_arrays={f"{name}_s": array})

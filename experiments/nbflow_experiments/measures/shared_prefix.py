@@ -9,9 +9,10 @@ a prompt is always computed.
 
 Times are seconds of wall time from the arrival to a request's first token, queueing included,
 median over the requests of `repeats` rounds after `warmup` discarded ones: `prefix_cold_ttft_s`,
-`prefix_together_ttft_s`, `prefix_ttft_s` (warm).  `prefix_ttft_speedup` is the median over the
-rounds of the ratio cold to warm of the rounds' medians.  `prefix_cached_share` is the share of the
-prompts' tokens that came from the cache in warm runs, `prefix_same_share` the share of requests
+`prefix_together_ttft_s`, `prefix_ttft_s` (warm). A round repeats until each of the three runs has
+taken `min_repetition_s` seconds, and the mean times count. `prefix_ttft_speedup` is the median over
+the rounds of the ratio cold to warm of the rounds' medians. `prefix_cached_share` is the share of
+the prompts' tokens that came from the cache in warm runs, `prefix_same_share` the share of requests
 that generated the same tokens in all three runs.
 """
 
@@ -25,6 +26,7 @@ from nbflow_experiments.measures.engine_requests import (
     Round,
     TimedRequest,
     random_prompt,
+    repeat_rounds,
     serve,
     with_engine,
 )
@@ -33,7 +35,7 @@ from nbflow_experiments.measures.measure import Array, Context, Measure, Measure
 if TYPE_CHECKING:
     from nbflow.engine.llm_engine import LLMEngine
 
-Rounds = list[tuple[Round, Round, Round]]
+Rounds = list[tuple[Round, ...]]
 _KINDS = ("prefix_cold_ttft_s", "prefix_together_ttft_s", "prefix_ttft_s")
 
 
@@ -49,7 +51,12 @@ def run(context: Context) -> MeasureResult:
     ]
 
     def work(engine: LLMEngine) -> Rounds:
-        return [one_round(engine, prompts, decode) for _ in range(warmup + repeats)][warmup:]
+        return repeat_rounds(
+            repeats,
+            warmup,
+            context.min_repetition_s,
+            lambda _: one_round(engine, prompts, decode),
+        )
 
     rounds = with_engine(context.model, work)
     return MeasureResult() if rounds is None else summary(rounds, prompt)

@@ -11,8 +11,9 @@ the share of requests with the same tokens in both runs.
 `speculation_tokens_per_step` the tokens produced per verification, the bonus token included: it is
 also the speed-up bound for free drafting and verification at the cost of a decode step.
 `speculation_tokens_per_s` and `plain_tokens_per_s` are generated tokens per second of wall time,
-prefill included, medians over `repeats` rounds after `warmup` discarded ones; `speculation_speedup`
-is the median of the rounds' ratios.
+prefill included, medians over `repeats` rounds after `warmup` discarded ones.  A round repeats
+until each side has taken `min_repetition_s` seconds, and the mean times count.
+`speculation_speedup` is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_experiments import backend
-from nbflow_experiments.measures.engine_requests import Round, TimedRequest, serve, with_engine
+from nbflow_experiments.measures.engine_requests import (
+    Round,
+    TimedRequest,
+    repeat_rounds,
+    serve,
+    with_engine,
+)
 from nbflow_experiments.measures.measure import Context, Measure, MeasureResult, Reading, repeated
 from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
@@ -45,15 +52,16 @@ def run(context: Context) -> MeasureResult:
         )
     windows = context.windows[:, :prompt]
 
-    def work(engine: LLMEngine) -> list[tuple[Round, Round]]:
-        rounds = []
+    def work(engine: LLMEngine) -> list[tuple[Round, ...]]:
         with proposer(context) as draft:
-            for r in range(warmup + repeats):
+
+            def one_round(r: int) -> tuple[Round, ...]:
                 chosen = windows[np.arange(r * batch, (r + 1) * batch) % len(windows)]
                 plain = serve(engine, [TimedRequest(ids, decode) for ids in chosen])
                 requests = [TimedRequest(ids, decode, draft, n_draft) for ids in chosen]
-                rounds.append((plain, serve(engine, requests)))
-        return rounds[warmup:]
+                return plain, serve(engine, requests)
+
+            return repeat_rounds(repeats, warmup, context.min_repetition_s, one_round)
 
     rounds = with_engine(context.model, work, prefix_cache=False)
     return MeasureResult() if rounds is None else summary(rounds)
@@ -79,7 +87,7 @@ def proposer(context: Context) -> Iterator[Any]:
         loaded.close()
 
 
-def summary(rounds: list[tuple[Round, Round]]) -> MeasureResult:
+def summary(rounds: list[tuple[Round, ...]]) -> MeasureResult:
     """Summarise rounds, each of a plain and a speculative run."""
     readings: list[Reading] = []
     for kind, metric in enumerate(("plain_tokens_per_s", "speculation_tokens_per_s")):

@@ -21,13 +21,17 @@ def pareto(rows: Any, cost: str, error: str) -> Any:
 
 
 def repetition_s(rows: Any) -> dict[str, float]:
-    """Return the shortest median time of a repetition of prefill and decode, in seconds."""
+    """Return the shortest median time of a repetition of prefill and decode, in seconds.
+
+    A repetition repeats its work for at least `min_repetition_s`, where the table has the column.
+    """
+    least = rows.min_repetition_s if "min_repetition_s" in rows else 0.0
     found = {}
     for name in ("prefill", "decode"):
         column = f"{name}_tokens_per_s"
         if column in rows and rows[column].notna().any():
             length = rows.prompt if name == "prefill" else rows.decode
-            found[name] = float((rows.batch * length / rows[column]).min())
+            found[name] = float((rows.batch * length / rows[column]).clip(lower=least).min())
     return found
 
 
@@ -49,7 +53,8 @@ def statements(results: Results) -> list[str]:
     for name, seconds in too_short.items():
         lines.append(
             f"Too short to compare: repetitions of {name} last {1e3 * seconds:.3g} ms and more; "
-            f"differences of speed count from {LEAST_S} s on (raise {_setting(name)} or batch)."
+            f"differences of speed count from {LEAST_S} s on (raise min_repetition_s, "
+            f"{_setting(name)} or batch)."
         )
     if "decode" not in too_short and "decode_tokens_per_s" in rows:
         best = rows.loc[rows.decode_tokens_per_s.idxmax()]

@@ -140,6 +140,11 @@ class Replicas(LLM):
                 request.found = found
         return events
 
+    def reset_memory(self) -> None:
+        """Run `LLM.reset_memory` on the replicas of this process."""
+        for model in self.mine:
+            model.reset_memory()
+
     def reset_traffic(self) -> None:
         """Reset the counters of bytes sent between the ranks of each replica."""
         for model in self.mine:
