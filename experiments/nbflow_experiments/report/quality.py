@@ -50,7 +50,7 @@ def draw(results: Results) -> Drawing:
         "Error against storage, each where measured: mean Kullback-Leibler divergence from the "
         "float32 reference to the quantized model; loss of held-out text minus that of the "
         "reference, token by token (or perplexity); relative Frobenius error of the quantized "
-        "matrices. Bars are one standard error. Open markers at the lower edge stand for 0."
+        "matrices. Bars are one standard error. Open markers at the lower edge stand for no error."
     )
     return Drawing(figure, "Bits per weight against error", f"{text} {_spread(results)}")
 
@@ -78,7 +78,11 @@ def _draw_panel(
         style: dict[str, Any] = {"linestyle": "none", **series_style(i)}
         panel.errorbar(x, y, yerr=bars, capsize=2.5, label=label, **style)
         if zero.any():
-            style |= {"markerfacecolor": "white", "zorder": 3, "label": f"{label}: 0".lstrip(": ")}
+            style |= {
+                "markerfacecolor": "white",
+                "zorder": 3,
+                "label": f"{label}: no error".lstrip(": "),
+            }
             panel.plot(x[zero], y[zero], **style)
 
 
