@@ -177,7 +177,7 @@ def _find(x, n_columns, size, low, high, mask, inside, start, stop):
                     inside[row, i] = min(max(x[row, i], least), most)
 
 
-@jit.device_function
+@jit.kernel
 def _choose(x, weight, n_columns, size, before, after, mask, data, other, start, stop):
     """Take the blocks of `other` whose error with outliers is at most that of `data`."""
     n_bytes = data.shape[1] // (x.shape[1] // size)
