@@ -4,9 +4,9 @@
     0.055 points / q3h, search / kld_mean_nats
     -->
 
-Every line has a number as the text prints it and the place of its value: keys of the file, separated
-by " / ".  Rows of a list or table are found by their values, `weights=q3h; batch=1`.  A number with
-% is a share.
+Every line has a number as the text prints it and the place of its value: keys of the file with
+" / " between them.  Rows of a list or table are found by their values, `weights=q3h; batch=1`.  A
+number with % is a share.
 """
 
 from __future__ import annotations
