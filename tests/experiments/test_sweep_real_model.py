@@ -69,8 +69,10 @@ def test_bytes_sent_are_those_predicted(in_process: Path) -> None:
 
 def test_the_report_of_a_real_sweep(in_process: Path, tmp_path: Path) -> None:
     page, figures = write_report(in_process, tmp_path / "report.html")
-    assert page.read_text(encoding="utf-8").count("<svg") == 5
-    assert len(figures) == 10
+    names = [figure.stem for figure in figures]
+    # Two batch sizes and more than one format: the figure of the speed has the throughput.
+    assert names == [x for x in ("quality", "memory", "speed", "partitions") for _ in range(2)]
+    assert page.read_text(encoding="utf-8").count("<svg") == 4
 
 
 def test_the_memory_of_a_point_is_its_own(tmp_path: Path) -> None:
@@ -110,7 +112,9 @@ def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: P
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("4 points, 0 of them done already") == 1  # rank 0 speaks alone
+    keys = ["weights", "partition"]  # names of points differ: min_repetition_s is part of them
     ours, theirs = read(tmp_path / "demo"), read(in_process)
-    assert len(ours) == 4
+    ours, theirs = ours.set_index(keys), theirs[theirs.batch == 1].set_index(keys)
+    assert len(ours) == len(theirs) == 4
     for name in ("perplexity", "kld_mean_nats", "kld_p99_nats", "traffic_measured_bytes"):
         assert (ours[name] == theirs.loc[ours.index, name]).all(), name
