@@ -4,8 +4,9 @@
     python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
 
 Makes GGUF files with random weights (`tools/measure/random_gguf.py`), runs `nbflow bench --peer
-llama.cpp` on each in a new process, and writes rows.json and table.md.  Needs the extra
-'bench' and a quiet machine: it takes some ten minutes and 5 GB of disk.
+llama.cpp` on each in a new process, and appends its rows to rows.jsonl, of which docs/ shows the
+newest of each kind.  Needs the extra 'bench' and a quiet machine: it takes about half an hour and
+12 GB of disk.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from published_rows import append, conditions
 from random_gguf import write
 
 from nbflow.cli.bench_rows import table
@@ -53,22 +55,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/nbflow-models"))
     parser.add_argument("--repeats", default="5")
-    parser.add_argument(
-        "--only", default="", help="runs whose description contains this; other rows are kept"
-    )
+    parser.add_argument("--only", default="", help="runs whose description contains this")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    facts = conditions()
     for run in RUNS:
         text = " ".join(run[:3])
         if arguments.only in text:
             print(text, file=sys.stderr, flush=True)
-            _keep(arguments.out, text, _measure(run, arguments))
+            made = [{"run": text, **row} for row in _measure(run, arguments)]
+            append(arguments.out / "rows.jsonl", facts, made)
 
 
-def _measure(
-    run: tuple[str, str, str, bool], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
+def _measure(run: Run, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of one run."""
     shape, format, options, with_peer = run
     file = arguments.folder / f"{shape}-{format}.gguf"
@@ -84,24 +83,6 @@ def _measure(
     print(table(made), file=sys.stderr, flush=True)
     shown = " ".join([*command[:2], file.name, *command[3:]])
     return [row | {"command": shown} for row in made]
-
-
-def _keep(folder: Path, run: str, made: list[dict[str, Any]]) -> None:
-    """Merge a run's rows with those of other runs, in the order of `RUNS`."""
-    file = folder / "rows.json"
-    rows = json.loads(file.read_text()) if file.exists() else []
-    order = [" ".join(r[:3]) for r in RUNS]
-    rows = [row for row in rows if row["run"] != run and row["run"] in order]
-    rows += [{"run": run, **row} for row in made]
-    rows.sort(key=lambda row: order.index(row["run"]))
-    file.write_text(json.dumps(rows, indent=1) + "\n")
-    (folder / "table.md").write_text(_tables(rows))
-
-
-def _tables(rows: list[dict[str, Any]]) -> str:
-    with_peer = [row for row in rows if "peer" in row]
-    alone = [row for row in rows if "peer" not in row]
-    return "\n\n".join(table(part) for part in (with_peer, alone) if part) + "\n"
 
 
 if __name__ == "__main__":
