@@ -140,6 +140,15 @@ def plain_numbers(axis: Any) -> None:
     )
 
 
+def log_values(axis: Any) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times powers of ten."""
+    ticker = require("matplotlib.ticker")
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def log_axis(panel: Any, ticks: Sequence[float], label: str) -> None:
     """Make the x axis logarithmic, with plain numbers at these ticks alone."""
     ticker = require("matplotlib.ticker")

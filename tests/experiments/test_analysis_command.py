@@ -23,11 +23,15 @@ RESULTS = Path(__file__).parents[2] / "results" / "analysis" / "amd-epyc-2-cores
 SIZES = ["--tokens", "64", "--window", "32"]
 
 
-def analyze(*words: str) -> int:
+def run_command(*words: str) -> int:
     with pytest.raises(SystemExit) as end:
-        cli.main(["analyze", *words])
+        cli.main(words)
     assert isinstance(end.value.code, int)
     return end.value.code
+
+
+def analyze(*words: str) -> int:
+    return run_command("analyze", *words)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,18 @@ def test_the_folder_is_complete_and_reads_back(folder: Path) -> None:
     }
     with pytest.raises(UsageError, match=r"no kv_layers.csv; it has tensors"):
         read.read("kv_layers")
+
+
+def test_report_draws_the_figures_again(folder: Path, capsys: Any) -> None:
+    files = sorted((folder / "figures").iterdir())
+    before = [file.read_bytes() for file in files]
+    for file in files:
+        file.unlink()
+    assert run_command("report", str(folder)) == 0
+    assert sorted(map(Path, capsys.readouterr().out.split())) == files
+    assert [file.read_bytes() for file in files] == before
+    assert run_command("report", str(folder), "--weights", "q4") != 0
+    assert "belong to the report of a sweep" in capsys.readouterr().err
 
 
 def test_histograms(folder: Path) -> None:

@@ -8,11 +8,22 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments.analysis.ratios import Table
-from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+from nbflow_experiments.figure_style import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    Drawing,
+    NotDrawn,
+    legend_above,
+    log_values,
+    new_figure,
+)
 
 Tables = Mapping[str, Table]
 MOST_ROWS = 60
 """Rows of a heat map; a model with more matrices is shown by kind."""
+LEAST_SQNR_RANGE_DB = 3.0
+"""Full colour of the SQNR heat map at least: half a bit; smaller differences look small."""
 EXACT = "f32"
 
 
@@ -27,7 +38,8 @@ def draw_tensors(tables: Tables) -> Drawing:
     order = table.groupby("weights", sort=False).stored_bits.mean().sort_values().index
     grid = table.assign(row=rows).pivot_table("sqnr_db", "row", "weights", sort=False)[order]
     middle = grid - grid.median()
-    reach = max(0.25, float(np.nanmax(np.abs(middle.to_numpy()))))
+    most = float(np.nanmax(np.abs(middle.to_numpy())))
+    reach = max(LEAST_SQNR_RANGE_DB, most)
     columns = len(order)
     with new_figure(max(1, round((columns + 4) / 4)), 1.2 + 0.17 * len(grid)) as (figure, panels):
         panel = _one_panel(figure, panels)
@@ -39,7 +51,8 @@ def draw_tensors(tables: Tables) -> Drawing:
         bar.set_label("dB above the format's median")
     caption = (
         "Signal to quantization noise ratio of each matrix. Colours compare a matrix with the "
-        "others in the same format: red loses more than the median."
+        "others in the same format: red loses more than the median. The largest difference to a "
+        f"median is {most:.2g} dB; 6 dB are one bit."
     )
     return Drawing(figure, "SQNR by matrix and format", caption)
 
@@ -62,24 +75,19 @@ def draw_layers(tables: Tables) -> Drawing:
                            va="center", fontsize=8, annotation_clip=False)  # fmt: skip
             panel.plot(rows.layer, rows.independent_error, ":", color=colour)
             panel.plot(rows.layer, rows.isolated_error, marker + "--", color=colour, mfc="white")
-        panel.set_yscale("log")
+        for line, label in (
+            ("-", "this and earlier layers quantized"),
+            ("--", "this layer alone"),
+            (":", "if errors of layers only added up"),
+        ):
+            panel.plot([], [], line, color=GREY, label=label)
+        log_values(panel.yaxis)
         panel.set_xlabel("layer")
         panel.set_ylabel("relative error of the residual stream")
-        panel.set_title("full: all layers up to here; dashed: this one alone;\n"
-                        "dotted: if the layers' errors only added up", fontsize=8)  # fmt: skip
         _whole_ticks(panel, table.layer)
         if modules is not None:
-            first = str(modules[modules.gain > 0].change.iloc[0])
-            rows = modules[modules.change == first]
-            grid = rows.pivot_table("gain", "kind", "layer", sort=False)
-            gains = np.log2(grid.where(grid > 0))
-            reach = max(0.1, float(np.nanmax(np.abs(gains.to_numpy()))))
-            texts = [f"{x:.2f}" if grid.shape[1] <= 10 else "" for x in grid.to_numpy().ravel()]
-            _heat(panels[1], -gains, reach, texts)
-            panels[1].set_xticks(range(len(grid.columns)), grid.columns)
-            panels[1].set_xlabel("layer")
-            panels[1].set_title(f"error of the outputs over\nerror of the weights, {first}",
-                                fontsize=8)  # fmt: skip
+            _gain_map(figure, panels[1], modules)
+        legend_above(figure, panel)
     caption = (
         "Relative error of the residual stream after each layer on the evaluated text, and by what "
         "factor the inputs of a matrix make its relative error larger (red) or smaller (blue)."
@@ -103,10 +111,11 @@ def draw_attribution(tables: Tables) -> Drawing:
             else:
                 _bars(panel, rows)
             panel.set_title(f"{first}, by {by}" + (": share of KLD" if by == "tensor" else ""))
+        legend_above(figure, *panels)
     caption = (
         f"Divergence from float32 with only this part in {first}, and what is saved by keeping "
-        "only this part in float32, with standard errors. Embedding and head are not among what "
-        "the format is applied to."
+        "only this part in float32, with standard errors. Embedding and head are float32 in the "
+        "quantized model, so that nothing can be saved there."
     )
     return Drawing(figure, "Where the divergence comes from", caption)
 
@@ -124,27 +133,26 @@ def draw_kv(tables: Tables) -> Drawing:
             rows = models[chosen & (models.kld_mean_nats > 0)].sort_values(bits)
             panels[0].errorbar(
                 rows[bits], rows.kld_mean_nats, rows.kld_mean_nats_stderr,
-                fmt=MARKERS[i] + "-", color=COLOURS[i], label=label, capsize=2,
+                fmt=MARKERS[i] + "-", color=COLOURS[i], capsize=2,
             )  # fmt: skip
+            panels[0].plot([], [], MARKERS[i] + "-", color=COLOURS[i], label=label)
         both = models[models["keys"] == models["values"]].sort_values("keys_bits")
         for row in both.itertuples():
             panels[0].annotate(row.keys, (row.keys_bits, row.kld_mean_nats), xytext=(3, 5),
                                textcoords="offset points", fontsize=7, color=GREY)  # fmt: skip
         panels[0].set_yscale("log")
-        panels[0].set_xlabel("bits of a stored number")
+        panels[0].set_title("divergence of the model")
+        panels[0].set_xlabel("bits per stored key or value")
         panels[0].set_ylabel("KLD from float32 in nat")
-        panels[0].legend()
         format = _middle_format(both)
-        for i, (label, keys, values) in enumerate(
-            (("keys", format, EXACT), ("values", EXACT, format), ("both", format, format))
-        ):
+        for i, (keys, values) in enumerate(((format, EXACT), (EXACT, format), (format, format))):
             rows = layers[(layers["keys"] == keys) & (layers["values"] == values)]
-            panels[1].plot(rows.layer, rows.attention_error, MARKERS[i] + "-", color=COLOURS[i],
-                           label=f"{label} in {format}")  # fmt: skip
-        panels[1].set_yscale("log")
+            panels[1].plot(rows.layer, rows.attention_error, MARKERS[i] + "-", color=COLOURS[i])
+        log_values(panels[1].yaxis)
+        panels[1].set_title(f"{format}, by layer")
         panels[1].set_xlabel("layer")
         panels[1].set_ylabel("relative error of the attention")
-        panels[1].legend()
+        legend_above(figure, panels[0])
         _whole_ticks(panels[1], layers.layer)
     caption = (
         "Divergence from a float32 cache on the evaluated text when keys, values, or both are "
@@ -190,6 +198,24 @@ def _heat(panel: Any, grid: Table, reach: float, texts: list[str]) -> Any:
     return image
 
 
+def _gain_map(figure: Any, panel: Any, modules: Table) -> None:
+    """Draw the gains of matrices, kinds by layers, for the first change that loses anything."""
+    first = str(modules[modules.gain > 0].change.iloc[0])
+    grid = modules[modules.change == first].pivot_table("gain", "kind", "layer", sort=False)
+    gains = np.log2(grid.where(grid > 0))
+    reach = max(0.1, float(np.nanmax(np.abs(gains.to_numpy()))))
+    texts = [f"{x:.2f}" if grid.shape[1] <= 10 else "" for x in grid.to_numpy().ravel()]
+    image = _heat(panel, -gains, reach, texts)
+    panel.set_xticks(range(len(grid.columns)), grid.columns)
+    panel.set_xlabel("layer")
+    panel.set_title(f"gain of each matrix, {first}")
+    bar = figure.colorbar(image, ax=panel, fraction=0.06, pad=0.03)
+    bar.ax.invert_yaxis()
+    at = np.linspace(-reach, reach, 5)
+    bar.set_ticks(at, labels=[f"{2.0**-x:.2f}" for x in at])
+    bar.set_label("error of outputs / error of weights")
+
+
 def _share_map(panel: Any, rows: Table) -> None:
     """Draw divergence shares, kinds by layers."""
     grid = rows.pivot_table("kld_share", "kind", "layer", sort=False)
@@ -216,9 +242,13 @@ def _bars(panel: Any, rows: Table) -> None:
     names = rows.unit.str.removeprefix("layers.")
     panel.set_xticks(at, names, rotation=60 if len(rows) > 8 else 0, fontsize=8)
     panel.grid(visible=False, axis="x")
+    by = str(rows.by.iloc[0])
+    panel.set_xlabel("kind of matrix" if by == "kind" else by)
     panel.set_ylabel("KLD in nat")
-    panel.set_ylim(0, 1.3 * float(np.nanmax(np.fmax(alone, saved))))  # space for the legend
-    panel.legend(fontsize=7.5, loc="upper left")
+    panel.yaxis.set_major_formatter("{x:g}")
+    for x, y in zip(at[np.isnan(saved)], alone[np.isnan(saved)], strict=True):
+        panel.annotate("float32", (x, y), xytext=(0, 4), fontsize=6, color=GREY,
+                       textcoords="offset points", ha="center")  # fmt: skip
 
 
 def _middle_format(both: Table) -> str:

@@ -27,9 +27,10 @@ import numpy as np
 
 from nbflow.utils.atomic_write import replace_atomically, write_text
 from nbflow_experiments.analysis.all_tensor_errors import TensorResult
+from nbflow_experiments.analysis.figures import FIGURES
 from nbflow_experiments.analysis.histograms import RELATIVE_EDGES, SCALED_EDGES
 from nbflow_experiments.analysis.ratios import Table
-from nbflow_experiments.figure_style import Drawing, launch_facts
+from nbflow_experiments.figure_style import NotDrawn, launch_facts
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store.json_files import read_object, write_json
 from nbflow_kernels.errors import UsageError
@@ -94,10 +95,20 @@ class AnalysisFolder:
                     path = f"tokens/{table}/{_safe(label)}"
                     _dataset(file, path, counts, "relative", "relative errors of tokens, by layer")
 
-    def write_figure(self, name: str, drawing: Drawing, launch: Mapping[str, Any]) -> None:
-        """Write a figure as png and svg."""
-        model = Path(str(self._settings["model"])).name
-        drawing.save(self.path / "figures", name, f"analysis: {model}; {launch_facts(launch)}")
+    def draw(self) -> list[Path]:
+        """Write the figures of the tables in the folder, and return their files."""
+        tables = {name: self.read(name) for name in self.settings["tables"]}
+        model = Path(str(self.settings["model"])).name
+        launch = read_object(self.path / "provenance.json")
+        files = []
+        for name, figure in FIGURES.items():
+            try:
+                drawing = figure(tables)
+            except NotDrawn:
+                continue
+            origin = f"analysis: {model}; {launch_facts(launch)}"
+            files += drawing.save(self.path / "figures", name, origin)
+        return files
 
     def read(self, name: str) -> Table:
         """Return one of `TABLES`."""

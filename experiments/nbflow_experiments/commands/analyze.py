@@ -21,7 +21,6 @@ from typing import Any
 from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
-from nbflow_experiments.analysis import figures
 from nbflow_experiments.analysis.all_tensor_errors import (
     TensorResult,
     as_treatments,
@@ -41,7 +40,6 @@ from nbflow_experiments.analysis.treatments import (
     Treatment,
     read_statistics,
 )
-from nbflow_experiments.figure_style import NotDrawn
 from nbflow_experiments.store.json_files import plain
 from nbflow_experiments.store.provenance import describe_launch, now
 from nbflow_experiments.terminal_table import counter
@@ -223,12 +221,8 @@ class _Work:
             return
         if self._tensors_found or self._tokens:
             self._folder.write_histograms(self._tensors_found, self._tokens)
-        for name, draw in figures.FIGURES.items():
-            try:
-                self._folder.write_figure(name, draw(self._tables), self._launch or {})
-            except NotDrawn:
-                continue
         self._folder.write_provenance({**(self._launch or {}), "finished": now()})
+        self._folder.draw()
         if not self._arguments.json:
             print(f"wrote {self._folder.path}")
 
