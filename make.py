@@ -101,6 +101,8 @@ def run_pytest(*arguments: str) -> None:
     """Run pytest with one process per processor, up to eight."""
     processes = str(min(8, len(os.sched_getaffinity(0))))
     order = ("--dist", "loadfile", "--no-loadscope-reorder")  # that of tests/conftest.py
+    # Tests start hundreds of processes; each would compile every module that it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     call(str(BIN / "python"), "-m", "pytest", "-q", "-n", processes, *order, *arguments)
 
 

@@ -54,13 +54,12 @@ _IMPORT = re.compile(
 )
 
 
-def _file_of(module: str) -> Path | None:
-    """Return the source file of a module of this package; None for other names."""
-    path = _ROOT.joinpath(*module.split(".")[1:])
-    if path.with_suffix(".py").is_file():
-        return path.with_suffix(".py")
-    path = path / "__init__.py"
-    return path if path.is_file() and path.parent != _ROOT else None
+_MODULES = {
+    ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in _stamps
+    if path != _ROOT / "__init__.py"
+}
+"""Source file of each module of this package."""
 
 
 @functools.cache
@@ -72,10 +71,10 @@ def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
     for match in _IMPORT.finditer(source.decode()):
         package, names, module = match.groups()
         if module:
-            found.add(_file_of(module) or path)
+            found.add(_MODULES.get(module, path))
             continue
         for name in re.findall(r"\w+", re.sub(r"\bas\s+\w+|#[^\n]*", "", names)):
-            found.add(_file_of(f"{package}.{name}") or _file_of(package) or path)
+            found.add(_MODULES.get(f"{package}.{name}") or _MODULES.get(package, path))
     return source, tuple(sorted(found - {path}))
 
 

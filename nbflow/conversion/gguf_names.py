@@ -22,7 +22,7 @@ from nbflow.conversion.format_rules import FormatRules
 from nbflow.conversion.plan import TensorConversion
 from nbflow.conversion.tensor_rows import ModelRows
 from nbflow.spec.architecture import RopeSpec
-from nbflow.spec.family import Family, families, get_family
+from nbflow.spec.family import Family, family_of
 from nbflow.spec.fields import FUSED
 from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_spec import ModelSpec
@@ -63,8 +63,7 @@ def target_family(spec: ModelSpec) -> tuple[str, Family]:
             "safetensors (a folder as OUT) takes all"
         )
     arch = ARCHITECTURES[spec.family]
-    named = {kind: f.name for f in families().values() for kind in f.model_types}
-    return arch, get_family(named[f"gguf-{arch}"], spec.name)
+    return arch, family_of(f"gguf-{arch}", spec.name)
 
 
 def plan_renamed(

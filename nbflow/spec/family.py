@@ -104,27 +104,49 @@ class Family:
 
 
 @cache
+def _files() -> dict[str, Path]:
+    """Return the file of every family by name."""
+    return {path.stem: path for path in sorted(FAMILIES.glob("*.toml"))}
+
+
+@cache
+def _served() -> dict[str, str]:
+    """Return the name of the family of each ``model_type``; it is not inherited."""
+    return {
+        kind: name for name, path in _files().items() for kind in _read(path).get("model_types", [])
+    }
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    return read_toml(path)
+
+
+@cache
+def _loaded(path: Path) -> Family:
+    return load_family(path)
+
+
 def families() -> dict[str, Family]:
-    """Return every family by name."""
-    return {path.stem: load_family(path) for path in sorted(FAMILIES.glob("*.toml"))}
+    """Return every family by name.  Loads all of them, which a process seldom needs."""
+    return {name: _loaded(path) for name, path in _files().items()}
 
 
 def get_family(name: str, where: str) -> Family:
     """Return a family by its name."""
-    if name not in families():
-        raise UsageError(f"{where}: {unknown_name('family', name, families())}")
-    return families()[name]
+    if name not in _files():
+        raise UsageError(f"{where}: {unknown_name('family', name, _files())}")
+    return _loaded(_files()[name])
 
 
 def family_of(model_type: Any, where: str) -> Family:
     """Return the family of a ``model_type``."""
-    served = {kind: family for family in families().values() for kind in family.model_types}
-    if not isinstance(model_type, str) or model_type not in served:
+    if not isinstance(model_type, str) or model_type not in _served():
         raise UsageError(
-            f"{where}: {unknown_name('model_type', model_type, served)}; a spec file that names a "
-            "family can say how to read this model"
+            f"{where}: {unknown_name('model_type', model_type, _served())}; a spec file that names "
+            "a family can say how to read this model"
         )
-    return served[model_type]
+    return get_family(_served()[model_type], where)
 
 
 def load_family(path: Path) -> Family:

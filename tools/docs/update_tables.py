@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "docs"))  # the tests import this file alone
+sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # for the tests
 
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
+from published_rows import latest  # noqa: E402
 
 RESULTS = ROOT / "results" / "formats"
-ENGINE = ROOT / "results" / "engine"
+ENGINE = ROOT / "results" / "engine" / "intel-xeon-2-cores" / "rows.jsonl"
 
 EXCERPT = ("q8_0", "q6_k", "q4_k", "iq4_xs", "q3h_b64t1", "q3_k")
 """Formats that the README shows."""
@@ -135,9 +136,8 @@ def bytes_table() -> str:
 
 
 def engine_rows() -> list[dict[str, Any]]:
-    """Return the committed rows of the engine."""
-    rows: list[dict[str, Any]] = json.loads(min(ENGINE.glob("*/rows.json")).read_text("utf-8"))
-    return rows
+    """Return the newest committed row of each test of the engine."""
+    return latest(ENGINE, "run", "test")
 
 
 def engine_excerpt() -> str:

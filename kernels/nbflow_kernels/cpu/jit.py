@@ -27,6 +27,7 @@ from typing import Any
 import numba
 from numba.core import codegen, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher
 
 from nbflow_kernels import jit_cache
 from nbflow_kernels.cpu import interpreter
@@ -163,6 +164,17 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
     return compiled
 
 
+class DeviceFunction(CPUDispatcher):
+    """Function for kernels to call; it has no entry point for Python, which would crash."""
+
+    def __call__(self, *_: Any) -> None:
+        """Refuse the call."""
+        raise TypeError(
+            f"{self.py_func.__qualname__} is a device function, which only kernels can call; "
+            "declare it with @kernel to call it from Python"
+        )
+
+
 def device_function(
     function: Callable[..., Any] | None = None, *, strict: bool = False, inline: str | None = None
 ) -> Any:
@@ -188,4 +200,7 @@ def device_function(
     if inline == "always":
         return numba.njit(inline="always", error_model="numpy", fastmath=fastmath)(function)
     options: Any = {**_OPTIONS, "no_cpython_wrapper": True, "forceinline": inline == "llvm"}
-    return numba.njit(fastmath=fastmath, pipeline_class=DeviceCompiler, **options)(function)
+    compiled = numba.njit(fastmath=fastmath, pipeline_class=DeviceCompiler, **options)(function)
+    if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
+        compiled.__class__ = DeviceFunction
+    return compiled
