@@ -54,27 +54,32 @@ _IMPORT = re.compile(
 )
 
 
-_MODULES = {
-    ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in _stamps
-    if path != _ROOT / "__init__.py"
-}
-"""Source file of each module of this package."""
+@functools.cache
+def _modules(root: Path) -> dict[str, Path]:
+    """Return the source file of each module of a package, the package itself left out."""
+    found = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found.pop(root.name, None)
+    return found
 
 
 @functools.cache
 def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
     """Return a file's bytes and the files of this package that it imports."""
     _stamps.setdefault(path, _stamp(path))
-    source = path.read_bytes()
+    source, modules = path.read_bytes(), _modules(_ROOT)
     found: set[Path] = set()
     for match in _IMPORT.finditer(source.decode()):
         package, names, module = match.groups()
         if module:
-            found.add(_MODULES.get(module, path))
+            found.add(modules.get(module, path))
             continue
         for name in re.findall(r"\w+", re.sub(r"\bas\s+\w+|#[^\n]*", "", names)):
-            found.add(_MODULES.get(f"{package}.{name}") or _MODULES.get(package, path))
+            found.add(
+                _modules(_ROOT).get(f"{package}.{name}") or _modules(_ROOT).get(package, path)
+            )
     return source, tuple(sorted(found - {path}))
 
 

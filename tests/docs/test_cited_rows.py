@@ -5,8 +5,8 @@
     -->
 
 Every line has a number as the text prints it and the place of its value: keys of the file with
-" / " between them.  Rows of a list or table are found by their values, `weights=q3h; batch=1`; with
-`max COLUMN`, `min COLUMN` or `median COLUMN` behind them there may be several.  A number with % is a
+" / " between them.  Rows of a list or table are found by their values, `weights=q3h; batch=1`;
+there may be several before `max COLUMN`, `min COLUMN` and `median COLUMN`.  A number with % is a
 share.  In a .md or .txt file the place is a text: a line has it and the number, without its sign.
 """
 
@@ -30,9 +30,9 @@ NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?(?:e-?\d+)?)(%?)")
 def citations(page: Path) -> list[tuple[str, str, str, str]]:
     """Return the file, the number, the path of its value, and the text before each citation."""
     text = page.read_text(encoding="utf-8")
-    found, start = [], 0
+    found, start, cited = [], 0, ""
     for comment in COMMENT.finditer(text):
-        cited = text[start : comment.start()]
+        cited = text[start : comment.start()].strip() or cited  # two comments may follow a text
         start = comment.end()
         for line in comment[2].strip().splitlines():
             number, _, path = line.strip().partition(" ")

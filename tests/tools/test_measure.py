@@ -66,30 +66,31 @@ def test_batching(tool, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_server_s_rows_are_written_one_by_one_and_taken_up_again(tool, monkeypatch, tmp_path):
+def test_published_rows_are_appended(tool, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(TOOLS))
+    published = importlib.import_module("published_rows")
     measure_server = importlib.import_module("http_server")
 
-    def rows(test):
-        return lambda: [{"test": test, "server": s, "x": 1.0, "y_samples": [1]} for s in "ab"]
+    def rows(test, x):
+        return lambda: [{"test": test, "server": s, "x": x, "y_samples": [1]} for s in "ab"]
 
-    facts = {"model": "m", "threads": 1}
-    first = measure_server.Results(tmp_path, facts, False, 0.0)
-    first.measure("c1", ["a", "b"], rows("c1"))
-    written = json.loads((tmp_path / "rows.json").read_text())
-    assert [r["test"] for r in written["rows"]] == ["c1", "c1"]
-    assert "| c1 | a | 1 |" in (tmp_path / "table.md").read_text()
-    late = measure_server.Results(tmp_path, facts, True, 1e-9)
-    late.measure("c1", ["a", "b"], lambda: pytest.fail("it is there already"))
-    late.measure("c8", ["a", "b"], lambda: pytest.fail("no time is left"))
-    assert late.missing == ["c8"]
-    again = measure_server.Results(tmp_path, facts, True, 0.0)
-    again.measure("c8", ["a", "b"], rows("c8"))
-    assert [r["test"] for r in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [
-        "c1", "c1", "c8", "c8"
+    facts = published.conditions()
+    assert facts["commit"][:8] in facts["measurement"]
+    first = measure_server.Results(tmp_path / "new", facts, "c")
+    first.measure("c1", rows("c1", 1.0))
+    first.measure("c8", rows("c8", 2.0))
+    first.measure("prefix 64", lambda: pytest.fail("it is not asked for"))
+    again = measure_server.Results(tmp_path / "new", {**facts, "model": "m"}, "")
+    again.measure("c1", rows("c1", 3.0))
+    file = tmp_path / "new" / "rows.jsonl"
+    made = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["x"] for r in made] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert {"commit", "packages", "processor", "load_average_at_start", "measured"} <= set(made[0])
+    newest = published.latest(file, "test", "server")
+    assert [(r["test"], r["server"], r["x"]) for r in newest] == [
+        ("c1", "a", 3.0), ("c1", "b", 3.0), ("c8", "a", 2.0), ("c8", "b", 2.0)
     ]  # fmt: skip
-    with pytest.raises(SystemExit, match="another threads"):
-        measure_server.Results(tmp_path, facts | {"threads": 2}, True, 0.0)
+    assert published.latest(tmp_path / "missing.jsonl", "test") == []
 
 
 def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):

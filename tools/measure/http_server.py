@@ -2,11 +2,9 @@
 """Measure the server against llama.cpp's on the same GGUF file, and the overhead of serving.
 
     python tools/measure/http_server.py results/server/MACHINE [--llama-server PATH]
-    python tools/measure/http_server.py results/server/MACHINE --resume --seconds 240
 
-Writes rows.json and table.md after every row.  After --seconds no measurement starts, and the exit
-code is 3 if some are missing; --resume measures only the missing ones.  A row is one number with
-its samples:
+Appends each test's rows to rows.jsonl, of which docs/server.md shows the newest.  A row is one
+number with its samples:
 
 - ``cN``: N clients at once, each of which sends requests of 64 random prompt tokens (no two
   alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
@@ -47,14 +45,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from published_rows import append, conditions
 from random_gguf import SHAPES, write
 from scheduling_overhead import Times, idle
 from speculation import step_s
 
 import nbflow
 from nbflow.planner import planned_model
-from nbflow.utils.atomic_write import write_text
-from nbflow.utils.system import package_versions, processor_name
 
 PROMPT, NEW = 64, 64
 LONG = 512
@@ -332,72 +329,33 @@ def shared(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> l
 
 
 class Results:
-    """Result rows of a folder, written one by one.
+    """Rows of a run, appended to rows.jsonl one test after the other.
 
     Parameters
     ----------
     folder : Path
-        Folder of rows.json and table.md.
+        Folder of rows.jsonl.
     facts : dict
-        Measurement conditions; existing rows must have the same.
-    resume : bool
-        Keep existing rows.
-    seconds : float
-        Time limit for starting a measurement; 0: none.
+        Conditions of the run, part of every row.
+    only : str
+        Tests whose name contains this.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, seconds: float) -> None:
-        self._folder, self._facts = folder, facts
-        self._end = time.monotonic() + seconds if seconds else float("inf")
-        self.rows: list[dict[str, Any]] = []
-        self.missing: list[str] = []
-        """Measurements skipped for lack of time."""
-        path = folder / "rows.json"
-        if resume and path.exists():
-            before = json.loads(path.read_text())
-            self.rows = before.pop("rows")
-            differing = [key for key in facts if before.get(key) != facts[key]]
-            if differing:
-                sys.exit(
-                    f"{path} was measured with another {differing[0]}, {before.get(differing[0])}; "
-                    "omit --resume to start over, or name another folder"
-                )
+    def __init__(self, folder: Path, facts: dict[str, Any], only: str) -> None:
+        self._file, self._facts, self._only = folder / "rows.jsonl", facts, only
 
-    def measure(self, test: str, servers: list[str], call: Callable[[], Any]) -> None:
-        """Run a measurement and write its rows, unless they exist or time is up."""
-        known = {(r["test"], r["server"]) for r in self.rows}
-        if all((test, server) in known for server in servers):
-            return
-        if time.monotonic() > self._end:
-            self.missing.append(test)
-            return
-        new = call()
-        self.rows = [r for r in self.rows if r["test"] != test] + new
-        print_rows(new)
-        self._write()
-
-    def _write(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        whole = json.dumps({**self._facts, "rows": self.rows}, indent=1) + "\n"
-        write_text(self._folder / "rows.json", whole)
-        write_text(self._folder / "table.md", table(self.rows))
+    def measure(self, test: str, call: Callable[[], list[dict[str, Any]]]) -> None:
+        """Run a measurement and append its rows."""
+        if self._only in test:
+            rows = call()
+            append(self._file, self._facts, rows)
+            print_rows(rows)
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     for line in rows:
         shown = {k: v for k, v in line.items() if not isinstance(v, list)}
         print(json.dumps(shown), flush=True)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown: one line per test and server."""
-    names = list(dict.fromkeys(key for r in rows for key in r if not key.endswith("_samples")))
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for r in rows:
-        cells = [r.get(name, "") for name in names]
-        shown = [f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells]
-        lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -414,8 +372,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--llama-server", default=shutil.which("llama-server") or "")
-    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
-    parser.add_argument("--seconds", type=float, default=0.0, help="start nothing after S seconds")
+    parser.add_argument("--only", default="", help="tests whose name contains this, e.g. c8")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     path = arguments.model or arguments.folder / f"{arguments.shape}-{arguments.format}.gguf"
@@ -423,23 +380,17 @@ def main() -> None:
         if arguments.model:
             parser.error(f"the file {path} does not exist")
         write(arguments.shape, arguments.format, path)
-    facts = {
-        "processor": processor_name(),
-        "packages": package_versions(),
-        "model": path.name,
-        "prompt": PROMPT,
-        "new": NEW,
-    }
+    facts = {**conditions(), "model": path.stem, "prompt": PROMPT, "new": NEW}
+    if arguments.llama_server:
+        version = [arguments.llama_server, "--version"]
+        answer = subprocess.run(version, capture_output=True, text=True)
+        facts["llama_server"] = (answer.stdout + answer.stderr).splitlines()[0]
     facts |= {key: getattr(arguments, key) for key in ("activations", "threads", "repeats")}
-    results = Results(arguments.out, facts, arguments.resume, arguments.seconds)
-    measure_all(path, results, arguments)
-    if results.missing:
-        print(f"no time for {', '.join(results.missing)}; continue with --resume", file=sys.stderr)
-        sys.exit(3)
+    measure_all(path, Results(arguments.out, facts, arguments.only), arguments)
 
 
 def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> None:
-    """Start the servers and make every measurement that is missing."""
+    """Start the servers and make every measurement."""
     spec = planned_model(path).spec
     with contextlib.ExitStack() as stack:
         n_long = min(LONG, spec.max_context // 64 * 64 - 64)
@@ -447,15 +398,14 @@ def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> 
         if arguments.llama_server:
             theirs_ = started(*theirs(path, arguments), spec.vocab_size)
             peers.append(stack.enter_context(theirs_))
-        names = [peer.name for peer in peers]
         for n in arguments.clients:
-            results.measure(f"c{n}", names, partial(throughput, peers, n, arguments))
-        results.measure(f"prefix {n_long}", names, partial(prefix, peers, n_long, arguments))
+            results.measure(f"c{n}", partial(throughput, peers, n, arguments))
+        results.measure(f"prefix {n_long}", partial(prefix, peers, n_long, arguments))
         for n in arguments.shared:
-            results.measure(f"shared {n}", names, partial(shared, peers, n, arguments))
+            results.measure(f"shared {n}", partial(shared, peers, n, arguments))
     with contextlib.ExitStack() as stack:
 
-        @cache  # only if a measurement is missing
+        @cache  # only if it is measured
         def idle_server() -> tuple[Peer, nbflow.LLM, Times]:
             options = {"activations": arguments.activations, "threads": arguments.threads}
             model = stack.enter_context(nbflow.load(path, **options))
@@ -464,11 +414,7 @@ def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> 
             return stack.enter_context(server), model, times
 
         for n in arguments.clients:
-            results.measure(
-                f"overhead c{n}",
-                ["engine", "http"],
-                lambda n=n: overhead(*idle_server(), n, arguments),
-            )
+            results.measure(f"overhead c{n}", lambda n=n: overhead(*idle_server(), n, arguments))
 
 
 if __name__ == "__main__":
