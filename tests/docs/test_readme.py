@@ -22,7 +22,7 @@ from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.testing.format_support import OPERATIONS, cells
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ("columns", "formats", "memory", "ops", "performance", "tolerances", "experiments")
+DOCS = ("columns", "formats", "memory", "ops", "performance", "tolerances", "experiments", "server")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

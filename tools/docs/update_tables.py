@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # f
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
+from server_tables import TABLES as SERVER  # noqa: E402
 
 RESULTS = ROOT / "results" / "formats"
 ENGINE = ROOT / "results" / "engine" / "intel-xeon-2-cores" / "rows.jsonl"
@@ -250,6 +251,7 @@ def result_columns_table() -> str:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats_excerpt, "engine excerpt": engine_excerpt},
+    "docs/server.md": SERVER,
     "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table},
     "docs/formats.md": {
         "where": measured_where,

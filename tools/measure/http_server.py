@@ -139,7 +139,7 @@ def ours(
 def theirs(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], int]:
     port, most = free_port(), max(arguments.clients)
     command = [arguments.llama_server, "-m", str(model), "--port", str(port), "-np", str(most)]
-    context = max(1024, *(n + OWN + 64 for n in arguments.shared))
+    context = max([1024, *(n + OWN + 64 for n in arguments.shared)])
     command += ["-c", str(most * context), "-t", str(arguments.threads), "--host", "127.0.0.1"]
     return "llama.cpp", command, port
 
