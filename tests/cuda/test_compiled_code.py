@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,10 @@ def test_products_by_wgmma_keep_both_sums_in_registers(name: str, cluster: int) 
     assert (facts.fp64, facts.local_accesses, facts.stack_bytes) == (0, 0, 0)
     assert facts.tensor_core == 4 + 3  # a step of 64 columns; fence, commit, wait
     assert (facts.async_copies or 0) + facts.wide_loads > 0
+
+
+def test_sources_need_no_headers_of_cuda() -> None:
+    """NVRTC alone has none: they are another package, which a machine may lack."""
+    sources = [p for p in Path(nk.__file__).parent.rglob("*.cu*") if p.suffix in (".cu", ".cuh")]
+    assert len(sources) > 50
+    assert [p.name for p in sources if "#include <" in p.read_text(encoding="utf-8")] == []

@@ -5,9 +5,10 @@
     -->
 
 Every line has a number as the text prints it and the place of its value: keys of the file with
-" / " between them.  Rows of a list or table are found by their values, `weights=q3h; batch=1`;
-there may be several before `max COLUMN`, `min COLUMN` and `median COLUMN`.  A number with % is a
-share.  In a .md or .txt file the place is a text: a line has it and the number, without its sign.
+" / " between them.  Rows of a list or table are found by their values, `weights=q3h; batch=1`, or
+parts of them, `model~1.1b`; there may be several before `max COLUMN`, `min COLUMN` and `median
+COLUMN`.  A number with % is a share.  In a .md or .txt file the place is a text: a line has it and
+the number, without its sign.
 """
 
 from __future__ import annotations
@@ -64,12 +65,16 @@ def value_of(data: Any, path: str) -> float:
         elif how in AGGREGATES:
             data = AGGREGATES[how]([float(r[column]) for r in data if r.get(column)])
         elif "=" in key:
-            wanted = dict(part.split("=") for part in key.split("; "))
-            data = [r for r in data if all(str(r[k]) == v for k, v in wanted.items())]
+            wanted = [re.fullmatch(r"(\w+)(=|~)(.*)", part).groups() for part in key.split("; ")]
+            data = [r for r in data if all(matches(str(r[k]), how, v) for k, how, v in wanted)]
         else:
             assert len(data) == 1, f"{len(data)} rows are before {key}"
             data = data[0][key]
     return float(data)
+
+
+def matches(found: str, how: str, wanted: str) -> bool:
+    return found == wanted if how == "=" else wanted in found
 
 
 def agrees(printed: str, value: float) -> bool:

@@ -86,6 +86,7 @@ def test_published_rows_are_appended(tool, monkeypatch, tmp_path):
     made = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["x"] for r in made] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert {"commit", "packages", "processor", "load_average_at_start", "measured"} <= set(made[0])
+    assert all(r["stolen_share"] is None or 0 <= r["stolen_share"] < 1 for r in made)
     newest = published.latest(file, "test", "server")
     assert [(r["test"], r["server"], r["x"]) for r in newest] == [
         ("c1", "a", 3.0), ("c1", "b", 3.0), ("c8", "a", 2.0), ("c8", "b", 2.0)

@@ -65,7 +65,7 @@ def first_tokens() -> str:
 def overhead() -> str:
     """Return what requests cost besides the model: steps sleep as long as the model's take."""
     lines = [
-        "| model | clients | step | engine, CPU time per token | engine and HTTP | share of the steps |",
+        "| model | clients | step | engine, CPU per token | engine and HTTP | share of the steps |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for (model, test), servers in _tests().items():

@@ -1,7 +1,8 @@
 """Rows of measurements under results/: JSON lines that are appended, never replaced.
 
 Each run has an id, its time and commit; each of its rows carries the id, the time in UTC, the
-commit, the versions of the packages, the processor and the load average when it began.
+commit, the versions of the packages, the processor, the load average when the run began, and the
+share of the processor's time that other virtual machines took since the rows before.
 """
 
 from __future__ import annotations
@@ -17,9 +18,23 @@ from typing import Any
 from nbflow.utils.system import package_versions, processor_name
 from nbflow_experiments.store.provenance import git_state, now
 
+_ticks: list[int] = []
+
+
+def _stolen_share() -> float | None:
+    """Return the stolen share of the processor's time since the last call; None where unknown."""
+    try:
+        now_ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    passed = [a - b for a, b in zip(now_ticks, _ticks, strict=True)] if _ticks else now_ticks
+    _ticks[:] = now_ticks
+    return round(passed[7] / max(1, sum(passed)), 4)
+
 
 def conditions() -> dict[str, Any]:
     """Return the facts of a run, which are part of each of its rows."""
+    _stolen_share()
     git = git_state(Path(__file__))
     commit = "unknown" if git is None else git["commit"]
     time = datetime.datetime.now(datetime.UTC)
@@ -43,9 +58,10 @@ def conditions() -> dict[str, Any]:
 def append(file: Path, facts: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
     """Append a run's rows, each with the facts of the run and the time."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    facts = {**facts, "stolen_share": _stolen_share(), "measured": now()}
     with file.open("a", encoding="utf-8") as out:
         for row in rows:
-            out.write(json.dumps({**row, **facts, "measured": now()}) + "\n")
+            out.write(json.dumps({**row, **facts}) + "\n")
 
 
 def latest(file: Path, *keys: str) -> list[dict[str, Any]]:

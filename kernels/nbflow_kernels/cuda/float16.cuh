@@ -1,6 +1,6 @@
-// Loads of float32, float16 and bfloat16 elements as float32.
+// Loads of float32, float16 and bfloat16 elements as float32.  The conversions are PTX, because the
+// headers of CUDA C++ are not on every machine that has NVRTC.
 #pragma once
-#include <cuda_fp16.h>
 
 enum Kind { F32 = 0, F16 = 1, BF16 = 2 };
 
@@ -11,12 +11,23 @@ template <> struct Element<F32> {
 };
 template <> struct Element<F16> {
   using Stored = unsigned short;
-  __device__ static float of(unsigned short x) { return __half2float(__ushort_as_half(x)); }
+  __device__ static float of(unsigned short x) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+    return f;
+  }
 };
 template <> struct Element<BF16> {
   using Stored = unsigned short;
   __device__ static float of(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
 };
+
+// The nearest float16, as bits.
+__device__ inline unsigned short to_f16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
 
 // Elements [i, i + 4) of the n at `x` as float32; those from n on are 0.
 template <int KIND, bool WIDE>

@@ -18,11 +18,11 @@ __global__ void gather(const int* ids, const typename Element<KIND>::Stored* tab
       v = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
     }
     if (HALF) {
-      __half* to = (__half*)out + (long long)blockIdx.x * E + i;
-      to[0] = __float2half_rn(v.x);
-      if (i + 1 < E) to[1] = __float2half_rn(v.y);
-      if (i + 2 < E) to[2] = __float2half_rn(v.z);
-      if (i + 3 < E) to[3] = __float2half_rn(v.w);
+      unsigned short* to = (unsigned short*)out + (long long)blockIdx.x * E + i;
+      to[0] = to_f16(v.x);
+      if (i + 1 < E) to[1] = to_f16(v.y);
+      if (i + 2 < E) to[2] = to_f16(v.z);
+      if (i + 3 < E) to[3] = to_f16(v.w);
     } else {
       store4<WIDE>((float*)out + (long long)blockIdx.x * E, i, E, v);
     }

@@ -176,6 +176,33 @@ DEV void find_bucket(SharedScratch& scratch, int n_buckets, u32 number, u64 mass
     __syncthreads();
 }
 
+// Add elements to the histogram, one of each thread of a warp that `counts`.  Atomic additions to one
+// address wait for each other, and elements of a warp often have one bucket (always the first digit
+// of an index does): the warp adds up those of its first buckets, the rest add their own.
+constexpr int BUCKETS_ADDED_UP = 2;
+
+DEV void add_to_histogram(SharedScratch& scratch, bool counts, int bucket, u64 weight) {
+    u32 left = __ballot_sync(~0u, counts);
+    for (int i = 0; left && i < BUCKETS_ADDED_UP; i++) {
+        const int leader = __ffs(left) - 1;
+        const int chosen = __shfl_sync(~0u, bucket, leader);
+        const bool with_leader = counts && bucket == chosen;
+        const u32 all = __ballot_sync(~0u, with_leader);
+        u64 sum = with_leader ? weight : 0;
+        for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+        if ((threadIdx.x & 31) == leader) {
+            atomicAdd(&scratch.counts[bucket], (u32)__popc(all));
+            if (sum) atomicAdd(&scratch.masses[bucket], sum);
+        }
+        counts = counts && !with_leader;
+        left &= ~all;
+    }
+    if (counts) {
+        atomicAdd(&scratch.counts[bucket], 1u);
+        if (weight) atomicAdd(&scratch.masses[bucket], weight);
+    }
+}
+
 // Find the first element in descending order of `row.key` at which `number` elements or `mass` are
 // reached, else the last one, among those for which `row.takes` is true.  Keys have 32 + INDEX_BITS
 // bits, or INDEX_BITS if `by_index`.
@@ -192,14 +219,13 @@ DEV Selected select(SharedScratch& scratch, const Row& row, int V, bool by_index
             scratch.masses[b] = 0;
         }
         __syncthreads();
-        for (int j = threadIdx.x; j < V; j += blockDim.x) {
-            if (!row.takes(j)) continue;
-            const u64 key = row.key(j);
-            if (key >> parent != prefix) continue;
+        for (int first = 0; first < V; first += blockDim.x) {
+            const int j = first + threadIdx.x;
+            bool counts = j < V && row.takes(j);
+            const u64 key = counts ? row.key(j) : 0;
+            counts = counts && key >> parent == prefix;
             const int bucket = (key >> shift) & ((1 << width) - 1);
-            const u64 weight = row.mass(j);
-            atomicAdd(&scratch.counts[bucket], 1u);
-            if (weight) atomicAdd(&scratch.masses[bucket], weight);
+            add_to_histogram(scratch, counts, bucket, counts ? row.mass(j) : 0);
         }
         __syncthreads();
         find_bucket(scratch, 1 << width, number, mass);
