@@ -86,7 +86,7 @@ def test_tiles_of_any_size_have_the_same_bits(hopper: Any) -> None:
 
 
 def test_both_instructions_add_alike(xp: Any) -> None:
-    """Batch invariance needs this on a device; else `mma.sync` is used."""
+    """Results are independent of the batch on a device that does; else a log line says so."""
     if hasattr(xp, "reset"):
         xp.reset(arch="sm_90")
     device = device_of(xp.zeros(1))
@@ -97,17 +97,20 @@ def test_both_instructions_add_alike(xp: Any) -> None:
     assert not float_cuda.use_wgmma(device, 64)
 
 
-def test_environment_and_self_test_choose_the_instruction(
-    hopper: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_difference_is_logged_once_and_the_environment_decides(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = device_of(hopper.zeros(1))
-    device.constants["matmul", "wgmma agrees"] = False  # as if the test had failed
-    assert not float_cuda.use_wgmma(device, 512)
-    monkeypatch.setenv("NBFLOW_WGMMA", "1")
-    assert float_cuda.use_wgmma(device, 512)
-    device.constants["matmul", "wgmma agrees"] = True
-    monkeypatch.setenv("NBFLOW_WGMMA", "0")
-    assert not float_cuda.use_wgmma(device, 512)
+    monkeypatch.setattr(float_cuda, "same_bits", lambda *_: False)
+    for switch, used in (("0", False), ("1", True)):
+        monkeypatch.setenv("NBFLOW_WGMMA", switch)
+        assert float_cuda.use_wgmma(device, 512) == used
+    assert not caplog.records
+    monkeypatch.delenv("NBFLOW_WGMMA")
+    for _ in range(2):
+        assert float_cuda.use_wgmma(device, 512)
+    (record,) = caplog.records
+    assert "NBFLOW_WGMMA=0 makes all products use mma.sync" in record.getMessage()
     monkeypatch.setenv("NBFLOW_WGMMA", "yes")
     with pytest.raises(UsageError, match="NBFLOW_WGMMA must be 0, 1 or empty, got 'yes'"):
         float_cuda.use_wgmma(device, 512)

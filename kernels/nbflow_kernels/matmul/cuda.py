@@ -9,12 +9,14 @@ float32, other rows, or a matrix per segment           `cuda_simt.cu`: float32 a
                                                        is read once for 8 tokens
 =====================================================  =============================================
 
-`cuda_wgmma` is chosen where it gives the same bits as `cuda_mma` (`same_bits`), since a row of the
-result must not depend on the number of tokens.
+A row of the result does not depend on the number of tokens if `cuda_wgmma` gives the same bits as
+`cuda_mma` (`same_bits`).  Where a device says otherwise, a log line says so; the environment variable
+NBFLOW_WGMMA=0 then keeps results independent of the batch, at the cost of speed.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -22,6 +24,8 @@ import numpy as np
 
 from nbflow_kernels.cuda import Kernel, KernelDevice, address, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.matmul import cuda_mma, cuda_wgmma
+
+logger = logging.getLogger(__name__)
 
 ROWS = 32  # of a thread block: 8 warps with 4 each
 MIN_WGMMA_TOKENS = 65
@@ -59,22 +63,30 @@ def use_wgmma(device: KernelDevice, n_tokens: int) -> bool:
 
 
 def wgmma_enabled(device: KernelDevice) -> bool:
-    """Return whether a device has `wgmma` and it gives the bits of `mma.sync`.
+    """Return whether to use the `wgmma` of a device.
 
-    The environment variable NBFLOW_WGMMA overrides the test of the bits: 0, never; 1, always.
+    The first call compares its bits with those of `mma.sync` and logs a difference.  The
+    environment variable NBFLOW_WGMMA decides without the test: 0, never; 1, always.
     """
     if device.arch != "sm_90":
         return False
     switch = cuda_wgmma.environment_switch("NBFLOW_WGMMA")
-    return switch == "1" or (not switch and _agrees(device))
+    if not switch:
+        _compare_once(device)
+    return switch != "0"
 
 
-def _agrees(device: KernelDevice) -> bool:
-    """Return the result of `same_bits`, which runs at the first call, hence outside of graphs."""
-    key = ("matmul", "wgmma agrees")
+def _compare_once(device: KernelDevice) -> None:
+    """Log if the instructions differ; runs at the first call, hence outside of graphs."""
+    key = ("matmul", "wgmma compared")
     if key not in device.constants:
         device.constants[key] = all(same_bits(device, dtype) for dtype in ("float16", "uint16"))
-    return bool(device.constants[key])
+        if not device.constants[key]:
+            logger.warning(
+                "wgmma and mma.sync round sums differently on this device: the last bits of a "
+                "prompt's results depend on how many tokens are in a step; NBFLOW_WGMMA=0 makes "
+                "all products use mma.sync"
+            )
 
 
 def same_bits(device: KernelDevice, dtype: str) -> bool:
