@@ -10,7 +10,7 @@ float32, other rows, or a matrix per segment           `cuda_simt.cu`: float32 a
 =====================================================  =============================================
 
 A row of the result does not depend on the number of tokens if `cuda_wgmma` gives the same bits as
-`cuda_mma` (`same_bits`).  Where a device says otherwise, a log line says so; the environment variable
+`cuda_mma` (`same_bits`).  Where it does not, a log line says so; the environment variable
 NBFLOW_WGMMA=0 then keeps results independent of the batch, at the cost of speed.
 """
 
