@@ -149,7 +149,7 @@ class LoadOptions(OffloadConfig):
     device: str = option(
         "auto", "auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
         more='One for all ranks, or one for each: "cpu,cuda" with partition "0;1".  Ranks on '
-        '"cuda" use the devices of the machine round-robin; "cuda:1" names one.',
+        '"cuda" take the devices of their host in turn; "cuda:1" names one.',
     )  # fmt: skip
     graphs: bool = option(True, "run decode steps as CUDA graphs on devices")
     tokenizer: str | Path | None = option(

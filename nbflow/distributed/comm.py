@@ -30,6 +30,8 @@ class Comm(ABC):
     """Number of this rank, from 0."""
     size: int
     """Number of ranks."""
+    on_stream = False
+    """Collectives run on the current stream of a device, so that CUDA graphs can hold them."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -70,6 +72,13 @@ class Comm(ABC):
 
         Collective: every rank must call it with the same ranks.
         """
+
+    def hosts(self) -> list[int]:
+        """Return the host of every rank, named by the lowest rank on it; collective.
+
+        Ranks of one process are on one host.
+        """
+        return [0] * self.size
 
     def _start(self, array: np.ndarray, dest: int) -> None:
         """Send as `_send`, where possible without waiting for the receiver."""
@@ -184,10 +193,8 @@ class DeviceComm(Comm):
         self._xp.cuda.get_current_stream().synchronize()
 
     def _buffer(self, shape: tuple[int, ...]) -> Any:
-        buffer: Any = self._scratch.get(shape)
-        if buffer is None:
-            buffer = self._scratch[shape] = self._xp.empty(shape, "float32")
-        return buffer
+        """Return a new array: CuPy's pool is ordered by stream, and a graph has a pool."""
+        return self._xp.empty(shape, "float32")
 
     def Allreduce_q8(self, array: Any) -> None:
         raise UsageError("all_reduce='q8' needs arrays on the host; use 'f32'")
@@ -197,6 +204,10 @@ class DeviceComm(Comm):
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
         found: list[Any] | None = self._host.gather_object(value, root)
+        return found
+
+    def hosts(self) -> list[int]:
+        found: list[int] = self._host.hosts()
         return found
 
     def barrier(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -161,56 +163,120 @@ class Device:
 HOST = Device("cpu", np)
 
 
-def find_devices(devices: str, n_ranks: int, graphs: bool = True) -> list[Device]:
-    """Return the device of each rank.
+@dataclass(frozen=True)
+class RankDevice:
+    """Device of a rank by name; only its own rank resolves it (`find`), on its host."""
+
+    name: str
+    """A name of `DEVICES`, or ``cuda:N``."""
+    turn: int = 0
+    """For ``cuda``: number of earlier ranks on the host with that name."""
+    taken: frozenset[int] = frozenset()
+    """For ``cuda``: devices of the host that other ranks name by number."""
+    graphs: bool = True
+    """Run steps on a CUDA device as graphs."""
+
+    def find(self) -> Device:
+        """Return the device; see `find_device`."""
+        return find_device(self.name, self.turn, self.taken, self.graphs)
+
+
+def name_devices(devices: str, hosts: Sequence[Hashable], graphs: bool = True) -> list[RankDevice]:
+    """Return the device of each rank by name, without looking for it.
 
     Parameters
     ----------
     devices : str
         One name for all ranks, or one for each, separated by commas (``"cpu,cuda"``).  ``cuda:1``
-        is device 1; ranks with ``cuda`` take the machine's devices in turn.
-    n_ranks : int
-        Number of ranks.
+        is device 1 of the rank's host; ranks of a host with ``cuda`` take its other devices in
+        turn.
+    hosts : sequence of hashable
+        Host of each rank.
     graphs : bool
         Run steps on CUDA devices as graphs.
 
     Raises
     ------
-    MissingExtraError, UsageError
-        As `find_device`; if the number of names is neither one nor that of the ranks.
+    UsageError
+        If a name is unknown, or the number of names is neither one nor that of the ranks.
+
+    Examples
+    --------
+    >>> [(d.name, d.turn) for d in name_devices("cuda", ["a", "b", "a", "b"])]
+    [('cuda', 0), ('cuda', 0), ('cuda', 1), ('cuda', 1)]
     """
+    names = check_names(devices, len(hosts))
+    numbered = [_number(name) for name in names]
+    found = []
+    for rank, (host, name) in enumerate(zip(hosts, names, strict=True)):
+        here = [r for r, other in enumerate(hosts) if other == host]
+        turn = sum(r < rank and names[r] == "cuda" for r in here)
+        taken = frozenset(n for r in here if (n := numbered[r]) is not None)
+        is_cuda = name == "cuda"
+        found.append(
+            RankDevice(name, turn if is_cuda else 0, taken if is_cuda else frozenset(), graphs)
+        )
+    return found
+
+
+def check_names(devices: str, n_ranks: int) -> list[str]:
+    """Return the device name of each rank; raises as `name_devices`."""
     names = [name.strip() for name in devices.split(",")]
     if len(names) not in (1, n_ranks):
         raise UsageError(
             f"device={devices!r} names {len(names)} devices for {n_ranks} ranks; give one for all, "
             "or one for each rank of the partition"
         )
-    if len(names) == 1:
-        names *= n_ranks
-    found = [find_device(name, names[:i].count("cuda")) for i, name in enumerate(names)]
-    for device in found:
-        if not device.on_host:
-            device.graphs = graphs
-    return found
+    for name in names:
+        _number(name)
+    return names * n_ranks if len(names) == 1 else names
 
 
-def find_device(device: str, turn: int = 0) -> Device:
-    """Return the device of a name.
+def _number(device: str) -> int | None:
+    """Return the number of ``cuda:N``, None for another name of `DEVICES`."""
+    name, colon, number = device.partition(":")
+    is_numbered = name == "cuda" and number.isascii() and number.isdigit()
+    if is_numbered if colon else name in DEVICES:
+        return int(number) if colon else None
+    raise unknown_name("device", device, DEVICES)
+
+
+def choose_ordinal(turn: int, taken: frozenset[int], n_devices: int) -> int:
+    """Return the device of a rank that names none by number.
+
+    Ranks take the devices that others do not name in turn; all devices if none is left.
+
+    Examples
+    --------
+    >>> [choose_ordinal(turn, frozenset({1}), 3) for turn in range(3)]
+    [0, 2, 0]
+    """
+    free = [n for n in range(n_devices) if n not in taken] or list(range(n_devices))
+    return free[turn % len(free)]
+
+
+def find_device(
+    device: str, turn: int = 0, taken: frozenset[int] = frozenset(), graphs: bool = True
+) -> Device:
+    """Return the device of a name on this host.
 
     Parameters
     ----------
     device : str
         A name of `DEVICES`, or ``cuda:N``.
-    turn : int
-        For ``cuda`` without a number: earlier ranks with that name.
+    turn, taken : int, frozenset of int
+        For ``cuda`` without a number: see `RankDevice`.
+    graphs : bool
+        Run steps on a CUDA device as graphs.
 
     Raises
     ------
     MissingExtraError
         If CUDA is chosen, and a driver, a device or a package is missing.
     UsageError
-        If the name is unknown.
+        If the name is unknown, or the host has no device of that number.
     """
+    number = _number(device)
     if device in ("auto", "cpu"):
         return HOST
     if device == "emulator":
@@ -222,19 +288,16 @@ def find_device(device: str, turn: int = 0) -> Device:
                 "device 'emulator' compiles CUDA kernels; install the compilers (no driver is "
                 f"needed): {install_command('cuda-test')}"
             )
-        return Device("emulator", stand_in)
-    name, _, number = device.partition(":")
-    if name != "cuda" or (number and not number.isdigit()):
-        raise unknown_name("device", device, DEVICES)
+        return Device("emulator", stand_in, graphs=graphs)
     from nbflow_kernels.cuda import detect
 
     found = detect()
     if not found.usable:
-        raise MissingExtraError(f"device 'cuda': {found.reason}")
-    ordinal = int(number) if number else turn % found.n_devices
+        raise MissingExtraError(f"device {device!r}: {found.reason}")
+    ordinal = choose_ordinal(turn, taken, found.n_devices) if number is None else number
     if ordinal >= found.n_devices:
         raise UsageError(f"device {device!r}: this machine has {found.n_devices} CUDA devices")
-    return Device("cuda", importlib.import_module("cupy"), ordinal=ordinal)
+    return Device("cuda", importlib.import_module("cupy"), ordinal=ordinal, graphs=graphs)
 
 
 def is_host(device: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -49,15 +50,38 @@ class RankCapabilities:
 
 
 @dataclass(frozen=True)
+class Transport:
+    """Transport of device arrays between ranks."""
+
+    name: str
+    """One of `TRANSPORTS`."""
+    reason: str = ""
+    """Why a faster transport is impossible; empty for the fastest and for a selected one."""
+
+
+@dataclass(frozen=True)
 class DeviceComms:
     """Communicators of device arrays; missing ones go through host memory."""
 
     comm: Comm | None = None
-    """All ranks of the model."""
+    """All ranks of the model, for messages between stages."""
     groups: Mapping[tuple[int, ...], Comm] = field(default_factory=dict)
     """Stages of this rank, by rank numbers."""
+    transports: Mapping[tuple[int, ...], Transport] = field(default_factory=dict)
+    """Transports of all stages and, with several stages, of the model, by rank numbers."""
+    transport: Transport | None = None
+    """Transport of this rank's stage, of the model if it is alone in its stage."""
+    fallback: str = ""
+    """Why ranks on CUDA devices do not use NCCL; empty where they do, or need not."""
     overlap: bool = False
     """Overlap all-reduce and compute (`nbflow.executor.overlap`); the same on all ranks."""
+
+    @property
+    def described(self) -> dict[str, str]:
+        """``transport`` of this rank and the ``reason`` why it is not a faster one."""
+        found = self.transport
+        name, reason = ("", "") if found is None else (found.name, found.reason)
+        return {"transport": name, "reason": reason}
 
     @property
     def comms(self) -> list[Comm]:
@@ -65,7 +89,7 @@ class DeviceComms:
         return [c for c in (self.comm, *self.groups.values()) if c is not None]
 
 
-def choose_transport(ranks: Sequence[RankCapabilities], requested: str | None = None) -> str:
+def choose_transport(ranks: Sequence[RankCapabilities], requested: str | None = None) -> Transport:
     """Choose the transport of device arrays between ranks.
 
     Parameters
@@ -83,19 +107,22 @@ def choose_transport(ranks: Sequence[RankCapabilities], requested: str | None = 
     Examples
     --------
     >>> four = [RankCapabilities("a", f"gpu {i}", nccl=True, mpi=False) for i in range(4)]
-    >>> choose_transport(four)
+    >>> choose_transport(four).name
     'nccl'
-    >>> choose_transport([four[0], four[0]])
-    'host'
+    >>> choose_transport([four[0], four[0]])  # doctest: +NORMALIZE_WHITESPACE
+    Transport(name='host', reason='NCCL needs a device for every rank, and some share one;
+    the MPI library does not report CUDA support')
     """
     if requested is not None and requested not in TRANSPORTS:
         raise unknown_name(VARIABLE, requested, TRANSPORTS)
     obstacles = {"nccl": _no_nccl(ranks), "mpi": _no_mpi(ranks), "host": ""}
     if requested is None:
-        return next(name for name in TRANSPORTS if not obstacles[name])
+        name = next(name for name in TRANSPORTS if not obstacles[name])
+        faster = [obstacles[other] for other in TRANSPORTS[: TRANSPORTS.index(name)]]
+        return Transport(name, "; ".join(dict.fromkeys(faster)))
     if obstacles[requested]:
         raise UsageError(f"{VARIABLE}={requested}: {obstacles[requested]}")
-    return requested
+    return Transport(requested)
 
 
 def _no_nccl(ranks: Sequence[RankCapabilities]) -> str:
@@ -176,19 +203,61 @@ def make_device_comms(
     )
     ranks: list[RankCapabilities] = comm.bcast_object(comm.gather_object(mine))
     requested = os.environ.get(VARIABLE) if identity is not None else None
-    transport = choose_transport(ranks, requested)
-    of_groups = {
-        members: _make(
-            choose_transport([ranks[numbers.index(r)] for r in members], requested), group
-        )
+    stages = list(dict.fromkeys(r.group for r in plan.ranks))
+
+    def capabilities(members: Sequence[int]) -> list[RankCapabilities]:
+        return [ranks[numbers.index(r)] for r in members]
+
+    teams = [stage for stage in stages if len(stage) > 1]
+    if len(stages) > 1:
+        teams.append(numbers)
+    transports = {team: choose_transport(capabilities(team), requested) for team in teams}
+    made = {
+        members: c
         for members, group in groups.items()
+        if (c := _make(transports[members], group)) is not None
     }
-    stages = [[numbers.index(r) for r in group] for group in {r.group for r in plan.ranks}]
-    made = {members: c for members, c in of_groups.items() if c is not None}
-    return DeviceComms(_make(transport, comm), made, should_overlap(ranks, stages))
+    world = _make(transports[numbers], comm) if len(stages) > 1 else None
+    indices = [[numbers.index(r) for r in stage] for stage in stages]
+    on_cuda = {
+        team: found
+        for team, found in transports.items()
+        if all(f.device is not None for f in capabilities(team))
+    }
+    return DeviceComms(
+        world, made, transports, transports.get(next(iter(groups), numbers)),
+        describe_fallback(on_cuda), should_overlap(ranks, indices),
+    )  # fmt: skip
 
 
-def _make(transport: str, host: Comm) -> Comm | None:
-    if transport == "nccl":
+def describe_fallback(transports: Mapping[tuple[int, ...], Transport]) -> str:
+    """Return what ranks on CUDA devices use instead of NCCL, and why; empty without a fallback.
+
+    Examples
+    --------
+    >>> describe_fallback({(0, 1): Transport("host", "some share a device")})
+    'ranks 0, 1 exchange arrays through host memory, not over NCCL: some share a device'
+    """
+    ways = {"mpi": "through MPI", "host": "through host memory"}
+    return "; ".join(
+        f"ranks {', '.join(map(str, team))} exchange arrays {ways[found.name]}, not over NCCL: "
+        f"{found.reason}"
+        for team, found in transports.items()
+        if found.reason
+    )
+
+
+def warn_of_fallback(comms: DeviceComms, rank: int) -> None:
+    """Warn on the first rank of a model if its ranks do not use NCCL."""
+    if comms.fallback and rank == 0:
+        warnings.warn(
+            f"{comms.fallback}; {VARIABLE}=host selects host memory without this message",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _make(transport: Transport, host: Comm) -> Comm | None:
+    if transport.name == "nccl":
         return NcclComm(host)
-    return CudaAwareMpiComm(host) if transport == "mpi" else None
+    return CudaAwareMpiComm(host) if transport.name == "mpi" else None

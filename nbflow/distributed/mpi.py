@@ -152,6 +152,16 @@ class MpiComm(Comm):
     def barrier(self) -> None:
         self._wait(self._comm.Ibarrier())
 
+    def hosts(self) -> list[int]:
+        from mpi4py import MPI
+
+        self.barrier()  # waits without spinning, which the split does not
+        local = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        first = local.bcast(self.rank)
+        local.Free()
+        found: list[int] = self.bcast_object(self.gather_object(first))
+        return found
+
     def split(self, ranks: Sequence[int]) -> Comm | None:
         key = tuple(ranks)
         if key not in self._groups:

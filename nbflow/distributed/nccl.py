@@ -1,16 +1,21 @@
 """Communicator of ranks with a GPU each, through NCCL.
 
 A host communicator (`MpiComm`) carries Python objects and the unique id.  Collectives run on CuPy's
-current stream and can be captured into graphs.  NCCL chooses the order of sums: every rank gets the
-same bits, but not those of `MpiComm`.
+current stream and can be captured into graphs.
+
+NCCL's all-reduce chooses the order of additions by the size of the message.  With more than two
+ranks NCCL therefore only moves float32 parts, and a kernel adds them in the order of the ranks: a
+row's bits do not depend on its batch, and are those of `MpiComm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from nbflow.distributed.comm import Comm, DeviceComm, SelfComm
+from nbflow_kernels.cuda.all_reduce import ONE_SHOT_BYTES, ordered_sum
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_INT32"}
@@ -47,6 +52,8 @@ def _nccl() -> tuple[Any, Any]:
 class NcclComm(DeviceComm):
     """One rank with its current CUDA device; `host` is a communicator of the same ranks."""
 
+    on_stream = True
+
     def __init__(self, host: Comm) -> None:
         cupy, self._nccl = _nccl()
         super().__init__(host, cupy)
@@ -73,8 +80,33 @@ class NcclComm(DeviceComm):
         if self.size == 1:
             return
         address, n, kind = self._arguments(array)
-        self._comm.allReduce(address, address, n, kind, self._nccl.NCCL_SUM, self._stream)
+        if self.size == 2 or array.dtype != "float32":  # a + b = b + a
+            self._comm.allReduce(address, address, n, kind, self._nccl.NCCL_SUM, self._stream)
+        elif array.nbytes <= ONE_SHOT_BYTES:
+            parts = self._buffer((self.size, n))
+            self._comm.allGather(address, int(parts.data.ptr), n, kind, self._stream)
+            ordered_sum(parts, array.reshape(-1))
+        else:
+            self._two_shot(array.reshape(-1), kind)
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
+
+    def _two_shot(self, flat: Any, kind: int) -> None:
+        """Exchange shares, add those of this rank in order, and gather the sums."""
+        n, itemsize = flat.size, flat.itemsize
+        share = 4 * -(-n // (4 * self.size))  # 16 bytes: aligned loads
+        starts = [min(r * share, n) for r in range(self.size + 1)]
+        counts = [end - start for start, end in pairwise(starts)]
+        mine, address = counts[self.rank], int(flat.data.ptr)
+        parts = self._buffer((self.size, mine))
+        self._nccl.groupStart()
+        for peer, (start, count) in enumerate(zip(starts, counts, strict=False)):
+            source, target = address + start * itemsize, int(parts.data.ptr)
+            self._comm.send(source, count, kind, peer, self._stream)
+            self._comm.recv(target + peer * mine * itemsize, mine, kind, peer, self._stream)
+        self._nccl.groupEnd()
+        own = flat[starts[self.rank] : starts[self.rank + 1]]
+        ordered_sum(parts, own)
+        self._allgatherv(own, flat, counts)
 
     def _allgatherv(self, part: Any, whole: Any, counts: Sequence[int]) -> None:
         address, n, kind = self._arguments(part)

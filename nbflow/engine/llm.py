@@ -515,6 +515,14 @@ class LLM:
         ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
+    def transport(self) -> list[dict[str, str]]:
+        """Return the transport of arrays between ranks, for each rank.
+
+        ``transport`` is "nccl", "mpi" (CUDA-aware), "host" (host memory), or empty for one rank;
+        ``reason`` says why a faster one is impossible.
+        """
+        return self.gather("transport")
+
     def all_reduce_error(self) -> float:
         """Return the relative RMS rounding error of partial sums with ``all_reduce="q8"``.
 

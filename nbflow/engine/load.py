@@ -15,14 +15,20 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.conversion.importance_names import load_importance
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
 from nbflow.distributed.cpu_threads import fair_threads
-from nbflow.distributed.device import find_devices, is_host, split_host_layers
-from nbflow.distributed.device_comms import make_device_comms
+from nbflow.distributed.device import (
+    Device,
+    RankDevice,
+    check_names,
+    is_host,
+    name_devices,
+    split_host_layers,
+)
+from nbflow.distributed.device_comms import make_device_comms, warn_of_fallback
 from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker, make_groups
-from nbflow.executor import Device
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
@@ -108,7 +114,7 @@ def load(
         for part in split_replicas(partition)
     ]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
-    places = find_devices(device, len(whole.ranks), given.graphs)
+    check_names(device, len(whole.ranks))
     _check_ranks(whole, comm)
     status.progress("the tokenizer")
     tok, why_none = _tokenizer(given.tokenizer, resolved.tokenizer)
@@ -129,10 +135,15 @@ def load(
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm
     models, first = [], 0
+    hosts = [0] * len(whole.ranks)
+    if everyone is not None and everyone.size == len(hosts):
+        hosts = everyone.hosts()
+    places = name_devices(device, hosts, given.graphs)
     for p, part in zip(plans, parts, strict=True):
         mine, first = places[first : first + len(p.ranks)], first + len(p.ranks)
         if part is not None:
             engines, team = _start(p, part, resolved.path, prepared, mine, of_ranks)
+            warn_of_fallback(engines[0].executor.device_comms, part.rank)
             models.append(
                 LLM(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
             )
@@ -221,16 +232,16 @@ def _start(
     comm: Comm,
     path: Path,
     prepared: Prepared,
-    places: list[Device],
+    places: list[RankDevice],
     options: dict[str, Any],
 ) -> tuple[list[Worker], ThreadRanks | None]:
     """Create the workers of this process: one rank of `comm`, or all as threads."""
 
     def make(mine: Comm) -> Worker:
-        groups, place = make_groups(plan, mine), places[mine.rank]
-        place.activate()
+        groups, place = make_groups(plan, mine), _own_device(places[mine.rank], mine)
         links = make_device_comms(mine, plan, groups, place)
-        engine, failure = None, None
+        engine: Worker | None = None
+        failure: Exception | None = None
         try:
             with open_weights(path) as stored, prepared.apply_to(stored) as file:
                 check(options["spec"], file)
@@ -238,7 +249,7 @@ def _start(
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         status.idle()  # the others may need longer
-        _agree(mine, failure)
+        _agree(mine, failure, "while loading its shard")
         assert engine is not None
         return engine
 
@@ -252,7 +263,21 @@ def _start(
     return [make(comm)], None
 
 
-def _agree(comm: Comm, failure: Exception | None) -> None:
+def _own_device(place: RankDevice, comm: Comm) -> Device:
+    """Return the device of this rank as the current one; fails on every rank if one lacks its."""
+    device: Device | None = None
+    failure: Exception | None = None
+    try:
+        device = place.find()
+        device.activate()
+    except (UsageError, MissingExtraError) as error:
+        failure = error
+    _agree(comm, failure, "while looking for its device")
+    assert device is not None
+    return device
+
+
+def _agree(comm: Comm, failure: Exception | None, when: str) -> None:
     """Raise on every rank if one has failed, so that none waits for it."""
     failures = comm.bcast_object(comm.gather_object(failure))
     if failure is not None and not (comm.size > 1 and isinstance(failure, MemoryError)):
@@ -260,7 +285,7 @@ def _agree(comm: Comm, failure: Exception | None) -> None:
     for rank, other in enumerate(failures):
         if other is not None:
             what = "ran out of memory" if isinstance(other, MemoryError) else "failed"
-            raise UsageError(f"rank {rank} {what} while loading its shard: {other}") from other
+            raise UsageError(f"rank {rank} {what} {when}: {other}") from other
 
 
 def _shorten(spec: ModelSpec, max_context: int | None) -> ModelSpec:

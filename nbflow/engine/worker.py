@@ -526,6 +526,10 @@ class Worker:
             predicted += self._encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
+    def transport(self) -> dict[str, str]:
+        """Return the transport of arrays between ranks; see `LLM.transport`."""
+        return self.executor.device_comms.described
+
     def all_reduce_error(self) -> dict[str, float]:
         """Return the largest `Comm.rounding_error` of the communicators."""
         errors = (comm.rounding_error for comm in self._comms)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -254,6 +255,11 @@ class Binder:
     def _kernels(self, family: str) -> Any:
         return op_registry.load(family, self.variant)
 
+    @property
+    def _sharded_norm(self) -> Any:
+        """Kernels of norms over the heads of several ranks."""
+        return importlib.import_module(f"nbflow_kernels.norm.{self.variant}_tensor_parallel")
+
     def _to_device(self, array: np.ndarray) -> Any:
         """Return an array in the memory of the kernels."""
         return array
@@ -305,20 +311,17 @@ class Binder:
             x, out = x[:, : op.attrs["columns"]], out[:, : op.attrs["columns"]]
         weight, bias = (*self.executor.weights.operands[index], None, None)[:2]
         if len(op.inputs) > 1:
-            from nbflow_kernels.norm.cpu_tensor_parallel import rmsnorm_with_sums
-
             sums = self.view(op.inputs[1])[:, op.attrs["column"]]
             offset, width = op.attrs.get("offset", 0.0), op.attrs["width"]
-            return self._captured(op, rmsnorm_with_sums, x, sums, weight, width, eps, offset, out)
+            scaled = self._sharded_norm.rmsnorm_with_sums
+            return self._captured(op, scaled, x, sums, weight, width, eps, offset, out)
         if op.attrs["norm"] == "rms":
             offset = op.attrs.get("offset", 0.0)
             return self._captured(op, kernels.rmsnorm, x, weight, eps, offset, out)
         return self._captured(op, kernels.layernorm, x, weight, bias, eps, out)
 
     def _sum_squares(self, op: Op, index: int) -> BoundOp:
-        from nbflow_kernels.norm.cpu_tensor_parallel import sum_squares
-
-        out = self.view(op.out)
+        out, sum_squares = self.view(op.out), self._sharded_norm.sum_squares
 
         def launch() -> None:
             for column, (name, counts) in enumerate(
@@ -479,8 +482,8 @@ class Binder:
     # ---- communication ------------------------------------------------------------------------
 
     @staticmethod
-    def _communication(op: Op, call: Callable[[], Any]) -> BoundOp:
-        """Return a communication op that reports its state."""
+    def _communication(op: Op, comm: Any, call: Callable[[], Any]) -> BoundOp:
+        """Return a communication op, a call of `comm`, that reports its state."""
         return PythonOp(op.kind, with_status(op, call))
 
     def _world(self) -> Any:
@@ -494,19 +497,20 @@ class Binder:
     def _all_reduce(self, op: Op, index: int) -> BoundOp:
         group = self._group(op)
         reduce = group.Allreduce_q8 if sends_q8(op) else group.Allreduce
-        return self._communication(op, functools.partial(reduce, self.view(op.out)))
+        return self._communication(op, group, functools.partial(reduce, self.view(op.out)))
 
     def _all_gather(self, op: Op, index: int) -> BoundOp:
         group = self._group(op)
         x, out, widths = self.view(op.inputs[0]), self.view(op.out), op.attrs["widths"]
-        return self._communication(op, functools.partial(group.Allgather_columns, x, out, widths))
+        gather = functools.partial(group.Allgather_columns, x, out, widths)
+        return self._communication(op, group, gather)
 
     def _send(self, op: Op, index: int) -> BoundOp:
         x, comm = self.view(op.inputs[0]), self._world()
         peers = [self.executor.numbers.index(rank) for rank in op.attrs["peers"]]
-        return self._communication(op, functools.partial(comm.send_all, x, peers))
+        return self._communication(op, comm, functools.partial(comm.send_all, x, peers))
 
     def _recv(self, op: Op, index: int) -> BoundOp:
+        out, comm = self.view(op.out), self._world()
         peer = self.executor.numbers.index(op.attrs["peer"])
-        out = self.view(op.out)
-        return self._communication(op, functools.partial(self._world().Recv, out, peer))
+        return self._communication(op, comm, functools.partial(comm.Recv, out, peer))

@@ -18,7 +18,7 @@ from nbflow.executor.bind_cuda_fused import bind_fused
 from nbflow.executor.bind_cuda_moe import bind_experts
 from nbflow.executor.cuda_communication import StagedComm
 from nbflow.executor.cuda_fusion import AnyFusion, ExpertFusion
-from nbflow.executor.cuda_graphs import HostOp
+from nbflow.executor.cuda_graphs import CollectiveOp, HostOp
 from nbflow.executor.cuda_moe import MoERunner
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
@@ -28,10 +28,11 @@ from nbflow.program.records import Op
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan
 from nbflow_kernels.attention.plan_layout import SINKS
 from nbflow_kernels.cuda import device_of
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.matmul import cuda as floats
 from nbflow_kernels.quantized_matmul import cuda as quantized
+
+COLLECTIVES = ("all_reduce", "all_gather")
 
 
 class CudaMatmulOp:
@@ -113,33 +114,17 @@ class CudaBinder(Binder):
 
     def _embedding(self, op: Op, index: int) -> PythonOp:
         (table,) = self.executor.weights.operands[index]
-        name, out = op.attrs.get("index", "ids"), self.view(op.out)
-        rows, scale = getattr(self.arrays, name), op.attrs.get("scale", 1.0)
-        look_up = self._kernels("embedding").embedding
+        rows, out = getattr(self.arrays, op.attrs.get("index", "ids")), self.view(op.out)
+        kernels, scale = self._kernels("embedding"), op.attrs.get("scale", 1.0)
         if "first_row" not in op.attrs:
-            return self._captured(op, look_up, rows, table, scale, out)
-
-        def look_up_shard() -> None:
-            local = getattr(self._host, name) - np.int32(op.attrs["first_row"])
-            others = (local < 0) | (local >= table.shape[0])
-            look_up(self._to_device(np.where(others, np.int32(0), local)), table, scale, out)
-            for row in np.flatnonzero(others):
-                out[int(row)].fill(0)
-
-        return HostOp(op.kind, look_up_shard)
+            return self._captured(op, kernels.embedding, rows, table, scale, out)
+        first = op.attrs["first_row"]
+        return self._captured(op, kernels.embedding_shard, rows, table, scale, first, out)
 
     def _take_rows(self, op: Op, index: int) -> PythonOp:
         x, out = self.view(op.inputs[0]), self.view(op.out)
         look_up = self._kernels("embedding").embedding
         return self._captured(op, look_up, self.arrays.logit_rows, x, 1.0, out)
-
-    def _norm(self, op: Op, index: int) -> Any:
-        if len(op.inputs) > 1:
-            raise UsageError(
-                f"{self._spec.name}: on CUDA devices, ranks cannot share a norm over all heads; "
-                "partition by layers, e.g. '0;1'"
-            )
-        return super()._norm(op, index)
 
     def _heads_linear(self, op: Op, index: int) -> PythonOp:
         weights = self.executor.weights.operands[index]
@@ -196,25 +181,14 @@ class CudaBinder(Binder):
         assert spec is not None
         x, router = (self.view(name) for name in op.inputs)
         bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
-        first, end = op.attrs["experts"]
-        out = self.view(op.out)
-        runner = MoERunner(x, weights.operands[index], end - first, spec.top_k, op, out, bias)
+        out, held = self.view(op.out), op.attrs["experts"]
+        runner = MoERunner(x, weights.operands[index], held, spec.top_k, op, out, bias)
         self.scratch += runner.scratch
-        if end - first == spec.n_experts and not runner.waits:
-            return PythonOp(
-                op.kind,
-                lambda: runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options)),
-            )
 
         def call() -> None:
-            scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
-            if end - first < spec.n_experts:
-                local = chosen.get() - np.int32(first)
-                others = (local < 0) | (local >= end - first)
-                chosen = self._to_device(np.where(others, np.int32(-1), local))
-            runner.run(scores, chosen)
+            runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options))
 
-        return HostOp(op.kind, call)
+        return (HostOp if runner.waits else PythonOp)(op.kind, call)
 
     def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
         """Launch the scaled copy or sum with constants made at binding."""
@@ -238,9 +212,14 @@ class CudaBinder(Binder):
     # ---- communication ------------------------------------------------------------------------
 
     @staticmethod
-    def _communication(op: Op, call: Callable[[], Any]) -> PythonOp:
-        """Return a communication op that reports its state and runs between graphs."""
-        return HostOp(op.kind, with_status(op, call))
+    def _communication(op: Op, comm: Any, call: Callable[[], Any]) -> PythonOp:
+        """Return a communication op that reports its state.
+
+        Graphs may hold collectives on the stream, and no messages between stages: these are at the
+        ends of a step, and the graphs of a sender and its receiver would have to be alike.
+        """
+        is_captured = comm.on_stream and op.kind in COLLECTIVES
+        return (CollectiveOp if is_captured else HostOp)(op.kind, with_status(op, call))
 
     def _world(self) -> Any:
         return self.executor.device_comms.comm or StagedComm(self.executor, self.executor.comm)

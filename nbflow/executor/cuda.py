@@ -23,7 +23,13 @@ import numpy as np
 from nbflow.executor.bind import PythonOp
 from nbflow.executor.bind_cuda import CudaBinder
 from nbflow.executor.cuda_fusion import find_fusions
-from nbflow.executor.cuda_graphs import StepGraphs, batch_bucket, capture, page_bucket
+from nbflow.executor.cuda_graphs import (
+    CollectiveOp,
+    StepGraphs,
+    batch_bucket,
+    capture,
+    page_bucket,
+)
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import CudaStepArrays, Staging, StepArrays
@@ -91,7 +97,7 @@ class CudaExecutor(Executor):
         self._copied = cuda.Event(disable_timing=True)
         self._staging = Staging(self.device)
         self._pinned: dict[str, np.ndarray] = {}
-        self._graphs_wanted = self.device.graphs
+        self._graphs_wanted = self._collectives_wanted = self.device.graphs
         self._finalizer: Any = None
         self.steps_by_graph, self.steps_by_kernel = 0, 0
         """Steps that ran as graphs, and kernel by kernel."""
@@ -165,9 +171,13 @@ class CudaExecutor(Executor):
         """Return a line on how many steps ran as graphs."""
         n_steps = self.steps_by_graph + self.steps_by_kernel
         n_shapes = sum(bound.graphs is not None for bound in self._bound.values())
+        transport, between = self.device_comms.transport, ""
+        if transport is not None:
+            reason = f" ({transport.reason})" if transport.reason else ""
+            between = f"; arrays between ranks: {transport.name}{reason}"
         return (
             f"{self.device.name}: {self.steps_by_graph} of {n_steps} steps as CUDA graphs, of "
-            f"{n_shapes} shapes"
+            f"{n_shapes} shapes{between}"
         )
 
     def run(self, step: Step) -> None:
@@ -208,17 +218,53 @@ class CudaExecutor(Executor):
     def _has_graphs(self, bound: BoundProgram) -> bool:
         """Capture graphs on the second run of a shape; return True if the step runs as graphs."""
         if bound.graphs is None and bound.tables and self._graphs_wanted and bound.n_runs:
-            try:
-                bound.graphs = capture(bound.ops, self.device.xp, self._stream, self._kernel_device)
-            except (RuntimeError, MemoryError) as error:  # of the driver: continue kernel by kernel
-                self._graphs_wanted = False
-                warnings.warn(
-                    f"a step could not be captured into a CUDA graph ({error}); its kernels are "
-                    "launched one by one; graphs=False avoids the attempt",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+            if self._collectives_wanted and any(isinstance(op, CollectiveOp) for op in bound.ops):
+                graphs, failure = self._capture(bound, collectives=True)
+                failure = self._failure_of_ranks(graphs, failure)
+                bound.graphs = None if failure else graphs
+                if failure:
+                    self._collectives_wanted = False
+                    if all(comm.rank == 0 for comm in self.device_comms.groups.values()):
+                        self._warn("a step's collectives", failure, "they run between graphs")
+            if bound.graphs is None:
+                bound.graphs, failure = self._capture(bound, collectives=False)
+                if failure:  # of the driver: continue kernel by kernel
+                    self._graphs_wanted = False
+                    self._warn("a step", failure, "its kernels are launched one by one")
         return bound.graphs is not None
+
+    def _capture(self, bound: BoundProgram, collectives: bool) -> tuple[StepGraphs | None, str]:
+        """Return the graphs of a step, or None and the reason why the driver rejects them."""
+        counters = [comm.sent for comm in self.device_comms.comms]
+        try:
+            return capture(
+                bound.ops, self.device.xp, self._stream, self._kernel_device,
+                collectives=collectives, counters=counters,
+            ), ""  # fmt: skip
+        except (RuntimeError, MemoryError) as error:
+            return None, str(error) or type(error).__name__
+
+    def _failure_of_ranks(self, graphs: StepGraphs | None, failure: str) -> str:
+        """Return why the ranks of this stage cannot launch their graphs; empty if they can.
+
+        NCCL requires that all ranks capture a collective, in graphs that hold the same ones.
+        """
+        mine = failure, () if graphs is None else graphs.n_collectives
+        for comm in self.device_comms.groups.values():
+            found = comm.bcast_object(comm.gather_object(mine))
+            failure = next((text for text, _ in found if text), failure)
+            if not failure and len(set(found)) > 1:
+                failure = "the ranks' graphs hold different collectives"
+        return failure
+
+    @staticmethod
+    def _warn(what: str, failure: str, instead: str) -> None:
+        warnings.warn(
+            f"{what} could not be captured into a CUDA graph ({failure}); {instead}; graphs=False "
+            "avoids the attempt",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
     # ---- binding ------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ class StagedComm:
     The executor (`CudaExecutor`) owns the staging buffers.
     """
 
+    on_stream = False  # the host waits
+
     def __init__(self, executor: Any, host: Comm) -> None:
         self._executor, self._host = executor, host
 
@@ -44,7 +46,7 @@ class StagedComm:
 
     def send_all(self, x: Any, peers: Sequence[int]) -> None:
         """See `Comm.send_all`."""
-        self._host.send_all(x.get(), peers)  # a copy: it may be in flight after the step
+        self._host.send_all(self._executor.to_host(x), peers)  # sends a copy
 
     def Recv(self, x: Any, source: int) -> None:
         """See `Comm.Recv`."""

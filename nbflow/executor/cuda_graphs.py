@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -26,6 +27,13 @@ class HostOp(PythonOp):
     """Op in which the host waits or computes: it runs between two graphs."""
 
 
+class CollectiveOp(PythonOp):
+    """Collective on the stream of the step (NCCL).
+
+    A graph may hold it if all ranks of the collective capture it (`capture`).
+    """
+
+
 @dataclass
 class StepGraphs:
     """Graphs of a step, and the host ops between them."""
@@ -33,39 +41,81 @@ class StepGraphs:
     parts: list[Callable[[], Any]]
     """Launches of graphs and calls of ops, in order."""
     n_graphs: int
+    n_collectives: tuple[int, ...]
+    """Collectives in each graph, the same on all ranks of a stage."""
     n_bytes: int
     """Device memory that the driver allocated for the graphs."""
     pool: Any
     """Memory pool of scratch arrays that the graphs write to."""
     keep: list[Any] = field(default_factory=list)
     """Kernel workspaces whose addresses the graphs hold."""
+    sent: list[tuple[Counter[str], Counter[str]]] = field(default_factory=list)
+    """Byte counters of communicators, and the bytes that a launch of the graphs adds to each."""
 
     def launch(self) -> None:
         """Launch the graphs and host ops in order."""
         for part in self.parts:
             part()
+        for counter, of_a_launch in self.sent:
+            counter.update(of_a_launch)
 
 
-def capture(ops: Iterable[PythonOp], xp: Any, stream: Any, device: KernelDevice) -> StepGraphs:
+def capture(
+    ops: Iterable[PythonOp],
+    xp: Any,
+    stream: Any,
+    device: KernelDevice,
+    *,
+    collectives: bool = True,
+    counters: Sequence[Counter[str]] = (),
+) -> StepGraphs:
     """Capture ops that have run before, without running them.
 
-    `xp` is CuPy or the emulator's stand-in; the current stream is not the null stream.
+    Parameters
+    ----------
+    ops : iterable of PythonOp
+        Ops of a step.
+    xp : module
+        CuPy or the emulator's stand-in; its current stream is not the null stream.
+    stream : Stream
+        Stream to capture, the current one.
+    device : KernelDevice
+        Device of the ops.
+    collectives : bool
+        Capture `CollectiveOp`; otherwise they run between graphs, as `HostOp` does.
+    counters : sequence of Counter
+        Byte counters of the communicators (`Comm.sent`), which calls of captured ops change.
     """
     free = xp.cuda.runtime.memGetInfo()[0]
     pool = xp.cuda.MemoryPool()
     parts: list[Callable[[], Any]] = []
-    n_graphs = 0
-    with xp.cuda.using_allocator(pool.malloc):
-        for on_host, run in groupby(ops, lambda op: isinstance(op, HostOp)):
-            if on_host:
-                parts += [op.call for op in run]
-                continue
-            graph = _captured(run, stream)
-            graph.upload(stream)
-            parts.append(functools.partial(graph.launch, stream))
-            n_graphs += 1
+    in_graphs: list[int] = []
+    between = HostOp if collectives else (HostOp, CollectiveOp)
+    before = [Counter(counter) for counter in counters]
+    try:
+        with xp.cuda.using_allocator(pool.malloc):
+            for on_host, run in groupby(ops, lambda op: isinstance(op, between)):
+                if on_host:
+                    parts += [op.call for op in run]
+                    continue
+                captured = list(run)
+                graph = _captured(captured, stream)
+                graph.upload(stream)
+                parts.append(functools.partial(graph.launch, stream))
+                in_graphs.append(sum(isinstance(op, CollectiveOp) for op in captured))
+    finally:
+        sent = [_taken_back(*both) for both in zip(counters, before, strict=True)]
     taken = free - xp.cuda.runtime.memGetInfo()[0] - pool.total_bytes()
-    return StepGraphs(parts, n_graphs, max(0, taken), pool, buffers(device))
+    return StepGraphs(
+        parts, len(in_graphs), tuple(in_graphs), max(0, taken), pool, buffers(device), sent
+    )
+
+
+def _taken_back(counter: Counter[str], before: Counter[str]) -> tuple[Counter[str], Counter[str]]:
+    """Reset a counter to its state before the capture; return it and the difference."""
+    added = counter - before
+    counter.subtract(added)
+    return counter, added
 
 
 def _captured(ops: Iterable[PythonOp], stream: Any) -> Any:

@@ -15,16 +15,18 @@ from nbflow_kernels.moe import cuda as experts
 
 
 class MoERunner:
-    """Runner of one `experts` op of `n` experts for the tokens `x`, float32 (T, H).
+    """Runner of one `experts` op for the tokens `x`, float32 (T, H).
 
-    `matrices` are those of gate, up and down: three stacks (E, N, K), or all matrices one by one.
+    `held` are the first expert and the end of those of this rank.  `matrices` are those of gate, up
+    and down: three stacks (E, N, K), or all matrices one by one.
     """
 
     def __init__(
-        self, x: Any, matrices: Sequence[Any], n: int, top_k: int, op: Op, out: Any,
+        self, x: Any, matrices: Sequence[Any], held: tuple[int, int], top_k: int, op: Op, out: Any,
         bias: ExpertBiases,
     ) -> None:  # fmt: skip
-        self._x, self._n, self._out, self._bias = x, n, out, bias
+        self._x, self._out, self._bias = x, out, bias
+        self._first, n = held[0], held[1] - held[0]
         stacked = len(matrices) == 3 and n != 1
         parts: Sequence[Any] = (
             matrices if stacked else [list(matrices[i * n : (i + 1) * n]) for i in range(3)]
@@ -49,9 +51,12 @@ class MoERunner:
         return (*pairs, self._both, self._hidden, self._results)
 
     def run(self, scores: Any, chosen: Any) -> None:
-        """Compute the weighted sums of the chosen experts; scores and experts are (T, top_k)."""
+        """Compute the weighted sums of the chosen experts; scores and experts are (T, top_k).
+
+        The experts of other ranks add nothing.
+        """
         width, bias = self._hidden.shape[1], self._bias
-        experts.permute(chosen, self._rows, self._indptr, self._inverse)
+        experts.permute(chosen, self._rows, self._indptr, self._inverse, self._first)
         gates = self._gates, bias.gate, self._both[:, :width]
         ups = self._ups, bias.up, self._both[:, width:]
         for matrices, own_bias, both in (gates, ups):

@@ -184,8 +184,8 @@ def test_ranks_run_graphs_between_their_exchanges(cupy: Any) -> None:
             executor: Any = engine.executor
             assert executor.steps_by_graph == 2
             (graphs,) = (b.graphs for b in executor._bound.values() if b.graphs)
-            # sums behind attention and network of two layers, the embedding and the head
-            assert (graphs.n_graphs, len(graphs.parts)) == (5, 5 + 7)
+            # sums behind the embedding, attention and network of two layers, and the head
+            assert (graphs.n_graphs, len(graphs.parts)) == (6, 6 + 6)
 
 
 def test_pages_that_have_moved_are_noticed(cupy: Any) -> None:

@@ -13,7 +13,7 @@ from mpirun import MPIRUN, mpirun
 
 from nbflow.distributed import SelfComm
 from nbflow.distributed.comm import Comm
-from nbflow.distributed.device_comms import RankCapabilities, choose_transport
+from nbflow.distributed.device_comms import RankCapabilities, Transport, choose_transport
 from nbflow.distributed.mpi_cuda_aware import cuda_aware
 from nbflow.distributed.nccl import NcclComm, has_nccl
 from nbflow.distributed.quantized_all_reduce import q8_pack, q8_packed_bytes, q8_unpack
@@ -177,12 +177,17 @@ def test_nccl_needs_cupy_and_nccl(monkeypatch):
 def test_all_ranks_choose_a_common_transport(monkeypatch):
     gpus = [RankCapabilities("a", str(i), nccl=True, mpi=True) for i in range(2)]
     gpus.append(RankCapabilities("b", "0", nccl=True, mpi=True))  # the same number on another host
-    assert choose_transport(gpus) == "nccl"
-    assert choose_transport([*gpus, gpus[0]]) == "mpi"  # NCCL refuses two ranks on one device
-    assert choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=True)]) == "mpi"
-    assert choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=False)]) == "host"
-    assert choose_transport([*gpus, RankCapabilities("b", None, nccl=False, mpi=False)]) == "host"
-    assert choose_transport(gpus, "mpi") == "mpi"
+    assert choose_transport(gpus) == Transport("nccl")
+    shared = choose_transport([*gpus, gpus[0]])
+    assert (shared.name, shared.reason[-14:]) == ("mpi", "some share one")
+    without = choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=True)])
+    assert (without.name, "pip install nvidia-nccl" in without.reason) == ("mpi", True)
+    without = choose_transport([*gpus, RankCapabilities("b", "1", nccl=False, mpi=False)])
+    assert without.name == "host"
+    assert without.reason.endswith("; the MPI library does not report CUDA support")
+    mixed = choose_transport([*gpus, RankCapabilities("b", None, nccl=False, mpi=False)])
+    assert mixed == Transport("host", "not every rank is on a CUDA device")
+    assert choose_transport(gpus, "mpi") == Transport("mpi")  # selected: without a reason
     with pytest.raises(UsageError, match="some share one"):
         choose_transport([gpus[0], gpus[0]], "nccl")
     with pytest.raises(UsageError, match="not every rank is on a CUDA device"):

@@ -19,6 +19,7 @@ def main() -> None:
     comm = world()
     names = comm.bcast_object(comm.gather_object(platform.node()))
     assert len(set(names)) > 1, f"all ranks are on {names[0]}"
+    assert comm.hosts() == [names.index(name) for name in names]
     ids = np.random.default_rng(3).integers(0, 101, 40)
     with nbflow.load(folder, comm=SelfComm(), kv="f32", threads=1) as model:
         expected = model.logits(ids)

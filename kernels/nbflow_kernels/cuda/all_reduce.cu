@@ -127,6 +127,22 @@ DEV Vec16<T> sum_vec(const Group& group, int number, i64 u) {
     return sum;
 }
 
+// out = sum of the rows of parts (n_parts, n), in order: ranks' contributions in one place.
+extern "C" __global__ void __launch_bounds__(256)
+ordered_sum(const float* parts, float* out, i64 n, int n_parts) {
+    using Vec = Vec16<float>;
+    const i64 n_vecs = (n + Vec::N - 1) / Vec::N, stride = gridDim.x * blockDim.x;
+    for (i64 u = blockIdx.x * blockDim.x + threadIdx.x; u < n_vecs; u += stride) {
+        Vec sum = load_vec(parts, u, n);
+        for (int part = 1; part < n_parts; part++) {
+            const Vec term = load_vec(parts + part * n, u, n);
+            for (int i = 0; i < Vec::N; i++)
+                sum.elements[i] = __fadd_rn(sum.elements[i], term.elements[i]);
+        }
+        store_vec(out, u, n, sum);
+    }
+}
+
 // Every rank reads everything: one barrier, for small messages.
 template <class T>
 __global__ void __launch_bounds__(512)

@@ -38,6 +38,18 @@ def _kernel(name: str, element: str) -> Kernel:
     )  # fmt: skip
 
 
+_ordered_sum = cpp_kernel(
+    __file__, "all_reduce.cu", "ordered_sum", "f32* parts, f32* out, i64 n, i32 n_parts"
+)
+
+
+def ordered_sum(parts: Any, out: Any) -> None:
+    """Add the rows of `parts` (R, n) in order, as `AllReduce` does, to `out` (n,), all float32."""
+    n_parts, n = parts.shape
+    if n:
+        _ordered_sum(min(1024, -(-n // 1024)), 256, (parts, out, n, n_parts))
+
+
 def memory_bytes(most_bytes: int) -> int:
     """Return the bytes of device memory a rank contributes for messages of up to `most_bytes`."""
     return FLAG_BYTES + 3 * (-(-most_bytes // 16) * 16)

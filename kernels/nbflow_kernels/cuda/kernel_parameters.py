@@ -103,14 +103,17 @@ def _pointer(kernel: str, p: Parameter, a: Any) -> int:
     """Return the address of an array argument."""
     if a is None and p.optional:
         return 0
-    if not hasattr(a, "__cuda_array_interface__"):
+    at = getattr(getattr(a, "data", None), "ptr", None)  # CuPy's interface would build a dict
+    if at is None and not hasattr(a, "__cuda_array_interface__"):
         raise TypeError(
             f"{kernel}: {p.name} must be an array on the device, got {type(a).__name__}"
         )
     wanted = TYPES[p.type][0]
     if wanted and a.dtype.type not in wanted:
         raise TypeError(f"{kernel}: {p.name} must be a {p.type} array, got {a.dtype.name}")
-    return address(a) if a.size else 0
+    if not a.size:
+        return 0
+    return address(a) if at is None else int(at)
 
 
 def _check_scalar(kernel: str, p: Parameter, a: Any) -> None:

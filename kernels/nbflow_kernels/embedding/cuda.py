@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbflow_kernels.formats.cuda_gather import gather
+import numpy as np
+
+from nbflow_kernels import cuda
+from nbflow_kernels.formats.cuda_gather import clear_foreign_rows, gather, shard_rows
 
 
 def embedding(ids: Any, table: Any, scale: float, out: Any) -> None:
@@ -20,3 +23,16 @@ def embedding(ids: Any, table: Any, scale: float, out: Any) -> None:
         decode(table, ids, scale, out)
     else:
         gather(ids, table, scale, out)
+
+
+def embedding_shard(ids: Any, table: Any, scale: float, first_row: int, out: Any) -> None:
+    """Gather rows of a table of which `table` holds those from `first_row` on; others are zeros.
+
+    The sum over the ranks that share the table is the look-up in the whole table.
+    """
+    if not out.size:
+        return
+    rows = cuda.device_of(out).empty((len(out),), np.int32)
+    shard_rows(ids, first_row, table.shape[0], rows)
+    embedding(rows, table, scale, out)
+    clear_foreign_rows(rows, out)

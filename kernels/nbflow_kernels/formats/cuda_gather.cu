@@ -35,3 +35,21 @@ extern "C" __global__ void scale_in_place(float* x, long long n, float scale) {
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
     x[i] *= scale;
 }
+
+// rows[t] = ids[t] - first, or -1 where a shard of n_rows rows does not hold it.
+extern "C" __global__ void __launch_bounds__(256) shard_rows(
+    const int* ids, int* rows, int n, int first, int n_rows) {
+  const int t = blockIdx.x * 256 + threadIdx.x;
+  if (t >= n) return;
+  const int row = ids[t] - first;
+  rows[t] = 0 <= row && row < n_rows ? row : -1;
+}
+
+// Zero the rows of out whose index is negative.  Thread block (columns, rows).
+extern "C" __global__ void __launch_bounds__(256) clear_foreign_rows(
+    const int* rows, float* out, int T, int E) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= E) return;
+  for (int t = blockIdx.y; t < T; t += gridDim.y)
+    if (rows[t] < 0) out[(long long)t * E + i] = 0.0f;
+}

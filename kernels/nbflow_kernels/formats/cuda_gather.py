@@ -38,3 +38,22 @@ def scale_in_place(x: Any, scale: float) -> None:
     """Multiply a float32 array by `scale` in place."""
     if x.size:
         _scale(min(cuda.ceil_div(x.size, 256), 65535), 256, (x, x.size, scale))
+
+
+_shard_rows = cuda.cpp_kernel(
+    __file__, "cuda_gather.cu", "shard_rows", "i32* ids, i32* rows, i32 n, i32 first, i32 n_rows"
+)
+_clear_foreign_rows = cuda.cpp_kernel(
+    __file__, "cuda_gather.cu", "clear_foreign_rows", "i32* rows, f32* out, i32 T, i32 E"
+)
+
+
+def shard_rows(ids: Any, first: int, n_rows: int, rows: Any) -> None:
+    """Write the rows of a shard [first, first + n_rows) that hold `ids`; -1 for other shards'."""
+    _shard_rows(cuda.ceil_div(len(rows), 256), 256, (ids, rows, len(rows), first, n_rows))
+
+
+def clear_foreign_rows(rows: Any, out: Any) -> None:
+    """Zero the rows of `out` (T, E) whose index in `rows` is negative."""
+    T, E = out.shape
+    _clear_foreign_rows((cuda.ceil_div(E, 256), min(T, 1024)), 256, (rows, out, T, E))

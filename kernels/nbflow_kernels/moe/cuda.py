@@ -30,10 +30,11 @@ ROUTING = (
 """Parameters of the struct `Routing` in `cuda_topk_routing.cuh`."""
 _kernel = partial(cuda.cpp_kernel, __file__, "cuda_route_permute_combine.cu")
 _routing = _kernel("routing", f"f32* logits, f32* weights, i32* ids, {ROUTING}")
-_count_pairs = _kernel("count_pairs", "i32* ids, i32* counts, i32 n")
+_count_pairs = _kernel("count_pairs", "i32* ids, i32* counts, i32 n, i32 first_id")
 _place_pairs = _kernel(
     "place_pairs",
-    "i32* ids, i32* counts, i32* rows, i32* indptr, i32* inverse, i32 n, i32 E, i32 k",
+    "i32* ids, i32* counts, i32* rows, i32* indptr, i32* inverse, i32 n, i32 E, i32 k, "
+    "i32 first_id",
 )
 _combine = _kernel(
     "combine", "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate"
@@ -59,15 +60,16 @@ def routing(
     _routing(T, 32, (logits, weights, ids, *args), shared=8 * (2 * E + n_groups))
 
 
-def permute(ids: Any, rows: Any, indptr: Any, inverse: Any) -> None:
-    """See `nbflow_kernels.moe_permute`."""
+def permute(ids: Any, rows: Any, indptr: Any, inverse: Any, first_id: int = 0) -> None:
+    """See `nbflow_kernels.moe_permute`; the experts are those from `first_id` on."""
     n, E = ids.size, len(indptr) - 1
     if not n:
         indptr[...] = 0
         return
     counts = cuda.device_of(ids).empty((E + 1,), np.int32)
-    _count_pairs(E, 256, (ids, counts, n))
-    _place_pairs(E + 1, 256, (ids, counts, rows, indptr, inverse, n, E, ids.shape[1]))
+    _count_pairs(E, 256, (ids, counts, n, first_id))
+    args = (ids, counts, rows, indptr, inverse, n, E, ids.shape[1], first_id)
+    _place_pairs(E + 1, 256, args)
 
 
 def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None) -> None:

@@ -12,18 +12,21 @@ extern "C" __global__ void __launch_bounds__(32) routing(
 
 // ---- permutation -----------------------------------------------------------------------------------
 
-// Thread block e counts the pairs of expert e; ids out of range are ignored.
-extern "C" __global__ void __launch_bounds__(256) count_pairs(const int* ids, int* counts, int n) {
+// Thread block e counts the pairs of expert first_id + e; ids out of range are ignored.
+extern "C" __global__ void __launch_bounds__(256) count_pairs(
+    const int* ids, int* counts, int n, int first_id) {
   __shared__ int scratch[8];
   int count = 0;
-  for (int i = threadIdx.x; i < n; i += 256) count += ids[i] == blockIdx.x;
+  for (int i = threadIdx.x; i < n; i += 256) count += ids[i] == first_id + (int)blockIdx.x;
   count = reduce_block<256>(count, Sum(), scratch);
   if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
-// Thread block e writes the pairs of expert e in order; thread block E the pairs without an expert, last.
+// Thread block e writes the pairs of expert first_id + e in order; thread block E the pairs without an
+// expert, last.
 extern "C" __global__ void __launch_bounds__(256) place_pairs(
-    const int* ids, const int* counts, int* rows, int* indptr, int* inverse, int n, int E, int k) {
+    const int* ids, const int* counts, int* rows, int* indptr, int* inverse, int n, int E, int k,
+    int first_id) {
   __shared__ int scratch[8], before[8];
   const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int at = 0;
@@ -31,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) place_pairs(
   at = reduce_block<256>(at, Sum(), scratch);
   if (threadIdx.x == 0) indptr[e] = at;
   for (int first = 0; first < n; first += 256) {
-    const int i = first + threadIdx.x, id = i < n ? ids[i] : -2;
+    const int i = first + threadIdx.x, id = i < n ? ids[i] - first_id : -2;
     const bool own = i < n && (e < E ? id == e : id < 0 || id >= E);
     const unsigned mask = __ballot_sync(0xffffffffu, own);
     if (lane == 0) before[warp] = __popc(mask);

@@ -6,6 +6,7 @@ launches kernels through it does not depend on the emulator.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from nbflow_ptx.emulator import Emulator
 from nbflow_ptx.errors import LaunchError
 
 Dim3 = tuple[int, int, int]
+ONE_LAUNCH = threading.Lock()
+"""The device runs one launch at a time: launches share the memory of their parameters."""
 
 
 def enqueue(
@@ -23,11 +26,12 @@ def enqueue(
     """Launch a kernel on the current stream; `values` are the bytes of its arguments."""
 
     def run() -> None:
-        emulator.checks = State.checks
-        State.n_launches += 1
-        State.last = emulator.launch(
-            name, grid, block, *values, shared_bytes=shared_bytes, device=State.device
-        )
+        with ONE_LAUNCH:
+            emulator.checks = State.checks
+            State.n_launches += 1
+            State.last = emulator.launch(
+                name, grid, block, *values, shared_bytes=shared_bytes, device=State.device
+            )
 
     perform(run)
 
