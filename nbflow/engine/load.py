@@ -23,6 +23,7 @@ from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker, make_groups
 from nbflow.executor import Device
+from nbflow.executor.device_memory import DeviceMemory
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
@@ -229,16 +230,23 @@ def _start(
     def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), places[mine.rank]
         place.activate()
+        memory = DeviceMemory(place)
+        memory.begin(mine)
         links = make_device_comms(mine, plan, groups, place)
+        memory.note_communicators(len(links.comms))
         engine, failure = None, None
         try:
             with open_weights(path) as stored, prepared.apply_to(stored) as file:
                 check(options["spec"], file)
-                engine = Worker(plan, file, mine, groups, place=place, links=links, **options)
+                engine = Worker(
+                    plan, file, mine, groups, place=place, links=links, device_memory=memory,
+                    **options,
+                )  # fmt: skip
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         status.idle()  # the others may need longer
         _agree(mine, failure)
+        memory.note_loaded()  # by all ranks
         assert engine is not None
         return engine
 
