@@ -14,7 +14,8 @@ from small_models import write_llama
 import nbflow_ptx.cupy_stand_in as stand_in
 from nbflow.cli import main
 from nbflow.cli.bench_rows import table
-from nbflow_experiments.report import write_report
+from nbflow_experiments.report import memory
+from nbflow_experiments.report.data import load_results
 from nbflow_experiments.store.results_reader import read_points
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_ptx.checks import NO_CHECKS
@@ -110,12 +111,19 @@ def test_the_provenance_says_that_it_was_no_gpu(on_one_kind: Any) -> None:
     assert set(launch["ranks"][0]) >= {"gpus", "cuda"}
 
 
-def test_the_report_draws_memory_and_plan(on_one_kind: Any, tmp_path: Path) -> None:
-    page, figures = write_report(on_one_kind[0], tmp_path / "report.html")
-    assert "memory.png" in [figure.name for figure in figures]
-    text = page.read_text(encoding="utf-8")
-    assert "Diamonds are the memory of the devices" in text
-    assert "nbflow_ptx emulator" in text
+def test_the_report_draws_memory_and_plan(on_one_kind: Any) -> None:
+    results = load_results(on_one_kind[0])
+    drawing = memory.draw(results)
+    assert "Diamonds are the memory of the devices" in drawing.caption
+    panels = drawing.figure.axes
+    titles = [panel.get_title() for panel in panels]
+    assert titles == ["partition 0 on emulator", "partition 0;1 on emulator"]
+    for panel in panels:
+        # the bars end at the planned bytes and the device's, up to what the plan leaves out
+        tops = sorted(bar.get_y() + bar.get_height() for bar in panel.patches)[-2:]
+        for line in panel.lines:
+            assert max(line.get_ydata()) <= 1.02 * max(tops)
+    assert "nbflow_ptx emulator" in results.done.devices.iloc[0]
 
 
 def test_a_rank_on_the_host_beside_one_on_a_device(tmp_path: Path) -> None:

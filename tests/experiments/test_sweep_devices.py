@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +13,18 @@ import pytest
 from fake_backend import FakeEngine, FakeModel
 
 from nbflow.utils import nvml
-from nbflow_experiments import backend
 from nbflow_experiments.config.points import make_points
 from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_experiments.measures import Context, memory
-from nbflow_experiments.report import write_report
+from nbflow_experiments.report import memory as figure
+from nbflow_experiments.report.data import load_results
 from nbflow_experiments.settings import check_value
 from nbflow_experiments.store import gpu_facts
 from nbflow_experiments.store.results_reader import parse_where, read_points
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
+FEW = ('sweep.measures=["memory"]', 'axes.partition=["0"]')
 NAMES = ("cpu", "cuda", "cuda:1", "emulator", "cpu,cuda")
 
 
@@ -162,8 +165,6 @@ class FakeNvml:
 def test_memory_of_the_process_by_nvml(
     offset: int, fails: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     module = FakeNvml(os.getpid() + offset, fails)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     assert nvml.process_bytes("0000:01:00.0") == expected
@@ -192,13 +193,16 @@ def test_facts_about_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu_facts.describe_gpus() is None
 
 
-def test_the_figure_of_a_sweep_with_devices(
-    fake: FakeEngine, sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_figure_of_a_sweep_with_devices(sweep_file: Path, fake: FakeEngine) -> None:
     """A panel for each partition and device; older results have neither plan nor device."""
-    monkeypatch.setattr(backend, "load", fake.load)
-    out = sweep_file.parent / "out"
-    assert run_sweep(SweepOptions(sweep_file, out, ('axes.device=["cpu", "cuda"]',))) == 0
-    page, figures = write_report(out / "unit", tmp_path / "report.html")
-    assert "memory.png" in [figure.name for figure in figures]
-    assert "Black lines are the memory plan" in page.read_text(encoding="utf-8")
+    out, changes = sweep_file.parent / "out", ('axes.device=["cpu", "cuda"]', *FEW)
+    assert run_sweep(SweepOptions(sweep_file, out, changes)) == 0
+    results = load_results(out / "unit")
+    drawing = figure.draw(results)
+    titles = [panel.get_title() for panel in drawing.figure.axes]
+    assert titles == ["partition 0", "partition 0 on cuda"]
+    assert "Black lines are the memory plan" in drawing.caption
+    older = results.points.drop(columns=[c for c in results.points if c.startswith("plan_")])
+    drawing = figure.draw(replace(results, points=older.drop(columns=["kv_allocated_bytes"])))
+    assert "Black lines" not in drawing.caption
+    assert all(panel.patches for panel in drawing.figure.axes)

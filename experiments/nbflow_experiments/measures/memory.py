@@ -83,7 +83,9 @@ def _device_readings(
     rows: Sequence[dict[str, int]], devices: Sequence[dict[str, str]]
 ) -> list[Reading]:
     """Return the memory of devices: what ranks share counts once, with the first of them."""
-    ranks, shared, of_process = [], {}, {}
+    ranks: list[dict[str, int]] = []
+    shared: dict[str, dict[str, int]] = {}
+    of_process: dict[tuple[str, str], dict[str, int]] = {}
     for row, device in zip(rows, devices, strict=True):
         if device["key"]:
             ranks.append(row)
