@@ -155,3 +155,17 @@ def test_bench_compares_with_the_devices_bandwidth(
     assert row["read_share"] == row["read_bytes_per_s"] / row["read_bandwidth_bytes_per_s"]
     assert "VRAM MiB" in table([row])
     assert "no GPU; read bandwidth" in table([row])
+
+
+@pytest.mark.gpu
+def test_a_sweep_on_a_gpu(tmp_path: Path) -> None:
+    """The driver allocates in steps of 2 MB, and loads the code of kernels."""
+    changes = ['settings.device="cuda"', 'axes.partition=["0"]']
+    code, folder, points = swept(tmp_path, *changes)
+    assert code == 0
+    for point in points:
+        assert 0 <= point["vram_bytes"] - point["plan_vram_bytes"] < 1 << 27
+        assert point["devices"].startswith("cuda:0: ")
+    (launch,) = json.loads((folder / "provenance.json").read_text())["launches"]
+    assert launch["emulator"] is None
+    assert launch["ranks"][0]["gpus"][0]["driver_version"]
