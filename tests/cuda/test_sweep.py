@@ -123,6 +123,7 @@ def test_the_report_draws_memory_and_plan(on_one_kind: Any) -> None:
         tops = sorted(bar.get_y() + bar.get_height() for bar in panel.patches)[-2:]
         for line in panel.lines:
             assert max(line.get_ydata()) <= 1.02 * max(tops)
+    assert "cores, emulator without a GPU;" in results.origin
     assert "nbflow_ptx emulator" in results.done.devices.iloc[0]
 
 
