@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,10 @@ from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow.engine.llm import LLM
+    from nbflow.planner.memory_plan import MemoryPlan
 
+DEVICES = ("cpu", "cuda", "emulator")
+"""Names of devices; cuda:N is device N."""
 AUTO = "auto"
 """Partition setting that lets the planner choose."""
 MEASURED = "measured"
@@ -105,6 +108,17 @@ def model_bytes(model: str, weights: str, outliers: float, kv: str) -> tuple[int
     from nbflow.planner.memory import model_bytes as planned_bytes
 
     return planned_bytes(planned_model(model, weights), kv, outliers)
+
+
+def plan_memory(config: Mapping[str, Any], partition: str) -> MemoryPlan:
+    """Return the memory that a point takes on each rank, from the model's header."""
+    from nbflow.planner.memory_plan import RunSize
+    from nbflow.planner.memory_plan import plan_memory as plan
+
+    names = ("weights", "outliers", "quantizer", "kv", "activations", "all_reduce", "device")
+    options = {name: config[name] for name in (*names, "max_context") if config[name]}
+    run = RunSize(*(int(config[name]) for name in ("batch", "prompt", "decode")))
+    return plan(str(config["model"]), run=run, partition=partition, **options)
 
 
 def partition_ranks(partition: str) -> tuple[int, ...]:

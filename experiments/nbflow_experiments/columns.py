@@ -14,6 +14,7 @@ STATUS: dict[str, str] = {
     "wall_s": "seconds that the point took, loading included",
     "quality_shared_from": "point that measured the quality of this configuration",
     "partition_chosen": "partition that ran, where the setting is auto",
+    "devices": "hardware of the ranks, if the measure `memory` ran; the emulator is none",
 }
 """First columns of ``points.csv``."""
 
@@ -111,9 +112,36 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
             "byte",
             "key/value caches of all ranks, for the point's own batch and lengths",
         ),
+        "kv_allocated_bytes": ("byte", "key/value pages that all ranks allocated, free ones too"),
+        "workspace_bytes": ("byte", "buffers of steps and rotary tables of all ranks"),
         "peak_rss_bytes": (
             "byte",
             "largest peak resident set of a process while the point's batch runs",
+        ),
+        "plan_weight_bytes": ("byte", "the memory plan's prediction of weight_bytes"),
+        "plan_kv_bytes": ("byte", "the same of kv_allocated_bytes"),
+        "plan_workspace_bytes": ("byte", "the same of workspace_bytes"),
+        "step_bytes": (
+            "byte",
+            "on devices: index arrays, attention plans, scratch of kernels and graphs, not planned",
+        ),
+        "graph_bytes": ("byte", "the part of step_bytes that CUDA graphs hold"),
+        "communicator_bytes": ("byte", "memory that devices lost while NCCL was set up"),
+        "vram_before_bytes": (
+            "byte",
+            "memory in use on the devices before the model was loaded, of all programs",
+        ),
+        "vram_load_bytes": ("byte", "what was added to it after loading, by the driver's count"),
+        "vram_bytes": ("byte", "the same after the point's batch"),
+        "vram_peak_bytes": ("byte", "the same, largest reading while the batch ran"),
+        "pool_bytes": ("byte", "CuPy's memory pools, which keep freed blocks; CUDA alone"),
+        "nvml_bytes": (
+            "byte",
+            "the processes' memory by NVML, CUDA contexts included; CUDA with nvidia-ml-py",
+        ),
+        "plan_vram_bytes": (
+            "byte",
+            "the memory plan's prediction of vram_bytes: weights, pages and workspace on devices",
         ),
     },
     "prediction": {

@@ -43,10 +43,17 @@ _FOOTER_HEIGHT = 0.3
 
 
 def launch_facts(launch: Mapping[str, Any]) -> str:
-    """Return machine, date and commit of a launch (`store.provenance`) for a figure's footer."""
+    """Return machine, date and commit of a launch (`store.provenance`) for a figure's footer.
+
+    The machine's GPUs belong to it if points ran on them, and the emulator if points ran in it.
+    """
     rank = (launch.get("ranks") or [{}])[0]
     commit = str((launch.get("git") or {}).get("commit") or "?")[:8]
     machine = f"{rank.get('cpu_model', '?')}, {rank.get('cores', '?')} cores"
+    if any("cuda" in device for device in launch.get("devices") or ()):
+        machine += "".join(f", {gpu['name']}" for gpu in rank.get("gpus") or ())
+    if launch.get("emulator"):
+        machine += ", emulator without a GPU"
     return f"{machine}; {str(launch.get('started', '?'))[:10]}; commit {commit}"
 
 

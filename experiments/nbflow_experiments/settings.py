@@ -53,6 +53,13 @@ _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
     *map(_of_load, ("outliers", "quantizer", "importance", "kv", "activations")),
+    Setting(
+        "device",
+        "cpu",
+        0,
+        "cpu, cuda, cuda:1, emulator (CUDA kernels on the CPU, very slow), or one for each rank of "
+        'the partition: "cpu,cuda" (in lists: cpu;cuda)',
+    ),
     *map(_of_load, ("partition", "all_reduce", "optimize")),
     Setting(
         "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
@@ -159,7 +166,25 @@ def check_value(name: str, value: object, where: str) -> Value:
         backend.partition_ranks(value)
     if name == "machine" and value not in ("", backend.MEASURED):
         backend.check_machine(value)
+    if name == "device":
+        return parse_devices(value)
     return value.lower() if name in ("weights", "kv") else value
+
+
+def parse_devices(text: str) -> str:
+    """Return names of devices, checked and separated by commas.
+
+    Examples
+    --------
+    >>> parse_devices("cpu; cuda:1")
+    'cpu,cuda:1'
+    """
+    names = [name.strip().lower() for name in text.replace(";", ",").split(",")]
+    for name in names:
+        kind, _, number = name.partition(":")
+        if name not in backend.DEVICES and not (kind == "cuda" and number.isdecimal()):
+            raise unknown_name("device", name, (*backend.DEVICES, "cuda:1"))
+    return ",".join(names)
 
 
 def parse_heads(text: str) -> tuple[int, int, int]:
@@ -184,12 +209,32 @@ def resolve_words(config: dict[str, Value]) -> None:
         config["ranks"] = max(backend.partition_ranks(str(config["partition"]))) + 1
 
 
+def _check_devices(device: str, partition: str) -> None:
+    """Raise unless there is one device, or one for each rank of the partition."""
+    n_devices = len(device.split(","))
+    if n_devices == 1:
+        return
+    if partition == "auto":
+        raise UsageError(
+            f"device = {device!r} names a device for each rank, and partition = 'auto' names no "
+            "ranks; name one device, or a partition"
+        )
+    n_ranks = len(backend.partition_ranks(partition))
+    if n_devices != n_ranks:
+        raise UsageError(
+            f"device = {device!r} names {n_devices} devices, partition {partition!r} {n_ranks} "
+            "ranks; name one device for all, or one for each; [[zip]] varies both together, "
+            "[[exclude]] leaves points out"
+        )
+
+
 def check_configuration(config: dict[str, Value]) -> None:
     """Raise `UsageError` if the settings of a point are inconsistent."""
     if not config["model"]:
         raise UsageError(
             "the sweep names no model; write [settings] model = ... or an axis 'model'"
         )
+    _check_devices(str(config["device"]), str(config["partition"]))
     if config["quantizer"] == "outliers" and not config["outliers"]:
         raise UsageError("quantizer 'outliers' needs outliers, a share of the weights, e.g. 0.005")
     if config["outliers"] and backend.is_float_format(str(config["weights"])):

@@ -32,30 +32,28 @@ class Samples:
     peer_seconds: list[float] = field(default_factory=list)
     """Seconds of the peer."""
     bandwidths: list[float] = field(default_factory=list)
-    """Read bandwidth of as many threads in bytes per second, right before and after a repetition.
-    With several ranks, one measures it once, before the first round, while the others wait."""
+    """Read bandwidth in bytes per second (`nbflow.benchmark.bandwidth`), right before and after a
+    repetition.  With several ranks on the host, one measures it once, before the first round."""
     peer: str | None = None
     """Name of the peer."""
 
 
-def samples(
-    model: nbflow.LLM, test: Test, repeats: int, peer: Timed | None, n_ranks: int
-) -> Samples:
+def samples(model: nbflow.LLM, test: Test, repeats: int, peer: Timed | None) -> Samples:
     """Run a test `repeats` times, alternating with the read probe and the peer."""
-    from nbflow_kernels.benchmarks.roofline import ReadProbe
+    from nbflow.benchmark.bandwidth import Bandwidth
 
     taken = Samples(peer=None if peer is None else peer.name)
-    probe = ReadProbe(threads=n_ranks * model.threads) if is_printing_rank(model) else None
+    probe = Bandwidth(model, is_printing_rank(model))
     time_test(model, test)  # compiles
     if peer is not None:
         peer.seconds(test)
     for i in range(repeats):
-        probes = probe is not None and (i == 0 or n_ranks == 1)
+        probes = probe.measures(i)
         time.sleep(PAUSE_S)
-        before = probe.bandwidth() if probe and probes else 0.0
+        before = probe.read() if probes else 0.0
         taken.seconds.append(time_test(model, test))
-        if probe and probes:
-            after = probe.bandwidth() if n_ranks == 1 else before
+        if probes:
+            after = probe.read() if probe.repeats else before
             taken.bandwidths.append((before + after) / 2)
         if peer is not None:  # like ours, it starts with cold caches
             taken.peer_seconds.append(peer.seconds(test))
@@ -72,6 +70,7 @@ def make_row(
 ) -> dict[str, Any]:
     """Return one row, with times in seconds and sizes in bytes."""
     rates = [test.n_tokens / s for s in taken.seconds]
+    held, devices = model.memory(), model.devices()
     row = {
         "model": model.spec.name,
         "weights": weights or "as stored",
@@ -87,12 +86,25 @@ def make_row(
         "tokens_per_s_spread": _spread(rates),
         "samples_s": taken.seconds,
         "weight_bytes": sum(m["weight_bytes"] for m in memory),
-        "kv_bytes": sum(m["kv_bytes"] for m in model.memory()),
+        "kv_bytes": sum(m["kv_bytes"] for m in held),
         "matrix_bytes_per_step": sum(m["matrix_bytes"] for m in memory),
+        "devices": [f"{d['device']}: {d['hardware']}" for d in devices],
+        "vram_bytes": vram_bytes(held, devices),
         "processor": processor_name(),
         "python": platform.python_version(),
     }
     return row | _limit(row, test, taken) | _peer(test, taken)
+
+
+def vram_bytes(ranks: list[dict[str, int]], devices: list[dict[str, str]]) -> int | None:
+    """Return what the model takes on its devices by the drivers' count; None without a device.
+
+    Ranks on one device have one reading.
+    """
+    found = {
+        d["key"]: rank["vram_bytes"] for rank, d in zip(ranks, devices, strict=True) if d["key"]
+    }
+    return sum(found.values()) if found else None
 
 
 def _spread(values: list[float]) -> float:
@@ -176,6 +188,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         ("GB/s", some("read_bytes_per_s", lambda v: f"{v / 1e9:.2f}")),
         ("% read", some("read_share", lambda v: f"{v:.0%}")),
     ]
+    if rows[0].get("vram_bytes") is not None:
+        columns.insert(4, ("VRAM MiB", some("vram_bytes", lambda v: f"{v / 2**20:.1f}")))
     if "peer" in rows[0]:
         columns += [
             ("peer t/s", some("peer_tokens_per_s", lambda v: f"{v:,.1f}")),
@@ -185,7 +199,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         [name for name, _ in columns], [[f(r) for _, f in columns] for r in rows], markdown=True
     )
     bandwidth = statistics.median(r["read_bandwidth_bytes_per_s"] for r in rows) / 1e9
-    note = f"{rows[0]['processor']}; read bandwidth {bandwidth:.1f} GB/s"
+    hardware = rows[0]["processor"]
+    if rows[0].get("vram_bytes") is not None:
+        hardware = "; ".join(dict.fromkeys(rows[0]["devices"]))
+    note = f"{hardware}; read bandwidth {bandwidth:.{1 if bandwidth >= 1 else 4}f} GB/s"
     if "peer" in rows[0]:
         note += f"; peer: {rows[0]['peer']}, alternating with ours"
     return f"{made}\n\n{note}"

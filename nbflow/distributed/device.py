@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -283,7 +284,7 @@ def find_device(
         stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
         from nbflow_ptx import nvrtc
 
-        if not nvrtc.available():
+        if importlib.util.find_spec("numba_cuda") is None or not nvrtc.available():
             raise MissingExtraError(
                 "device 'emulator' compiles CUDA kernels; install the compilers (no driver is "
                 f"needed): {install_command('cuda-test')}"

@@ -111,4 +111,5 @@ class CrossAttentionCache:
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self._executor.workspace_bytes,
             "step_bytes": self._executor.step_bytes,
+            "graph_bytes": self._executor.graph_bytes,
         }

@@ -496,8 +496,17 @@ class LLM:
     # ---- memory, traffic, workers -------------------------------------------------------------
 
     def memory(self) -> list[dict[str, int]]:
-        """Return the memory of each rank in bytes, and the peak of its process."""
+        """Return the memory of each rank in bytes, and the peak of its process.
+
+        A rank on a device also has readings of the device's memory in use, which count all ranks on
+        it: ``vram_before_bytes`` before the model was loaded, and in addition to that
+        ``vram_load_bytes`` after loading, ``vram_bytes`` now, ``vram_peak_bytes`` at most.
+        """
         return self.gather("memory")
+
+    def devices(self) -> list[dict[str, str]]:
+        """Return name and hardware of each rank's device; ranks with the same key share it."""
+        return self.gather("devices")
 
     def reset_memory(self) -> None:
         """Free the KV cache and step buffers of earlier steps, and restart the peaks of `memory`.

@@ -29,6 +29,7 @@ from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker, make_groups
+from nbflow.executor.device_memory import DeviceMemory
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
@@ -239,17 +240,24 @@ def _start(
 
     def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), _own_device(places[mine.rank], mine)
+        memory = DeviceMemory(place)
+        memory.begin(mine)
         links = make_device_comms(mine, plan, groups, place)
+        memory.note_communicators(len(links.comms))
         engine: Worker | None = None
         failure: Exception | None = None
         try:
             with open_weights(path) as stored, prepared.apply_to(stored) as file:
                 check(options["spec"], file)
-                engine = Worker(plan, file, mine, groups, place=place, links=links, **options)
+                engine = Worker(
+                    plan, file, mine, groups, place=place, links=links, device_memory=memory,
+                    **options,
+                )  # fmt: skip
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         status.idle()  # the others may need longer
         _agree(mine, failure, "while loading its shard")
+        memory.note_loaded()  # by all ranks
         assert engine is not None
         return engine
 

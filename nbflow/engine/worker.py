@@ -31,6 +31,7 @@ from nbflow.engine.request import FinishReason, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
 from nbflow.executor import HOST, CpuExecutor, Device, Step, WeightLoader, make_executor, make_step
+from nbflow.executor.device_memory import DeviceMemory
 from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.options import OffloadConfig
 from nbflow.planner.memory import PAGE_SIZE
@@ -65,8 +66,8 @@ class Worker:
     """Shard of a model that one rank holds and runs.
 
     The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
-    `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`.  The
-    other options are those of `nbflow.load`, resolved.
+    `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`,
+    whose memory `device_memory` reads.  The other options are those of `nbflow.load`, resolved.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Worker:
         place: Device = HOST,
         links: DeviceComms | None = None,
         offload: OffloadConfig | None = None,
+        device_memory: DeviceMemory | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -102,8 +104,8 @@ class Worker:
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             self._encoder = Worker(
-                encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
-                max_step_tokens=max_step_tokens, links=links, **options,
+                encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads, links=links,
+                max_step_tokens=max_step_tokens, device_memory=device_memory, **options,
             )  # fmt: skip
             self.cross_attention = CrossAttentionCache(
                 self._encoder, spec, plan.ranks[comm.rank], file, **options
@@ -129,6 +131,8 @@ class Worker:
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.cross_attention is None else self.cross_attention.storage, device=place,
         )  # fmt: skip
+        if device_memory is not None:
+            self.executor.device_memory = device_memory
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
@@ -554,10 +558,16 @@ class Worker:
         for part in (self.cross_attention, self._encoder):
             if part is not None:
                 part.reset_memory()
+        self.executor.device_memory.restart()
         reset_peak_rss()
 
+    def devices(self) -> dict[str, str]:
+        """Return this rank's device, see `DeviceMemory.describe`."""
+        return self.executor.device_memory.describe()
+
     def memory(self) -> dict[str, int]:
-        """Return the memory of this rank in bytes."""
+        """Return the memory of this rank in bytes, and on a device the readings of its driver."""
+        self.executor.device.activate()
         held = {
             "rank": self.mine.rank,
             "weight_bytes": self.weights.n_bytes,
@@ -567,12 +577,13 @@ class Worker:
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,
+            "graph_bytes": self.executor.graph_bytes,
         }
         parts = [p.memory() for p in (self.cross_attention, self._encoder) if p is not None]
         for key in held.keys() - {"rank", "matrix_bytes"}:
             held[key] += sum(part[key] for part in parts)
-        used = self.executor.device.used_bytes
-        return {**held, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
+        readings = self.executor.device_memory.readings()
+        return {**held, **readings, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:

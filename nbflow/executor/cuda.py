@@ -71,10 +71,15 @@ class BoundProgram:
         """Bytes on the device in addition to the buffers."""
         kinds = () if self.attention is None else self.attention.kinds
         plans = [plan for kind in kinds for plan in kind.plan.on_devices.values()]
-        graphs = 0 if self.graphs is None else self.graphs.n_bytes + self.graphs.pool.total_bytes()
         arrays = sum(int(array.nbytes) for array in self.scratch)
-        total: int = self.device.n_bytes + arrays + sum(plan.n_bytes for plan in plans) + graphs
-        return total
+        of_plans: int = sum(plan.n_bytes for plan in plans)
+        return self.device.n_bytes + arrays + of_plans + self.graph_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of its graphs and of the scratch arrays that they write to."""
+        graphs = self.graphs
+        return 0 if graphs is None else int(graphs.n_bytes + graphs.pool.total_bytes())
 
     def load(self, step: Step) -> None:
         """Load another step of this shape."""
@@ -167,6 +172,18 @@ class CudaExecutor(Executor):
         bound: int = sum(b.n_bytes for b in self._bound.values())
         return sum(int(piece.nbytes) for piece in shared) + bound
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of CUDA graphs, a part of `step_bytes`."""
+        return sum(bound.graph_bytes for bound in self._bound.values())
+
+    def release_buffers(self) -> None:
+        """Free the buffers of steps and the workspaces of kernels."""
+        if self._buffers:
+            with self._stream:
+                release(self._kernel_device.key, self._kernel_device.stream)
+        super().release_buffers()
+
     def report(self) -> str:
         """Return a line on how many steps ran as graphs."""
         n_steps = self.steps_by_graph + self.steps_by_kernel
@@ -197,6 +214,8 @@ class CudaExecutor(Executor):
                         op.call()
                     self.steps_by_kernel += 1
                 bound.n_runs += 1
+                if bound.n_runs <= 2:  # the first allocates scratch, the second graphs
+                    self.device_memory.sample()
         except BaseException as error:
             status.failed()
             if isinstance(error, MemoryError):

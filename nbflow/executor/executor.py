@@ -12,6 +12,7 @@ import nbflow_kernels as nk
 from nbflow.distributed.comm import Comm, SelfComm
 from nbflow.distributed.device import HOST, Device
 from nbflow.distributed.device_comms import DeviceComms
+from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.step import Step
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.storage import KVStorage
@@ -73,6 +74,7 @@ class Executor:
         """Hook called with each op that has weights and its inputs; set it before the first step.
         Of `CpuExecutor` only."""
         self.device = device
+        self.device_memory = DeviceMemory(device)
         self._buffers: dict[str, Any] = {}
         self._bound: dict[tuple[Any, ...], Any] = {}  # bound programs by shape, LRU first
         self.rope_tables: dict[RopeSpec, Any] = {}
@@ -102,6 +104,11 @@ class Executor:
     @property
     def step_bytes(self) -> int:
         """Bytes on a device that bound steps hold in addition to the buffers."""
+        return 0
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of CUDA graphs, a part of `step_bytes`."""
         return 0
 
     def report(self) -> str:

@@ -6,7 +6,7 @@ tables and index arrays of a step, and scratch of experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,38 @@ from nbflow.program.records import Program
 from nbflow.utils.system import available_memory_bytes
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Sequences that `LLM.generate_batch` runs together; pages and buffers grow as they need."""
+
+    batch: int
+    prompt: int
+    """Prompt tokens of each sequence."""
+    decode: int
+    """Tokens decoded after them."""
+
+    @property
+    def pages(self) -> int:
+        """Pages of the KV cache that are allocated."""
+        return pages_after_growth(self.batch * -(-(self.prompt + self.decode) // PAGE_SIZE))
+
+    def rows(self, program: Program, most: int, stages: int, device: str) -> tuple[int, int, int]:
+        """Return the tokens, hidden states and logits of the largest step.
+
+        Stages of a pipeline work on equal shares of the sequences; steps have `most` tokens at
+        most.  On a device, decode steps are padded to their graph's size.
+        """
+        together = -(-self.batch // stages)
+        decoded = min(together, most)
+        if device != "cpu":
+            from nbflow.executor.cuda import UNPADDED_OPS  # late: loads the CUDA kernels' launchers
+            from nbflow.executor.cuda_graphs import batch_bucket
+
+            is_padded = not any(op.kind in UNPADDED_OPS for op in program.ops)
+            decoded = batch_bucket(decoded) if is_padded else decoded
+        return max(min(together * self.prompt, most), decoded), decoded, decoded
 
 
 @dataclass(frozen=True)
@@ -110,6 +142,7 @@ def plan_memory(
     *,
     max_sequences: int = 1,
     kv_bytes: int | None = None,
+    run: RunSize | None = None,
     measure: Measure | None = None,
     **changes: Any,
 ) -> MemoryPlan:
@@ -127,6 +160,8 @@ def plan_memory(
     max_sequences, kv_bytes
         As for `nbflow.LLMEngine`; by default the cache holds `max_sequences` full contexts.  For an
         encoder: texts as long as its context, as many as fit into a step.
+    run : RunSize, optional
+        Sequences of `LLM.generate_batch` instead, without an engine.
 
     Examples
     --------
@@ -149,8 +184,11 @@ def plan_memory(
     plans = [make_plan(planned.spec, part, planned.block_size, all_reduce) for part in replicas]
     held = [rank for plan in plans for rank in plan.ranks]
     devices = _devices(device, len(held))
+    if run is not None:  # replicas share the sequences
+        run = replace(run, batch=-(-run.batch // len(replicas)))
+        max_sequences = run.batch
     sequences = min(max_sequences, given.max_step_tokens, MAX_SEQUENCES)
-    memory = _ModelMemory(planned, given, sequences)
+    memory = _ModelMemory(planned, given, sequences, run, plans[0].ranks[-1].stage + 1)
     if kv_bytes is not None:
         memory.pages = min(kv_bytes // memory.page_bytes(r) for r in held)
     encoders: list[RankPlan] = []
@@ -197,13 +235,16 @@ class _ModelMemory:
         model: PlannedModel,
         options: LoadOptions,
         sequences: int,
+        run: RunSize | None = None,
+        stages: int = 1,
     ) -> None:
         self._model, self._options, self._sequences = model, options, sequences
+        self._run, self._stages = run, stages
         max_step_tokens = options.max_step_tokens
         context = model.spec.max_context
         if model.spec.causal:
             self._rows = max_step_tokens, sequences, sequences
-            self.pages = sequences * -(-context // PAGE_SIZE)
+            self.pages = run.pages if run else sequences * -(-context // PAGE_SIZE)
         else:  # texts stay whole, and embeddings need all hidden states
             texts = self._texts_per_step(model, max_step_tokens)
             self._rows = texts * context, texts * context, 0
@@ -216,7 +257,10 @@ class _ModelMemory:
     def rank(self, rank: RankPlan, device: str, offload: OffloadConfig) -> Sizes:
         """Return the bytes of a rank's shard of the model itself."""
         program = fuse(shard(build(self._model.spec), rank))
-        return self._sizes(program, self._model, self.pages, self._rows, device, offload)
+        rows, most = self._rows, self._options.max_step_tokens
+        if self._run is not None and self._model.spec.causal:
+            rows = self._run.rows(program, most, self._stages, device)
+        return self._sizes(program, self._model, self.pages, rows, device, offload)
 
     def encoded(
         self, rank: RankPlan, encoder: RankPlan, device: str, offload: OffloadConfig

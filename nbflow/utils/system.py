@@ -29,6 +29,8 @@ PACKAGES = (
     "cupy-cuda12x",
     "cupy-cuda13x",
     "numba-cuda",
+    "cuda-bindings",
+    "nvidia-ml-py",
 )
 """Packages that results can depend on."""
 _VARIABLES = re.compile(r"(NUMBA|OMP|OPENBLAS|MKL|CUDA|SLURM|GOMP)_\w+")

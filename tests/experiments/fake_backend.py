@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,9 +77,16 @@ class FakeModel:
     def memory(self) -> list[dict[str, int]]:
         share = int(BITS[self.weights] * 1000) // len(self.ranks)
         return [
-            {"rank": r, "weight_bytes": share, "kv_used_bytes": 64, "peak_rss_bytes": 10**6 + r}
+            {
+                "rank": r, "weight_bytes": share, "kv_used_bytes": 64, "kv_bytes": 128,
+                "workspace_bytes": 32, "peak_rss_bytes": 10**6 + r,
+            }
             for r in self.ranks
-        ]
+        ]  # fmt: skip
+
+    def devices(self) -> list[dict[str, str]]:
+        cpu = {"device": "cpu", "hardware": "a processor", "key": "", "process": "1"}
+        return [cpu for _ in self.ranks]
 
     def reset_memory(self) -> None:
         pass
@@ -118,6 +125,15 @@ class FakeEngine:
         digest = hashlib.sha256(model.encode()).hexdigest()
         return backend.ModelIdentity(model, digest, self.folder, CONTEXT, VOCAB)
 
+    def plan_memory(self, config: Mapping[str, Any], partition: str) -> Any:
+        ranks = backend.partition_ranks(partition)
+        bytes_each = {"kv_bytes": 128, "workspace_bytes": 32}
+        weights = int(BITS[str(config["weights"])] * 1000) // len(ranks)
+        return SimpleNamespace(
+            ranks=[SimpleNamespace(rank=r, weight_bytes=weights, **bytes_each) for r in ranks],
+            devices=["cpu"] * len(ranks),
+        )
+
     def load(self, model: str, *, weights: str, partition: str, comm: Any = None, **_: Any) -> Any:
         self.count("load")
         if comm is None:
@@ -137,6 +153,7 @@ class FakeEngine:
         put(backend, "bits_per_weight", BITS.__getitem__)
         put(backend, "kv_format_names", lambda: ("f32", "f16"))
         put(backend, "model_bytes", lambda model, weights, *_: (int(1000 * BITS[weights]), 64))
+        put(backend, "plan_memory", self.plan_memory)
         put(backend, "identify", self.identify)
         put(backend, "load", self.load)
         put(backend, "tokenize", lambda model, text: (np.array(text.split(), np.int64), None))

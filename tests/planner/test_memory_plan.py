@@ -12,10 +12,11 @@ import pytest
 from small_models import write_checkpoint, write_llama
 
 import nbflow
+from nbflow.benchmark.timing import time_decode
 from nbflow.options import OffloadConfig
 from nbflow.planner import planned_model
 from nbflow.planner.memory import PAGE_SIZE, model_bytes
-from nbflow.planner.memory_plan import plan_memory
+from nbflow.planner.memory_plan import RunSize, plan_memory
 from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.errors import UsageError
 
@@ -62,6 +63,21 @@ def test_within_two_percent(wide, options, partition):
         assert found["kv_bytes"] == planned.kv_bytes
         assert found["weight_bytes"] == pytest.approx(planned.weight_bytes, rel=0.02)
         assert found["workspace_bytes"] == pytest.approx(planned.workspace_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("partition", ["0", "0;1", "0&1"])
+@pytest.mark.parametrize("batch", [1, 17, 40])
+def test_a_batch_without_an_engine_to_the_byte(wide, partition, batch):
+    """Pages grow from 16 to 32 to 48; a step holds 64 tokens at most; stages share a batch."""
+    options = {"partition": partition, "max_step_tokens": 64, "weights": "q8"}
+    plan = plan_memory(wide, run=RunSize(batch, 3, 2), **options)
+    with nbflow.load(wide, threads=1, **options) as model:
+        time_decode(model, 3, 2, batch, 1, 0)
+        taken = model.memory()
+    for found, planned in zip(taken, plan.ranks, strict=True):
+        for key in ("weight_bytes", "kv_bytes", "workspace_bytes"):
+            assert found[key] == getattr(planned, key), key
+        assert found["kv_bytes"] >= found["kv_used_bytes"] > 0
 
 
 ENCODERS = ("bert", "distilbert", "roberta")

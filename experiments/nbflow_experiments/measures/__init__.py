@@ -31,10 +31,11 @@ __all__ = [
     "needs_text",
 ]
 
-METRICS_VERSION = 2
+METRICS_VERSION = 3
 """Raised when a measure changes its meaning, so that old results are not taken for new ones.
 
-1: first version.  2: memory of the point alone, and a minimum time of a repetition.
+1: first version.  2: memory of the point alone, and a minimum time of a repetition.  3: the device
+is a setting; memory of devices, and the plan's.
 """
 
 MEASURES: dict[str, Measure] = {

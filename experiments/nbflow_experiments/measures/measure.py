@@ -52,6 +52,8 @@ class MeasureResult:
     arrays: dict[str, Array] = field(default_factory=dict)
     rank_arrays: dict[str, Array] = field(default_factory=dict)
     """Arrays of this rank alone, by name; under mpirun each rank writes its own file."""
+    devices: str = ""
+    """Hardware that it ran on, if the measure knows it."""
 
 
 @dataclass

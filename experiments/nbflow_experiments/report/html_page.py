@@ -73,12 +73,19 @@ def _facts(results: Results) -> str:
     facts = {
         "points": f"{len(results.done)} measured, {len(results.failures)} failed",
         "processor": f"{rank.get('cpu_model', '?')}, {rank.get('cores', '?')} cores",
+        "devices": " | ".join(_devices(results)) or "processor",
         "ranks": f"{ranks} MPI ranks" if ranks > 1 else "threads of one process",
         "date": launch.get("started", "?"),
         "same for all": ", ".join(f"{name} {value}" for name, value in fixed.items()),
     }
     rows = (f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in facts.items())
     return f"<dl>{''.join(rows)}</dl>"
+
+
+def _devices(results: Results) -> list[str]:
+    """Return the recorded hardware of the points."""
+    found = results.done["devices"].dropna() if "devices" in results.done else ()
+    return [str(text) for text in dict.fromkeys(found)]
 
 
 def _figure(name: str, svg: str, caption: str) -> str:
@@ -99,6 +106,7 @@ def _points(results: Results) -> str:
         and c != "point"
         and done[c].notna().any()
         and not (c == "partition_chosen" and (done[c] == done.partition).all())
+        and not (c == "devices" and done[c].nunique() == 1)
     ]
     numbers = [c for c in numbers if c not in _LAST]
     first = [c for c in _FIRST if c in numbers]
@@ -124,7 +132,7 @@ def _cell(value: Any) -> str:
     """Return a table cell; numbers keep their full value for sorting."""
     if isinstance(value, str):
         return f'<td data-sort="{html.escape(value, quote=True)}">{_text(value)}</td>'
-    number = float(value)
+    number = math.nan if value is None else float(value)
     if math.isnan(number):
         return '<td data-sort="">-</td>'
     large = number == round(number) and abs(number) < 1e15

@@ -14,10 +14,11 @@ from typing import Any
 
 from nbflow.utils import system
 from nbflow_experiments.backend import Comm
+from nbflow_experiments.store.gpu_facts import describe_cuda, describe_gpus
 
 
 def describe_rank() -> dict[str, Any]:
-    """Return the per-rank facts: host, process, cores, environment."""
+    """Return the per-rank facts: host, cores, environment, GPUs (None without)."""
     return {
         "host": socket.gethostname(),
         "cpu_model": system.processor_name(),
@@ -25,6 +26,8 @@ def describe_rank() -> dict[str, Any]:
         "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_bytes": system.memory_bytes(),
         "environment": system.relevant_variables(),
+        "gpus": describe_gpus(),
+        "cuda": describe_cuda(),
     }
 
 

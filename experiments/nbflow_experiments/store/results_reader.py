@@ -17,7 +17,8 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 Row = dict[str, Any]
 TEXT = (
-    "point", "status", "error_type", "error_message", "quality_shared_from", "partition_chosen"
+    "point", "status", "error_type", "error_message", "quality_shared_from", "partition_chosen",
+    "devices",
 )  # fmt: skip
 """Text columns of ``points.csv`` other than settings."""
 _RESULT_TEXT, _RESULT_NUMBERS = ("point", "measure", "metric", "unit"), ("rank", "repeat", "n")
@@ -85,6 +86,8 @@ def parse_where(text: str) -> dict[str, str]:
         if name.strip() not in SETTINGS:
             raise unknown_name("setting", name.strip(), SETTINGS)
         fixed[name.strip()] = value.strip()
+    if "device" in fixed:  # a comma separates settings here
+        fixed["device"] = fixed["device"].replace(";", ",")
     return fixed
 
 

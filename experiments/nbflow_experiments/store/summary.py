@@ -22,7 +22,7 @@ RESULT_COLUMNS = ("point", "rank", "repeat", "measure", "metric", "value", "unit
 """Columns of ``results.csv``; an empty rank or repeat stands for all of them."""
 _STATUS = (
     "point", "status", "attempt", "error_type", "error_message", "wall_s", "quality_shared_from",
-    "partition_chosen",
+    "partition_chosen", "devices",
 )  # fmt: skip
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
@@ -73,6 +73,7 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
         "wall_s": result.get("wall_s"),
         "quality_shared_from": result.get("quality_shared_from"),
         "partition_chosen": result.get("partition_chosen"),
+        "devices": result.get("devices"),
         **config,
         "bits_per_weight": result.get("bits_per_weight"),
     }

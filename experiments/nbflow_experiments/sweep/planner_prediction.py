@@ -13,6 +13,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import nbflow_kernels as nk
+from nbflow.distributed.device import is_host
 from nbflow_experiments.backend import MEASURED, Comm
 from nbflow_experiments.measures.measure import MeasureResult, Reading
 from nbflow_kernels.errors import UsageError
@@ -41,6 +42,8 @@ class Predictor:
         config, numbers = point.config, model.plan.numbers
         name = str(config["machine"])
         try:
+            if name == MEASURED and not is_host(str(config["device"])):
+                raise UsageError("machine = 'measured' measures processors; describe the devices")
             machine = self._measure(numbers) if name == MEASURED else _described(name, numbers)
             planned = stored_model(
                 model.spec,

@@ -148,6 +148,7 @@ class Runner:
             reading_row(name, reading) for name, o in measured.items() for reading in o.readings
         ]
         note_not_finite(result, result["readings"])
+        result["devices"] = next((o.devices for o in measured.values() if o.devices), None)
         arrays = {name: array for o in measured.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
         self.folder.write_result(point.short, result, text, arrays, ranks)

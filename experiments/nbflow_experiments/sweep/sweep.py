@@ -18,6 +18,7 @@ from nbflow_experiments.config.sweep_file import Sweep, load_sweep, sweep_of_lis
 from nbflow_experiments.measures import METRICS_VERSION, needs_reference
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store import provenance
+from nbflow_experiments.store.gpu_facts import describe_emulator
 from nbflow_experiments.store.json_files import write_json
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.store.summary import write_summaries
@@ -314,8 +315,12 @@ def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -
 
 
 def _inputs(points: Sequence[Point]) -> dict[str, Any]:
+    devices = sorted({str(p.config["device"]) for p in points})
+    emulated = any("emulator" in device for device in devices)
     return {
         "metrics_version": METRICS_VERSION,
+        "devices": devices,
+        "emulator": describe_emulator() if emulated else None,
         "models_sha256": {str(p.config["model"]): p.model_digest for p in points},
         "datasets_sha256": {str(p.text): p.dataset_digest for p in points if p.text},
         "formats_digest": {

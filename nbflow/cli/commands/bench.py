@@ -4,8 +4,10 @@
 after D tokens), ``ppN+tgM`` both.  The rate is the median over the repetitions, the spread half the
 interquartile range.  ``GB/s`` is the bytes of matrices that generation reads per second (each step
 reads them once for the whole batch).  ``% read`` is the median of its share of the read bandwidth
-of as many threads, measured right before and after each repetition.  With a peer, its repetitions
-alternate with ours, and ``x peer`` is the median of the ratios.
+measured right before and after each repetition: of as many threads, or of the devices, which sum
+random numbers of eight times their L2 cache.  ``VRAM MiB`` is what the model takes on its devices
+by their driver's count.  With a peer, its repetitions alternate with ours, and ``x peer`` is the
+median of the ratios.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             peer = _peer(arguments, model, tests)
             memory = model.memory()
             for test in tests:
-                taken = samples(model, test, arguments.repeats, peer, len(memory))
+                taken = samples(model, test, arguments.repeats, peer)
                 rows.append(make_row(model, weights, arguments, memory, test, taken))
             if arguments.profile:
                 profiles.append((weights or "as stored", profile(model)))
