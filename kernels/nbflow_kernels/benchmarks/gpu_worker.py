@@ -33,7 +33,7 @@ from nbflow_kernels.quantized_matmul.cases import user_cases
 
 COMMAND = (sys.executable, "-m", "nbflow_kernels.benchmarks.gpu_worker")
 BUDGET_S = 420.0
-"""Budget of all cases but the last; the whole run then takes less than nine minutes."""
+"""Budget of all cases but the last."""
 SILENCE_S = 90.0
 """Time limit of a case, including compilation and reference."""
 _END = ""
@@ -89,15 +89,16 @@ def supervise(
     formats: Sequence[str] = (),
     budget_s: float = BUDGET_S,
     silence_s: float = SILENCE_S,
+    known: dict[str, Any] | None = None,
     command: Sequence[str] = COMMAND,
 ) -> dict[str, Any]:
     """Measure the cases in worker processes that run `command`; return the report.
 
     `each` gets the report after every row.  After `budget_s` no case is begun; a worker that is
-    silent for `silence_s` is replaced.
+    silent for `silence_s` is replaced.  `known` are the device's limits from an earlier run.
     """
     started = time.perf_counter()
-    report: dict[str, Any] = {"seconds": 0.0, "rows": []}
+    report: dict[str, Any] = {"seconds": 0.0, "rows": [], **(known or {})}
     waiting = {case.id: case for case in cases}
 
     def left() -> float:
@@ -196,14 +197,18 @@ def main(
 
 
 def _main() -> None:
-    """Read a job from standard input; redirect other output to standard error."""
+    """Read a job from standard input; redirect other output to standard error.
+
+    An argument names the module of arrays, by default CuPy.
+    """
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
 
         def say(event: dict[str, Any]) -> None:
             print(json.dumps(event), file=out, flush=True)
 
-        work(json.load(sys.stdin), importlib.import_module("cupy"), say)
+        arrays = sys.argv[1] if len(sys.argv) > 1 else "cupy"
+        work(json.load(sys.stdin), importlib.import_module(arrays), say)
 
 
 if __name__ == "__main__":
