@@ -28,12 +28,6 @@ from nbflow_ptx.cupy_stand_in.streams import perform
 pytestmark = pytest.mark.compiler
 
 
-@pytest.fixture(autouse=True)
-def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated launches are slow, and no cache has to be overrun."""
-    monkeypatch.setattr(gpu, "MAX_COPIES", 4)
-
-
 def _cases(*ids: str) -> list[OpCase]:
     """Small cases as if they were to be timed."""
     found = {case.id: case for case in op_registry.all_cases()}
@@ -46,7 +40,7 @@ def test_rows_hold_times_bandwidths_and_errors(cupy: Any) -> None:
     limits = gpu.limits(cupy, 2, copy_bytes=1 << 14)
     chosen = gpu.in_order([*cases, wrong])
     assert [case.name for case in chosen] == ["small", "ragged", "wrong"]  # a table has no variant
-    events = list(gpu.events(chosen, 2, cupy, limits))
+    events = list(gpu.events(chosen, 2, cupy, limits, max_copies=4))
     assert [event["case"] for event in events[::2]] == [case.id for case in chosen]
     rows = [event["row"] for event in events[1::2]]
     for row in rows[:2]:
@@ -73,7 +67,7 @@ def test_a_device_that_is_lost_ends_the_process_behind_the_row(cupy: Any) -> Non
         raise RuntimeError("cudaErrorIllegalAddress")
 
     known = {"copy_bytes_per_s": None}
-    events = gpu.events(_cases("rmsnorm-small") * 2, 1, cupy, known)
+    events = gpu.events(_cases("rmsnorm-small") * 2, 1, cupy, known, max_copies=1)
     assert next(events) == {"case": "rmsnorm-small"}
     assert next(events)["row"]["case"] == "small"
     with pytest.MonkeyPatch.context() as patch:
@@ -249,7 +243,7 @@ def test_the_kinds_of_a_decode_step_come_first() -> None:
 def test_copies_exceed_the_cache() -> None:
     arguments = {"x": np.zeros(1000, np.uint8), "eps": 1.0}
     assert gpu._n_copies(arguments, 1 << 20) == gpu.MAX_COPIES
-    assert gpu._n_copies(arguments, 1500) == 3
+    assert gpu._n_copies(arguments, 2500) == 5
     assert gpu._n_copies({"x": np.zeros(1 << 20, np.uint8)}, 1000) == 1
 
 

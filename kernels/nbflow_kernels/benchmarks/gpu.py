@@ -104,9 +104,13 @@ def limits(cupy: Any, repeats: int, copy_bytes: int = 1 << 30) -> dict[str, Any]
 
 
 def events(
-    cases: list[OpCase], repeats: int, cupy: Any, known: dict[str, Any] | None = None
+    cases: list[OpCase],
+    repeats: int,
+    cupy: Any,
+    known: dict[str, Any] | None = None,
+    max_copies: int = MAX_COPIES,
 ) -> Iterator[dict[str, Any]]:
-    """Measure the device, unless its `limits` are known, and the cases.
+    """Measure the device, unless its `limits` are known, and the cases on copies of their inputs.
 
     Yields ``{"limits": ...}``, then for each case ``{"case": its id}`` when it begins and
     ``{"row": ...}``, a `GpuRow`, when it is done.
@@ -122,7 +126,7 @@ def events(
     bandwidth = known["copy_bytes_per_s"]
     for case in cases:
         yield {"case": case.id}
-        row, why = _attempt(functools.partial(measure, case, repeats, cupy, bandwidth))
+        row, why = _attempt(functools.partial(measure, case, repeats, cupy, bandwidth, max_copies))
         yield {"row": asdict(row or GpuRow(case.op, case.name, why))}
         cupy.cuda.Device().synchronize()
 
@@ -190,7 +194,13 @@ def matmul_rate(cupy: Any, repeats: int, size: int = 8192) -> float:
     return 2.0 * size**3 / float(np.median(samples))
 
 
-def measure(case: OpCase, repeats: int, cupy: Any, bandwidth: float | None) -> GpuRow:
+def measure(
+    case: OpCase,
+    repeats: int,
+    cupy: Any,
+    bandwidth: float | None,
+    max_copies: int = MAX_COPIES,
+) -> GpuRow:
     """Check a case on the device, then time it.
 
     Raises
@@ -202,7 +212,7 @@ def measure(case: OpCase, repeats: int, cupy: Any, bandwidth: float | None) -> G
     arguments, out = checks.make_inputs(case), checks.make_out(case)
     error_share = checks.check(case, place, arguments)
     calls: list[Call] = []
-    for _ in range(_n_copies(arguments | out, _l2_bytes(cupy))):
+    for _ in range(_n_copies(arguments | out, _l2_bytes(cupy), max_copies)):
         there, out_there = checks.placed(case, arguments, out, place)
         calls.append(make_call(case, there, out_there))
     once = float(np.median(_by_calls(cupy, calls, len(calls), 3)))
@@ -259,10 +269,10 @@ def _difference(first: float, second: float) -> float:
     return 100 * abs(second / first - 1)
 
 
-def _n_copies(arguments: dict[str, Any], l2_bytes: int) -> int:
+def _n_copies(arguments: dict[str, Any], l2_bytes: int, most: int = MAX_COPIES) -> int:
     """Return how many sets of arguments exceed the L2 cache twice."""
     size = sum(int(getattr(leaf, "nbytes", 0)) for leaf in checks.leaves(arguments))
-    return max(1, min(MAX_COPIES, math.ceil(2 * l2_bytes / max(size, 1))))
+    return max(1, min(most, math.ceil(2 * l2_bytes / max(size, 1))))
 
 
 def _timed(

@@ -90,12 +90,14 @@ def supervise(
     budget_s: float = BUDGET_S,
     silence_s: float = SILENCE_S,
     known: dict[str, Any] | None = None,
+    max_copies: int = gpu.MAX_COPIES,
     command: Sequence[str] = COMMAND,
 ) -> dict[str, Any]:
     """Measure the cases in worker processes that run `command`; return the report.
 
     `each` gets the report after every row.  After `budget_s` no case is begun; a worker that is
-    silent for `silence_s` is replaced.  `known` are the device's limits from an earlier run.
+    silent for `silence_s` is replaced.  `known` are the device's limits from an earlier run,
+    `max_copies` bounds the copies of a case's inputs.
     """
     started = time.perf_counter()
     report: dict[str, Any] = {"seconds": 0.0, "rows": [], **(known or {})}
@@ -114,6 +116,7 @@ def supervise(
     while waiting and not why and left() > 0:
         job = {
             "cases": list(waiting), "repeats": repeats, "formats": list(formats),
+            "max_copies": max_copies,
             "limits": {k: v for k, v in report.items() if k not in ("seconds", "rows")} or None,
         }  # fmt: skip
         why = _watch(Worker(command, job), waiting, report, add, left, silence_s)
@@ -155,13 +158,14 @@ def work(job: dict[str, Any], cupy: Any, say: Callable[[dict[str, Any]], None]) 
     """Measure the cases of a job, and pass to `say` what `gpu.events` yields.
 
     A job holds ``cases``, their ids; ``repeats``; ``limits``, if they are known; ``formats``, files
-    that register weight formats.
+    that register weight formats; ``max_copies`` of a case's inputs.
     """
     for file in job["formats"]:
         nbflow_kernels.load_formats(file)
     known = {case.id: case for case in (*all_cases(), *user_cases())}
     cases = [known[name] for name in job["cases"]]
-    for event in gpu.events(cases, job["repeats"], cupy, job["limits"]):
+    most = job.get("max_copies", gpu.MAX_COPIES)
+    for event in gpu.events(cases, job["repeats"], cupy, job["limits"], most):
         say(event)
 
 
