@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -33,7 +34,7 @@ def one_model(context: Context, shape: str, format: str) -> None:
     cupy = context.cupy()
     chosen, format = ("tiny", EMULATED_FORMAT) if context.emulator else (shape, format)
     device = "emulator" if context.emulator else "cuda"
-    copy = None if context.emulator else copy_bandwidth(cupy, 5, COPY_BYTES)
+    copy = None if context.emulator else _copy_bandwidth(cupy)
     with tempfile.TemporaryDirectory(prefix="nbflow-") as folder:
         path, started = Path(folder, "model.gguf"), time.perf_counter()
         write(path, SHAPES[chosen], format)
@@ -48,6 +49,14 @@ def one_model(context: Context, shape: str, format: str) -> None:
                 context.emit(_timed(model, test, 1 if context.emulator else REPEATS, copy))
             _emit_memory(context, model, path, options, _used(cupy, context) - before)
     context.emit({"machine code": dict(cache.sources)})
+
+
+def _copy_bandwidth(cupy: Any) -> float:
+    """Return the copy bandwidth, and leave no memory in CuPy's pool."""
+    found = copy_bandwidth(cupy, 5, COPY_BYTES)
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return found
 
 
 def _used(cupy: Any, context: Context) -> int:

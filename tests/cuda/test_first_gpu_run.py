@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 
-from nbflow.checkpoint.readers.gguf import tensor_types
 from nbflow.first_gpu_run import checks, summary, supervise
 from nbflow.first_gpu_run.__main__ import main
 from nbflow.first_gpu_run.journal import NAME, Journal
@@ -116,11 +114,6 @@ def test_names_of_cases_exist() -> None:
     known = {case.id for case in all_cases()}
     assert known.issuperset(checks.SANITIZED)
     assert known.issuperset(name for names in EMULATED.values() for name in names)
-
-
-def test_numbers_of_ggml_are_those_of_the_package() -> None:
-    theirs = {kind.value: kind.name.lower() for kind in gguf.GGMLQuantizationType}
-    assert tensor_types() == theirs | {42: "q2_0"}
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
