@@ -38,7 +38,8 @@ def write_bundle(
     if not path.parent.is_dir():
         raise UsageError(f"folder {path.parent} does not exist, for the bundle {path}")
     os.environ.pop(bundle.VARIABLE, None)
-    started, used = time.perf_counter(), {}
+    started = time.perf_counter()
+    used: ahead.Used = {}
     wrong = ahead.compile_tasks(compile_one, ("probes", *models), arch, n_jobs, used)
     wrong += ahead.compile_all(ahead.choose(ops, timed=False), arch, n_jobs, used)
     line = ahead.write_bundle(path, arch, used)

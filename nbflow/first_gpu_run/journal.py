@@ -60,4 +60,4 @@ class Journal:
 
     def is_finished(self, section: str) -> bool:
         """Return whether a section has run to its end, whatever that was."""
-        return self.ends.get(section, {}).get("status", NO_TIME) != NO_TIME
+        return bool(self.ends.get(section, {}).get("status", NO_TIME) != NO_TIME)

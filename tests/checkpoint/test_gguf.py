@@ -389,4 +389,5 @@ def test_every_prefix_of_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_numbers_of_types_are_those_of_the_package() -> None:
     theirs = {kind.value: kind.name.lower() for kind in gguf.GGMLQuantizationType}
-    assert tensor_types() == theirs | {42: "q2_0"}
+    known = {number: name for number, name in theirs.items() if number <= 42}
+    assert tensor_types() == known | {42: "q2_0"}

@@ -253,7 +253,7 @@ def _cublas(cupy: Any, arguments: dict[str, Any], n_calls: int, repeats: int) ->
     size, out = 2 * (N * K + T * K + T * N), cupy.empty((T, N), np.float16)
     n = max(1, min(gpu_peers.MAX_COPIES, math.ceil(2 * _l2_bytes(cupy) / size)))
     copies = [weights, *(weights.copy() for _ in range(n - 1))]
-    calls = [lambda w=w: cupy.matmul(x, w.T, out=out) for w in copies]  # type: ignore[misc]
+    calls: list[Call] = [functools.partial(cupy.matmul, x, w.T, out=out) for w in copies]
     return float(np.median(_by_calls(cupy, calls, n_calls, repeats)))
 
 

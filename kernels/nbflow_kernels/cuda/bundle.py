@@ -207,7 +207,7 @@ def write(path: str | os.PathLike[str], target: str, kernels: Iterable[BundledKe
     ordered = sorted(kernels, key=lambda kernel: (kernel.name, kernel.entry, kernel.key))
     compilers = sorted({kernel.compiler for kernel in ordered})
     index: dict[str, Any] = {"target": target, "compilers": compilers, "groups": [], "kernels": {}}
-    parts = []
+    parts: list[bytes] = []
     for group in _grouped(ordered):
         start = 0
         for kernel in group:

@@ -85,8 +85,10 @@ def compile_tasks(
 
 
 def _noting(task: Callable[[str], str], name: str) -> tuple[str, Used]:
-    """Run a task; return its message and the kernels that the process uses so far."""
-    return task(name), dict(cache.used)
+    """Run a task; return its message and the kernels that this process had not used before."""
+    before = set(cache.used)
+    message = task(name)
+    return message, {path: key for path, key in cache.used.items() if path not in before}
 
 
 def write_bundle(path: Path, arch: str, used: Used) -> str:
