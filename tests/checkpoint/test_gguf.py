@@ -16,7 +16,7 @@ from small_models import write_llama
 import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
-from nbflow.checkpoint.readers.gguf import read_metadata
+from nbflow.checkpoint.readers.gguf import read_metadata, tensor_types
 from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
@@ -385,3 +385,9 @@ def test_every_prefix_of_a_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / "y.gguf").write_bytes(data[:n])
         with pytest.raises(UsageError):
             open_weights(tmp_path / "y.gguf")
+
+
+def test_numbers_of_types_are_those_of_the_package() -> None:
+    theirs = {kind.value: kind.name.lower() for kind in gguf.GGMLQuantizationType}
+    known = {number: name for number, name in theirs.items() if number <= 42}
+    assert tensor_types() == known | {42: "q2_0"}

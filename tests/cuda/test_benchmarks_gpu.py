@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nbflow_kernels as nk
 from nbflow_kernels import cuda, op_registry
-from nbflow_kernels.benchmarks import gpu, gpu_worker
+from nbflow_kernels.attention.cases import HALF
+from nbflow_kernels.attention.cases import _case as attention_case
+from nbflow_kernels.benchmarks import gpu, gpu_calls, gpu_worker
 from nbflow_kernels.benchmarks.__main__ import main
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.quantized_matmul.cases import _case as product_case
+from nbflow_kernels.testing import checks
+from nbflow_ptx.cupy_stand_in.streams import perform
 
 pytestmark = pytest.mark.compiler
 
@@ -32,11 +40,13 @@ def test_rows_hold_times_bandwidths_and_errors(cupy: Any) -> None:
     limits = gpu.limits(cupy, 2, copy_bytes=1 << 14)
     chosen = gpu.in_order([*cases, wrong])
     assert [case.name for case in chosen] == ["small", "ragged", "wrong"]  # a table has no variant
-    events = list(gpu.events(chosen, 2, cupy, limits))
+    events = list(gpu.events(chosen, 2, cupy, limits, max_copies=4))
     assert [event["case"] for event in events[::2]] == [case.id for case in chosen]
     rows = [event["row"] for event in events[1::2]]
     for row in rows[:2]:
         assert row["error"] is None
+        assert row["noise_percent"] >= 0
+        assert row["peers"] == {}
         assert row["launched"] == "graph"
         assert 0 <= row["error_share"] <= 1
         assert row["samples"] == 2
@@ -57,7 +67,7 @@ def test_a_device_that_is_lost_ends_the_process_behind_the_row(cupy: Any) -> Non
         raise RuntimeError("cudaErrorIllegalAddress")
 
     known = {"copy_bytes_per_s": None}
-    events = gpu.events(_cases("rmsnorm-small") * 2, 1, cupy, known)
+    events = gpu.events(_cases("rmsnorm-small") * 2, 1, cupy, known, max_copies=1)
     assert next(events) == {"case": "rmsnorm-small"}
     assert next(events)["row"]["case"] == "small"
     with pytest.MonkeyPatch.context() as patch:
@@ -129,11 +139,13 @@ def test_the_calls_of_a_sample_are_one_graph(cupy: Any) -> None:
     """Captured once, over all copies of the inputs; what cannot be is timed call by call."""
     x = cupy.zeros(2, np.int32)
     calls = [lambda: x[0:1].fill(1), lambda: x[1:2].fill(2)]
-    samples, launched = gpu._timed(cupy, calls, 3, 2)
-    assert (launched, len(samples)) == ("graph", 2)
+    samples, launched, note = gpu._timed(cupy, calls, 3, 2)
+    assert (launched, len(samples), note) == ("graph", 2, None)
     assert x.get().tolist() == [1, 2]
-    _, launched = gpu._timed(cupy, [lambda: x.get()], 3, 2)
+    _, launched, note = gpu._timed(cupy, [lambda: x.get()], 3, 2)
     assert launched == "calls"
+    assert note is not None
+    assert "a copy to the host" in note
 
 
 def test_a_call_with_a_workspace_is_a_graph(cupy: Any) -> None:
@@ -146,6 +158,86 @@ def test_a_call_with_a_workspace_is_a_graph(cupy: Any) -> None:
         for _ in range(2)
     )
     assert (first, second) == ("graph", "graph")
+
+
+@contextmanager
+def without_kernels(cupy: Any) -> Iterator[None]:
+    """Replace kernels by launches that do nothing but are captured; nothing is compiled."""
+
+    def prepare(self: cuda.Kernel, device: Any) -> Any:
+        return lambda *_: perform(lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda.Kernel, "prepare", prepare)
+        patch.setattr(type(cupy.ndarray.__kernel_device__), "key", property(lambda _: ("none",)))
+        yield
+
+
+def _launched(case: OpCase, cupy: Any) -> tuple[str, str | None]:
+    """Time a case as the benchmark does; return how it was launched, and why not as a graph."""
+    arguments, out = checks.make_inputs(case), checks.make_out(case)
+    calls = []
+    for _ in range(2):
+        there, out_there = checks.placed(case, arguments, out, checks.placer(cupy))
+        calls.append(gpu_calls.make_call(case, there, out_there))
+    return gpu._timed(cupy, calls, 3, 1)[1:]
+
+
+def test_every_call_of_a_decode_step_is_a_graph(cupy: Any) -> None:
+    """Products of few rows, and planned attention: a capture neither allocates nor copies."""
+    cupy.reset(arch="sm_90")
+    formats = ("f16", "bf16", "q8_0", "q4_0", "q4_k", "q3h", "q2_k", "iq4_xs", "q4", "q8")
+    cases = [
+        product_case(f"{format}_{T}", T, 64, 512, format, activations=activations)
+        for format in formats
+        for T in (1, 8, 16)
+        for activations in ("f32", "bf16", "int8")
+        if activations != "int8" or format not in ("f16", "bf16")
+    ]
+    timed = [case for case in op_registry.all_cases() if case.timed]
+    assert {gpu_calls.kind(case) for case in timed} == set(gpu_calls.KINDS)
+    cases += [
+        attention_case(name, 0, 300, 32, 8, 128, **options)
+        for name, options in (
+            ("plain", {}), ("half", HALF), ("q8_0", {"kv_format": "q8_0", "kv_layout": "HND"}),
+            ("q4_0", {"kv_format": "q4_0", "kv_layout": "HND"}),
+        )
+    ]  # fmt: skip
+    assert all(gpu_calls.kind(case) in gpu_calls.DECODE_KINDS for case in cases)
+    with without_kernels(cupy):
+        assert {case.id: _launched(case, cupy) for case in cases} == {
+            case.id: ("graph", None) for case in cases
+        }
+
+
+@pytest.mark.parametrize("name", ["grouped", "llama3_like", "more_rows_than_keys"])
+def test_planned_attention_has_the_bits_of_a_single_call(name: str, cupy: Any) -> None:
+    cases = {case.name: case for case in op_registry.all_cases() if case.op.startswith("single_")}
+    case = cases.get(name) or attention_case(name, 0, 90, 4, 2, 48, **HALF)
+    arguments, _ = checks.placed(case, checks.make_inputs(case), {}, checks.placer(cupy))
+    planned = gpu_calls.make_call(case, arguments, {})()
+    single = getattr(nk, case.op)(**arguments)
+    for ours, theirs in zip(checks.leaves(planned), checks.leaves(single), strict=True):
+        assert ours.get().tobytes() == theirs.get().tobytes()
+
+
+def test_a_decode_case_that_is_no_graph_is_an_error() -> None:
+    (product,) = _cases("qmatmul-q4_0_one_row")
+    assert gpu.not_a_graph(product, "graph", None) is None
+    found = gpu.not_a_graph(product, "calls", "LaunchError: a copy")
+    assert found == "not a graph, so the time includes Python: LaunchError: a copy"
+    (norm,) = _cases("rmsnorm-small")
+    assert gpu.not_a_graph(norm, "calls", "LaunchError: a copy") is None
+    row = gpu.GpuRow("qmatmul", "x", found, median_s=1.0, gb_per_s=1.0, tflop_per_s=1.0)
+    assert "1000000.0 us" in gpu.line(row)
+    assert "not a graph" in gpu.line(row)
+
+
+def test_the_kinds_of_a_decode_step_come_first() -> None:
+    chosen = [case for case in op_registry.all_cases() if case.timed]
+    kinds = [gpu_calls.KINDS.index(gpu_calls.kind(case)) for case in gpu.in_order(chosen)]
+    assert kinds == sorted(kinds)
+    assert kinds[0] == 0
 
 
 def test_copies_exceed_the_cache() -> None:

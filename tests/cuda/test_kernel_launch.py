@@ -153,10 +153,15 @@ def test_what_several_ask_for_at_once_is_made_once(folder: Path) -> None:
         return b"code", "entry"
 
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda _: cache.cached("kernel", "ptx", "key", build), range(4))
+        found = pool.map(
+            lambda _: cache.cached(
+                "kernel", "ptx", lambda *versions: f"key{len(versions)}", lambda: ("1.0",), build
+            ),
+            range(4),
+        )
         assert list(found) == 4 * [(b"code", "entry")]
     assert made == [1]
-    assert [path.name for path in cache.folder().iterdir()] == ["kernel-key.ptx"]
+    assert [path.name for path in cache.folder().iterdir()] == ["kernel-key1.ptx"]
 
 
 @pytest.mark.compiler

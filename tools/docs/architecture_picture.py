@@ -28,6 +28,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("compat", "Inferflow's files", "and protocol"),
             ("benchmark", "timing, llama.cpp,", "machines"),
             ("calibration", "statistics,", "bit allocation"),
+            ("first_gpu_run", "facts, speed and", "tests of a GPU"),
         ),
     ),
     (

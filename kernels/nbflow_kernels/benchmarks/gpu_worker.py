@@ -33,7 +33,7 @@ from nbflow_kernels.quantized_matmul.cases import user_cases
 
 COMMAND = (sys.executable, "-m", "nbflow_kernels.benchmarks.gpu_worker")
 BUDGET_S = 420.0
-"""Budget of all cases but the last; the whole run then takes less than nine minutes."""
+"""Budget of all cases but the last."""
 SILENCE_S = 90.0
 """Time limit of a case, including compilation and reference."""
 _END = ""
@@ -89,15 +89,18 @@ def supervise(
     formats: Sequence[str] = (),
     budget_s: float = BUDGET_S,
     silence_s: float = SILENCE_S,
+    known: dict[str, Any] | None = None,
+    max_copies: int = gpu.MAX_COPIES,
     command: Sequence[str] = COMMAND,
 ) -> dict[str, Any]:
     """Measure the cases in worker processes that run `command`; return the report.
 
     `each` gets the report after every row.  After `budget_s` no case is begun; a worker that is
-    silent for `silence_s` is replaced.
+    silent for `silence_s` is replaced.  `known` are the device's limits from an earlier run,
+    `max_copies` bounds the copies of a case's inputs.
     """
     started = time.perf_counter()
-    report: dict[str, Any] = {"seconds": 0.0, "rows": []}
+    report: dict[str, Any] = {"seconds": 0.0, "rows": [], **(known or {})}
     waiting = {case.id: case for case in cases}
 
     def left() -> float:
@@ -113,6 +116,7 @@ def supervise(
     while waiting and not why and left() > 0:
         job = {
             "cases": list(waiting), "repeats": repeats, "formats": list(formats),
+            "max_copies": max_copies,
             "limits": {k: v for k, v in report.items() if k not in ("seconds", "rows")} or None,
         }  # fmt: skip
         why = _watch(Worker(command, job), waiting, report, add, left, silence_s)
@@ -154,13 +158,14 @@ def work(job: dict[str, Any], cupy: Any, say: Callable[[dict[str, Any]], None]) 
     """Measure the cases of a job, and pass to `say` what `gpu.events` yields.
 
     A job holds ``cases``, their ids; ``repeats``; ``limits``, if they are known; ``formats``, files
-    that register weight formats.
+    that register weight formats; ``max_copies`` of a case's inputs.
     """
     for file in job["formats"]:
         nbflow_kernels.load_formats(file)
     known = {case.id: case for case in (*all_cases(), *user_cases())}
     cases = [known[name] for name in job["cases"]]
-    for event in gpu.events(cases, job["repeats"], cupy, job["limits"]):
+    most = job.get("max_copies", gpu.MAX_COPIES)
+    for event in gpu.events(cases, job["repeats"], cupy, job["limits"], most):
         say(event)
 
 
@@ -196,14 +201,18 @@ def main(
 
 
 def _main() -> None:
-    """Read a job from standard input; redirect other output to standard error."""
+    """Read a job from standard input; redirect other output to standard error.
+
+    An argument names the module of arrays, by default CuPy.
+    """
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
 
         def say(event: dict[str, Any]) -> None:
             print(json.dumps(event), file=out, flush=True)
 
-        work(json.load(sys.stdin), importlib.import_module("cupy"), say)
+        arrays = sys.argv[1] if len(sys.argv) > 1 else "cupy"
+        work(json.load(sys.stdin), importlib.import_module(arrays), say)
 
 
 if __name__ == "__main__":

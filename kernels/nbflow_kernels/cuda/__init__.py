@@ -35,12 +35,14 @@ kernel has run (or was `Kernel.prepare`-d).  An array whose type has an attribut
 ``device_of(x).empty(shape, dtype)`` allocates on the device of `x`; ``.n_sms`` is its number
 of multiprocessors.
 
-Compiled code is cached on disk (`cuda.cache`), next to Numba's.  ``#include`` searches the source's
+Compiled code is cached on disk (`cuda.cache`), next to Numba's, or read from a bundle of kernels
+that were compiled elsewhere (`use_bundle`).  ``#include`` searches the source's
 folder and the root of this package: ``#include "cuda/block_reduce.cuh"``.
 """
 
 from __future__ import annotations
 
+from nbflow_kernels.cuda.bundle import use as use_bundle
 from nbflow_kernels.cuda.detect import Detected, detect
 from nbflow_kernels.cuda.devices import KernelDevice, address, device_of, to_device, to_host
 from nbflow_kernels.cuda.errors import CompileError, CudaError
@@ -60,6 +62,7 @@ __all__ = [
     "numba_kernel",
     "to_device",
     "to_host",
+    "use_bundle",
 ]
 
 

@@ -3,7 +3,8 @@
 A file is named after a digest of all inputs: the source with its includes and
 imports, the target, the compilers' versions, the options.  It is written atomically by
 a rename, so that processes may share the folder; a file that does not match its first line is
-compiled again.
+compiled again.  What the folder lacks is looked for in the bundle in use (`cuda.bundle`), by the
+digest without the compilers' versions, before it is compiled.
 """
 
 from __future__ import annotations
@@ -14,14 +15,25 @@ import importlib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from nbflow_kernels.cuda import bundle
+from nbflow_kernels.cuda.bundle import BundledKernel
+from nbflow_kernels.cuda.errors import CompileError
+from nbflow_kernels.errors import MissingExtraError
 from nbflow_kernels.jit_cache import cache_root
 
 Compiled = tuple[bytes, str]
 """Code and entry name of the kernel."""
+
+sources: Counter[str] = Counter()
+"""Kernels that this process took from the "folder", from the "bundle" and from a "compiler"."""
+used: dict[Path, str] = {}
+"""Files of this process's kernels in the folder -> digest without the compilers' versions."""
 
 
 def folder() -> Path:
@@ -38,28 +50,59 @@ def digest(*parts: str | bytes) -> str:
     return found.hexdigest()[:32]
 
 
-def cached(name: str, output: str, key: str, build: Callable[[], Compiled]) -> Compiled:
-    """Return the cache entry of a key; build and store it if absent.
+def cached(
+    name: str,
+    output: str,
+    key: Callable[..., str],
+    compilers: Callable[[], tuple[str, ...]],
+    build: Callable[[], Compiled],
+) -> Compiled:
+    """Return a kernel from the folder or the bundle; build and store it if both lack it.
 
     Parameters
     ----------
     name, output : str
         The kernel's name and ``ptx`` or ``cubin``, for the file's name.
-    key : str
-        Digest of sources and options; see `digest`.
+    key : callable
+        Returns the digest of sources, options and the versions it is given; see `digest`.
+    compilers : callable
+        Returns the versions of the compilers, or raises if one is missing.
     build : callable
         Returns the code and its entry name.
     """
-    path = folder() / f"{name[:40]}-{key}.{output}"
-    found = _read(path)
+    try:
+        versions = compilers()
+    except (MissingExtraError, CompileError):
+        found = bundle.find(key())
+        if found is None:
+            raise
+        sources["bundle"] += 1
+        return found
+    path = folder() / f"{name[:40]}-{key(*versions)}.{output}"
+    found, origin = _read(path), "folder"
+    if found is None:
+        found, origin = bundle.find(key()), "bundle"
     if found is None:
         with _alone(path):
-            found = _read(path)  # another process may have built it meanwhile
+            found, origin = _read(path), "folder"  # another process may have built it meanwhile
             if found is None:
-                found = build()
+                found, origin = build(), "compiler"
                 with contextlib.suppress(OSError):  # a read-only folder costs time only
-                    _write(path, found)
+                    _write(path, found, ", ".join(versions))
+    sources[origin] += 1
+    if origin != "bundle":
+        used[path] = key()
     return found
+
+
+def bundled(path: Path, key: str) -> BundledKernel | None:
+    """Return a file of the folder as a kernel of a bundle; None if it is gone or damaged."""
+    found = _read_with_header(path)
+    if found is None:
+        return None
+    header, code = found
+    name = path.name.rsplit("-", 1)[0]
+    return BundledKernel(key, name, str(header["entry"]), str(header.get("compiler", "")), code)
 
 
 @contextmanager
@@ -77,19 +120,25 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Compiled | None:
+    found = _read_with_header(path)
+    return None if found is None else (found[1], str(found[0]["entry"]))
+
+
+def _read_with_header(path: Path) -> tuple[dict[str, Any], bytes] | None:
     try:
-        header, code = path.read_bytes().split(b"\n", 1)
-        said = json.loads(header)
-        if said["sha256"] == hashlib.sha256(code).hexdigest():
-            return code, str(said["entry"])
+        line, code = path.read_bytes().split(b"\n", 1)
+        header: dict[str, Any] = json.loads(line)
+        if header["sha256"] == hashlib.sha256(code).hexdigest() and "entry" in header:
+            return header, code
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
 
 
-def _write(path: Path, compiled: Compiled) -> None:
+def _write(path: Path, compiled: Compiled, compiler: str) -> None:
     code, entry = compiled
-    header = json.dumps({"entry": entry, "sha256": hashlib.sha256(code).hexdigest()})
+    digest = hashlib.sha256(code).hexdigest()
+    header = json.dumps({"entry": entry, "compiler": compiler, "sha256": digest})
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:

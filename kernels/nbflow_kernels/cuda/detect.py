@@ -1,12 +1,17 @@
-"""Detection of CUDA devices, driver and packages; imports no GPU package and never raises."""
+"""Detection of CUDA devices, driver and packages; never raises.
+
+No GPU package is imported, except the finder of NVIDIA's libraries (`cuda.pathfinder`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from nbflow_kernels.errors import install_command
@@ -35,6 +40,8 @@ class Detected:
         True if CuPy is installed.
     compilers : bool
         True if numba-cuda, which brings the compilers, is installed.
+    nvvm : bool
+        True if libNVVM, which compiles Numba kernels, is installed.
     reason : str
         Reason why kernels cannot run, and the remedy; empty if they can.
     """
@@ -43,12 +50,20 @@ class Detected:
     n_devices: int
     cupy: bool
     compilers: bool
+    nvvm: bool
     reason: str
 
     @property
     def usable(self) -> bool:
         """Return whether kernels can run on a CUDA device of this machine."""
         return not self.reason
+
+    @property
+    def limitation(self) -> str:
+        """Return what does not work although kernels run, and the remedy; empty if all does."""
+        if self.reason or self.nvvm:
+            return ""
+        return no_nvvm()
 
 
 def detect(library: str = LIBRARY) -> Detected:
@@ -81,7 +96,29 @@ def detect(library: str = LIBRARY) -> Detected:
         reason = f"{missing} missing: {install_command(extra(version))}"
     if not reason and version is not None:
         reason = _too_new(version)
-    return Detected(version, n_devices, cupy, compilers, reason)
+    nvvm = compilers and bool(find_nvvm())
+    return Detected(version, n_devices, cupy, compilers, nvvm, reason)
+
+
+@cache
+def find_nvvm() -> str:
+    """Load libNVVM, as the compiler of Numba kernels does, and return its path; empty without."""
+    try:
+        pathfinder = importlib.import_module("cuda.pathfinder")
+        return str(pathfinder.load_nvidia_dynamic_lib("nvvm").abs_path)
+    except Exception:  # the finder is missing, or says in its own error that the library is
+        return ""
+
+
+def no_nvvm() -> str:
+    """Return what does not work without libNVVM, and the remedy."""
+    major = installed_version("cuda-bindings").split(".")[0]
+    chosen = extra((int(major), 0) if major.isdigit() else None)
+    return (
+        "libNVVM is missing, so Numba kernels cannot be compiled: embeddings in block formats, "
+        "encoding and decoding of formats, user formats and attention variants; "
+        f"{install_command(chosen)}, or use a bundle of compiled kernels (NBFLOW_CUDA_BUNDLE)"
+    )
 
 
 def extra(driver_version: tuple[int, int] | None) -> str:

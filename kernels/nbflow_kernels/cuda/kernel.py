@@ -142,9 +142,10 @@ def cpp_kernel(
         arch = specific_arch(arch) if arch_specific else arch
         flags = [w for w in words if not w.startswith("-I")]
         wanted = entry if "<" in entry else ""  # an extern "C" file holds all its kernels
-        key = cache.digest(
-            *_sources(path), arch, output, nvrtc.version(), wanted, *flags
-        )  # fmt: skip
+        sources = _sources(path)
+
+        def key(*compilers: str) -> str:
+            return cache.digest(*sources, arch, output, *compilers, wanted, *flags)
 
         def build() -> Compiled:
             try:
@@ -154,7 +155,8 @@ def cpp_kernel(
             except CompileError as e:
                 raise CompileError(f"{entry} of {file} for {arch}: {e}") from e
 
-        code, found = cache.cached(_NOT_A_NAME.sub("_", path.stem), output, key, build)
+        name = _NOT_A_NAME.sub("_", path.stem)
+        code, found = cache.cached(name, output, key, lambda: (nvrtc.version(),), build)
         return code, found if wanted else entry
 
     return Kernel(entry, parameters, compile)
@@ -187,6 +189,11 @@ def _sources(path: Path) -> list[bytes]:
             if found is not None:
                 waiting.append(found)
     return [seen[file] for file in sorted(seen, key=lambda f: (f != path, f))]
+
+
+def _compilers() -> tuple[str, ...]:
+    """Return the versions of the compilers of a Numba kernel."""
+    return numba_cuda.version(), nvrtc.version()
 
 
 def numba_kernel(
@@ -239,11 +246,12 @@ def numba_kernel(
             path = Path(code.co_filename)
             if key is None or not is_as_imported(path):
                 return build()
-            digest = cache.digest(
-                source_digest(path), function.__qualname__, parameters, key,
-                arch, output, numba_cuda.version(), nvrtc.version(), str((fastmath, fuse)),
-            )  # fmt: skip
-            return cache.cached(entry, output, digest, build)
+            own, options = (function.__qualname__, parameters, key), str((fastmath, fuse))
+
+            def digest(*compilers: str) -> str:
+                return cache.digest(source_digest(path), *own, arch, output, *compilers, options)
+
+            return cache.cached(entry, output, digest, _compilers, build)
 
         return Kernel(entry, parameters, compile)
 

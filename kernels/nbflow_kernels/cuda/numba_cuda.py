@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nbflow_kernels.cuda.detect import installed_version
+from nbflow_kernels.cuda.detect import find_nvvm, installed_version, no_nvvm
 from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.cuda.kernel_parameters import Parameter
 from nbflow_kernels.cuda.nvrtc import INSTALL
@@ -98,7 +98,7 @@ def compile_function(
     CompileError
         If the compiler gives up.
     MissingExtraError
-        If numba-cuda is not installed.
+        If numba-cuda or libNVVM is not installed.
     """
     numba_types = importlib.import_module("numba.core.types")
     signature = tuple(
@@ -122,6 +122,8 @@ def compile_typed(
 ) -> bytes:
     """Compile a function for arguments of Numba types, including arrays and tuples."""
     cuda = _numba_cuda()
+    if not find_nvvm():
+        raise MissingExtraError(f"{entry} for {arch}: {no_nvvm()}")
     capability = (int(arch[3:]) // 10, int(arch[3:]) % 10)
     with _lock, _without_driver(capability), _options(fma=fuse):
         try:

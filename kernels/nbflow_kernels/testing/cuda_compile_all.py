@@ -1,12 +1,14 @@
 """Compiles the kernels of all ops for a device, by many processes, without the device.
 
     python -m nbflow_kernels.testing.cuda_compile_all [OP ...] [--arch sm_90] [--jobs N] [--timed]
+                                                      [--bundle FILE]
 
 What runs afterwards finds them on disk (`nbflow_kernels.cuda.cache`): the first minutes of a short
 session on a device need not go to a compiler.  Every case of the ops is run on arrays of
 `nbflow_ptx.cupy_stand_in`, with kernels that are compiled and then do nothing; what a device has
 too few registers or too little shared memory for is an error.  Machines whose compilers have the
-same versions can share the folder, also one that has no device.
+same versions can share the folder, also one that has no device; a bundle serves machines with any
+compilers, or none.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import nbflow_kernels
-from nbflow_kernels.cuda import cache, nvrtc
+from nbflow_kernels.cuda import bundle, cache, nvrtc
 from nbflow_kernels.cuda.devices import Dim3, Launch
 from nbflow_kernels.cuda.errors import CompileError, CudaError
 from nbflow_kernels.cuda.workspace import release
@@ -45,21 +49,58 @@ _REGISTERS = 16384
 """Registers of a quarter of a multiprocessor, which runs every fourth warp of a thread block."""
 
 
-def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
+Used = dict[Path, str]
+"""Files of the cache's folder -> digests of their kernels; see `cache.used`."""
+
+
+def compile_all(
+    cases: Sequence[OpCase], arch: str, n_jobs: int, used: Used | None = None
+) -> list[str]:
     """Compile the kernels of cases in `n_jobs` processes; return failures and omissions.
 
-    Cases of ops without a CUDA variant are left out.  Raises `MissingExtraError` if a compiler is
-    not installed.
+    Cases of ops without a CUDA variant are left out; the kernels' files are added to `used`.
+    Raises `MissingExtraError` if a compiler is not installed.
+    """
+    names = [case.id for case in cases if case.op not in NO_CUDA]
+    return compile_tasks(_compile, names, arch, n_jobs, {} if used is None else used)
+
+
+def compile_tasks(
+    task: Callable[[str], str], names: Sequence[str], arch: str, n_jobs: int, used: Used
+) -> list[str]:
+    """Run a task for each name in processes whose device only compiles; return its messages.
+
+    `task` is a function of a module; an empty string means success.
     """
     nvrtc.version()
-    names = [case.id for case in cases if case.op not in NO_CUDA]
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_jobs, processes, _start, (arch,)) as pool:
         try:
-            answers = list(pool.map(_compile, names))
+            answers = list(pool.map(partial(_noting, task), names))
         except BrokenProcessPool as error:
             return [f"a compiling process died: {error}"]
-    return [answer for answer in answers if answer]
+    for _, found in answers:
+        used |= found
+    return [message for message, _ in answers if message]
+
+
+def _noting(task: Callable[[str], str], name: str) -> tuple[str, Used]:
+    """Run a task; return its message and the kernels that this process had not used before."""
+    before = set(cache.used)
+    message = task(name)
+    return message, {path: key for path, key in cache.used.items() if path not in before}
+
+
+def write_bundle(path: Path, arch: str, used: Used) -> str:
+    """Write the kernels to a bundle; return a line about it."""
+    found = [cache.bundled(file, key) for file, key in used.items()]
+    kernels = [kernel for kernel in found if kernel is not None]
+    n_bytes = bundle.write(path, arch, kernels)
+    whole = sum(len(kernel.code) for kernel in kernels)
+    return (
+        f"{path}: {len(kernels)} kernels for {arch}, {n_bytes / 1e6:.1f} MB ({whole / 1e6:.1f} MB "
+        "uncompressed)"
+    )
 
 
 def check_launch(cubin: bytes, entry: str, block: Dim3, shared: int, most_shared: int) -> None:
@@ -146,13 +187,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90", help="compilation target (default: sm_90)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--timed", action="store_true", help="only the benchmark's cases")
+    parser.add_argument(
+        "--bundle", type=Path, metavar="FILE", help="also write the kernels to one compressed file"
+    )
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
     try:
         if arguments.jobs < 1:
             raise UsageError(f"--jobs must be at least 1, got {arguments.jobs}")
+        if arguments.bundle is not None:
+            os.environ.pop(bundle.VARIABLE, None)  # a bundle holds what is in the folder
+            if not arguments.bundle.parent.is_dir():
+                raise UsageError(f"--bundle: folder {arguments.bundle.parent} does not exist")
         cases = choose(arguments.ops, arguments.timed)
-        wrong = compile_all(cases, arguments.arch, arguments.jobs)
+        used: Used = {}
+        wrong = compile_all(cases, arguments.arch, arguments.jobs, used)
     except (UsageError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -163,6 +212,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(cases)} cases in {time.perf_counter() - started:.0f} s; "
         f"{n_kernels} kernels in {cache.folder()}"
     )
+    if arguments.bundle is not None:
+        print(write_bundle(arguments.bundle, arguments.arch, used))
     return 0 if all(line.startswith(LEFT_OUT) for line in wrong) else 1
 
 

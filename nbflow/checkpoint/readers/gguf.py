@@ -71,13 +71,20 @@ _MAX_NAME_BYTES = (1 << 16) - 1  # bound for keys in the specification
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
+_TYPES = (
+    "0 f32, 1 f16, 2 q4_0, 3 q4_1, 6 q5_0, 7 q5_1, 8 q8_0, 9 q8_1, 10 q2_k, 11 q3_k, 12 q4_k, "
+    "13 q5_k, 14 q6_k, 15 q8_k, 16 iq2_xxs, 17 iq2_xs, 18 iq3_xxs, 19 iq1_s, 20 iq4_nl, 21 iq3_s, "
+    "22 iq2_s, 23 iq4_xs, 24 i8, 25 i16, 26 i32, 27 i64, 28 f64, 29 iq1_m, 30 bf16, 34 tq1_0, "
+    "35 tq2_0, 39 mxfp4, 40 nvfp4, 41 q1_0, 42 q2_0"
+)
+"""Numbers and names of GGML's types, those of the package ``gguf`` (0.19) and q2_0."""
+
+
 @cache
 def tensor_types() -> dict[int, str]:
     """Return GGML's type number -> our name."""
-    from gguf import GGMLQuantizationType  # late: takes 50 to 100 ms
-
-    newer = {42: "q2_0"}  # not in gguf 0.19
-    return {kind.value: kind.name.lower() for kind in GGMLQuantizationType} | newer
+    pairs = (entry.split() for entry in _TYPES.split(", "))
+    return {int(number): name for number, name in pairs}
 
 
 def matches(path: Path, head: bytes) -> bool:

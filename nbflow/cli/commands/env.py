@@ -40,6 +40,9 @@ def environment() -> dict[str, Any]:
 
     found = detect()
     version = ".".join(str(n) for n in found.driver_version or ())
+    cuda = f"{found.n_devices} devices, driver for CUDA {version}"
+    if found.limitation:
+        cuda += f"; {found.limitation}"
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -48,7 +51,7 @@ def environment() -> dict[str, Any]:
         "cores_available": available_cores(),
         "memory_bytes": system.memory_bytes(),
         "kernel_cache": str(cache_root()),
-        "cuda": found.reason or f"{found.n_devices} devices, driver for CUDA {version}",
+        "cuda": found.reason or cuda,
         "packages": system.package_versions(),
         "variables": system.relevant_variables(),
     }

@@ -1,0 +1,113 @@
+"""A Llama of random weights in a GGUF file, for measuring speed; needs no other package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.checkpoint.readers.gguf import ARRAY, STRING
+from nbflow.checkpoint.writers.gguf import F32, I32, U32, Kind, write_gguf
+from nbflow.checkpoint.writers.tensor_plan import TensorPlan, float32_plan
+
+ROWS_MADE = 256
+"""Different rows of a matrix; they repeat, which changes no speed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama."""
+
+    n_layers: int
+    width: int
+    ffn_width: int
+    n_heads: int
+    n_kv_heads: int
+    vocabulary: int
+    context: int
+
+
+SHAPES = {
+    "tiny": Shape(1, 64, 128, 2, 1, 300, 64),
+    "1.1b": Shape(22, 2048, 5632, 32, 4, 32000, 8192),
+    "7b": Shape(32, 4096, 11008, 32, 32, 32000, 4096),
+}
+"""One for the emulated device, TinyLlama 1.1B, Llama 2 7B."""
+
+
+def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) -> None:
+    """Write the model; all matrices, the embedding and the head too, are in one block format."""
+    kv_width = shape.width // shape.n_heads * shape.n_kv_heads
+    tensors = [_matrix("token_embd", shape.vocabulary, shape.width, format)]
+    layers = shape.n_layers if n_layers is None else n_layers
+    for i in range(layers):
+        for name, rows, columns in (
+            ("attn_q", shape.width, shape.width),
+            ("attn_k", kv_width, shape.width),
+            ("attn_v", kv_width, shape.width),
+            ("attn_output", shape.width, shape.width),
+            ("ffn_gate", shape.ffn_width, shape.width),
+            ("ffn_up", shape.ffn_width, shape.width),
+            ("ffn_down", shape.width, shape.ffn_width),
+        ):
+            tensors.append(_matrix(f"blk.{i}.{name}", rows, columns, format))
+        for name in ("attn_norm", "ffn_norm"):
+            tensors.append(float32_plan(f"blk.{i}.{name}.weight", np.ones(shape.width)))
+    tensors.append(float32_plan("output_norm.weight", np.ones(shape.width)))
+    tensors.append(_matrix("output", shape.vocabulary, shape.width, format))
+    with path.open("wb") as file:
+        write_gguf(file, _metadata(shape, layers), tensors)
+
+
+def _matrix(name: str, rows: int, columns: int, format: str) -> TensorPlan:
+    """Return the plan of a matrix of N(0, 1 / columns) numbers."""
+    blocks = _blocks(columns, format)
+
+    def chunks() -> Iterator[bytes]:
+        for row in range(0, rows, ROWS_MADE):
+            yield blocks[: rows - row].tobytes()
+
+    return TensorPlan(f"{name}.weight", (rows, columns), format, chunks)
+
+
+@functools.cache
+def _blocks(columns: int, format: str) -> np.ndarray:
+    """Return the blocks of the different rows, which all matrices of a width have."""
+    rng = np.random.default_rng(columns)
+    some = rng.standard_normal((ROWS_MADE, columns), dtype=np.float32) / np.float32(columns**0.5)
+    blocks: np.ndarray = nk.quantize(some, format, quantizer="reference").data
+    return blocks
+
+
+def _metadata(shape: Shape, n_layers: int) -> dict[str, tuple[Kind, Any]]:
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    words += [f"w{i}" for i in range(shape.vocabulary - len(words))]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * (shape.vocabulary - 259)
+    numbers = {
+        "vocab_size": shape.vocabulary,
+        "context_length": shape.context,
+        "embedding_length": shape.width,
+        "block_count": n_layers,
+        "feed_forward_length": shape.ffn_width,
+        "attention.head_count": shape.n_heads,
+        "attention.head_count_kv": shape.n_kv_heads,
+        "rope.dimension_count": shape.width // shape.n_heads,
+    }
+    return {
+        "general.architecture": ((STRING,), "llama"),
+        "general.name": ((STRING,), "random"),
+        **{f"llama.{name}": ((U32,), number) for name, number in numbers.items()},
+        "llama.attention.layer_norm_rms_epsilon": ((F32,), 1e-5),
+        "llama.rope.freq_base": ((F32,), 10000.0),
+        "tokenizer.ggml.model": ((STRING,), "llama"),
+        "tokenizer.ggml.tokens": ((ARRAY, STRING), words),
+        "tokenizer.ggml.scores": ((ARRAY, F32), [0.0] * shape.vocabulary),
+        "tokenizer.ggml.token_type": ((ARRAY, I32), kinds),
+        "tokenizer.ggml.bos_token_id": ((U32,), 1),
+        "tokenizer.ggml.eos_token_id": ((U32,), 2),
+    }

@@ -1,0 +1,168 @@
+"""The first run on a GPU: sections in processes, what is kept of them, and a dry run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbflow.first_gpu_run import checks, summary, supervise
+from nbflow.first_gpu_run.__main__ import main
+from nbflow.first_gpu_run.journal import NAME, Journal
+from nbflow.first_gpu_run.kernels import EMULATED
+from nbflow.first_gpu_run.sections import SECTIONS, Context, Section
+from nbflow_kernels.cuda import bundle
+from nbflow_kernels.op_registry import all_cases
+
+SECTION = """
+import json, os, sys, time
+name, channel = sys.argv[1], os.fdopen(int(sys.argv[4]), "w")
+def send(said): print(json.dumps(said), file=channel, flush=True)
+send({"fact": name, "pid": os.getpid()})
+if name == "hangs":
+    os.system("sleep 100")
+if name == "dies": os.abort()
+if name == "mute": sys.exit(3)
+send({"end": {"status": "skipped", "reason": "no nvcc"} if name == "skips" else {"status": "ok"}})
+"""
+
+
+def _sections(*names: str, limit_s: float = 30.0) -> list[Section]:
+    return [Section(name, limit_s if name != "hangs" else 1.5, "", "") for name in names]
+
+
+def _run(folder: Path, sections: list[Section], budget_s: float = 100.0) -> tuple[Journal, str]:
+    said: list[str] = []
+    command = [sys.executable, "-c", SECTION]
+    journal = supervise.run(folder, sections, budget_s, False, said.append, command)
+    return journal, "\n".join(said)
+
+
+def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None:
+    names = ["good", "hangs", "dies", "mute", "skips", "last"]
+    journal, said = _run(tmp_path, _sections(*names))
+    ends = {name: (end["status"], end.get("reason")) for name, end in journal.ends.items()}
+    assert ends == {
+        "good": ("ok", None),
+        "hangs": ("timeout", "killed after 2 s"),
+        "dies": ("died", "its process ended with SIGABRT"),
+        "mute": ("died", "its process ended with exit code 3"),
+        "skips": ("skipped", "no nvcc"),
+        "last": ("ok", None),
+    }
+    assert all(journal.sections[name][0]["fact"] == name for name in names)
+    assert "skips: skipped in 0 s no nvcc" in said
+    lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    assert [line["event"] for line in lines] == 6 * ["begin", "row", "end"]
+    text = summary.text(journal, _sections(*names, "never"))
+    assert "dies               died" in text
+    assert "never              no time" in text
+
+
+def test_what_was_finished_is_not_repeated(tmp_path: Path) -> None:
+    """A run that was killed in the middle of a line and of a section goes on there."""
+    journal, _ = _run(tmp_path, _sections("first"))
+    journal.add("second", "begin")
+    journal.add("second", "row", fact="half")
+    with journal.path.open("a") as file:
+        file.write('{"section": "second", "eve')
+    journal, _ = _run(tmp_path, _sections("third"), budget_s=1.0)
+    assert [journal.is_finished(name) for name in ("first", "second", "third")] == [
+        True, False, False,
+    ]  # fmt: skip
+    _run(tmp_path, _sections("second", "third"))
+    journal = Journal(tmp_path)
+    assert all(journal.is_finished(name) for name in ("first", "second", "third"))
+    assert [row["fact"] for row in journal.sections["second"]] == ["second"]
+
+
+def test_the_output_of_pytest_becomes_results(capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = []
+    context = Context(False, 1.0, Path(), rows.append)
+    lines = [
+        "tests/cuda/test_ops.py::test_op[a-device] PASSED   [  1%]\n",
+        "[gw1] [ 10%] FAILED tests/cuda/test_ops.py::test_op[b c-device] \n",
+        "[gw0] [ 20%] SKIPPED tests/cuda/test_ops.py::test_op[d-device]\n",
+        "something else\n",
+        "=========== short test summary info ============\n",
+        "FAILED tests/cuda/test_ops.py::test_op[b c-device] - CheckError: 5\n",
+    ]
+    counts = checks.watch_tests(context, lines)
+    assert counts == {"passed": 1, "failed": 1, "skipped": 1}
+    assert rows == [
+        {"test": "tests/cuda/test_ops.py::test_op[b c-device]", "error": "failed"},
+        {"why": "FAILED tests/cuda/test_ops.py::test_op[b c-device] - CheckError: 5"},
+    ]
+    assert "something else" in capsys.readouterr().out
+
+
+def test_the_output_of_the_sanitizer_is_judged() -> None:
+    assert checks.judge(0, "========= ERROR SUMMARY: 0 errors\n") == {"errors": 0}
+    found = checks.judge(1, "========= ERROR SUMMARY: 12 errors\n")
+    assert found == {"errors": 12, "error": "12 errors, exit code 1"}
+    races = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+    assert checks.judge(0, races)["errors"] == 1
+    assert "no summary, exit code 255: Device" in str(
+        checks.judge(255, "Device not supported")["error"]
+    )
+
+
+def test_names_of_cases_exist() -> None:
+    known = {case.id for case in all_cases()}
+    assert known.issuperset(checks.SANITIZED)
+    assert known.issuperset(name for names in EMULATED.values() for name in names)
+
+
+def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.bundle"
+    bad.write_bytes(b"nothing")
+    for words, message in (
+        ([], "--out DIR names the folder"),
+        (["--out", str(tmp_path), "--sections", "gemw"], "did you mean 'gemv'"),
+        (["--out", str(tmp_path), "--budget", "0"], "--budget must be above 0"),
+        (["--out", str(tmp_path), "--bundle", str(bad)], "is not a whole bundle"),
+        (["--write-bundle", str(tmp_path / "none" / "file")], "none does not exist"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(bundle.VARIABLE, "")
+            assert main(words) == 2
+        assert message in capsys.readouterr().err
+    assert main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(SECTIONS)
+
+
+@pytest.mark.compiler
+def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real sections on the emulated device."""
+    chosen = ["facts", "arithmetic", "kernels", "gemv", "model_1.1b_q4_0", "tests", "sanitizer"]
+    words = ["--out", str(tmp_path), "--emulator"]
+    assert main([*words, "--sections", ",".join(chosen), "--budget", "900"]) == 0
+    journal = Journal(tmp_path)
+    rows = journal.sections
+    assert {name: journal.ends[name]["status"] for name in chosen} == {
+        **dict.fromkeys(chosen, "ok"), "tests": "skipped", "sanitizer": "skipped",
+    }  # fmt: skip
+    assert next(row for row in rows["facts"] if row["fact"] == "device")["arch"] == "sm_80"
+    (alignment,) = [row for row in rows["arithmetic"] if row["probe"] == "alignment"]
+    assert alignment["fraction_bits"] is None or alignment["fraction_bits"] >= 23
+    errors = [
+        row for section in ("arithmetic", "kernels") for row in rows[section] if "error" in row
+    ]
+    assert errors == []
+    (row,) = [row["benchmark"] for row in rows["gemv"]]
+    assert (row["error"], row["launched"]) == (None, "graph")
+    timed, held = rows["model_1.1b_q4_0"][2:4]
+    assert timed["tokens_per_s"] > 0
+    assert (timed["steps_by_graph"] > 0, timed["steps_by_kernel"]) == (True, 0)
+    assert held["counted_share"] == pytest.approx(1.0, abs=0.05)
+    assert held["weight_share_of_plan"] == pytest.approx(1.0, abs=0.02)
+    text = (tmp_path / "summary.txt").read_text()
+    assert capsys.readouterr().out == text
+    assert "tg1 x 1:" in text
+    assert main([*words, "--budget", "1"]) == 0  # the other sections only, and no time for them
+    assert {name: journal.ends.get(name) for name in chosen} == {
+        name: Journal(tmp_path).ends.get(name) for name in chosen
+    }
