@@ -123,7 +123,7 @@ def accumulator(lane: int, k: int) -> tuple[int, int]:
 def multiply(
     n: int, kind: str, a: Tile | None, b: Tile, *, signs: tuple[int, int] = (1, 1), scale: int = 1
 ) -> None:
-    """Multiply once and compare with NumPy, bit for bit."""
+    """Multiply once, add exactly, and compare with NumPy, bit for bit."""
     rng = np.random.default_rng(n)
     integers = kind in ("s8", "u8")
     nbytes = {"f16": 2, "bf16": 2, "tf32": 4}.get(kind, 1)
@@ -155,7 +155,8 @@ def multiply(
     descriptors = [
         layout.descriptor(area) if layout is not None else 0 for layout, area in ((a, 0), (b, AREA))
     ]
-    Emulator(text).launch("k", 1, 128, image, regs, out, *(np.uint64(v) for v in descriptors))
+    emulator = Emulator(text, exact_mma=True)
+    emulator.launch("k", 1, 128, image, regs, out, *(np.uint64(v) for v in descriptors))
     product = np.prod(signs) * (va @ vb.T)
     want = (product + c * scale).astype(dtype)
     np.testing.assert_array_equal(out, want[where[..., 0], where[..., 1]])

@@ -54,9 +54,14 @@ def reset(
     host_bytes: int = 1 << 28,
     checks: Checks | None = None,
     arch: str = "sm_80",
+    exact_mma: bool = False,
 ) -> None:
-    """Start with an empty device; arrays made before must no longer be used."""
+    """Start with an empty device; arrays made before must no longer be used.
+
+    With `exact_mma` tensor cores add exactly and round once, instead of as `arch` does.
+    """
     _State.device, _State.arch = Device(memory_bytes, host_bytes), arch
+    _State.exact_mma = exact_mma
     _State.checks = checks or Checks()
     _State.last, _State.constants, _State.n_launches = None, {}, 0
     _State.here = Here()

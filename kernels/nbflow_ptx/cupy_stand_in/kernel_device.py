@@ -24,6 +24,7 @@ def enqueue(
 
     def run() -> None:
         emulator.checks = State.checks
+        emulator.arch, emulator.exact_mma = State.arch, State.exact_mma
         State.n_launches += 1
         State.last = emulator.launch(
             name, grid, block, *values, shared_bytes=shared_bytes, device=State.device
