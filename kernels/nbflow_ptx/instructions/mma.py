@@ -66,15 +66,15 @@ def mma(b: Binder, ins: Instruction) -> Collective:
             _accumulate(m, i, writes, product, table(rc), to, tc, m_, saturate)
             return
         a, b = np.zeros((k_, m_, n_warps), np.float32), np.zeros((k_, n_, n_warps), np.float32)
-        a[acol, arow] = np.moveaxis(decode(table(ra), ta), 0, -1)
-        b[brow, bcol] = np.moveaxis(decode(table(rb), tb), 0, -1)
+        a[acol, arow] = decode(table(ra), ta).transpose(1, 2, 3, 0)
+        b[brow, bcol] = decode(table(rb), tb).transpose(1, 2, 3, 0)
         old = np.ascontiguousarray(table(rc))
         old = old.view(np.float32)[..., None] if tc == "f32" else decode(old, tc)
         c = np.zeros((m_, n_, n_warps), np.float32)
-        c[row_c, col_c] = np.moveaxis(old, 0, -1)
+        c[row_c, col_c] = old.transpose(1, 2, 3, 0)
         rule = sum_rule(m.launch.arch, ta)
         found = multiply_add(a, b, c, ta, rule, c_kind=tc, to=to)[row, col]
-        for d, v in zip(writes, np.moveaxis(found, 1, 0), strict=True):  # v: (32, numbers, warps)
+        for d, v in zip(writes, found.swapaxes(0, 1), strict=True):  # v: (32, numbers, warps)
             if to == "f16":
                 words = floats.join16(pack16(v[:, 0].T, "f16"), pack16(v[:, 1].T, "f16"))
             else:

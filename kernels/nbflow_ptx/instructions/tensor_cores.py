@@ -22,8 +22,8 @@ import numpy as np
 #: Exponent of the subnormal numbers of a type.
 _SMALLEST_EXPONENT = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14, "f32": -126}
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
-#: Exponent of a product with a zero, below that of any accumulator.
-_OF_ZERO = -1000
+#: Subtracted from the exponent of a zero, so that its products are below any accumulator.
+_FOR_ZERO = 1000
 #: Products computed at once: their arrays stay in the L2 cache.
 _PRODUCTS_AT_ONCE = 1 << 17
 
@@ -78,7 +78,7 @@ def multiply_add(
     n = b.shape[1]
     out = np.empty((m, n, count), np.float32 if to == "f32" else np.float64)
     exponents_a, exponents_b = _exponents(a, kind), _exponents(b, kind)
-    special = not all(np.isfinite(x).all() for x in (a, b, c))
+    special = max(e.max(initial=0) for e in (exponents_a, exponents_b, _exponents(c, c_kind))) > 127
     # matrices are the innermost axis; large ones alone, so that theirs is
     products = m * n * min(depth, rule.terms)
     at_once = max(1, _PRODUCTS_AT_ONCE // products) if products <= 1 << 13 else 1
@@ -88,57 +88,61 @@ def multiply_add(
         for k in range(0, depth, rule.terms):
             part = slice(k, k + rule.terms), slice(None), some
             terms = [np.ascontiguousarray(x[part]) for x in (a, b, exponents_a, exponents_b)]
-            exact = _pass(*terms, sums, _exponents(sums, of_sums), kind, rule)
+            exact, least = _pass(*terms, sums, _exponents(sums, of_sums), kind, rule)
             if special:
                 exact = _with_special(exact, terms[0], terms[1], sums)
             if to == "f16":
                 sums, of_sums = exact.astype(np.float16).astype(np.float32), "f16"
             else:
-                sums, of_sums = _towards_zero(exact, rule.result_bits), "f32"
+                sums, of_sums = _towards_zero(exact, rule.result_bits, least), "f32"
         out[..., some] = exact if to == "f16" else sums
     return out
 
 
 def _exponents(x: Any, kind: str) -> Any:
-    """Return the exponents with which float32 numbers of a type count."""
+    """Return the exponents with which float32 numbers of a type count, those of zeros very small."""
     bits = np.ascontiguousarray(x, np.float32).view(np.int32)
-    found = (bits >> 23 & 255) - 127
+    bits = bits & 0x7FFFFFFF
+    found = (bits >> 23).astype(np.int16)
+    found -= 127
     np.maximum(found, _SMALLEST_EXPONENT[kind], out=found)
-    found[bits << 1 == 0] = _OF_ZERO
-    return found.astype(np.int16)
+    found -= (bits == 0).view(np.int8) * np.int16(_FOR_ZERO)
+    return found
 
 
 def _pass(
     a: Any, b: Any, exponents_a: Any, exponents_b: Any, c: Any, exponents_c: Any, kind: str,
     rule: SumRule,
-) -> Any:  # fmt: skip
-    """Return the sum of the products of one pass and C, exact in float64 but for the cuts."""
-    top = (exponents_a[:, :, None] + exponents_b[:, None]).max(axis=0)
+) -> tuple[Any, int]:  # fmt: skip
+    """Return the sum of the products of one pass and C, exact but for the cuts, and the least unit.
+
+    The unit is that of terms, as an exponent; sums are float64.
+    """
+    top = np.maximum.reduce(exponents_a[:, :, None] + exponents_b[:, None], axis=0)
     np.maximum(top, exponents_c, out=top)
     np.maximum(top, _SMALLEST_EXPONENT["f32"], out=top)
     up = (rule.fraction_bits - top).astype(np.int64)
-    unit = _powers(up)
-    # products of 8 and 16 bits are exact in float32; the unit is out of its range if they are zero
-    narrow = kind in ("f16", "e4m3", "e5m2")
-    products = np.multiply(a[:, :, None], b[:, None], dtype=np.float32 if narrow else np.float64)
-    products *= _powers(np.minimum(up, 127)).astype(np.float32) if narrow else unit
+    unit = (up + 1023 << 52).view(np.float64)
+    if kind in ("f16", "e4m3", "e5m2"):  # products are exact in float32
+        products = np.multiply(a[:, :, None], b[:, None])
+        # out of float32's range only if all products are zero
+        products *= (np.minimum(up, 127).astype(np.int32) + 127 << 23).view(np.float32)
+    else:
+        products = np.multiply(a[:, :, None], b[:, None], dtype=np.float64)
+        products *= unit
     cut = products.astype(np.int32)  # towards zero; below 4 * 2**fraction_bits
     wide = len(a) << rule.fraction_bits + 2 > 1 << 31
     total = np.add.reduce(cut, axis=0, dtype=np.int64 if wide else np.int32).astype(np.float64)
     total += np.trunc(c * unit)
-    return total * _powers(-up)
+    total /= unit
+    return total, int(top.min(initial=0)) - rule.fraction_bits
 
 
-def _powers(exponents: Any) -> Any:
-    """Return powers of two in float64."""
-    return (exponents + 1023 << 52).view(np.float64)
-
-
-def _towards_zero(x: Any, bits: int) -> Any:
-    """Round float64 to float32, towards zero, with so many bits behind the leading one."""
+def _towards_zero(x: Any, bits: int, unit: int) -> Any:
+    """Round multiples of 2**`unit` to float32, with so many bits behind the leading one."""
     cut = (x.view(np.int64) & np.int64(-1 << (52 - bits))).view(np.float64)
-    tiny = np.abs(x) < 2.0**-126
-    if tiny.any():
+    if unit < -126 - bits:  # perhaps more bits than a subnormal number has
+        tiny = np.abs(x) < 2.0**-126
         cut = np.where(tiny, np.trunc(x * 2.0 ** (126 + bits)) * 2.0 ** -(126 + bits), cut)
     return cut.astype(np.float32)
 
