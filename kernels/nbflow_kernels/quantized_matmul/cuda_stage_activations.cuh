@@ -219,13 +219,14 @@ DEV void multiply_chunk(
     for (int run = p * PIECE / 16; run < (p + 1) * PIECE / 16; run += RUN / 16) {
       if (run % 4 == 0) before(run / 4);
 #pragma unroll
-      for (int i = 0; i < FRAGMENT_PARTS * RUN / 16; i++) {
-        const int step = run + i % (RUN / 16), low = i / (RUN / 16);
-        if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
+      for (int low = 0; low < FRAGMENT_PARTS; low++)
 #pragma unroll
-        for (int r = 0; r < R; r++)
-          mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
-      }
+        for (int step = run; step < run + RUN / 16; step++) {
+          if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
+#pragma unroll
+          for (int r = 0; r < R; r++)
+            mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
+        }
     }
     if constexpr (!TENSOR_SUMS && HAS_ZERO) {
 #pragma unroll
