@@ -35,7 +35,7 @@ def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTenso
 
 
 def allowed(K: int) -> float:
-    """Return the tolerance of a sum (`quantized_matmul.cases`); activations are exact to 2**-22."""
+    """Return the tolerance of a sum (`quantized_matmul.cases`)."""
     return 3 * (K + 8) ** 0.5 * 1.4e-7
 
 

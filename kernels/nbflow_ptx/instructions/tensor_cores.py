@@ -100,7 +100,7 @@ def multiply_add(
 
 
 def _exponents(x: Any, kind: str) -> Any:
-    """Return the exponents with which float32 numbers of a type count, those of zeros very small."""
+    """Return the exponents with which numbers of a type count, in float32; zeros have none."""
     bits = np.ascontiguousarray(x, np.float32).view(np.int32)
     bits = bits & 0x7FFFFFFF
     found = (bits >> 23).astype(np.int16)
