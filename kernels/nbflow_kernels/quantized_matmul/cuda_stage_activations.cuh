@@ -165,8 +165,6 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
 // Columns whose products are added before their scale is applied.
 constexpr int PIECE = ARITHMETIC == INT8_SUMS && SUB_BLOCK > 32 ? 32 : SUB_BLOCK;
 static_assert(ARITHMETIC != INT8_SUMS || TENSOR_SUMS || !(HAS_ZERO || HAS_MIN), "sums are not integers");
-// Columns whose `high` products are added before the `low` ones: sums of the former alone are exact.
-constexpr int RUN = PIECE < 64 ? PIECE : 64;
 
 // acc += factor * scale * (codes . x) + ..., for R row tiles and the tokens of a record.
 //
@@ -215,19 +213,17 @@ DEV void multiply_chunk(
         x_scale[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
     }
     float c[R][4] = {};
+    // all `high` products first, whose sum is exact
 #pragma unroll
-    for (int run = p * PIECE / 16; run < (p + 1) * PIECE / 16; run += RUN / 16) {
-      if (run % 4 == 0) before(run / 4);
+    for (int low = 0; low < FRAGMENT_PARTS; low++)
 #pragma unroll
-      for (int low = 0; low < FRAGMENT_PARTS; low++)
+      for (int step = p * PIECE / 16; step < (p + 1) * PIECE / 16; step++) {
+        if (low == 0 && step % 4 == 0) before(step / 4);
+        if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
 #pragma unroll
-        for (int step = run; step < run + RUN / 16; step++) {
-          if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
-#pragma unroll
-          for (int r = 0; r < R; r++)
-            mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
-        }
-    }
+        for (int r = 0; r < R; r++)
+          mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
+      }
     if constexpr (!TENSOR_SUMS && HAS_ZERO) {
 #pragma unroll
       for (int r = 0; r < R; r++)
