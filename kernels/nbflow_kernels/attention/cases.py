@@ -32,7 +32,7 @@ def cut_of_values(code_bits: int) -> float:
     the largest weight's share of k it is 0.7 at most, for few keys.  Four standard deviations are
     3 * 2**-14 steps; a step of values below 4 is 4 / 2**(bits - 1).  Hopper keeps one bit more.
     """
-    return 3 * 2.0**-14 * 4 / 2 ** (code_bits - 1)
+    return 3 * 2.0**-14 * 4 / (1 << code_bits - 1)
 
 
 CUT_REASON = "; and sums over values cut to 3 * 2**-14 of a step of theirs, 4 / 2**(bits - 1)"

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+Three = tuple[Any, Any, Any]
 #: Exponent of the subnormal numbers of a type.
 _SMALLEST_EXPONENT = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14, "f32": -126}
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
@@ -87,10 +88,11 @@ def multiply_add(
         sums, of_sums = c[..., some], c_kind
         for k in range(0, depth, rule.terms):
             part = slice(k, k + rule.terms), slice(None), some
-            terms = [np.ascontiguousarray(x[part]) for x in (a, b, exponents_a, exponents_b)]
-            exact, least = _pass(*terms, sums, _exponents(sums, of_sums), kind, rule)
+            numbers = np.ascontiguousarray(a[part]), np.ascontiguousarray(b[part]), sums
+            exponents = exponents_a[part], exponents_b[part], _exponents(sums, of_sums)
+            exact, least = _pass(numbers, exponents, kind, rule)
             if special:
-                exact = _with_special(exact, terms[0], terms[1], sums)
+                exact = _with_special(exact, *numbers)
             if to == "f16":
                 sums, of_sums = exact.astype(np.float16).astype(np.float32), "f16"
             else:
@@ -110,14 +112,12 @@ def _exponents(x: Any, kind: str) -> Any:
     return found
 
 
-def _pass(
-    a: Any, b: Any, exponents_a: Any, exponents_b: Any, c: Any, exponents_c: Any, kind: str,
-    rule: SumRule,
-) -> tuple[Any, int]:  # fmt: skip
-    """Return the sum of the products of one pass and C, exact but for the cuts, and the least unit.
+def _pass(numbers: Three, exponents: Three, kind: str, rule: SumRule) -> tuple[Any, int]:
+    """Return the sums of one pass in float64, exact but for the cuts, and the least unit.
 
-    The unit is that of terms, as an exponent; sums are float64.
+    `numbers` are those of A, B and C; the unit is that of terms, as an exponent.
     """
+    (a, b, c), (exponents_a, exponents_b, exponents_c) = numbers, exponents
     top = np.maximum.reduce(exponents_a[:, :, None] + exponents_b[:, None], axis=0)
     np.maximum(top, exponents_c, out=top)
     np.maximum(top, _SMALLEST_EXPONENT["f32"], out=top)
