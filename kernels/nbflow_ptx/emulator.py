@@ -82,6 +82,11 @@ class Emulator:
         launch, so that nothing outlives it (also not the module's own variables).
     checks : Checks
         Which checks run.
+    arch : str, optional
+        The emulated device (``"sm_80"``), whose tensor cores round sums; default: the PTX text's
+        target.
+    exact_mma : bool
+        Whether tensor cores add exactly and round once, to the nearest.
 
     Examples
     --------
@@ -115,9 +120,12 @@ class Emulator:
         *,
         device: Device | None = None,
         checks: Checks | None = None,
+        arch: str | None = None,
+        exact_mma: bool = False,
     ) -> None:
         self.module = ptx if isinstance(ptx, Module) else parse(ptx)
         self.device, self.checks = device, checks or Checks()
+        self.arch, self.exact_mma = arch or self.module.target, exact_mma
         self.programs: dict[str, Program] = {}
 
     def program(self, name: str) -> Program:
@@ -226,7 +234,7 @@ class Emulator:
             )  # fmt: skip
         launch = Launch(
             layout, device, self.checks, Grid(n), cells, profile, program.granules["shared"],
-            program.registers.rows,
+            program.registers.rows, self.arch, self.exact_mma,
         )  # fmt: skip
         result = Result(profile=profile)
         for first in range(0, n, at_once):

@@ -16,6 +16,7 @@ from nbflow.executor.bind import PythonOp
 from nbflow.executor.cuda_fusion import ExpertFusion, find_fusions
 from nbflow.program import build, fuse
 from nbflow.spec import resolve
+from nbflow_ptx.cupy_stand_in.kernel_device import SHARED_KB
 from nbflow_ptx.cupy_stand_in.state import State
 
 pytestmark = pytest.mark.compiler
@@ -95,6 +96,21 @@ def test_kernels_of_a_step_and_its_logits(name: str, cupy: Any) -> None:
         assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (1, 2)
         (bound,) = (b for b in run.executor._bound.values() if b.graphs is not None)
         assert bound.graphs.n_graphs == 1
+
+
+@pytest.mark.parametrize("name", ["llama31", "olmoe"])
+def test_a_step_on_a_device_with_less_shared_memory_and_more_multiprocessors(
+    name: str, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """99 KB as on sm_86 and sm_89, whose kernels would have to be compiled, and 128 as there."""
+    monkeypatch.setitem(SHARED_KB, "sm_80", 99)
+    cupy.reset(n_sms=128)
+    wanted = expected(name, [[3]], [[7]])[0]
+    outside, of_a_layer = STEPS[name]
+    with sequences(name, [[3]]) as run:
+        n_launches = run.launches([7])
+        assert n_launches == outside + len(run.executor.program.layers) * of_a_layer
+        assert error(run.executor.buffer("logits", 1)[0], wanted[0]) < TOLERANCE
 
 
 def test_layers_with_sinks_of_their_own_are_captured(cupy: Any) -> None:

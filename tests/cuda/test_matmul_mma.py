@@ -29,11 +29,22 @@ def allowed() -> float:
 
 
 @pytest.mark.parametrize(
-    ("format", "activations"), [("f16", "f32"), ("bf16", "f32"), ("f16", "bf16")]
+    ("format", "activations", "arch", "tile"),
+    [
+        ("f16", "f32", "sm_80", cuda_mma.MIDDLE),
+        ("f16", "f32", "sm_89", cuda_mma.SMALL),
+        ("bf16", "f32", "sm_90", cuda_mma.LARGE),
+        ("f16", "bf16", "sm_80", cuda_mma.LARGE),
+    ],
 )
 def test_a_row_is_right_and_has_the_same_bits_in_any_batch(
-    format: str, activations: str, cupy: Any
+    format: str, activations: str, arch: str, tile: cuda_mma.GemmTile, cupy: Any
 ) -> None:
+    """On devices with 163, 99 and 227 KB of shared memory in a thread block."""
+    cupy.reset(arch=arch)
+    device = cupy.ndarray.__kernel_device__
+    parts = 1 if activations == "bf16" else 3 if format == "bf16" else 2
+    assert cuda_mma.tile_of(device, TOKENS, parts) == tile
     x, w = make(format)
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)

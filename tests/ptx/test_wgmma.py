@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx.tensor_core_sums import tensor_core_sum
 
 from nbflow_ptx import Emulator, UnsupportedInstruction
 from nbflow_ptx.instructions.floats import FP8, bf16_to_f32, f32_to_bf16
+from nbflow_ptx.instructions.tensor_cores import sum_rule
 from nbflow_ptx.instructions.wgmma_descriptors import decode, problem
 
 SWIZZLE_FIELD = {16: 0, 128: 1, 64: 2, 32: 3}
@@ -121,9 +123,16 @@ def accumulator(lane: int, k: int) -> tuple[int, int]:
 
 
 def multiply(
-    n: int, kind: str, a: Tile | None, b: Tile, *, signs: tuple[int, int] = (1, 1), scale: int = 1
+    n: int,
+    kind: str,
+    a: Tile | None,
+    b: Tile,
+    *,
+    signs: tuple[int, int] = (1, 1),
+    scale: int = 1,
+    exact: bool = True,
 ) -> None:
-    """Multiply once and compare with NumPy, bit for bit."""
+    """Multiply once and compare, bit for bit: with NumPy, or as Hopper rounds."""
     rng = np.random.default_rng(n)
     integers = kind in ("s8", "u8")
     nbytes = {"f16": 2, "bf16": 2, "tf32": 4}.get(kind, 1)
@@ -155,9 +164,22 @@ def multiply(
     descriptors = [
         layout.descriptor(area) if layout is not None else 0 for layout, area in ((a, 0), (b, AREA))
     ]
-    Emulator(text).launch("k", 1, 128, image, regs, out, *(np.uint64(v) for v in descriptors))
+    emulator = Emulator(text, exact_mma=exact)
+    emulator.launch("k", 1, 128, image, regs, out, *(np.uint64(v) for v in descriptors))
     product = np.prod(signs) * (va @ vb.T)
     want = (product + c * scale).astype(dtype)
+    if not exact:
+        rule = sum_rule("sm_90", kind, warpgroup=True)
+        limits = {"terms": rule.terms, "bits": rule.fraction_bits, "smallest": -14}
+        sums = [
+            [
+                tensor_core_sum(x, y, float(old), **limits)
+                for y, old in zip(vb.tolist(), row, strict=True)
+            ]
+            for x, row in zip((np.prod(signs) * va).tolist(), c * scale, strict=True)
+        ]
+        assert (want != np.array(sums)).mean() > 0.2
+        want = np.array(sums, dtype)
     np.testing.assert_array_equal(out, want[where[..., 0], where[..., 1]])
 
 
@@ -184,6 +206,12 @@ def test_types(kind: str) -> None:
 def test_signs_and_scale() -> None:
     multiply(8, "f16", None, tile(8, 32, mn=False), signs=(-1, 1))
     multiply(8, "f16", None, tile(8, 32, mn=False), signs=(-1, -1), scale=0)
+
+
+@pytest.mark.parametrize("signs", [(1, 1), (-1, 1)])
+def test_sums_are_rounded_like_those_of_mma(signs: tuple[int, int]) -> None:
+    multiply(8, "f16", None, tile(8, 32, mn=False), signs=signs, exact=False)
+    multiply(8, "f16", tile(64, 128, mn=False), tile(8, 64, mn=False), exact=False, scale=0)
 
 
 def test_steps_along_k_within_a_row_and_a_pattern_anywhere() -> None:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from nbflow_kernels.cuda import Kernel, address, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.cuda import (
+    Kernel,
+    KernelDevice,
+    address,
+    ceil_div,
+    cpp_kernel,
+    device_of,
+)
 from nbflow_kernels.cuda.workspace import workspace
 
 STEP = 64
@@ -56,6 +63,8 @@ class GemmTile(NamedTuple):
 
 
 SMALL, LARGE = GemmTile(1, 1, 4), GemmTile(2, 2, 8)
+MIDDLE = GemmTile(2, 1, 8)
+"""For devices whose shared memory `LARGE` exceeds: 163 KB (sm_80) or 99 KB (sm_86, sm_89)."""
 SMALL_MAX_TOKENS = 64
 """Tokens up to which `SMALL` is chosen."""
 
@@ -136,11 +145,17 @@ def multiply_staged(x: StagedTokens, w: Any, bias: Any, accumulate: bool, out: A
             stop = min(x.n_tokens, first + GEMV_TOKENS)
             gemv((grid, 1, x.n_matrices), 256, arguments(first, stop))
         return
-    tile = SMALL if x.n_tokens <= SMALL_MAX_TOKENS else LARGE
+    tile = tile_of(device_of(x.parts), x.n_tokens, x.n_parts)
     _kernel("gemm", x.kind, x.name, x.n_parts, tile)(
         (ceil_div(n_rows, tile.rows), ceil_div(x.n_tokens, tile.tokens), x.n_matrices),
         128 * tile.token_warps, arguments(0, x.n_tokens), tile.shared_bytes(x.n_parts),
     )  # fmt: skip
+
+
+def tile_of(device: KernelDevice, n_tokens: int, n_parts: int) -> GemmTile:
+    """Return the tile of `gemm`: the largest that fits, or `SMALL` for few tokens."""
+    large = (LARGE, MIDDLE) if n_tokens > SMALL_MAX_TOKENS else ()
+    return next((t for t in large if t.shared_bytes(n_parts) <= device.max_shared_bytes), SMALL)
 
 
 @cache

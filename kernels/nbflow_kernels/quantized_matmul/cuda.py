@@ -14,8 +14,8 @@ user formats without integer codes                     `cuda_dequant_gemm`: pane
 Both kernels run on tensor cores, read `formats.layout_mma`, and add in float32, with activations as
 (`ActivationPrecision`, `cuda_stage_activations.cuh`):
 
-`F32_SUMS`    two float16 numbers, exact to 22 bits or 2**-30 of the largest of 128 columns (2**-25
-              with 3.5 bits); codes are float16 numbers
+`F32_SUMS`    two float16 numbers, exact to 2**-23 of the largest of 128 columns; codes are
+              float16 numbers
 `INT8_SUMS`   int8: sums of products over 32 columns are exact
 `BF16`        bfloat16, and weights rounded to bfloat16
 

@@ -1,9 +1,9 @@
 // Activations as MMA operands, in chunks of 128 columns, with one of three precisions.
 //
 // F32_SUMS   The chunk of a token is scaled by a power of two that brings the largest magnitude to
-//            2**14..2**15, and by 2**-position of the code field that each number meets; then
-//            x = high + low, both float16: exact to 2**-22 of the number or 2**-30 of the chunk's
-//            largest (2**-25 with pairs).  Two MMAs.
+//            2**14..2**15; then x = high + low, high a multiple of 16 and both float16: exact to 2**-9,
+//            which is 2**-23 of the chunk's largest.  Both are scaled by 2**-position of the code
+//            field that they meet.  Two MMAs.
 // INT8_SUMS  Codes of int8 activations as float16 numbers: sums of products with the codes of weights are
 //            exact integers, and one MMA is enough.  32 columns share a scale.
 // BF16_SUMS  Numbers rounded to bfloat16, for weights in bfloat16 (`cuda_bf16.cuh`).
@@ -80,6 +80,17 @@ DEV float4 rounded_to_int8(float4 v) {
   return {q.x * scale, q.y * scale, q.z * scale, q.w * scale};
 }
 
+// x = high + low for |x| <= 2**15, high a multiple of 16; infinities and NaN stay in `high`.
+//
+// Tensor cores cut products to 2**-25 (Ampere and Ada: 2**-24) of the largest one, in which a subnormal code
+// counts as 2**-14.  Codes times multiples of 16 are multiples of 2**-20, which is more: nothing is cut off.
+DEV void split_at_16(float x, float& high, float& low) {
+  constexpr float ROUNDS = 201326592.0f;  // 1.5 * 2**27, whose last place is 16
+  high = __fadd_rn(__fadd_rn(x, ROUNDS), -ROUNDS);
+  low = x - high;
+  if (!(low == low)) low = 0.0f;
+}
+
 // x = high + low in float16; infinities and NaN stay in `high`.
 DEV void split_f16(float x0, float x1, u32& high, u32& low) {
   high = to_f16x2(x0, x1);
@@ -141,14 +152,13 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
     *(u32*)to = to_f16x2(code.x * down, code.y * down);
     *(u32*)(to + 16) = to_f16x2(code.z * down, code.w * down);
   } else {
-    u32 high[2], low[2];
-    split_f16(v.x * down, v.y * down, high[0], low[0]);
-    split_f16(v.z * down, v.w * down, high[1], low[1]);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      *(u32*)(to + 16 * i) = high[i];
-      *(u32*)(to + 64 * NB + 16 * i) = low[i];
-    }
+    float4 high, low;
+    split_at_16(v.x, high.x, low.x), split_at_16(v.y, high.y, low.y);
+    split_at_16(v.z, high.z, low.z), split_at_16(v.w, high.w, low.w);
+    *(u32*)to = to_f16x2(high.x * down, high.y * down);
+    *(u32*)(to + 16) = to_f16x2(high.z * down, high.w * down);
+    *(u32*)(to + 64 * NB) = to_f16x2(low.x * down, low.y * down);
+    *(u32*)(to + 64 * NB + 16) = to_f16x2(low.z * down, low.w * down);
   }
 }
 
@@ -182,19 +192,19 @@ DEV void multiply_chunk(
         if constexpr (!TWO_FLOATS) part[r][i] = SUM_FACTOR * mins[r][i];
     }
   }
-  uint4 high, low;
+  uint4 x[FRAGMENT_PARTS];
 #pragma unroll
   for (int p = 0; p < CHUNK / PIECE; p++) {
     const int g = p * PIECE / SUB_BLOCK;
-    // without TENSOR_SUMS: sums start at -ZERO times the sum of the activations
-    float sum[2] = {}, start[2] = {};
+    // without TENSOR_SUMS: sums of the activations, and their product with -ZERO
+    float sum[2] = {}, zeros[2] = {};
     if constexpr (!TENSOR_SUMS && (HAS_ZERO || HAS_MIN)) {
 #pragma unroll
       for (int e = 0; e < E; e++) sum[e] = *(const float*)(all_sums + Of::token(t, e) * Of::TOKEN + 4 * g);
     }
     if constexpr (!TENSOR_SUMS && HAS_ZERO) {
 #pragma unroll
-      for (int e = 0; e < E; e++) start[e] = HAS_MIN ? -ZERO * sum[e] : sum[e];
+      for (int e = 0; e < E; e++) zeros[e] = HAS_MIN ? -ZERO * sum[e] : sum[e];
     }
     float x_scale[2] = {1.0f, 1.0f};
     if constexpr (ARITHMETIC == INT8_SUMS) {
@@ -202,24 +212,23 @@ DEV void multiply_chunk(
       for (int e = 0; e < E; e++)
         x_scale[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
     }
-    float c[R][4];
+    float c[R][4] = {};
+    // all `high` products first, whose sum is exact
 #pragma unroll
-    for (int r = 0; r < R; r++) c[r][0] = c[r][2] = start[0], c[r][1] = c[r][3] = start[1];
+    for (int low = 0; low < FRAGMENT_PARTS; low++)
 #pragma unroll
-    for (int s = 0; s < PIECE / 16; s++) {
-      const int step = p * (PIECE / 16) + s;
-      if (step % 4 == 0) before(step / 4);
-      if (step % 2 == 0) {
-        high = *(const uint4*)(fragments + (step / 2) * Of::GROUP);
-        if constexpr (FRAGMENT_PARTS == 2)
-          low = *(const uint4*)(fragments + (step / 2) * Of::GROUP + 64 * NB);
+      for (int step = p * PIECE / 16; step < (p + 1) * PIECE / 16; step++) {
+        if (low == 0 && step % 4 == 0) before(step / 4);
+        if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+          mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
       }
+    if constexpr (!TENSOR_SUMS && HAS_ZERO) {
 #pragma unroll
-      for (int r = 0; r < R; r++) {
-        mma_f16(c[r], operand[r][step], step % 2 ? high.z : high.x, step % 2 ? high.w : high.y);
-        if constexpr (FRAGMENT_PARTS == 2)
-          mma_f16(c[r], operand[r][step], step % 2 ? low.z : low.x, step % 2 ? low.w : low.y);
-      }
+      for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[r][i] += zeros[i % 2];
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {

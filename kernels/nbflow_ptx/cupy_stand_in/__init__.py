@@ -54,9 +54,17 @@ def reset(
     host_bytes: int = 1 << 28,
     checks: Checks | None = None,
     arch: str = "sm_80",
+    exact_mma: bool = False,
+    n_sms: int = 4,
 ) -> None:
-    """Start with an empty device; arrays made before must no longer be used."""
+    """Start with an empty device; arrays made before must no longer be used.
+
+    `arch` decides on the shared memory of a thread block and on the rounding of tensor cores, which
+    with `exact_mma` add exactly and round once.  Launchers see `n_sms` multiprocessors: few, so
+    that loops over the grid are taken more than once.
+    """
     _State.device, _State.arch = Device(memory_bytes, host_bytes), arch
+    _State.exact_mma, _State.n_sms = exact_mma, n_sms
     _State.checks = checks or Checks()
     _State.last, _State.constants, _State.n_launches = None, {}, 0
     _State.here = Here()

@@ -18,6 +18,11 @@ from nbflow_ptx.errors import LaunchError
 Dim3 = tuple[int, int, int]
 ONE_LAUNCH = threading.Lock()
 """The device runs one launch at a time: launches share the memory of their parameters."""
+#: Shared memory of a thread block in KB (CUDA C++ Programming Guide); other devices have 227.
+SHARED_KB = {
+    "sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99,
+    "sm_121": 99,
+}  # fmt: skip
 
 
 def enqueue(
@@ -28,6 +33,7 @@ def enqueue(
     def run() -> None:
         with ONE_LAUNCH:
             emulator.checks = State.checks
+            emulator.arch, emulator.exact_mma = State.arch, State.exact_mma
             State.n_launches += 1
             State.last = emulator.launch(
                 name, grid, block, *values, shared_bytes=shared_bytes, device=State.device
@@ -56,8 +62,16 @@ class EmulatedDevice:
         self.empty, self.asarray, self.mapped = empty, asarray, mapped
 
     output = "ptx"
-    n_sms = 4  # few, so that loops over the grid are taken more than once
-    max_shared_bytes = 227 * 1024
+
+    @property
+    def n_sms(self) -> int:
+        """Return the number of multiprocessors, on which only launchers look."""
+        return State.n_sms
+
+    @property
+    def max_shared_bytes(self) -> int:
+        """Return the bytes of shared memory of a thread block."""
+        return 1024 * SHARED_KB.get(State.arch.rstrip("a"), 227)
 
     @property
     def arch(self) -> str:

@@ -28,6 +28,8 @@ class State:
     device = Device()
     checks = Checks()
     arch = "sm_80"
+    exact_mma = False
+    n_sms = 4
     last: Result | None = None
     constants: dict[Any, Any] = {}  # noqa: RUF012 - the state is the class
     n_launches = 0

@@ -1,7 +1,8 @@
 """Tensor-core instructions: ``mma.sync``, ``ldmatrix`` and ``movmatrix``.
 
-Fragment layouts are those of the PTX ISA's chapter on matrix multiply-accumulate.  Products are
-summed in float64 (int64) and rounded once; the hardware's own sum is a little less accurate.
+Fragment layouts are those of the PTX ISA's chapter on matrix multiply-accumulate.  Sums of
+floating-point products are those of the emulated device (`tensor_cores`), or with `exact_mma` exact
+and rounded once, as those of float64 always are; sums of integers are exact.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from nbflow_ptx.instructions import floats
 from nbflow_ptx.instructions.binder import Binder, full, threads
 from nbflow_ptx.instructions.floating import pack16
+from nbflow_ptx.instructions.tensor_cores import multiply_add, sum_rule
 from nbflow_ptx.instructions.warp_collectives import Collective
 from nbflow_ptx.machine.machine import Machine
 from nbflow_ptx.parsing.syntax import Instruction, Vec
@@ -45,6 +47,9 @@ def mma(b: Binder, ins: Instruction) -> Collective:
     arow, acol = fragment_a(m_, k_, _BYTES[ta], len(ra))
     bcol, brow = fragment_b(k_, _BYTES[tb], len(rb))
     saturate = ins.has("satfinite")
+    always_exact = ta in ("s8", "u8", "f64")
+    row, col = _results(len(writes), to)
+    row_c, col_c = _results(len(rc), tc)
 
     def run(m: Machine, i: Any, masks: Any) -> None:
         n_warps = _whole_warps(m, threads(m, i), ins)
@@ -52,14 +57,40 @@ def mma(b: Binder, ins: Instruction) -> Collective:
         def table(reads: Any) -> Any:
             return np.stack([full(m, i, x(m, i)) for x in reads], axis=1).reshape(n_warps, 32, -1)
 
-        exact = np.int64 if ta in ("s8", "u8") else np.float64
-        a, c = np.zeros((n_warps, m_, k_), exact), np.zeros((n_warps, k_, n_), exact)
-        a[:, arow, acol] = decode(table(ra), ta)
-        c[:, brow, bcol] = decode(table(rb), tb)
-        product = np.matmul(a, c)
-        _accumulate(m, i, writes, product, table(rc), to, tc, m_, saturate)
+        if always_exact or m.launch.exact_mma:
+            exact = np.int64 if ta in ("s8", "u8") else np.float64
+            a, c = np.zeros((n_warps, m_, k_), exact), np.zeros((n_warps, k_, n_), exact)
+            a[:, arow, acol] = decode(table(ra), ta)
+            c[:, brow, bcol] = decode(table(rb), tb)
+            product = np.matmul(a, c)
+            _accumulate(m, i, writes, product, table(rc), to, tc, m_, saturate)
+            return
+        a, b = np.zeros((k_, m_, n_warps), np.float32), np.zeros((k_, n_, n_warps), np.float32)
+        a[acol, arow] = decode(table(ra), ta).transpose(1, 2, 3, 0)
+        b[brow, bcol] = decode(table(rb), tb).transpose(1, 2, 3, 0)
+        old = np.ascontiguousarray(table(rc))
+        old = old.view(np.float32)[..., None] if tc == "f32" else decode(old, tc)
+        c = np.zeros((m_, n_, n_warps), np.float32)
+        c[row_c, col_c] = old.transpose(1, 2, 3, 0)
+        rule = sum_rule(m.launch.arch, ta)
+        found = multiply_add(a, b, c, ta, rule, c_kind=tc, to=to)[row, col]
+        for d, v in zip(writes, found.swapaxes(0, 1), strict=True):  # v: (32, numbers, warps)
+            if to == "f16":
+                words = floats.join16(pack16(v[:, 0].T, "f16"), pack16(v[:, 1].T, "f16"))
+            else:
+                words = np.ascontiguousarray(v[:, 0].T)
+            d(m, i, words.reshape(-1))
 
     return run
+
+
+def _results(registers: int, kind: str) -> tuple[Any, Any]:
+    """Return row and column of each number of C and D: arrays (32 lanes, registers, numbers)."""
+    r, e = np.arange(registers)[:, None], np.arange(2 if kind == "f16" else 1)
+    row, col = (_LANE >> 2)[:, None, None], 2 * (_LANE & 3)[:, None, None]
+    if kind == "f16":
+        return row + 8 * r + 0 * e, col + e + 0 * r
+    return row + 8 * (r >> 1) + 0 * e, col + (r & 1) + 0 * e
 
 
 def _whole_warps(m: Machine, t: Any, ins: Instruction) -> int:

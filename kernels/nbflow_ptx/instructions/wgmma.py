@@ -1,8 +1,8 @@
 """Products of matrices by a warpgroup of 128 threads: ``wgmma``.
 
-The sums are those of ``mma.sync`` in this package (`mma`): exact products, added in float64 and
-rounded once per instruction.  So a kernel of ``wgmma`` and one of ``mma.sync`` that take the same
-steps of 16 along K give the same bits here; hardware promises no such thing.
+The sums are those of ``mma.sync`` on the same device (`tensor_cores`), so a kernel of ``wgmma`` and
+one of ``mma.sync`` that take the same steps of 16 along K give the same bits.  Only FP8 products
+are added with fewer bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from nbflow_ptx.instructions import mma
 from nbflow_ptx.instructions.binder import Binder, Read, full, threads
+from nbflow_ptx.instructions.tensor_cores import multiply_add, sum_rule
 from nbflow_ptx.instructions.warp_collectives import Collective
 from nbflow_ptx.instructions.wgmma_descriptors import core_rows, decode, problem
 from nbflow_ptx.machine.async_proxy import read_units
@@ -108,8 +109,26 @@ class _Product:
         else:
             a = self._shared(m, i, lanes, self.a, self.a_kind, 64, self.a_mn, "A")
         b = self._shared(m, i, lanes, self.b, self.b_kind, self.n, self.b_mn, "B")
-        product = np.matmul(a, b.swapaxes(1, 2)) * self.sign
-        self._accumulate(m, i, lanes, product)
+        old = self._old(m, i, lanes)
+        if self.a_kind in _INTEGERS or m.launch.exact_mma:
+            total = self._registers(np.matmul(a, b.swapaxes(1, 2)) * self.sign) + old
+        else:
+            total = self._registers(self._rounded(m, a * self.sign, b, old))
+        if self.saturate:
+            total = np.clip(total, -(2**31), 2**31 - 1)
+        words = total.astype(self.to).view(np.uint32)
+        for d, v in zip(self.writes, words, strict=True):
+            d(m, i, v)
+
+    def _rounded(self, m: Machine, a: Any, b: Any, old: Any) -> Any:
+        """Return A B + D as the device rounds it, (groups, 64, n)."""
+        rule = sum_rule(m.launch.arch, self.a_kind, warpgroup=True)
+        c = np.empty((len(a), 64, self.n), np.float32)
+        by_thread = self._by_thread(c)  # a view
+        by_thread[...] = old.reshape(by_thread.shape)
+        a, b = (np.ascontiguousarray(x.transpose(2, 1, 0), np.float32) for x in (a, b))
+        found = multiply_add(a, b, c.transpose(1, 2, 0), self.a_kind, rule)
+        return np.ascontiguousarray(found.transpose(2, 0, 1))
 
     def _table(self, m: Machine, i: Any, reads: list[Read]) -> Any:
         return np.stack([full(m, i, x(m, i)) for x in reads], axis=1)
@@ -144,23 +163,25 @@ class _Product:
             raise m.error("wgmma", f"the threads of a warpgroup have more than one {what}", lane)
         return table[:, 0]
 
-    def _accumulate(self, m: Machine, i: Any, lanes: Any, product: Any) -> None:
-        """Add D and write it back.
+    def _registers(self, matrix: Any) -> Any:
+        """Return a matrix (groups, 64, n) by accumulators, (n / 2, threads).
 
         Thread ``32 w + 4 g + t`` of a warpgroup holds, of each 8 columns, those from ``2 t`` on
         of the lines ``16 w + g`` and ``16 w + g + 8``.
         """
-        parts = product.reshape(-1, 4, 2, 8, self.n // 8, 4, 2)
-        total = parts.transpose(4, 2, 6, 0, 1, 3, 5).reshape(self.n // 2, -1)
+        return self._by_thread(matrix).reshape(self.n // 2, -1)
+
+    def _by_thread(self, matrix: Any) -> Any:
+        parts = matrix.reshape(-1, 4, 2, 8, self.n // 8, 4, 2)
+        return parts.transpose(4, 2, 6, 0, 1, 3, 5)
+
+    def _old(self, m: Machine, i: Any, lanes: Any) -> Any:
+        """Return D before the product, (n / 2, threads); zeros where scale-d says so."""
         keep = self._one_each(m, lanes, full(m, i, self.scale(m, i)), "scale-d")
-        if keep.any():
-            old = np.stack([full(m, i, x(m, i)) for x in self.reads]).view(self.to)
-            total = np.where(keep.repeat(WARPGROUP), total + old, total)
-        if self.saturate:
-            total = np.clip(total, -(2**31), 2**31 - 1)
-        words = total.astype(self.to).view(np.uint32)
-        for d, v in zip(self.writes, words, strict=True):
-            d(m, i, v)
+        if not keep.any():
+            return np.zeros((self.n // 2, len(lanes)), self.to)
+        old = np.stack([full(m, i, x(m, i)) for x in self.reads]).view(self.to)
+        return np.where(keep.repeat(WARPGROUP), old, self.to(0))
 
 
 def _immediate(b: Binder, ins: Instruction, a: Operand) -> int:

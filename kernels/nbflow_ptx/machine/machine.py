@@ -29,7 +29,8 @@ class Launch:
     """State that all thread blocks of one launch share.
 
     ``shared_granule`` is the narrowest access to shared memory in bytes, ``wgmma_rows`` numbers
-    the registers that ``wgmma`` uses, ``stamps`` has the instruction of each stamp.
+    the registers that ``wgmma`` uses, ``stamps`` has the instruction of each stamp.  Tensor cores
+    are those of ``arch``, or exact with ``exact_mma``.
     """
 
     layout: Layout
@@ -40,6 +41,8 @@ class Launch:
     profile: Profile | None
     shared_granule: int
     wgmma_rows: dict[str, int]
+    arch: str
+    exact_mma: bool
     stamps: list[int] = field(default_factory=lambda: [0])
     printed: list[str] = field(default_factory=list)
 

@@ -6,8 +6,9 @@
 // reduced in order and merged into those of earlier splits.
 //
 // Quantized codes are MMA operands as they are (`quantized_operands.cuh`).  Key scales multiply sums of 32
-// products, value scales the weights; all steps but the sums are exact to 2**-22.  The order of additions per
-// query vector depends on the sequence only, never on NT.
+// products, value scales the weights.  Sums over keys are cut where codes are subnormal, to 2**-14 (Hopper: 2**-15)
+// of code 1 times the largest weight of 16 keys; other steps are exact to 2**-22.  The order of additions per query
+// vector depends on the sequence only, never on NT.
 #include "attention/cuda/quantized_online_softmax.cuh"
 #include "attention/cuda/prologue.cuh"
 

@@ -1,7 +1,9 @@
 // Tensor-core attention over quantized keys and values: codes are operand A (16 keys or 16 columns), query vectors
 // are the columns of operand B.
 //
-// Four vectors take eight columns: the float16 part and the remainder of each, so that products are exact to 2**-22.
+// Four vectors take eight columns: two float16 numbers for each.  Those of a query are a multiple of 2**-11 of a power
+// of two above its largest number and the remainder, exact to 2**-23 of the largest; the products of the former with
+// codes are added exactly.  Those of a weight are the nearest float16 number and the remainder, exact to 2**-22.
 // Lane (g, t) = (lane / 4, lane % 4) holds the state of vectors 4 n + t, n < NT.  Rows g and g + 8 of a tile of 16
 // keys are neighbours: key 0 4 8 12 2 6 10 14 and the next one, against bank conflicts.
 #pragma once
@@ -71,14 +73,17 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
         }
 #pragma unroll
         for (int b = 0; b < PARTS; b++) {
-            const float y = __fmul_rn(__fmul_rn(x[b], up), down);
-            const u16 high = float_to_half(y), low = float_to_half(__fsub_rn(y, half_to_float(high)));
+            // tensor cores cut codes times other numbers than multiples of 16, see `split_at_16`
+            constexpr float ROUNDS = 201326592.0f;  // 1.5 * 2**27, whose last place is 16
+            const float y = __fmul_rn(x[b], up), multiple = __fadd_rn(__fadd_rn(y, ROUNDS), -ROUNDS);
+            const u16 high = float_to_half(__fmul_rn(multiple, down));
+            const u16 low = float_to_half(__fsub_rn(__fmul_rn(y, down), half_to_float(high)));
             u16* to = (u16*)(q + ((m / 4 * PARTS + b) * 32 + m % 4 * 8 + at.t) * 16) + 2 * at.pair + at.half;
             to[0] = high, to[4 * 8] = low;  // columns 2 (m % 4) and 2 (m % 4) + 1
             float sum = __fadd_rn(half_to_float(high), half_to_float(low)) / down;
             for (int step = 16; step; step >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
             sum *= Of::BASE ? Of::UNIT : -Of::ZERO * Of::UNIT;
-            if (lane == 0) sums[b * 4 * NT + m] = {sum, 0, sum, 0};
+            if (lane == 0) sums[b * 4 * NT + m] = {0, sum, 0, sum};  // with the remainders: it is not a multiple
         }
     }
 }
@@ -122,7 +127,7 @@ DEV void quantized_qk_scores(float (*s)[2 * TILES], const u8* rows, const u8* q,
                     const u8* row = rows + (tile * 16 + j) * ROW;
                     float& score = s[n][2 * tile + j];
                     score = __fmaf_rn(Of::scale(row, b), __fadd_rn(c[2 * j], c[2 * j + 1]), score);
-                    if (Of::BASE) score = __fmaf_rn(Of::base(row, b), start.x, score);
+                    if (Of::BASE) score = __fmaf_rn(Of::base(row, b), start.y, score);
                 }
             }
         }

@@ -1,7 +1,8 @@
 // Codes of quantized rows in shared memory as operands of mma.m16n8k16.
 //
 // A code in the low bits of a half *is* a float16 number, the subnormal code * 2**-24, so an AND or a byte permutation
-// makes operands without a conversion.  Key scales are applied to scores, value scales to weights.  Numbers are taken
+// makes operands without a conversion.  Tensor cores count it with the exponent -14, so that sums are cut to 2**-14
+// (Hopper: 2**-15) of code 1 times the largest number that meets a code.  Key scales are applied to scores, value scales to weights.  Numbers are taken
 // 32 at a time, a *part*; a block of 64 is two parts with one scale.  Float16 rows are parts without scales.
 #pragma once
 #include "attention/cuda/mma.cuh"
