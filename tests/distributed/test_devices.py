@@ -92,11 +92,11 @@ def test_a_rank_looks_for_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -
     on_cpu, on_cuda = name_devices("cpu,cuda:7", "ab")
     assert on_cpu.find() is device.HOST
     assert (on_cuda.name, on_cuda.turn) == ("cuda:7", 0)  # kept, for the other host
-    seen = nbflow_kernels.cuda.Detected(12040, 2, True, True, "")
+    seen = nbflow_kernels.cuda.Detected(12040, 2, True, True, True, "")
     monkeypatch.setattr(nbflow_kernels.cuda, "detect", lambda: seen)
     with pytest.raises(UsageError, match="device 'cuda:7': this machine has 2 CUDA devices"):
         on_cuda.find()
-    none = nbflow_kernels.cuda.Detected(None, 0, True, True, "no CUDA driver")
+    none = nbflow_kernels.cuda.Detected(None, 0, True, True, True, "no CUDA driver")
     monkeypatch.setattr(nbflow_kernels.cuda, "detect", lambda: none)
     with pytest.raises(MissingExtraError, match="device 'cuda': no CUDA driver"):
         find_device("cuda")
