@@ -31,8 +31,12 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Take what a file has left for what stays."""
-    if nextitem is None or nextitem.path != item.path:
+    """Take what a file has left for what stays, and what each test of a device has.
+
+    A model collects garbage when it begins on a device, and would go through the programs of all
+    kernels that the tests of a file have emulated so far.
+    """
+    if nextitem is None or nextitem.path != item.path or item.path.parent.name == "cuda":
         gc.collect()
         gc.freeze()
 

@@ -244,6 +244,9 @@ class _Scheduler:
         m = self.m
         if c.pc in self.at_warp:
             lanes = np.sort(np.concatenate([self.at_warp.pop(c.pc), lanes]))
+        if self.whole_warps(c, lanes):
+            self.cross(c, lanes, _ALL)
+            return
         masks = self.masks(c, lanes)
         go = np.zeros(len(lanes), np.bool_)
         warp = m.warp_id[lanes]
@@ -260,6 +263,19 @@ class _Scheduler:
             self.cross(c, lanes[go], masks[go])
         if not go.all():
             self.at_warp[c.pc] = lanes[~go]
+
+    def whole_warps(self, c: Control, lanes: Any) -> bool:
+        """Return whether these are all threads of some warps, and the mask names them all."""
+        m = self.m
+        if len(lanes) % 32 or m.threads_per_block % 32:
+            return False
+        first = lanes[::32]
+        if (first & 31).any() or (lanes[31::32] - first != 31).any():  # they are in order
+            return False
+        if c.mask is None:
+            return True
+        mask = c.mask(m, lanes)
+        return bool(mask == _ALL if not mask.ndim else (mask == _ALL).all())
 
     def meet_group(self, c: Control, lanes: Any) -> None:
         """Let the warpgroups go whose 128 threads are all here; the others wait."""

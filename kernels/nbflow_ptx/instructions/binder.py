@@ -15,7 +15,7 @@ import numpy as np
 
 from nbflow_ptx.errors import ParseError, UnsupportedInstruction
 from nbflow_ptx.instructions.wgmma_registers import RegisterPlan
-from nbflow_ptx.machine.machine import Machine
+from nbflow_ptx.machine.machine import Machine, filled
 from nbflow_ptx.parsing.linker import Linked
 from nbflow_ptx.parsing.syntax import (
     Addr,
@@ -152,7 +152,7 @@ class Binder:
                 return
             r = m.registers[slot]
             if not r.ndim:
-                r = m.registers[slot] = np.full(m.lanes, r)
+                r = m.registers[slot] = filled(m.lanes, r)
             r[i] = v
 
         return write
@@ -227,8 +227,7 @@ def constant(a: Imm, kind: Type) -> Any:
 
 def full(m: Machine, i: Any, v: Any) -> Any:
     """Return a value as one entry per executing thread."""
-    n = m.lanes if i is None else len(i)
-    return np.broadcast_to(v, (n,)) if not v.ndim else v
+    return v if v.ndim else filled(m.lanes if i is None else len(i), v)
 
 
 def threads(m: Machine, i: Any) -> Any:

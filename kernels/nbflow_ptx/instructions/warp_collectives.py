@@ -6,6 +6,7 @@ has arrived.  Lanes are rows of a table of 32 per warp.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,14 +40,17 @@ def shuffle(b: Binder, ins: Instruction) -> Collective:
     def run(m: Machine, i: Any, masks: Any) -> None:
         t = threads(m, i)
         lane = m.lane[t]
-        source, inside = shuffle_source(mode, lane, offset(m, i), clamp(m, i))
-        value = full(m, i, x(m, i))
+        by, bounds = offset(m, i), clamp(m, i)
+        if by.ndim or bounds.ndim:
+            source, inside = shuffle_source(mode, lane, by, bounds)
+        else:
+            source, inside = (of.take(lane) for of in _sources_of_warp(mode, int(by), int(bounds)))
         table = np.zeros(m.n_warps * 32, np.uint32)
-        table[m.slot[t]] = value
+        table[m.slot[t]] = x(m, i)
         d(m, i, table[m.warp_id[t] * 32 + source])
         if p is not None:
             p(m, i, inside)
-        if m.checks.masks:
+        if m.checks.masks and not (np.ndim(masks) == 0 and masks == 0xFFFFFFFF):
             bad = (masks >> source.astype(np.uint32)) & np.uint32(1) == 0
             if bad.any():
                 j = int(np.flatnonzero(np.broadcast_to(bad, t.shape))[0])
@@ -78,6 +82,12 @@ def shuffle_source(mode: str, lane: Any, offset: Any, clamp: Any) -> tuple[Any, 
         source = (lane & segment) | (by & ~segment & 31)
         inside = source <= last
     return np.where(inside, source, lane), inside
+
+
+@functools.cache
+def _sources_of_warp(mode: str, offset: int, clamp: int) -> tuple[Any, Any]:
+    """Return `shuffle_source` of the 32 lanes of a warp."""
+    return shuffle_source(mode, np.arange(32), np.uint32(offset), np.uint32(clamp))
 
 
 def vote(b: Binder, ins: Instruction) -> Collective:

@@ -7,7 +7,11 @@ the executor needs no call stack; recursion is refused.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from nbflow_ptx.errors import LaunchError, UnsupportedInstruction, unknown
 from nbflow_ptx.parsing.syntax import (
@@ -23,7 +27,7 @@ from nbflow_ptx.parsing.syntax import (
     Variable,
     Vec,
 )
-from nbflow_ptx.parsing.types import Type
+from nbflow_ptx.parsing.types import STORAGE, Type
 
 #: Functions the hardware's driver provides; the emulator has its own (`instructions.calls`).
 BUILTINS = (
@@ -57,6 +61,18 @@ class Linked:
     param_offsets: dict[str, int] = field(default_factory=dict)
     param_bytes: int = 0
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def unwritten(self) -> list[Any]:
+        """What each register holds before its first write: a value that stands out."""
+        return [_poison(kind) for kind in self.registers.values()]
+
+
+def _poison(kind: Type) -> Any:
+    if not kind.nbytes:
+        return np.bool_(False)
+    n = min(kind.nbytes, 8)
+    return STORAGE[n](0xCDCDCDCDCDCDCDCD & ((1 << 8 * n) - 1))
 
 
 def link(module: Module, entry: str) -> Linked:
