@@ -26,6 +26,8 @@ __all__ = ["ITEM_BYTES", "Scaled", "Span", "TensorEntry", "WeightFile", "tensor_
 
 Span = tuple[int, int]
 
+_FEW = 8  # columns that are fewer than one in so many are read row by row, without the gaps
+_GAPS_BYTES = 1 << 20  # read at once with the gaps between columns
 _CHUNK_BYTES = 1 << 24  # of a tensor that is read in chunks
 _MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
 _REPEATED_BYTES = 1 << 20  # allowed for every tensor that repeats its elements
@@ -113,7 +115,7 @@ class Scaled:
 class WeightFile:
     """Named tensors in one or several files, read only where asked.
 
-    Opening reads headers; `array` reads exactly the bytes of the rows and columns asked for.
+    Opening reads headers; `array` reads the bytes of the rows asked for, and no other rows.
     A reader makes one of these; users get it from `nbflow.checkpoint.open_weights`.  It is a
     context manager, and several threads may read at once.
 
@@ -135,7 +137,7 @@ class WeightFile:
         self.format = format
         """Name of the file format."""
         self.bytes_read = 0
-        """Bytes of tensor data read so far, without headers."""
+        """Bytes of tensor data returned so far: no headers, and no gaps between columns."""
         self._entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in entries}
         self._scales: Mapping[str, TensorEntry] = {entry.name: entry for entry in scales}
         self._files = tuple(files)
@@ -194,6 +196,7 @@ class WeightFile:
         columns: Span | None = None,
         *,
         flat: bool = False,
+        widen_bf16: bool = True,
     ) -> np.ndarray[Any, Any]:
         """Read a tensor, or a rectangle of it.
 
@@ -207,6 +210,8 @@ class WeightFile:
             Columns to read, for a tensor of two dimensions; all by default.
         flat : bool
             Flatten all dimensions but the last into rows.
+        widen_bf16 : bool
+            False returns bf16 as its bits, uint16.
 
         Returns
         -------
@@ -227,7 +232,11 @@ class WeightFile:
             return self._dequantized(entry, row_span, column_span)
         if entry.scaled is not None:
             return self._multiplied(entry.shape, entry.scaled, row_span, column_span)
-        return self._decode(entry, row_span, column_span)
+        return self._decode(entry, row_span, column_span, widen_bf16)
+
+    def is_as_stored(self, name: str) -> bool:
+        """Return whether the file holds the values that `array` returns, without a transform."""
+        return self.entry(name).scaled is None
 
     def quantized(
         self,
@@ -375,7 +384,7 @@ class WeightFile:
         return start, stop
 
     def _decode(
-        self, entry: TensorEntry, rows: Span | None, columns: Span | None
+        self, entry: TensorEntry, rows: Span | None, columns: Span | None, widen_bf16: bool = True
     ) -> np.ndarray[Any, Any]:
         """Read the elements of a rectangle as a NumPy type."""
         if entry.dtype not in NUMPY:
@@ -386,7 +395,8 @@ class WeightFile:
         data = self._read(entry, np.dtype(entry.order + NUMPY[entry.dtype]), rows, columns)
         if not data.dtype.isnative:
             data = data.astype(data.dtype.newbyteorder("="))
-        return widen(data, entry.dtype) if entry.dtype in WIDENED else data
+        is_widened = entry.dtype in WIDENED and (widen_bf16 or entry.dtype != "bf16")
+        return widen(data, entry.dtype) if is_widened else data
 
     def _read(
         self, entry: TensorEntry, dtype: np.dtype[Any], rows: Span | None, columns: Span | None
@@ -403,11 +413,28 @@ class WeightFile:
         out = np.empty(shape, dtype)
         if columns is None or columns == (0, entry.shape[1]):
             self._fill(entry.file, out, first)
-            return out
-        first += columns[0] * dtype.itemsize
-        for i in range(shape[0]):
-            self._fill(entry.file, out[i], first + i * row_bytes)
+        elif len(out) and _FEW * out.shape[1] >= entry.shape[1]:
+            self._fill_columns(entry.file, out, first, slice(*columns), entry.shape[1])
+        else:
+            for i, row in enumerate(out):
+                self._fill(entry.file, row, first + i * row_bytes + columns[0] * dtype.itemsize)
         return out
+
+    def _fill_columns(
+        self, file: ByteFile, out: np.ndarray[Any, Any], first: int, columns: slice, n_columns: int
+    ) -> None:
+        """Fill an array with columns of whole rows, many rows per system call."""
+        n_rows = max(1, min(len(out), _GAPS_BYTES // (n_columns * out.itemsize)))
+        whole = np.empty((n_rows, n_columns), out.dtype)
+        for start in range(0, len(out), n_rows):
+            some = whole[: len(out) - start]
+            offset = first + start * whole.strides[0]
+            # the last row ends with its last column: behind it the file may end
+            end = some.size - n_columns + columns.stop
+            file.read_into(some.reshape(-1)[:end].view(np.uint8).data, offset)
+            out[start : start + len(some)] = some[:, columns]
+        with self._lock:
+            self.bytes_read += out.nbytes
 
     def _read_view(
         self,

@@ -44,7 +44,7 @@ class CrossAttentionCache:
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_cross_kv(spec), mine))
-        self.weights = WeightLoader(program, file, weights, encoding=encoding)
+        self.weights = WeightLoader(program, file, weights, encoding=encoding, packed=place.on_host)
         self.weights.finalize(place)
         self.storage = KVStorage(
             program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,

@@ -113,7 +113,9 @@ class Worker:
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         before = file.bytes_read
-        self.weights = WeightLoader(self.program, file, weights, encoding=encoding)
+        self.weights = WeightLoader(
+            self.program, file, weights, encoding=encoding, packed=place.on_host
+        )
         self.weights.finalize(place, offload.embeddings_on_host)
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(

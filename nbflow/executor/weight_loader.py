@@ -20,6 +20,7 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.distributed.device import Device
 from nbflow.program.read_operand import (
     convert,
+    has_whole_rows,
     operand_bytes,
     read_operand,
     read_quantized_operand,
@@ -31,6 +32,7 @@ from nbflow.utils.rank_status import status
 from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 
 FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
+FLOATS = frozenset(FORMAT_OF_DTYPE.values())
 
 
 class WeightLoader:
@@ -51,6 +53,9 @@ class WeightLoader:
         Quantizer of the matrices.
     joined : bool
         Concatenate the tensors of an op that have one format; False keeps them apart.
+    packed : bool
+        Read matrices that keep their stored format directly into the layout of the CPU kernels,
+        piece by piece.
     """
 
     def __init__(
@@ -60,12 +65,13 @@ class WeightLoader:
         weights: Weights,
         encoding: QuantizerOptions | None = None,
         joined: bool = True,
+        packed: bool = False,
     ) -> None:
         self._file = file
         self._encoding = encoding or QuantizerOptions()
         self._program = program
         self._formats = weight_formats(weights)
-        self._joined = joined
+        self._joined, self._packed = joined, packed
         self._loaded: dict[tuple[Operand, ...], Any] = {}
         self._host_tables: dict[int, Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
@@ -223,6 +229,8 @@ class WeightLoader:
 
         A float table that is both looked up and multiplied (a tied head) stays an array.
         """
+        if self._packed and operands not in self._shared and self._keeps_rows(operands):
+            return self._packed_matrix(operands)
         matrix = self._matrix(operands)
         if isinstance(matrix, nk.QuantTensor) or operands in self._shared:
             return matrix
@@ -233,6 +241,8 @@ class WeightLoader:
     def _matrix(self, operands: Sequence[Operand]) -> Any:
         if self._stored_format(operands[0]) is not None:
             return self._stored_blocks(operands)
+        if self._keeps_rows(operands):
+            return _joined([self._stored_floats(p) for p in operands])
         format, spec = self._target_format(operands[0]), self._program.spec
         in_blocks = format is not None and nk.FORMATS[format].block_size > 1
         if in_blocks and not self._encoding.is_default:
@@ -248,6 +258,53 @@ class WeightLoader:
         if matrix.dtype in (np.float32, np.float16):
             return matrix
         return matrix.astype(np.float32)
+
+    def _keeps_rows(self, operands: Sequence[Operand]) -> bool:
+        """Return whether rows of a matrix are stored bytes of the checkpoint, of one type."""
+        spec, file = self._program.spec, self._file
+        stored = {file.dtype(spec.checkpoint_name(p.name)) for p in operands}
+        target = self._target_format(operands[0])
+        return (
+            len(stored) == 1
+            and stored <= nk.FORMATS.keys()
+            and (target is None or target in stored & FLOATS)
+            and all(has_whole_rows(spec, file, p) for p in operands)
+        )
+
+    def _packed_matrix(self, operands: Sequence[Operand]) -> nk.QuantTensor:
+        """Read rows that keep their stored bytes into the CPU layout."""
+        spec, file = self._program.spec, self._file
+        format = nk.FORMATS[file.dtype(spec.checkpoint_name(operands[0].name))]
+        parts, n_rows = [], 0
+        for p in operands:
+            first, end = p.rows or (0, spec.shape_of(p.name)[0])
+            parts.append((p, first - n_rows, n_rows, n_rows + end - first))
+            n_rows += end - first
+        first, end = operands[0].columns or (0, spec.shape_of(operands[0].name)[1])
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            """Return storage bytes of rows [start, stop) of all operands together."""
+            found = []
+            for operand, offset, begin, last in parts:
+                low, high = max(start, begin), min(stop, last)
+                if low < high:
+                    some = replace(operand, rows=(low + offset, high + offset))
+                    found.append(self._stored_rows(some))
+            return _joined(found)
+
+        return nk.QuantTensor.read(rows, format, (n_rows, end - first))
+
+    def _stored_rows(self, operand: Operand) -> np.ndarray:
+        """Return rows as stored bytes (rows, row bytes)."""
+        status.heartbeat()
+        spec, file = self._program.spec, self._file
+        if self._stored_format(operand) is not None:
+            return _joined([b.data for b in read_quantized_operand(spec, file, operand)])
+        return self._stored_floats(operand).view(np.uint8)
+
+    def _stored_floats(self, operand: Operand) -> np.ndarray:
+        """Return rows of floats as they are stored, bf16 as uint16."""
+        return read_operand(self._program.spec, self._file, operand, widen_bf16=False)
 
     def _stored_blocks(self, operands: Sequence[Operand]) -> nk.QuantTensor:
         """Concatenate tensors of one block format as they are stored."""
@@ -280,6 +337,11 @@ class WeightLoader:
             rows = [self._read(Operand(name, rows=(r, r + 1))) for r in chosen]
             sample = np.concatenate(rows)
         return soft_range(sample, self._encoding.outliers)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays along the rows; a single one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def stack_experts(matrices: Sequence[Any]) -> tuple[Any, ...]:

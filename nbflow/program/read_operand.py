@@ -17,10 +17,20 @@ from nbflow_kernels.errors import UsageError
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
-def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndarray:
+def has_whole_rows(spec: ModelSpec, file: WeightFile, operand: Operand) -> bool:
+    """Return whether the rows of a matrix are rows that the file stores, so that few are read."""
+    layout = spec.tensor_layout(operand.name)
+    changed = layout.columns is not None or layout.head_rows or layout.transposed or layout.step > 1
+    return not changed and len(spec.shape_of(operand.name)) == 2 and file.is_as_stored(layout.name)
+
+
+def read_operand(
+    spec: ModelSpec, file: WeightFile, operand: Operand, widen_bf16: bool = True
+) -> np.ndarray:
     """Return a tensor of the model, or a shard of it, in its stored type.
 
-    Output features come first, however the checkpoint orders them.
+    Output features come first, however the checkpoint orders them.  Without `widen_bf16`, rows
+    that are those of the file (`has_whole_rows`) are read as bits, uint16.
     """
     layout = spec.tensor_layout(operand.name)
     if layout.columns is not None:
@@ -36,7 +46,8 @@ def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndar
         rows = layout.base + first, layout.base + end
         arrays = [file.array(layout.name, rows, s, flat=True).T for s in spans]
     else:
-        arrays = [file.array(layout.name, s, operand.columns, flat=True) for s in spans]
+        how: dict[str, bool] = {"flat": True, "widen_bf16": widen_bf16}
+        arrays = [file.array(layout.name, s, operand.columns, **how) for s in spans]
     if layout.step > 1:
         arrays = [array[:: layout.step] for array in arrays]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat, ReadRows
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
+_PIECE_BYTES = 4 << 20  # read and packed at once: bounds memory, and a piece stays in the caches
 COLUMNS = 8  # columns are padded to a multiple of it: four FMA chains of two columns
 
 
@@ -96,11 +97,14 @@ class FloatFormat(QuantFormat):
     def _values(self, data: Bytes) -> Floats:
         return _as_float32(data.view(self.dtype))
 
-    def pack(self, data: Bytes) -> PackedFloats:
-        """Repack rows (rows, row bytes) into the CPU layout."""
-        rows = data.view(self.dtype)
-        held = rows.view(np.int16) if self.name == "f16" else rows  # see PackedFloats.data
-        return PackedFloats(rows.shape[0], rows.shape[1], interleave(held))
+    def pack(self, rows: ReadRows, n_rows: int, n_blocks: int) -> PackedFloats:
+        """Repack rows into the CPU layout; see `QuantFormat.pack`."""
+        held = np.dtype(np.int16) if self.name == "f16" else self.dtype  # see PackedFloats.data
+        return PackedFloats(
+            n_rows,
+            n_blocks,
+            interleave(lambda start, stop: rows(start, stop).view(held), n_rows, n_blocks, held),
+        )
 
 
 def _as_float32(stored: NDArray[Any]) -> Floats:
@@ -111,13 +115,19 @@ def _as_float32(stored: NDArray[Any]) -> Floats:
     return values
 
 
-def interleave(rows: Any) -> Any:
-    """Interleave rows (N, K) of float32, int16 or uint16 to (groups, columns, 16), zero-padded."""
-    n_rows, n_columns = rows.shape
+def interleave(rows: ReadRows, n_rows: int, n_columns: int, dtype: np.dtype[Any]) -> Any:
+    """Interleave rows of float32, int16 or uint16 to (groups, columns, 16), zero-padded.
+
+    ``rows(start, stop)`` returns rows (stop - start, n_columns).
+    """
     padded = -(-n_columns // COLUMNS) * COLUMNS
     shape = (-(-n_rows // ROWS), padded, ROWS)
-    out = huge_pages.zeros(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
-    parallel_for(_interleave, len(out), 4.0 * out.size, rows, out)
+    out = huge_pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+    step = ROWS * max(1, _PIECE_BYTES // (ROWS * padded * dtype.itemsize))
+    for row in range(0, n_rows, step):
+        piece = rows(row, min(row + step, n_rows))
+        groups = out[row // ROWS : -(-(row + len(piece)) // ROWS)]
+        parallel_for(_interleave, len(groups), 4.0 * groups.size, piece, groups)
     return out
 
 

@@ -38,6 +38,7 @@ from nbflow_kernels.cpu import huge_pages, jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.formats.registry import ReadRows
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
@@ -231,7 +232,8 @@ class CpuPacked:
 def pack(
     form: CodecSpec,
     integers: Callable[[NDArray[np.uint8]], DecodedBlocks],
-    data: NDArray[np.uint8],
+    rows: ReadRows,
+    n_rows: int,
     n_columns: int,
 ) -> CpuPacked:
     """Repack rows of storage bytes into the CPU layout.
@@ -242,10 +244,12 @@ def pack(
         Decode formula of the format.
     integers : callable
         Unpacks storage bytes of rows to `DecodedBlocks`.
-    data : array of uint8, shape (rows, row bytes)
-        The storage bytes.
+    rows : callable
+        ``rows(start, stop)`` returns the storage bytes of rows, uint8 (rows, row bytes).
+    n_rows : int
+        Number of rows.
     n_columns : int
-        Columns of `data`, a multiple of the form's block.
+        Number of columns, a multiple of the form's block.
 
     Raises
     ------
@@ -255,7 +259,7 @@ def pack(
     packed = packed_form(form)
     while True:
         try:
-            return _pack(packed, integers, data, n_columns)
+            return _pack(packed, integers, rows, n_rows, n_columns)
         except Misfit as misfit:
             if misfit.field == "d_type":
                 packed = replace(packed, d_type="f32")
@@ -276,18 +280,19 @@ class Misfit(ValueError):
 def _pack(
     form: CpuLayout,
     integers: Callable[[NDArray[np.uint8]], DecodedBlocks],
-    data: NDArray[np.uint8],
+    rows: ReadRows,
+    n_rows: int,
     n_columns: int,
 ) -> CpuPacked:
     """Pack rows of `n_columns` columns."""
-    empty = CpuPacked(form, len(data), -(-n_columns // form.block), np.zeros(0, np.uint8))
+    empty = CpuPacked(form, n_rows, -(-n_columns // form.block), np.zeros(0, np.uint8))
     packed = replace(empty, data=huge_pages.zeros(empty.n_groups * empty.group_bytes))
     words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
     blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
     fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
     step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
-    for row in range(0, len(data), step):
-        part = integers(data[row : row + step])
+    for row in range(0, n_rows, step):
+        part = integers(rows(row, min(row + step, n_rows)))
         groups = slice(row // ROWS, -(-(row + len(part.codes)) // ROWS))
         codes = _padded(part.codes, packed.n_columns, len(part.codes))
         sizes = (form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)
@@ -392,55 +397,59 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
 
 @jit.kernel
 def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
-    """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in words."""
+    """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in words.
+
+    The words of `out` are zero before.
+    """
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
     for group in range(start, stop):
         first = group * ROWS
-        count, words, v = min(ROWS, codes.shape[0] - first), out[group], 0
+        rows, words, v = codes[first : first + ROWS], out[group], 0
         for b in range(n_blocks):
             for i in range(segments):
                 at = b * block + floats + i * segment + scales
                 for _ in range(units):
-                    for lane in range(count):
-                        row = codes[first + lane, v : v + vectors]
-                        if bits == PAIRS:
-                            _pack_pairs(row, words, at + lane)
-                        elif per_word:
-                            _pack_planes(row, words, at + lane, bits, per_word)
-                        else:
-                            _pack_fields(row, words, at + lane, fields)
+                    if bits == PAIRS:
+                        _pack_pairs(rows, v, words, at)
+                    elif per_word:
+                        _pack_planes(rows, v, words, at, bits, per_word)
+                    else:
+                        _pack_fields(rows, v, words, at, fields)
                     v += vectors
                     at += bits * ROWS
 
 
 @jit.device_function
-def _pack_planes(row, words, at, bits, per_word):
+def _pack_planes(rows, v, words, at, bits, per_word):
     """Pack as `_pack_fields`, for widths of 1, 2, 4 and 8 bits that fill words evenly."""
-    v = 0
-    for word in range(bits):
-        four = np.uint32(0)
+    for _ in range(bits):
         for i in range(per_word):
-            four |= row[v] << np.uint32(bits * i)
+            for lane in range(len(rows)):  # contiguous words: the compiler takes all lanes at once
+                words[at + lane] |= rows[lane, v] << np.uint32(bits * i)
             v += 1
-        words[at + word * ROWS] = four
+        at += ROWS
 
 
 @jit.device_function
-def _pack_fields(row, words, at, fields):
-    """Pack the 8 code vectors of one row and unit, 4 codes per uint32, by `FIELDS`."""
+def _pack_fields(rows, v, words, at, fields):
+    """Pack the 8 code vectors of a unit, 4 codes per uint32, by `FIELDS`."""
     for i in range(len(fields)):
         mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
-        part = (row[fields[i, 0]] >> np.uint32(fields[i, 1])) & mask
-        words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
+        vector, to = v + fields[i, 0], at + fields[i, 3] * ROWS
+        down, up = np.uint32(fields[i, 1]), np.uint32(fields[i, 4])
+        for lane in range(len(rows)):
+            words[to + lane] |= ((rows[lane, vector] >> down) & mask) << up
 
 
 @jit.device_function
-def _pack_pairs(row, words, at):
-    """Pack the 16 code vectors of one row and unit as pair codes."""
+def _pack_pairs(rows, v, words, at):
+    """Pack the 16 code vectors of a unit as pair codes."""
     for w in range(7):
-        words[at + w * ROWS] = row[2 * w] + np.uint32(11) * row[2 * w + 1]
-    last = row[14] + np.uint32(11) * row[15]
-    for w in range(7):
-        bit = (last >> np.uint32(w)) & np.uint32(0x01010101)
-        words[at + w * ROWS] |= bit << np.uint32(7)
+        x, shift = v + 2 * w, np.uint32(w)
+        for lane in range(len(rows)):
+            pair = rows[lane, x] + np.uint32(11) * rows[lane, x + 1]
+            last = rows[lane, v + 14] + np.uint32(11) * rows[lane, v + 15]
+            bit = (last >> shift) & np.uint32(0x01010101)
+            words[at + lane] = pair | bit << np.uint32(7)
+        at += ROWS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a sign
 Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]
 """Float16 numbers as raw bits."""
+ReadRows = Callable[[int, int], Bytes]
+"""``rows(start, stop)`` returns the storage bytes of rows [start, stop): (rows, row bytes)."""
 ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 
@@ -76,12 +78,15 @@ class QuantFormat(ABC):
         """
         raise UsageError(f"format {self.name} stores no integers")
 
-    def pack(self, data: Bytes) -> Any:
-        """Repack rows (rows, row bytes) into the CPU layout, `CpuPacked` or `PackedFloats`."""
+    def pack(self, rows: ReadRows, n_rows: int, n_blocks: int) -> Any:
+        """Repack rows of `n_blocks` blocks into the CPU layout, `CpuPacked` or `PackedFloats`.
+
+        ``rows(start, stop)`` returns storage bytes (stop - start, row bytes).
+        """
         from nbflow_kernels.formats import layout_cpu as packed
 
-        n_columns = data.shape[1] // self.block_bytes * self.block_size
-        return packed.pack(self.integer_form, self.integers, data, n_columns)
+        columns = n_blocks * self.block_size
+        return packed.pack(self.integer_form, self.integers, rows, n_rows, columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_name, (self.name,)  # a copy or an unpickled format is the same object

@@ -18,7 +18,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
 from nbflow_kernels.formats.layout_cpu import CpuPacked
-from nbflow_kernels.formats.registry import FORMATS, QuantFormat
+from nbflow_kernels.formats.registry import FORMATS, QuantFormat, ReadRows
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats.layout_mma import MmaPacked
@@ -145,6 +145,41 @@ class QuantTensor:
                 f"got {array.size}"
             )
         return cls(found_format, shape, array.reshape(wanted).copy())
+
+    @classmethod
+    def read(cls, rows: ReadRows, format: str | QuantFormat, shape: tuple[int, ...]) -> QuantTensor:
+        """Return a tensor of which only the CPU layout is made, from rows read in pieces.
+
+        It equals ``QuantTensor(format, shape, rows(0, n_rows))`` after `drop_storage`, without
+        room for the whole storage bytes.  Formats without a packed layout keep them.
+
+        Parameters
+        ----------
+        rows : callable
+            ``rows(start, stop)`` returns the storage bytes of rows, uint8 (stop - start, row
+            bytes).  The same rows may be read twice.
+        format : str or QuantFormat
+            The format, or its name.
+        shape : tuple of int
+            Shape of the weights.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from nbflow_kernels import QuantTensor
+        >>> numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
+        >>> w = QuantTensor.read(lambda i, j: numbers[i:j].view(np.uint8), "f32", (3, 4))
+        >>> w.has_storage, w.packed_nbytes > 0
+        (False, True)
+        """
+        tensor = object.__new__(cls)
+        tensor.format, tensor.shape, tensor.outliers = _format(format), _checked_shape(shape), None
+        tensor._data = tensor._packed = tensor._matrices = tensor._units = None
+        if tensor.format.decodes_from_storage:
+            return cls(format, shape, rows(0, tensor.n_rows))
+        with at_once():
+            tensor._packed = tensor._pack(rows)
+        return tensor
 
     @property
     def data(self) -> NDArray[np.uint8]:
@@ -290,9 +325,14 @@ class QuantTensor:
         if self._packed is None:
             with _pack_lock, at_once():
                 if self._packed is None:
-                    packed: CpuPacked | PackedFloats = self.format.pack(self.data)
-                    self._packed = packed
+                    self._packed = self._pack(lambda start, stop: self.data[start:stop])
         return self._packed
+
+    def _pack(self, rows: ReadRows) -> CpuPacked | PackedFloats:
+        packed: CpuPacked | PackedFloats = self.format.pack(
+            rows, self.n_rows, self.format.row_blocks(self.shape[-1])
+        )
+        return packed
 
     def units(self) -> MmaPacked:
         """Return the MMA layout on a CUDA device, made at the first call and cached.

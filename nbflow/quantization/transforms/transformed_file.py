@@ -80,10 +80,11 @@ class TransformedFile(WeightFile):
         columns: Span | None = None,
         *,
         flat: bool = False,
+        widen_bf16: bool = True,
     ) -> np.ndarray[Any, Any]:
-        """Read a transformed tensor; see `WeightFile.array`."""
+        """Read a transformed tensor as float32, or another one; see `WeightFile.array`."""
         if name not in self._changed:
-            return self._inner.array(name, rows, columns, flat=flat)
+            return self._inner.array(name, rows, columns, flat=flat, widen_bf16=widen_bf16)
         shape = self.entry(name).shape
         whole = self._whole(name)
         if not flat and len(shape) > 2:
@@ -91,6 +92,10 @@ class TransformedFile(WeightFile):
         cut = whole if rows is None else whole[slice(*rows)]
         cut = cut if columns is None else cut[:, slice(*columns)]
         return np.ascontiguousarray(cut)
+
+    def is_as_stored(self, name: str) -> bool:
+        """Return whether no transform changes a tensor; see `WeightFile.is_as_stored`."""
+        return name not in self._changed and self._inner.is_as_stored(name)
 
     def quantized(
         self,
