@@ -47,10 +47,14 @@ def _check_decoder(name: str, cupy: Any) -> None:
     blocks = qt.data.reshape(-1, qt.format.block_bytes)
     with np.errstate(all="ignore"):
         wanted = qt.format.dequantize_blocks(blocks).reshape(3, -1)[:, : qt.shape[1]]
-    out = cupy.empty(qt.shape, np.float32)
-    found = nk.dequantize(qt.to_device(out), out)
+    out = cupy.full(qt.shape, np.nan, np.float32)
+    there = qt.to_device(out)
+    found = nk.dequantize(there, out)
     assert found is out
     np.testing.assert_array_equal(_bits(found), _bits(wanted))
+    rows = nk.embedding(cupy.asarray(np.array([2, -1, 3], np.int32)), there)
+    np.testing.assert_array_equal(_bits(rows[0]), _bits(wanted[2]))
+    assert np.isnan(cuda.to_host(rows[1:])).all()
 
 
 @pytest.mark.parametrize("name", BLOCKS)
