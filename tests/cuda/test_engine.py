@@ -15,6 +15,7 @@ import pytest
 
 import nbflow
 from nbflow.distributed.device import Device, find_device
+from nbflow.planner.memory_plan import plan_memory
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -113,13 +114,14 @@ def test_the_bundled_model(cupy: Any) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize(("name", "tied"), [("qwen3", False), ("cohere", True)])
 def test_a_quantized_embedding_without_numba_cuda(
-    cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tied: bool, cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA C++ computes all of a model."""
-    file, ids = tmp_path / "qwen3.gguf", [5]
+    """CUDA C++ computes all of a model.  A tied table is stored once, in the layout of products."""
+    file, ids = tmp_path / f"{name}.gguf", [5]
     rules = ["token_embd.weight=q4_0", "*=f16"]
-    nbflow.quantize_checkpoint(FOLDER / "qwen3", file, "q4_0", rules=rules)
+    nbflow.quantize_checkpoint(FOLDER / name, file, "q4_0", rules=rules)
     with nbflow.load(file, kv="f16") as model:
         expected = model.logits(ids)
     find_spec, asked = importlib.util.find_spec, []
@@ -133,6 +135,9 @@ def test_a_quantized_embedding_without_numba_cuda(
         assert error(model.logits(ids), expected) < 5e-3  # as above
         (table,) = model.workers[0].executor.weights.operands[0]
         assert (table.format.name, table.on_device) == ("q4_0", True)
+        assert (table.has_storage, table.units_nbytes > 0) == (not tied, tied)
+        (rank,) = plan_memory(file, device="emulator", max_step_tokens=5, kv="f16").ranks
+        assert model.memory()[0]["weight_bytes"] == pytest.approx(rank.weight_bytes, rel=0.02)
     assert "numba_cuda" not in asked  # importing nbflow_kernels.cuda does not ask
 
 

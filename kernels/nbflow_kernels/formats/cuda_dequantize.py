@@ -1,7 +1,8 @@
 """Row gather with dequantization on CUDA; the quantizers are in `nbflow_kernels.quantizers.cuda`.
 
-`cuda_dequantize.cu` is compiled for the field table and the formula of each format.  The formula
-rounds only once: CPU and CUDA weights are bit-identical.
+`cuda_dequantize.cu` is compiled for the field table and the formula of each format,
+`cuda_dequantize_mma.cu` for the MMA layout of tensors whose storage bytes were dropped.  The
+formula rounds only once: CPU and CUDA weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from nbflow_kernels.formats.cuda_gather import gather, scale_in_place
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.iq_grids import GridFormat
 from nbflow_kernels.formats.ggml.ternary import Base3Format
+from nbflow_kernels.formats.layout_mma import CHUNK, MmaLayout
 from nbflow_kernels.formats.user import UserFormat
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
     if isinstance(format, FloatFormat):
         gather(ids, qt.data.view(format.dtype), scale, out)
         return
+    if not qt.has_storage:
+        _decode_units(qt, ids, scale, out)
+        return
     sizes = (qt.n_rows, len(out), columns, qt.data.shape[1], scale)
     if isinstance(format, UserFormat):
         from nbflow_kernels.formats import user_cuda
@@ -71,6 +76,29 @@ def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
         args = (qt.data, ids, *_tables(format, cuda.device_of(out)), out, *sizes, wide)
     grid = (cuda.ceil_div(cuda.ceil_div(columns, piece), _THREADS), min(len(out), 65535))
     kernel(grid, _THREADS, args)
+
+
+def _decode_units(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
+    """Dequantize rows of a tensor without storage bytes, from the MMA layout."""
+    units, columns = qt.units(), qt.shape[-1]
+    matrix_rows = qt.shape[-2] if len(qt.shape) > 1 else 1
+    wide = columns % 2 == 0 and cuda.address(out) % 8 == 0
+    grid = (cuda.ceil_div(cuda.ceil_div(columns, CHUNK), _THREADS // 4), min(len(out), 65535))
+    args = (
+        units.data, ids, out, qt.n_rows, len(out), columns, matrix_rows,
+        units.form.tile_bytes(columns), scale, wide,
+    )  # fmt: skip
+    _unit_kernel(units.form, out.dtype == np.float16)(grid, _THREADS, args)
+
+
+@functools.cache
+def _unit_kernel(form: MmaLayout, half: bool) -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "cuda_dequantize_mma.cu", f"decode_rows<{'unsigned short' if half else 'float'}>",
+        f"u8* weights, i32*? ids, {'f16' if half else 'f32'}* out, i32 n_rows, i32 n_out, "
+        "i32 columns, i32 matrix_rows, i64 tile_bytes, f32 factor, i32 wide",
+        defines=form.defines(),
+    )  # fmt: skip
 
 
 def _tables(format: FieldFormat, device: cuda.KernelDevice) -> tuple[Any, Any]:
