@@ -68,7 +68,7 @@ def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
         from nbflow_kernels.formats import user_cuda
 
         kernel, piece = user_cuda.decoder(format, half), format.block_size
-        args = (qt.data, ids, out, *sizes, ids is not None)
+        args: tuple[Any, ...] = (qt.data, ids, out, *sizes, ids is not None)
     else:
         assert isinstance(format, FieldFormat)
         kernel, piece = _decoder(format, half), _piece(format)
@@ -181,5 +181,5 @@ def _initializer(field: Field) -> str:
             p.word_bytes,
         )  # fmt: skip
         planes.append("{" + ",".join(map(str, numbers)) + "}")
-    numbers = (len(planes), field.flip, field.radix, field.factor, field.offset)
-    return f"{{{','.join(map(str, numbers))},{{{','.join(planes)}}}}}"
+    head = (len(planes), field.flip, field.radix, field.factor, field.offset)
+    return f"{{{','.join(map(str, head))},{{{','.join(planes)}}}}}"
