@@ -72,7 +72,7 @@ def target(arch: str, output: str) -> tuple[str, str]:
     number = int(arch.removeprefix("sm_").rstrip("af"))
     try:
         known = supported_archs()
-    except MissingExtraError:  # a bundle may have the kernel
+    except (MissingExtraError, CompileError):  # a bundle may have the kernel
         return arch, output
     if number in known or number < known[0]:
         return arch, output
