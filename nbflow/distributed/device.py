@@ -284,7 +284,7 @@ def find_device(
         stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
         from nbflow_ptx import nvrtc
 
-        if importlib.util.find_spec("numba_cuda") is None or not nvrtc.available():
+        if not nvrtc.available():
             raise MissingExtraError(
                 "device 'emulator' compiles CUDA kernels; install the compilers (no driver is "
                 f"needed): {install_command('cuda-test')}"

@@ -131,7 +131,7 @@ class WeightLoader:
             moved[id(operand)] = operand, new
             if stays:
                 self._host_tables[id(new)] = new
-            elif quantized and not looked_up:  # lookups decode rows from storage
+            elif quantized and (not looked_up or id(operand) in others):
                 device.drop_storage(new)
             return new
 

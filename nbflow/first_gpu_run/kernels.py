@@ -38,7 +38,8 @@ def one_of_each_kind(context: Context) -> None:
     device = cuda.device_of(cupy.zeros(1))
     kinds: dict[str, Callable[[], Any]] = {
         "CUDA C++": lambda: checks.check(_case("rmsnorm-small"), checks.placer(cupy)),
-        "Numba": lambda: _decodes(cupy),
+        "decoder": lambda: _decodes(cupy),
+        "Numba": lambda: _quantizes(cupy),
         f"graph of {N_LAUNCHES} launches": lambda: _graph(cupy),
         "200 KB of shared memory": lambda: probes.uses_shared_memory(device, SHARED_BYTES),
     }
@@ -68,10 +69,22 @@ def _case(name: str) -> OpCase:
     return next(case for case in all_cases() if case.id == name)
 
 
+def _weights() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((3, 512), dtype=np.float32)
+
+
+def _quantizes(cupy: Any) -> bool:
+    """Return whether a Numba kernel quantizes to the bytes of the CPU."""
+    found, wanted = (
+        nk.quantize(w, "q4_0", quantizer="reference").data
+        for w in (cupy.asarray(_weights()), _weights())
+    )
+    return bool(np.array_equal(cuda.to_host(found), wanted))
+
+
 def _decodes(cupy: Any) -> bool:
-    """Return whether a Numba kernel decodes to the bits of the CPU."""
-    w = np.random.default_rng(0).standard_normal((3, 512), dtype=np.float32)
-    qt = nk.quantize(w, "q4_k", quantizer="reference")
+    """Return whether a device decodes to the bits of the CPU."""
+    qt = nk.quantize(_weights(), "q4_k", quantizer="reference")
     there = nk.dequantize(qt.to_device(cupy.zeros(1, np.uint8)))
     return bool(np.array_equal(cuda.to_host(there), nk.dequantize(qt)))
 

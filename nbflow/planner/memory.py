@@ -179,8 +179,6 @@ def _matrix(
     elif shared and nk.FORMATS[format].block_size == 1:  # a tied head: one array for both uses
         return storage_bytes(format, n_rows, n_columns)
     total = layout_bytes(format, n_rows, n_columns, on_device)
-    if shared and on_device and not nk.FORMATS[format].decodes_from_storage:
-        total += storage_bytes(format, n_rows, n_columns)  # lookups decode rows from storage
     if outliers and _converted(model, operands[0]):
         total += round(outliers * n_rows * n_columns) * OUTLIER_BYTES + 4 * (n_rows + 1)
     return total

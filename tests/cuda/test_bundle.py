@@ -193,5 +193,6 @@ def test_detection_says_what_fails_without_libnvvm() -> None:
     assert (whole.usable, whole.limitation) == (True, "")
     without = Detected((13, 0), 1, True, True, False, "")
     assert without.usable
-    assert "embeddings in block formats" in without.limitation
+    assert "libNVVM is missing" in without.limitation
+    assert "quantizing on the device, user formats and attention variants" in without.limitation
     assert Detected(None, 0, True, True, False, "no driver").limitation == ""

@@ -13,9 +13,11 @@ import user_formats
 import nbflow_kernels as nk
 from nbflow_kernels import cuda
 from nbflow_kernels.formats import dequantize_rows
+from nbflow_kernels.formats.affine_format import RANGE, AffineFormat
 from nbflow_kernels.formats.bit_fields import bit_sources, pack_blocks
 from nbflow_kernels.formats.block_bytes import get_f16, put_f16
 from nbflow_kernels.formats.block_format import BlockFormat
+from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.quantizers.reference import codebook
 
 pytestmark = pytest.mark.compiler
@@ -42,26 +44,37 @@ def _bits(array: Any) -> Any:
     return np.where(np.isnan(host), 0x7FC00000, host.view(np.int32))
 
 
-def _check_decoder(name: str, cupy: Any) -> None:
-    qt = _random(nk.FORMATS[name], 3, seed=BLOCKS.index(name))
+def _check_decoder(format: Any, cupy: Any) -> None:
+    qt = _random(format, 3, seed=len(format.name))
     blocks = qt.data.reshape(-1, qt.format.block_bytes)
     with np.errstate(all="ignore"):
         wanted = qt.format.dequantize_blocks(blocks).reshape(3, -1)[:, : qt.shape[1]]
-    out = cupy.empty(qt.shape, np.float32)
-    found = nk.dequantize(qt.to_device(out), out)
+    out = cupy.full(qt.shape, np.nan, np.float32)
+    there = qt.to_device(out)
+    found = nk.dequantize(there, out)
     assert found is out
     np.testing.assert_array_equal(_bits(found), _bits(wanted))
+    rows = nk.embedding(cupy.asarray(np.array([2, -1, 3], np.int32)), there)
+    np.testing.assert_array_equal(_bits(rows[0]), _bits(wanted[2]))
+    assert np.isnan(cuda.to_host(rows[1:])).all()
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> None:
-    _check_decoder(name, cupy)
+    _check_decoder(nk.FORMATS[name], cupy)
+
+
+def test_planes_of_a_part_of_the_codes(cupy: Any) -> None:
+    """Threads then decode 4 codes instead of 8."""
+    planes = (Plane(2, 4, count=4), Plane(4, 4, first=4))
+    fields = FieldTable(32, (float16("scale", 0), Field("code", 32, planes)))
+    _check_decoder(AffineFormat("parts_b32", fields, RANGE, divisor=15, zero=8), cupy)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BLOCKS)
 def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu_on_a_device(name: str) -> None:
-    _check_decoder(name, importlib.import_module("cupy"))
+    _check_decoder(nk.FORMATS[name], importlib.import_module("cupy"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ In the emulator with all its checks on; the same models on a device with ``-m gp
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 import nbflow
 from nbflow.distributed.device import Device, find_device
+from nbflow.planner.memory_plan import plan_memory
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -109,6 +111,34 @@ def test_the_bundled_model(cupy: Any) -> None:
         expected = model.logits(ids)
     with nbflow.load("tiny_python", device="emulator", **options) as model:
         assert error(model.logits(ids), expected) < 5e-3  # as above
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("name", "tied"), [("qwen3", False), ("cohere", True)])
+def test_a_quantized_embedding_without_numba_cuda(
+    name: str, tied: bool, cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA C++ computes all of a model.  A tied table is stored once, in the layout of products."""
+    file, ids = tmp_path / f"{name}.gguf", [5]
+    rules = ["token_embd.weight=q4_0", "*=f16"]
+    nbflow.quantize_checkpoint(FOLDER / name, file, "q4_0", rules=rules)
+    with nbflow.load(file, kv="f16") as model:
+        expected = model.logits(ids)
+    find_spec, asked = importlib.util.find_spec, []
+
+    def without(name: str, *package: Any) -> Any:
+        asked.append(name)
+        return None if name == "numba_cuda" else find_spec(name, *package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with nbflow.load(file, device="emulator", max_step_tokens=5, kv="f16") as model:
+        assert error(model.logits(ids), expected) < 5e-3  # as above
+        (table,) = model.workers[0].executor.weights.operands[0]
+        assert (table.format.name, table.on_device) == ("q4_0", True)
+        assert (table.has_storage, table.units_nbytes > 0) == (not tied, tied)
+        (rank,) = plan_memory(file, device="emulator", max_step_tokens=5, kv="f16").ranks
+        assert model.memory()[0]["weight_bytes"] == pytest.approx(rank.weight_bytes, rel=0.02)
+    assert "numba_cuda" not in asked  # importing nbflow_kernels.cuda does not ask
 
 
 @pytest.mark.compiler

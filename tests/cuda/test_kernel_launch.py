@@ -6,9 +6,11 @@ import ctypes
 import json
 import re
 import struct
+import sys
 import threading
 import time
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
-from nbflow_kernels.cuda import cache, kernel, nvrtc
+from nbflow_kernels.cuda import bundle, cache, kernel, nvrtc
 from nbflow_kernels.cuda import numba_cuda as numba_code
 from nbflow_kernels.cuda.detect import _ask, _too_new, detect, extra
 from nbflow_kernels.cuda.driver import Driver
@@ -105,6 +107,62 @@ extern "C" __global__ void own(int* out) {
             assert f".target {target if specific else arch}\n".encode() in text
             assert (b"wgmma.fence" in text) == (present and specific)
     assert len(list(cache.folder().iterdir())) == 3  # sm_80 is the same both ways
+
+
+@pytest.fixture
+def older_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An NVRTC that knows no architecture after 9.0."""
+    monkeypatch.setattr(nvrtc, "supported_archs", lambda: (80, 86, 89, 90))
+    nvrtc.target.cache_clear()
+    yield
+    nvrtc.target.cache_clear()
+
+
+@pytest.mark.compiler
+def test_a_device_newer_than_the_compiler_gets_ptx_of_the_newest_architecture_before_its_own(
+    folder: Path, older_nvrtc: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "own.cu").write_text("""
+extern "C" __global__ void own(int* out) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.fence.sync.aligned;");
+#endif
+  out[threadIdx.x] = __CUDA_ARCH__;
+}""")
+    made = cuda.cpp_kernel(
+        str(folder / "module.py"), "own.cu", "own", "i32* out", arch_specific=True
+    )
+    text, entry = made.compile("sm_100", "cubin")
+    assert (text[-1:], entry) == (b"\n", "own")
+    assert b".target sm_90\n" in text
+    assert b"wgmma" not in text
+    assert made.compile("sm_120", "cubin") == (text, entry)  # the same file
+    assert [path.suffix for path in cache.folder().iterdir()] == [".ptx"]
+    assert made.compile("sm_90", "cubin")[0][:4] == b"\x7fELF"
+    assert len(list(cache.folder().iterdir())) == 2
+    library = _Library()
+    Driver(0, library).load(text, "scale")
+    (loaded,) = (args[1] for name, args in library.calls if name == "cuModuleLoadData")
+    assert loaded.value == text  # ends with a zero byte for the driver
+    assert nvrtc.target("sm_75", "cubin") == ("sm_75", "cubin")  # too old: the compiler says so
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2  # for each architecture once
+    assert re.match(r"NVRTC \S+ does not know sm_100: .* PTX for compute_90", lines[0])
+    with pytest.raises(UsageError, match="architectures up to sm_90, got sm_100"):
+        compile_all([], "sm_100", 1)
+
+
+@pytest.mark.compiler
+def test_ptx_for_a_newer_device_runs(
+    cupy: Any, folder: Path, older_nvrtc: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator takes the place of the driver, which translates PTX."""
+    cupy.reset(arch="sm_100")
+    monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "output", "cubin")
+    x = cupy.arange(70, dtype=np.float32)
+    out = cupy.full(70, np.nan, np.float32)
+    _scale(folder)((3,), 32, (x, out, 70, 0.5))
+    np.testing.assert_array_equal(out.get(), 3 * np.arange(70))
 
 
 @pytest.mark.compiler
@@ -257,6 +315,24 @@ def test_detection_never_raises() -> None:
     assert "libm.so.6" in found.reason
     assert detect("no such file").reason.startswith("no CUDA driver found")
     assert [extra(v) for v in (None, (12, 9), (13, 0))] == ["cuda12", "cuda12", "cuda13"]
+
+
+def test_without_numba_cuda_kernels_of_cuda_cpp_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CuPy and NVRTC are needed, or CuPy and a bundle."""
+    missing = {"numba_cuda"}
+    detection = sys.modules[detect.__module__]  # the package's `detect` is the function
+    monkeypatch.setattr(detection, "_installed", lambda package: package not in missing)
+    monkeypatch.setattr(detection, "_ask", lambda driver: ((12, 9), 1, ""))
+    monkeypatch.setattr(detection, "_too_new", lambda driver: "")
+    found = detect("libm.so.6")
+    assert (found.usable, found.compilers, found.nvvm) == (True, True, False)
+    assert found.limitation.startswith("numba-cuda is missing, so Numba kernels cannot be compiled")
+    missing.add("cuda.bindings")
+    assert detect("libm.so.6").reason.startswith("cuda-bindings missing: pip install")
+    monkeypatch.setenv(bundle.VARIABLE, str(tmp_path / "kernels.bundle"))
+    assert detect("libm.so.6").usable
 
 
 class _Refuses:

@@ -43,9 +43,15 @@ def allowed(K: int) -> float:
 def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
     # one unit and a part, a row tile and a part; columns that end within a block
     w = make(format, 1, 21, 300)[1]
-    wide = cupy.empty(w.shape, np.float32)
-    cuda_dequant_gemm.unpack(w.to_device(cupy.zeros(1)).units(), 0, wide)
-    assert np.array_equal(wide.get(), nk.dequantize(w))  # the same bits
+    there = w.to_device(cupy.zeros(1))
+    there.drop_storage()
+    wanted = nk.dequantize(w)
+    found = nk.dequantize(there, cupy.full(w.shape, np.nan, np.float32)).get()
+    assert np.array_equal(found.view(np.int32), wanted.view(np.int32))
+    ids = cupy.asarray(np.array([20, -1, 9, 21], np.int32))
+    rows = nk.embedding(ids, there, scale=2.0).get()
+    assert np.array_equal(rows[::2], 2 * wanted[[20, 9]])
+    assert np.isnan(rows[1::2]).all()
 
 
 def test_bytes_are_divided_by_two_instructions_as_a_division_rounds() -> None:
@@ -254,6 +260,11 @@ def test_storage_can_be_dropped_on_a_device(cupy: Any) -> None:
     assert there.on_device
     assert there.units_nbytes > 0
     assert np.isfinite(nk.qmatmul(cupy.asarray(x), there).get()).all()
+    half = nk.dequantize(there, cupy.full(w.shape, np.nan, np.float16)).get()
+    np.testing.assert_array_equal(half, nk.dequantize(w).astype(np.float16))
+    stack = nk.QuantTensor("q4_0", (3, 7, 300), w.data).to_device(cupy.zeros(1))  # 3 row tiles
+    stack.drop_storage()
+    np.testing.assert_array_equal(nk.dequantize(stack).get().reshape(21, 300), nk.dequantize(w))
     with pytest.raises(UsageError, match="storage bytes of this tensor were dropped"):
         there.to_host()
 

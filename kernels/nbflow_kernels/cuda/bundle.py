@@ -261,6 +261,11 @@ def use(path: str | os.PathLike[str] | None) -> None:
     _chosen = path
 
 
+def is_named() -> bool:
+    """Return whether `use` or the environment names a bundle."""
+    return bool(_chosen or os.environ.get(VARIABLE, ""))
+
+
 def current() -> Bundle | None:
     """Return the bundle in use, or None.
 

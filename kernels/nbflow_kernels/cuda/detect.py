@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
+from nbflow_kernels.cuda import bundle
 from nbflow_kernels.errors import install_command
 
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -39,9 +40,9 @@ class Detected:
     cupy : bool
         True if CuPy is installed.
     compilers : bool
-        True if numba-cuda, which brings the compilers, is installed.
+        True if the bindings of NVRTC, which compiles CUDA C++, are installed.
     nvvm : bool
-        True if libNVVM, which compiles Numba kernels, is installed.
+        True if numba-cuda and libNVVM, which compile Numba kernels, are installed.
     reason : str
         Reason why kernels cannot run, and the remedy; empty if they can.
     """
@@ -84,19 +85,20 @@ def detect(library: str = LIBRARY) -> Detected:
     >>> detect("no-such-library.so").reason
     'no CUDA driver found (no-such-library.so does not load)'
     """
-    cupy, compilers = _installed("cupy"), _installed("numba_cuda")
+    cupy, compilers = _installed("cupy"), _installed("cuda.bindings")
     version, n_devices, reason = None, 0, ""
     try:
         driver = ctypes.CDLL(library)
         version, n_devices, reason = _ask(driver)
     except (OSError, AttributeError):
         reason = f"no CUDA driver found ({library} does not load)"
-    if not reason and not (cupy and compilers):
-        missing = " and ".join(n for n, ok in (("CuPy", cupy), ("numba-cuda", compilers)) if not ok)
+    runs = compilers or bundle.is_named()  # a bundle may have all kernels
+    if not reason and not (cupy and runs):
+        missing = " and ".join(n for n, ok in (("CuPy", cupy), ("cuda-bindings", runs)) if not ok)
         reason = f"{missing} missing: {install_command(extra(version))}"
     if not reason and version is not None:
         reason = _too_new(version)
-    nvvm = compilers and bool(find_nvvm())
+    nvvm = _installed("numba_cuda") and bool(find_nvvm())
     return Detected(version, n_devices, cupy, compilers, nvvm, reason)
 
 
@@ -111,13 +113,14 @@ def find_nvvm() -> str:
 
 
 def no_nvvm() -> str:
-    """Return what does not work without libNVVM, and the remedy."""
+    """Return what does not work without numba-cuda and libNVVM, and the remedy."""
     major = installed_version("cuda-bindings").split(".")[0]
     chosen = extra((int(major), 0) if major.isdigit() else None)
+    missing = "libNVVM" if _installed("numba_cuda") else "numba-cuda"
     return (
-        "libNVVM is missing, so Numba kernels cannot be compiled: embeddings in block formats, "
-        "encoding and decoding of formats, user formats and attention variants; "
-        f"{install_command(chosen)}, or use a bundle of compiled kernels (NBFLOW_CUDA_BUNDLE)"
+        f"{missing} is missing, so Numba kernels cannot be compiled: quantizing on the device, "
+        f"user formats and attention variants; {install_command(chosen)}, or use a bundle of "
+        "compiled kernels (NBFLOW_CUDA_BUNDLE)"
     )
 
 

@@ -69,11 +69,11 @@ class Driver:
         self._call("cuDeviceGetAttribute", ctypes.byref(value), number, self._device)
         return value.value
 
-    def load(self, cubin: bytes, entry: str) -> Function:
-        """Load a cubin and return one of its kernels.  It stays loaded."""
+    def load(self, code: bytes, entry: str) -> Function:
+        """Load a cubin, or PTX, and return one of its kernels.  It stays loaded."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuCtxSetCurrent", self._context)
-        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(cubin))
+        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code))
         self._call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
         assert function.value is not None
         return Function(function.value)

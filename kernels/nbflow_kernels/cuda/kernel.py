@@ -21,7 +21,9 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _NOT_A_NAME = re.compile(r"\W+")
 
 Compile = Callable[[str, str], Compiled]
-"""``(arch, output)`` to the code, from the disk cache or the compiler."""
+"""``(arch, output)`` to the code, from the disk cache or the compiler.
+
+PTX instead of a cubin if the compiler does not know the architecture; see `nvrtc.target`."""
 
 
 class Kernel:
@@ -140,23 +142,25 @@ def cpp_kernel(
 
     def compile(arch: str, output: str) -> Compiled:
         arch = specific_arch(arch) if arch_specific else arch
+        target, kind = nvrtc.target(arch, output)
         flags = [w for w in words if not w.startswith("-I")]
         wanted = entry if "<" in entry else ""  # an extern "C" file holds all its kernels
         sources = _sources(path)
 
         def key(*compilers: str) -> str:
-            return cache.digest(*sources, arch, output, *compilers, wanted, *flags)
+            made_for = (target, kind) if compilers else (arch, output)
+            return cache.digest(*sources, *made_for, *compilers, wanted, *flags)
 
         def build() -> Compiled:
             try:
                 return nvrtc.compile_source(
-                    path.read_text(), str(path), arch, output, entry, words
+                    path.read_text(), str(path), target, kind, entry, words
                 )  # fmt: skip
             except CompileError as e:
-                raise CompileError(f"{entry} of {file} for {arch}: {e}") from e
+                raise CompileError(f"{entry} of {file} for {target}: {e}") from e
 
         name = _NOT_A_NAME.sub("_", path.stem)
-        code, found = cache.cached(name, output, key, lambda: (nvrtc.version(),), build)
+        code, found = cache.cached(name, kind, key, lambda: (nvrtc.version(),), build)
         return code, found if wanted else entry
 
     return Kernel(entry, parameters, compile)
@@ -237,9 +241,11 @@ def numba_kernel(
         entry = _NOT_A_NAME.sub("_", name or function.__name__).lstrip("_") or "kernel"
 
         def compile(arch: str, output: str) -> Compiled:
+            target, kind = nvrtc.target(arch, output)
+
             def build() -> Compiled:
                 made = numba_cuda.compile_function(
-                    function, declared.all, arch, output, entry, fastmath, fuse
+                    function, declared.all, target, kind, entry, fastmath, fuse
                 )
                 return made, entry
 
@@ -249,9 +255,10 @@ def numba_kernel(
             own, options = (function.__qualname__, parameters, key), str((fastmath, fuse))
 
             def digest(*compilers: str) -> str:
-                return cache.digest(source_digest(path), *own, arch, output, *compilers, options)
+                made_for = (target, kind) if compilers else (arch, output)
+                return cache.digest(source_digest(path), *own, *made_for, *compilers, options)
 
-            return cache.cached(entry, output, digest, _compilers, build)
+            return cache.cached(entry, kind, digest, _compilers, build)
 
         return Kernel(entry, parameters, compile)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -12,6 +13,8 @@ from typing import Any
 
 from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.errors import MissingExtraError, install_command
+
+logger = logging.getLogger(__name__)
 
 INSTALL = f"{install_command('cuda12')}, or cuda-test on a computer without a GPU"
 _FOLDERS = (
@@ -42,6 +45,44 @@ def version() -> str:
     except (RuntimeError, OSError) as e:  # the bindings are there, the library is not
         raise MissingExtraError(f"NVRTC does not load ({e}): {INSTALL}") from e
     return f"{major}.{minor}"
+
+
+@cache
+def supported_archs() -> tuple[int, ...]:
+    """Return the architectures that the compiler knows, ascending, such as 90 for ``sm_90``."""
+    version()
+    return tuple(sorted(map(int, _call(_nvrtc().nvrtcGetSupportedArchs()))))
+
+
+@cache
+def target(arch: str, output: str) -> tuple[str, str]:
+    """Return target and output for a device of an architecture.
+
+    A device that is newer than the compiler gets PTX of the newest architecture before its own that
+    the compiler knows; the driver translates it when it is loaded.  Without the compiler, or if
+    all that it knows is newer, the arguments are returned.
+
+    Parameters
+    ----------
+    arch : str
+        ``sm_90``, also with the suffix ``a``.
+    output : {"ptx", "cubin"}
+        Output for a device that the compiler knows.
+    """
+    number = int(arch.removeprefix("sm_").rstrip("af"))
+    try:
+        known = supported_archs()
+    except (MissingExtraError, CompileError):  # a bundle may have the kernel
+        return arch, output
+    if number in known or number < known[0]:
+        return arch, output
+    older = max(n for n in known if n < number)
+    logger.warning(
+        "NVRTC %s does not know sm_%d: kernels are compiled to PTX for compute_%d, which the "
+        "driver translates; a newer NVRTC makes machine code",
+        version(), number, older,
+    )  # fmt: skip
+    return f"sm_{older}", "ptx"
 
 
 @cache

@@ -155,7 +155,8 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     """
     _check_tensor("qt", qt)
     if out is None:
-        out = empty(qt.data, qt.shape) if qt.on_device else np.empty(qt.shape, np.float32)
+        there = qt.data if qt.has_storage else qt.units().data if qt.on_device else None
+        out = empty(there, qt.shape) if qt.on_device else np.empty(qt.shape, np.float32)
     else:
         check_array("out", out, qt.shape, (np.float32, np.float16) if is_cuda(out) else np.float32)
     if is_cuda(out):

@@ -3,8 +3,7 @@
 =======================  ==========================================================================
 `pack_blocks`            pack the numbers of all fields into blocks, in NumPy
 `unpack_field`           unpack one field, in NumPy
-`scalar_decoder`         make the function ``(row, at, i)`` that reads one number in CPU and CUDA
-                         kernels
+`read_number`            read one number, in kernels
 `write_field`            write one field of a block, in kernels
 `byte_rows`              byte table of a block, for docs/formats.md
 `bit_sources`            map from bits of a block to bits of numbers, for the CUDA quantizers
@@ -13,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -168,18 +167,6 @@ def read_number(row, at, i, field):
         y = (value * field[3]) >> 16  # value // radix
         value = y if i & 1 else value - field[2] * y
     return field[4] * value + field[5]
-
-
-def scalar_decoder(field: Field) -> Callable[..., Any]:
-    """Make the function ``(row, at, i)`` that reads number `i` of a field, block at byte `at`."""
-    constants = field_constants(field)
-
-    @jit.device_function(inline="always")
-    def decode(row, at, i):
-        return read_number(row, at, i, constants)
-
-    decoder: Callable[..., Any] = decode
-    return decoder
 
 
 @jit.device_function(inline="llvm")

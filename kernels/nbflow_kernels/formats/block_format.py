@@ -18,7 +18,6 @@ from nbflow_kernels.formats.bit_fields import (
     field_constants,
     pack_blocks,
     read_number,
-    scalar_decoder,
     unpack_field,
 )
 from nbflow_kernels.formats.codec_spec import (
@@ -136,28 +135,6 @@ class FieldFormat(QuantFormat):
     def table(self) -> NDArray[Any]:
         """Lookup table of the code decoder; empty if it needs none."""
         return NO_TABLE
-
-    @cached_property
-    def code(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, i, table)`` of code `i` of the block at byte `at`."""
-        constants = field_constants(self.fields["code"])
-
-        @jit.device_function(inline="always")
-        def decode(row, at, i, table):
-            return read_number(row, at, i, constants)
-
-        decoder: Callable[..., Any] = decode
-        return decoder
-
-    @cached_property
-    def scale(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, s)`` of the integer scale of sub-block `s`."""
-        return scalar_decoder(self.fields["scale"])
-
-    @cached_property
-    def minimum(self) -> Callable[..., Any]:
-        """Scalar decoder ``(row, at, s)`` of the minimum of sub-block `s`."""
-        return scalar_decoder(self.fields["min"])
 
     def _decoder(self) -> tuple[tuple[int, ...], FieldConstants, FieldConstants]:
         """Return the constants `sizes`, `scale` and `minimum` of `decode_rows`."""

@@ -166,9 +166,9 @@ class Field:
 class FieldTable:
     """Byte layout of a block: the single declaration of a format's bit packing.
 
-    `nbflow_kernels.formats.bit_fields` derives from it packing, unpacking, the scalar decoders of
-    CPU and CUDA kernels, the bit map of the CUDA quantizers and the byte tables of docs/formats.md;
-    the KV cache takes its row layout from it.
+    `nbflow_kernels.formats.bit_fields` derives from it packing, unpacking, the reads of CPU
+    kernels, the bit map of the CUDA quantizers and the byte tables of docs/formats.md;
+    `cuda_dequantize` the decoder on CUDA; the KV cache takes its row layout from it.
 
     Raises
     ------

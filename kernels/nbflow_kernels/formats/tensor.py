@@ -241,8 +241,8 @@ class QuantTensor:
     def drop_storage(self) -> None:
         """Make the packed layout and free the storage bytes.
 
-        Products, `dequantize` and `embedding` still work and give the same results; on a CUDA
-        device only products do.  Formats without a packed layout keep their storage bytes.
+        Products, `dequantize` and `embedding` still work and give the same results.  Formats
+        without a packed layout keep their storage bytes.
         """
         if self.format.decodes_from_storage or (self.on_device and self.is_float):
             return

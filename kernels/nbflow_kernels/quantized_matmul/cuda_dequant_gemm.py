@@ -77,11 +77,11 @@ def to_int8_grid(x: Any) -> Any:
 def unpack(w: MmaPacked, row: int, out: Any) -> None:
     """Dequantize rows from `row`, a multiple of 16, to `out`.
 
-    `out` is float32 (rows, K), or bits of bfloat16 (rows, K rounded up to 32) in fragment order
-    (`column_at` in `matmul/cuda_mma_common.cuh`).
+    `out` holds bits of bfloat16 (rows, K rounded up to 32) in fragment order (`column_at` in
+    `matmul/cuda_mma_common.cuh`).
     """
     n_rows, n_columns = len(out), w.n_columns
-    kernel = _unpack(w.form, "float" if out.dtype.name == "float32" else "unsigned short")
+    kernel = _unpack(w.form)
     for first in range(0, n_rows, ROWS * 65535):  # limit of the grid
         part = out[first : first + ROWS * 65535]
         grid = (ceil_div(ceil_div(n_columns, 128), 4), ceil_div(len(part), ROWS))
@@ -155,10 +155,6 @@ def _rounded(x: Any, int8: bool) -> Any:
 
 
 @cache
-def _unpack(form: MmaLayout, number: str) -> Kernel:
-    """Return the kernel `unpack` for an output type."""
-    pointer = "f32*" if number == "float" else "bf16*"
-    parameters = f"u8* weights, {pointer} out, i64 tile_bytes, i32 row_0, i32 n_rows, i32 n_columns"
-    return cpp_kernel(
-        __file__, "cuda_dequantize.cu", f"unpack<{number}>", parameters, defines=form.defines()
-    )
+def _unpack(form: MmaLayout) -> Kernel:
+    parameters = "u8* weights, bf16* out, i64 tile_bytes, i32 row_0, i32 n_rows, i32 n_columns"
+    return cpp_kernel(__file__, "cuda_dequantize.cu", "unpack", parameters, defines=form.defines())

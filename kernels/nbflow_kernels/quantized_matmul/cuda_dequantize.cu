@@ -1,12 +1,11 @@
-// Dequantize units to rows of float32 (with the bits of the CPU) or bfloat16.
+// Dequantize units to rows of bfloat16.
 //
-// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows of bfloat16 are padded with zeros
-// to multiples of 32 columns, which are in fragment order (`column_at` in `matmul/cuda_mma_common.cuh`).
+// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows are padded with zeros to multiples
+// of 32 columns, which are in fragment order (`column_at` in `matmul/cuda_mma_common.cuh`).
 #include "quantized_matmul/cuda_bf16.cuh"
 
-template <class T>
-__global__ void __launch_bounds__(128) unpack(
-    const u8* weights, T* out, long long tile_bytes, int row_0, int n_rows, int n_columns) {
+extern "C" __global__ void __launch_bounds__(128) unpack(
+    const u8* weights, u16* out, long long tile_bytes, int row_0, int n_rows, int n_columns) {
   const int lane = threadIdx.x & 31, chunk = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (chunk * CHUNK >= n_columns) return;
   const u8* unit = weights + (row_0 / 16 + blockIdx.y) * tile_bytes + (chunk >> 1) * UNIT_BYTES;
@@ -36,16 +35,10 @@ __global__ void __launch_bounds__(128) unpack(
         const u32 codes = operand[s][2 * j + h];
         const float v0 = fmaf(scale, low_f16(codes) * up - ZERO, base);
         const float v1 = fmaf(scale, high_f16(codes) * up - ZERO, base);
-        if constexpr (sizeof(T) == 4) {
-          float* to = out + (long long)row * n_columns + k;
-          if (k < n_columns) to[0] = v0;
-          if (k + 1 < n_columns) to[1] = v1;
-        } else {
-          pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v0 : 0.0f, k + 1 < n_columns ? v1 : 0.0f);
-        }
+        pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v0 : 0.0f, k + 1 < n_columns ? v1 : 0.0f);
       }
       const int piece = chunk * CHUNK + 16 * (s - 1), stride = (n_columns + 31) / 32 * 32;
-      if (sizeof(T) == 2 && (s & 1) && piece < stride)
+      if ((s & 1) && piece < stride)
         *(uint4*)(out + (long long)row * stride + piece + 8 * (lane & 3)) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }

@@ -41,8 +41,6 @@ N_SMS = 132
 """Streaming multiprocessors that launches are divided for: those of an H100 or H200."""
 MEMORY_BYTES = 4 << 30
 """Memory for the arrays of a case; untouched pages take none."""
-SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99, "sm_121": 99}
-"""Shared memory of a thread block; others have 227 KB (CUDA C++ Programming Guide)."""
 LEFT_OUT = "left out: "
 """Begins what `compile_all` says of cases that end early, as no kernel has made their numbers."""
 _REGISTERS = 16384
@@ -71,8 +69,20 @@ def compile_tasks(
     """Run a task for each name in processes whose device only compiles; return its messages.
 
     `task` is a function of a module; an empty string means success.
+
+    Raises
+    ------
+    MissingExtraError
+        If a compiler is not installed.
+    UsageError
+        If NVRTC does not know the architecture and would make PTX.
     """
-    nvrtc.version()
+    known = nvrtc.supported_archs()
+    if nvrtc.target(arch, "cubin")[1] != "cubin":
+        raise UsageError(
+            f"NVRTC {nvrtc.version()} knows architectures up to sm_{known[-1]}, got {arch}; "
+            "machine code for it needs a newer NVRTC"
+        )
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_jobs, processes, _start, (arch,)) as pool:
         try:
@@ -130,7 +140,6 @@ def _start(arch: str) -> None:
     class OnlyCompiles(made):  # type: ignore[misc]
         output = "cubin"
         n_sms = N_SMS
-        max_shared_bytes = 1024 * SHARED_KB.get(arch, 227)
 
         def load(self, code: bytes, entry: str) -> Launch:
             def launch(grid: Dim3, block: Dim3, packed: bytes, shared: int) -> None:

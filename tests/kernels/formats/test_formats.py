@@ -17,9 +17,10 @@ from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.bit_fields import (
     byte_rows,
+    field_constants,
     pack_field,
+    read_number,
     reciprocal,
-    scalar_decoder,
     unpack_field,
 )
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
@@ -140,12 +141,12 @@ def test_fields_of_a_part_of_the_numbers():
     assert np.array_equal(blocks[:, 0], numbers[:, 0] | (numbers[:, 4] >> 4 << 6))
     assert np.array_equal(blocks[:, 4], numbers[:, 4] & 15)
     assert np.array_equal(unpack_field(field, blocks), numbers)
-    decode = scalar_decoder(field)
+    constants = field_constants(field)
 
     @njit
     def all_of(row, out):
         for i in range(8):
-            out[i] = decode(row, 0, i)
+            out[i] = read_number(row, 0, i, constants)
 
     out = np.zeros(8, np.int64)
     for row, wanted in zip(blocks, numbers, strict=True):
@@ -183,11 +184,11 @@ def test_codes_survive_packing(name):
 
 
 def test_pair_codes_are_split_without_a_division():
-    decode = scalar_decoder(FORMATS["q3h"].fields["code"])
+    constants = field_constants(FORMATS["q3h"].fields["code"])
 
     @njit
     def decode_q3h(row, at, i):
-        return decode(row, at, i)
+        return read_number(row, at, i, constants)
 
     for radix in (11, 45):
         codes = np.arange(radix * radix)

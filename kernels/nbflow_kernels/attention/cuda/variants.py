@@ -27,7 +27,7 @@ from nbflow_kernels.attention.variants import (
     no_mask,
     no_transform,
 )
-from nbflow_kernels.cuda import numba_cuda
+from nbflow_kernels.cuda import numba_cuda, nvrtc
 from nbflow_kernels.kv_cache.cpu_codec import F32
 from nbflow_kernels.kv_cache.cuda import WARPS, gather_kernel
 
@@ -128,8 +128,9 @@ def _kernel(
 
 def _compiler(function: Callable[..., Any], signature: Any) -> Any:
     def compile(arch: str, output: str) -> tuple[bytes, str]:
+        made_for = nvrtc.target(arch, output)
         try:
-            code = numba_cuda.compile_typed(function, signature, arch, output, "attend_variant")
+            code = numba_cuda.compile_typed(function, signature, *made_for, "attend_variant")
         except cuda.CompileError as error:
             raise cannot_compile(error) from error
         return code, "attend_variant"

@@ -200,18 +200,6 @@ class GridFormat(BlockFormat):
         )  # fmt: skip
 
     @cached_property
-    def code(self) -> Callable[..., Any]:
-        """See `FieldFormat.code`."""
-        constants = self._code()
-
-        @jit.device_function(inline="always")
-        def decode(row, at, i, table):
-            return read_on_grid(row, at, i, table, constants)
-
-        decoder: Callable[..., Any] = decode
-        return decoder
-
-    @cached_property
     def kernel(self) -> Callable[..., None]:
         """See `FieldFormat.kernel`."""
         code = self._code()

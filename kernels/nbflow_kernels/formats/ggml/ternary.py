@@ -112,18 +112,13 @@ def _fractions(codes: Bytes) -> Bytes:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Base3Format(BlockFormat):
+class Base3Format(BlockFormat):
     """Format `tq1_0`; the field "code" holds bytes of 5 base-3 digits."""
 
     @property
     def table(self) -> NDArray[Any]:
         """See `FieldFormat.table`."""
         return POWERS
-
-    @cached_property
-    def code(self) -> Callable[..., Any]:
-        """See `FieldFormat.code`."""
-        return _code_tq1_0  # type: ignore[no-any-return]
 
     @cached_property
     def kernel(self) -> Callable[..., None]:
@@ -144,7 +139,7 @@ class _Base3Format(BlockFormat):
         return super().pack_blocks(code=rows, d=numbers["d"])
 
 
-TQ1_0 = _Base3Format(
+TQ1_0 = Base3Format(
     "tq1_0",
     FieldTable(256, (Field("code", 52, (Plane(0, 8),)), float16("d", 52))),
     _TERNARY,

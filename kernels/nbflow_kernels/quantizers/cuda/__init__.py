@@ -26,10 +26,10 @@ from nbflow_kernels.formats.affine_format import (
     AffineFormat,
 )
 from nbflow_kernels.formats.block_format import BlockFormat
-from nbflow_kernels.formats.cuda_dequantize import on_device, user_key
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.formats.user import UserFormat
+from nbflow_kernels.formats.user_cuda import on_device, user_key
 from nbflow_kernels.quantizers.cuda import codebook, ggml_iq1, ggml_iq2_iq3, ggml_k
 from nbflow_kernels.quantizers.reference import inferflow
 

@@ -18,9 +18,8 @@ from nbflow_kernels.cuda import numba_conversions as numbers
 from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.formats.bit_fields import bit_sources
 from nbflow_kernels.formats.block_format import E4M3, E8M0, BlockFormat, value_table
-from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import packer
-from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.cuda.simt_adapter import key_of, twin
 from nbflow_kernels.quantizers.reference import codebook
 
 _THREADS = 64

@@ -15,7 +15,6 @@ from numba.cuda.libdevice import fsqrt_rn as sqrt
 
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda.numba_conversions import device
-from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import (
     BLOCKS_PER_SM,
     DECLARED,
@@ -24,7 +23,7 @@ from nbflow_kernels.quantizers.cuda.ggml_iq2_iq3 import (
     device_tables,
     packer,
 )
-from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.cuda.simt_adapter import key_of, twin
 from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
 from nbflow_kernels.quantizers.reference import ggml_iq1 as iq1
 from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as iq2_iq3

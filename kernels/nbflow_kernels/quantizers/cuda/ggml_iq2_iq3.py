@@ -17,8 +17,7 @@ from numba.cuda.libdevice import fsqrt_rn as sqrt
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda.numba_conversions import device
 from nbflow_kernels.formats.bit_fields import bit_sources
-from nbflow_kernels.formats.cuda_dequantize import key_of
-from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.cuda.simt_adapter import key_of, twin
 from nbflow_kernels.quantizers.grid_formats import QUANTIZERS
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
 from nbflow_kernels.quantizers.reference import ggml_iq2_iq3 as iq2_iq3

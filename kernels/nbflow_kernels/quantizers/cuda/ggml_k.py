@@ -11,11 +11,10 @@ from numba import cuda as nc
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import numba_conversions as numbers
 from nbflow_kernels.cuda.numba_conversions import device
-from nbflow_kernels.formats.cuda_dequantize import key_of
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.cuda import simt_adapter
 from nbflow_kernels.quantizers.cuda import simt_lanes as own
-from nbflow_kernels.quantizers.cuda.simt_adapter import twin
+from nbflow_kernels.quantizers.cuda.simt_adapter import key_of, twin
 from nbflow_kernels.quantizers.k_formats import QUANTIZERS
 from nbflow_kernels.quantizers.reference import ggml_k
 

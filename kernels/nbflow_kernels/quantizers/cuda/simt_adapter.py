@@ -9,20 +9,32 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import types
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba.cuda import libdevice
 
 from nbflow_kernels.cpu import simd, simd_compare, simd_memory
 from nbflow_kernels.cuda import numba_conversions as numbers
+from nbflow_kernels.jit_cache import source_digest
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.cuda import simt_lanes as own
 from nbflow_kernels.quantizers.reference import ggml_scale_fit
 
+if TYPE_CHECKING:
+    from nbflow_kernels.formats.block_format import FieldFormat
+
 MODULES = (simd, simd_compare, simd_memory, simd_panel, ggml_scale_fit)
 """Modules whose functions quantizers call by the module's name."""
+
+
+def key_of(format: FieldFormat) -> str:
+    """Return the disk-cache key of the kernels that quantize to a format."""
+    file = sys.modules[type(format).__module__].__file__
+    return f"{format.name} {source_digest(Path(str(file)))} {format.fields!r}"
 
 
 def twin(function: Any) -> Any:
