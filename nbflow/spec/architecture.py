@@ -160,6 +160,8 @@ class Architecture:
     encoder: Architecture | None = None
     """Encoder whose hidden states the layers attend to, or None."""
     decoder_start_id: int | None = None
+    forced_bos_id: int | None = None
+    forced_eos_ids: tuple[int, ...] = ()
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

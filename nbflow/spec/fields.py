@@ -324,6 +324,20 @@ FIELDS: dict[str, Field] = {
         most=MAX_TOKEN_ID,
         absent=NO_TOKEN,
     ),
+    "forced_bos_id": Field(
+        int,
+        "first new token of the decoder, for models with an encoder",
+        None,
+        most=MAX_TOKEN_ID,
+        absent=NO_TOKEN,
+    ),
+    "forced_eos_ids": Field(
+        [int],
+        "tokens of which one must be the last of max_tokens, for models with an encoder",
+        (),
+        most=MAX_TOKEN_ID,
+        absent=NO_TOKEN,
+    ),
     "bos_token_id": Field(int, "beginning of sequence", None, most=MAX_TOKEN_ID, absent=NO_TOKEN),
     "eos_token_ids": Field(
         [int], "ids that end a sequence", (), most=MAX_TOKEN_ID, absent=NO_TOKEN
