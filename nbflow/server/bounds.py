@@ -58,6 +58,7 @@ BOUNDS: dict[str, Bound] = {
     "res_prefix": _PROMPTS, "tokens": Bound(kind=int), "documents": Bound(1 << 14, kind=dict),
     "messages": Bound(1 << 14, kind=dict), "chat_template_kwargs": Bound(all_bytes=64 * _KIB),
     "chat_template": _SCHEMA, "decoder_input_template": _SCHEMA,
+    "encoder_input_template": _SCHEMA,
     "stop": Bound(64, MAX_STOP_BYTES, kind=str), "stop_token_ids": Bound(1024, kind=int),
     "bad_words": Bound(1024, 1024, 64 * _KIB, str),
     "logit_bias": Bound(4096), "allowed_token_ids": _IDS, "banned_token_ids": _IDS,
