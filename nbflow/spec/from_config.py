@@ -9,7 +9,7 @@ from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.spec.architecture import LatentSpec, MoeSpec, RopeSpec
-from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
+from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, FUSED, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import ModelSpec
@@ -67,9 +67,10 @@ def build_spec(
     values = _values(family, config, where, override or {}, held)
     _check_layers(values["n_layers"], family, config, held, where)
     encoder = None
-    if family.encoder is not None:
+    encoder_family = encoder_of(family)
+    if encoder_family is not None:
         encoder = build_spec(
-            get_family(family.encoder, where),
+            encoder_family,
             config,
             name=f"{name} (encoder)",
             where=where,
