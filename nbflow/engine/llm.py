@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nbflow.distributed import Plan
 from nbflow.distributed.thread_ranks import ThreadRanks
+from nbflow.engine.classification_head import ClassificationHead
 from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.model_lock import ModelLock
 from nbflow.engine.outputs import RequestOutput, TokenOutput, text_of
@@ -54,6 +55,8 @@ class LLM:
 
     engine_class: type[Any] | None = None
     """Subclass of `nbflow.LLMEngine` for this kind of model, if any."""
+    classification_head: ClassificationHead | None = None
+    """Head of a classifier; see `nbflow.classify`."""
 
     def __init__(
         self,

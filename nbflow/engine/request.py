@@ -95,6 +95,9 @@ class Request:
     """First new token, whatever the logits."""
     forced_eos_ids: tuple[int, ...] = ()
     """Tokens of which a search takes one as the last of `max_tokens`."""
+    masked: tuple[int, ...] = ()
+    """Prompt positions whose own tokens' log-probabilities are wanted (masked language models);
+    `prompt_logprobs` is then the number of most probable tokens."""
     pooling: Pooling | None = None
     """Pooling of the prompt's hidden states, for requests without new tokens."""
 
@@ -192,7 +195,7 @@ class Request:
     @property
     def single_step(self) -> bool:
         """True if its prompt must run in one step (no chunked prefill)."""
-        return self.pooling is not None and self.pooling.whole
+        return bool(self.masked) or (self.pooling is not None and self.pooling.whole)
 
     @property
     def needs_all_logits(self) -> bool:
@@ -203,6 +206,8 @@ class Request:
     @property
     def needs_prompt_logits(self) -> bool:
         """True while prompt log-probabilities are missing."""
+        if self.masked:
+            return len(self.prompt_results) < len(self.masked)
         missing = len(self.prompt_results) + 1 < len(self.prompt)
         return self.prompt_logprobs is not None and missing
 

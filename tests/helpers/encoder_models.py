@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 BERT_TOKENS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 M2M_TOKENS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "__en__": 76, "__zh__": 77, "__fr__": 78}
@@ -72,3 +75,24 @@ def bert(folder: Path, name: str = "bert", **config: Any) -> Path:
     """Write a BERT with its special tokens."""
     pair = ["[CLS]", "$A", "[SEP]", "$B", "[SEP]"]
     return with_tokenizer(name, folder, word_tokenizer(BERT_TOKENS, pair[:3], pair), **config)
+
+
+HEADS = {
+    "bert": ("bert.pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "distilbert": ("pre_classifier", "classifier"),
+}
+"""Tensors of the classification head."""
+
+
+def classifier(folder: Path, name: str = "bert", n_labels: int = 3, **config: Any) -> Path:
+    """Write a classifier: the encoder of a golden family with a random head."""
+    stated = {"id2label": {str(i): f"label {i}" for i in range(n_labels)}} if n_labels != 2 else {}
+    bert(folder, name, **stated, **config)
+    path, rng = folder / "model.safetensors", np.random.default_rng(7)
+    tensors = {k: v for k, v in load_file(path).items() if k.startswith(f"{name}.")}
+    for part, n in zip(HEADS[name], (36, n_labels), strict=True):
+        tensors[f"{part}.weight"] = rng.standard_normal((n, 36)).astype(np.float32) / 4
+        tensors[f"{part}.bias"] = rng.standard_normal(n).astype(np.float32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
