@@ -75,8 +75,7 @@ def head_of(model: ModelInfo) -> ClassificationHead:
     head = model.classification_head
     if head is None:
         raise UsageError(
-            f"{model.spec.name} has no classification head (pooler and classifier of BERT's "
-            "kind)"
+            f"{model.spec.name} has no classification head (pooler and classifier of BERT's kind)"
         )
     return head
 

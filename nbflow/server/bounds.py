@@ -55,6 +55,7 @@ _PROMPTS = Bound()
 BOUNDS: dict[str, Bound] = {
     # prompts: `ServedModel.check_size` has the limit of a model
     "prompt": _PROMPTS, "input": _PROMPTS, "text": _PROMPTS, "system_prompt": _PROMPTS,
+    "inputs": Bound(kind=str), "text_pair": Bound(kind=str), "parameters": Bound(),
     "res_prefix": _PROMPTS, "tokens": Bound(kind=int), "documents": Bound(1 << 14, kind=dict),
     "messages": Bound(1 << 14, kind=dict), "chat_template_kwargs": Bound(all_bytes=64 * _KIB),
     "chat_template": _SCHEMA, "decoder_input_template": _SCHEMA,

@@ -19,6 +19,12 @@ from encoder_models import FAMILIES, bert, classifier
 import nbflow
 from nbflow.cli import main
 from nbflow.spec import load_tokenizer, resolve
+from nbflow_experiments.scoring.classification import (
+    correlations,
+    label_index,
+    measures,
+    read_examples,
+)
 from nbflow_kernels.errors import UsageError
 
 LOGITS = {
@@ -109,3 +115,75 @@ def test_masks_are_filled(tmp_path, capsys):
         UsageError, match="qwen2 continues text and fills no masks"
     ):  # fmt: skip
         nbflow.fill_mask(model, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("pairs.tsv", "sentence1\tsentence2\tlabel\n{}", ()),
+        ("named.tsv", "a\tb\tc\n{}", ("--text", "a", "--pair", "b", "--label", "c")),
+        ("plain.tsv", "{}", ("--text", "1", "--pair", "2", "--label", "3")),
+    ],
+)
+def test_scores_of_labelled_texts(name, text, options, tmp_path, capsys):
+    folder = classifier(tmp_path / "bert")
+    pairs = [("w10 w20 w30", "w40 w50"), ("w11 w21", "w41"), ("w12", "w42 " * 80), ("w13", "w5")]
+    with nbflow.load(folder, threads=1) as model:
+        found = nbflow.classify(model, pairs, max_tokens=64)
+    wrong = (found[0].index + 1) % 3
+    labels = [wrong, found[1].label.upper(), *(a.index for a in found[2:])]
+    lines = "\n".join(f"{a}\t{b}\t{c}" for (a, b), c in zip(pairs, labels, strict=True))
+    path = tmp_path / name
+    path.write_text(text.format(lines))
+    with pytest.raises(SystemExit, match="0"):
+        main(["classify", str(folder), "--data", str(path), "--json", "--threads", "1", *options])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["texts"], result["accuracy"]) == (4, 0.75)
+    assert {"f1_macro", "matthews"} < set(result)
+
+
+def test_measures():
+    """Expected values are worked out by hand from the tables of answers and labels."""
+    truth, answers = np.array([0, 1, 2, 2, 1, 0, 2, 1]), np.array([0, 2, 2, 2, 1, 0, 1, 1])
+    found = measures(answers, truth, 3)
+    expected = {"accuracy": 0.75, "f1_macro": 0.7777777777777777, "matthews": 0.6190476190476191}
+    assert {name: e.mean for name, e in found.items()} == pytest.approx(expected)
+    binary = measures(np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1]), 2)
+    assert binary["f1"].mean == pytest.approx(2 / 3)
+    assert measures(np.array([1, 1]), np.array([1, 1]), 2)["matthews"].mean == 0.0
+    numbers = correlations(np.array([0.5, 2.0, 2.0, 4.5]), np.array([1.0, 3.0, 2.0, 5.0]))
+    assert numbers["pearson"].mean == pytest.approx(0.9710, abs=1e-4)
+    assert numbers["spearman"].mean == pytest.approx(0.9487, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", r"must be a \.tsv or \.jsonl"),
+        ("a.tsv", "", "holds no texts"),
+        ("a.tsv", "x\tlabel\n1\t2", "no known column holds the text.*x, label"),
+        ("a.tsv", "text\ty\n1\t2", "no known column holds the label"),
+        ("a.tsv", "sentence\tlabel\nonly", r"a\.tsv:2: lacks the column 'label'"),
+        ("a.jsonl", "[1]", "must be an object"),
+        ("a.jsonl", "{", "is not JSON"),
+    ],
+)
+def test_wrong_files_of_labelled_texts(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_examples(tmp_path / name)
+    with pytest.raises(UsageError, match=r"neither a number below 2 nor one of .*: no, yes"):
+        label_index("maybe", ["no", "yes"])
+
+
+def test_classify_command(tmp_path, capsys):
+    folder = classifier(tmp_path / "bert")
+    command = ["classify", str(folder), "--kv", "f32", "--threads", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "w10 w20 w30", "w40 w50"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "label     score    logit"
+    assert printed[1] == "label 2  0.3744  -0.4673"
+    with pytest.raises(SystemExit, match="2"):
+        main(command)
+    assert "give TEXT or --data FILE" in capsys.readouterr().err
