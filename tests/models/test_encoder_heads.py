@@ -163,7 +163,7 @@ def test_measures():
         ("a.tsv", "", "holds no texts"),
         ("a.tsv", "x\tlabel\n1\t2", "no known column holds the text.*x, label"),
         ("a.tsv", "text\ty\n1\t2", "no known column holds the label"),
-        ("a.tsv", "sentence\tlabel\nonly", r"a\.tsv:2: lacks the column 'label'"),
+        ("a.tsv", "sentence\tlabel\na\t1\nonly", r"a\.tsv:3: lacks the column 'label'"),
         ("a.jsonl", "[1]", "must be an object"),
         ("a.jsonl", "{", "is not JSON"),
     ],
@@ -178,9 +178,9 @@ def test_wrong_files_of_labelled_texts(name, text, message, tmp_path):
 
 def test_classify_command(tmp_path, capsys):
     folder = classifier(tmp_path / "bert")
-    command = ["classify", str(folder), "--kv", "f32", "--threads", "1"]
+    command, options = ["classify", str(folder)], ["--kv", "f32", "--threads", "1"]
     with pytest.raises(SystemExit, match="0"):
-        main([*command, "w10 w20 w30", "w40 w50"])
+        main([*command, "w10 w20 w30", "w40 w50", *options])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "label     score    logit"
     assert printed[1] == "label 2  0.3744  -0.4673"

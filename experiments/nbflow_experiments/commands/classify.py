@@ -33,7 +33,7 @@ _BATCH = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
-    parser.add_argument("text", metavar="TEXT", nargs="?", help="text")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="text, before the options")
     parser.add_argument("pair", metavar="TEXT2", nargs="?", help="second text of a pair")
     group = parser.add_argument_group("labelled texts")
     group.add_argument("--data", metavar="FILE", help=".tsv with names of columns, or .jsonl")
