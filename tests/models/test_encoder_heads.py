@@ -183,7 +183,7 @@ def test_classify_command(tmp_path, capsys):
         main([*command, "w10 w20 w30", "w40 w50", *options])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "label     score    logit"
-    assert printed[1] == "label 2  0.3744  -0.4673"
+    assert printed[1] == "label 2  0.3740  -0.4673"
     with pytest.raises(SystemExit, match="2"):
         main(command)
     assert "give TEXT or --data FILE" in capsys.readouterr().err
