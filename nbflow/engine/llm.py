@@ -344,7 +344,7 @@ class LLM:
             Continue after an end token.
         decoder_ids : sequence of int, optional
             Decoder prompt of an encoder-decoder model, e.g. start token and language token; by
-            default the start token.
+            default the start token, and what `target_lang` and `decoder_prefix` say.
         **parameters
             Fields of `nbflow.SamplingParams`, e.g. ``temperature=0.8, stop=["END"]``; others come
             from the model (`defaults`) or the strategy.

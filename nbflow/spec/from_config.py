@@ -398,7 +398,7 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
     )
 
 
-def _classifier(activation: str, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
+def _classifier(activation: Any, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
     """Return the classification head, whose labels and kind config.json states as transformers."""
     if activation == "none":
         return None
@@ -415,11 +415,11 @@ def _classifier(activation: str, config: Mapping[str, Any], where: str) -> Class
     kind = lookup(config, "problem_type")
     if kind is not None:
         check_value(kind, f"{where}: problem_type", tuple(_PROBLEMS))
-    usual = "regression" if n == 1 else "single_label"
+    usual: Any = "regression" if n == 1 else "single_label"
     return ClassifierSpec(activation, tuple(labels), _PROBLEMS.get(kind, usual))
 
 
-_PROBLEMS = {
+_PROBLEMS: dict[str, Any] = {
     "regression": "regression",
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",
