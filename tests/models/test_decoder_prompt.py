@@ -10,6 +10,7 @@ with this generation_config.json, or the same keys in config.json.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -148,3 +149,54 @@ def test_command_line(info, capsys):
         UsageError, match="qwen2 has no encoder and takes no target_lang"
     ):  # fmt: skip
         model.generate([1, 2], target_lang="zh")
+
+
+class Vocabulary:
+    """Special tokens of other translation models."""
+
+    def __init__(self, special, others=()):
+        self.special_tokens = dict(special)
+        self._others = dict(others)
+
+    def token_id(self, text):
+        return self.special_tokens.get(text, self._others.get(text))
+
+
+NLLB = Vocabulary({"</s>": 2, "eng_Latn": 70, "fra_Latn": 71, "zho_Hans": 72, "zho_Hant": 73})
+MBART = Vocabulary({"</s>": 2, "en_XX": 70, "ro_RO": 71})
+MARIAN = Vocabulary({"</s>": 0}, {">>fra<<": 60})
+MADLAD = Vocabulary({"</s>": 0}, {"<2fr>": 61})
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "start", "ids", "given", "expected"),
+    [
+        (NLLB, 2, [70, 9, 2], {"target_lang": "fra"}, ([70, 9, 2], [2], 71)),
+        (NLLB, 2, [70, 9, 2], {"source_lang": "zho_Hans"}, ([72, 9, 2], [2], None)),
+        (MBART, 2, [70, 9, 2], {"target_lang": "ro_RO"}, ([70, 9, 2], [2], 71)),
+        (MBART, 71, [9, 2, 71], {"target_lang": "en", "source_lang": "ro"},
+         ([9, 2, 71], [70], None)),
+        (MARIAN, 0, [9, 0], {"target_lang": "fra"}, ([60, 9, 0], [0], None)),
+        (MADLAD, 0, [9, 0], {"target_lang": "fr"}, ([61, 9, 0], [0], None)),
+    ],
+)  # fmt: skip
+def test_other_translation_models(info, tokenizer, start, ids, given, expected):
+    """NLLB, mBART-50, the first mBART (its start token is a language), Marian and MADLAD."""
+    spec = dataclasses.replace(info.spec, decoder_start_id=start)
+    model = SimpleNamespace(spec=spec, tokenizer=tokenizer)
+    found = decoder_prompt(model, SamplingParams.parse(given), ids)
+    assert (found.encoder_ids, found.ids, found.forced_bos_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "language", "message"),
+    [
+        (NLLB, "zho", "'zho' is ambiguous: zho_Hans, zho_Hant"),
+        (NLLB, "fra_Latin", "did you mean 'fra_Latn'"),
+        (MARIAN, "deu", "the vocabulary has no language tokens"),
+    ],
+)
+def test_unknown_languages(info, tokenizer, language, message):
+    model = SimpleNamespace(spec=info.spec, tokenizer=tokenizer)
+    with pytest.raises(UsageError, match=f"target_lang.*{message}"):
+        decoder_prompt(model, SamplingParams(target_lang=language), [9, 2])
