@@ -162,9 +162,9 @@ def measures(answers: np.ndarray, truth: np.ndarray, n_labels: int) -> dict[str,
     n = len(truth)
     found = {"accuracy": estimate_share(answers == truth)}
     present = sums > 0
-    value = float(f1[1]) if n_labels == 2 else float(f1[present].mean())
+    value = float(f1[1] if n_labels == 2 else f1[present].mean())
     found["f1" if n_labels == 2 else "f1_macro"] = Estimate(value, math.nan, n)
-    covariance = right.sum() * n - table.sum(0) @ table.sum(1)
+    covariance = float(right.sum() * n - table.sum(0) @ table.sum(1))
     spread = math.sqrt((n**2 - (table.sum(0) ** 2).sum()) * (n**2 - (table.sum(1) ** 2).sum()))
     found["matthews"] = Estimate(covariance / spread if spread else 0.0, math.nan, n)
     return found
