@@ -18,6 +18,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from nbflow.checkpoint import open_weights
     from nbflow.conversion import quantize_checkpoint
+    from nbflow.engine.classify import classify
+    from nbflow.engine.fill_mask import fill_mask
     from nbflow.engine.llm import LLM
     from nbflow.engine.llm_engine import LLMEngine
     from nbflow.engine.load import load
@@ -35,7 +37,9 @@ _WHERE = {
     "LLM": "nbflow.engine.llm",
     "SamplingParams": "nbflow.options",
     "beam_search": "nbflow.engine.search.api",
+    "classify": "nbflow.engine.classify",
     "contrastive_search": "nbflow.engine.search.api",
+    "fill_mask": "nbflow.engine.fill_mask",
     "load": "nbflow.engine.load",
     "load_tokenizer": "nbflow.spec",
     "open_weights": "nbflow.checkpoint",
@@ -55,7 +59,9 @@ __all__ = [
     "UsageError",
     "__version__",
     "beam_search",
+    "classify",
     "contrastive_search",
+    "fill_mask",
     "load",
     "load_tokenizer",
     "open_weights",

@@ -24,6 +24,9 @@ STRUCTURES = ("choice", "regex", "json_schema", "grammar")
 SERVER_MAX_LOGPROBS = 20
 """Maximum of top log-probabilities in HTTP requests, as OpenAI."""
 
+DECODER_START = ("source_lang", "target_lang", "decoder_prefix", "forced_bos_token_id")
+"""Fields of `SamplingParams` for models with an encoder, which all decoding methods take."""
+
 Objective = Literal["latency", "throughput"]
 Word = str | Sequence[int]
 """Word as text or token ids."""
@@ -385,6 +388,24 @@ class SamplingParams(OptionSet):
     grammar: str | None = option(
         None, "grammar (GBNF or Lark) of the output", http="guided_grammar",
         aliases=("guided_grammar",), metavar="FILE",
+    )  # fmt: skip
+    source_lang: str | None = option(
+        None, "translation models: language of the text, as the vocabulary names it: en, eng_Latn, "
+        "en_XX", shown="the tokenizer's", metavar="LANG", aliases=("src_lang", "source_language"),
+        flags=("--source-lang", "--source-language", "--src-lang"),
+    )  # fmt: skip
+    target_lang: str | None = option(
+        None, "translation models: language to translate to: zh, zho_Hans, zh_CN", metavar="LANG",
+        shown="the checkpoint's", aliases=("tgt_lang", "target_language"),
+        flags=("--target-lang", "--target-language", "--tgt-lang"),
+    )  # fmt: skip
+    decoder_prefix: str | None = option(
+        None, "models with an encoder: beginning of the answer, which the decoder continues",
+        more="Special tokens in it are recognized, e.g. __zh__.",
+    )  # fmt: skip
+    forced_bos_token_id: int | None = option(
+        None, "models with an encoder: first token of the answer, e.g. that of a language", low=0,
+        high=MAX_INT, shown="the checkpoint's",
     )  # fmt: skip
     seed: int = option(
         0, "seed of the sampling, modulo 2**64; choice i uses seed + i",

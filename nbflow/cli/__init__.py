@@ -17,6 +17,8 @@ from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 
 COMMANDS = {
     "run": ("nbflow.cli.commands.run", "continue a prompt"),
+    "fill-mask": ("nbflow.cli.commands.fill_mask", "fill [MASK] with an encoder"),
+    "classify": ("nbflow_experiments.commands.classify", "label texts, and score a labelled file"),
     "serve": ("nbflow.cli.commands.serve", "serve models over HTTP"),
     "client": ("nbflow.cli.commands.client", "chat with a server"),
     "bench": ("nbflow.cli.commands.bench", "time prompt processing and generation"),

@@ -13,7 +13,13 @@ import nbflow
 from nbflow.cli.option_arguments import add_options, given_options, read_argument
 from nbflow.engine import LLM
 from nbflow.engine.search.api import SEARCHES
-from nbflow.options import STRUCTURES, SamplingParams, SearchParams, SpeculativeConfig
+from nbflow.options import (
+    DECODER_START,
+    STRUCTURES,
+    SamplingParams,
+    SearchParams,
+    SpeculativeConfig,
+)
 from nbflow.sampling import STRATEGIES, LogitsProcessors
 from nbflow_kernels.errors import UsageError
 
@@ -22,7 +28,7 @@ CONSTRAINTS = {f.name for f in dataclasses.fields(LogitsProcessors)} | {
     "stop_token_ids",
 }
 """Parameters valid with every strategy."""
-_FREE = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos"}
+_FREE = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos", *DECODER_START}
 """Parameters that do not change the distribution of tokens."""
 _SEARCHES = {
     "beam": ("num_beams", "length_penalty", "early_stopping"),

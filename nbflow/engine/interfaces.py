@@ -12,6 +12,7 @@ import numpy as np
 
 from nbflow.distributed.comm import Comm
 from nbflow.distributed.plan import Plan, RankPlan
+from nbflow.engine.classification_head import ClassificationHead
 from nbflow.engine.outputs import RequestDelta, RequestOutput, StepOutput, TokenOutput
 from nbflow.engine.request import DraftProposer, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
@@ -74,6 +75,7 @@ class ModelInfo(Protocol):
     spec: ModelSpec
     plan: Plan
     defaults: Mapping[str, float]
+    classification_head: ClassificationHead | None
 
     @property
     def tokenizer(self) -> Tokenizer: ...

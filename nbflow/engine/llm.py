@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nbflow.distributed import Plan
 from nbflow.distributed.thread_ranks import ThreadRanks
+from nbflow.engine.classification_head import ClassificationHead
 from nbflow.engine.evaluator import SequenceEvaluator
 from nbflow.engine.model_lock import ModelLock
 from nbflow.engine.outputs import RequestOutput, TokenOutput, text_of
@@ -54,6 +55,8 @@ class LLM:
 
     engine_class: type[Any] | None = None
     """Subclass of `nbflow.LLMEngine` for this kind of model, if any."""
+    classification_head: ClassificationHead | None = None
+    """Head of a classifier; see `nbflow.classify`."""
 
     def __init__(
         self,
@@ -341,7 +344,7 @@ class LLM:
             Continue after an end token.
         decoder_ids : sequence of int, optional
             Decoder prompt of an encoder-decoder model, e.g. start token and language token; by
-            default the start token.
+            default the start token, and what `target_lang` and `decoder_prefix` say.
         **parameters
             Fields of `nbflow.SamplingParams`, e.g. ``temperature=0.8, stop=["END"]``; others come
             from the model (`defaults`) or the strategy.

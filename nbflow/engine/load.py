@@ -25,6 +25,7 @@ from nbflow.distributed.device import (
 )
 from nbflow.distributed.device_comms import make_device_comms, warn_of_fallback
 from nbflow.distributed.thread_ranks import ThreadRanks
+from nbflow.engine.classification_head import ClassificationHead
 from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
@@ -150,10 +151,14 @@ def load(
             )
     if not models or everyone is None:
         return LLM(the_spec, whole, tok, [], None, threads, resolved.defaults, why_none)
-    if len(plans) == 1:
-        return models[0]
-    index = next(i for i, part in enumerate(parts) if part is not None)
-    return Replicas(models, whole, everyone, index, len(plans), ReplicaRouter)
+    loaded = models[0]
+    if len(plans) > 1:
+        index = next(i for i, part in enumerate(parts) if part is not None)
+        loaded = Replicas(models, whole, everyone, index, len(plans), ReplicaRouter)
+    if the_spec.classifier is not None:
+        with open_weights(resolved.path) as file:
+            loaded.classification_head = ClassificationHead.read(the_spec, file)
+    return loaded
 
 
 def measure(

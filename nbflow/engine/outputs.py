@@ -247,8 +247,12 @@ class StepOutput:
             rows = _prompt_rows(entry)
             if rows:
                 request = entry.request
-                at = [first + i - request.n_computed for i in rows]
-                ids = np.array([request.prompt[i + 1] for i in rows], np.int32)
+                if request.masked:
+                    at = [*range(first, first + len(rows))]
+                    ids = np.array([request.prompt[i] for i in rows], np.int32)
+                else:
+                    at = [first + i - request.n_computed for i in rows]
+                    ids = np.array([request.prompt[i + 1] for i in rows], np.int32)
                 array = self.prompt.array[done : done + len(rows)]
                 try:
                     self._fill_prompt_logprobs(rows_of(logits, at), ids, array)
@@ -474,11 +478,13 @@ def _sample_with_state(logits: np.ndarray, request: Request) -> Iterator[int]:
         yield token
 
 
-def _prompt_rows(entry: ScheduledRequest) -> range:
-    """Return the prompt positions whose next token needs a log-probability."""
+def _prompt_rows(entry: ScheduledRequest) -> Sequence[int]:
+    """Return the prompt positions whose next (masked: own) token needs a log-probability."""
     request = entry.request
     if not request.needs_prompt_logits:
-        return range(0)
+        return ()
+    if request.masked:
+        return request.masked
     begin = max(request.n_computed, len(request.prompt_results))
     return range(begin, min(request.n_computed + entry.n_tokens, len(request.prompt) - 1))
 

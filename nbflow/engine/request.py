@@ -91,6 +91,13 @@ class Request:
     """Beam or contrastive search, used instead of the strategy."""
     banned_ids: frozenset[int] = frozenset()
     """Tokens banned in a search; a strategy has a logits processor for them."""
+    forced_bos_id: int | None = None
+    """First new token, whatever the logits."""
+    forced_eos_ids: tuple[int, ...] = ()
+    """Tokens of which a search takes one as the last of `max_tokens`."""
+    masked: tuple[int, ...] = ()
+    """Prompt positions whose own tokens' log-probabilities are wanted (masked language models);
+    `prompt_logprobs` is then the number of most probable tokens."""
     pooling: Pooling | None = None
     """Pooling of the prompt's hidden states, for requests without new tokens."""
 
@@ -132,6 +139,8 @@ class Request:
     """The failure of a request that finished with "error"."""
     pending_error: Exception | None = None
     """Error on the sampling rank, until the next sampled token reports it to the others."""
+    n_advanced: int = 0
+    """Tokens of the hypotheses of the search."""
     search_state: SearchState | None = None
     """State of the search once the prompt is processed."""
     branches: list[int] = field(default_factory=list)
@@ -186,7 +195,7 @@ class Request:
     @property
     def single_step(self) -> bool:
         """True if its prompt must run in one step (no chunked prefill)."""
-        return self.pooling is not None and self.pooling.whole
+        return bool(self.masked) or (self.pooling is not None and self.pooling.whole)
 
     @property
     def needs_all_logits(self) -> bool:
@@ -197,6 +206,8 @@ class Request:
     @property
     def needs_prompt_logits(self) -> bool:
         """True while prompt log-probabilities are missing."""
+        if self.masked:
+            return len(self.prompt_results) < len(self.masked)
         missing = len(self.prompt_results) + 1 < len(self.prompt)
         return self.prompt_logprobs is not None and missing
 
@@ -231,7 +242,7 @@ class Request:
 
     def restart(self) -> None:
         """Reset after a preemption."""
-        self.n_computed = 0
+        self.n_computed = self.n_advanced = 0
         self.branches, self.search_state, self.history, self.pending_error = [], None, None, None
         self.n_preempted += 1
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.engine.decoder_prompt import decoder_prompt, refuse_decoder_options
 from nbflow.engine.interfaces import ModelInfo
 from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
@@ -193,17 +194,24 @@ def build_request(
         _ = model.tokenizer  # raises without one: stop texts need it
     if isinstance(prompt, str):
         prompt = model.tokenizer.encode(prompt, add_special_tokens=True)
-    encoder_ids = None
+    encoder_ids, forced = None, None
     if spec.encoder is not None:
-        encoder_ids = check_encoder_ids(spec, prompt)
-        prompt = _decoder_prompt(spec, decoder_ids)
+        found = decoder_prompt(model, params, check_ids(spec.encoder, prompt, 0), decoder_ids)
+        encoder_ids = check_encoder_ids(spec, found.encoder_ids)
+        prompt, forced = found.ids, found.forced_bos_id
     elif decoder_ids is not None:
         raise UsageError(
             f"{spec.name} has no encoder; give all tokens as the prompt, without decoder_ids"
         )
+    else:
+        refuse_decoder_options(spec, params)
     ids = check_ids(spec, prompt, room=1)
     most = min(params.max_tokens, spec.max_context - len(ids))
+    forced_ends = () if params.ignore_eos else spec.forced_eos_ids
+    if forced_ends and search is None and most:
+        most -= 1  # the last token would be an end token
     request = Request(ids, most, drawn, params.seed % 2**64, ends, encoder_ids)
+    request.forced_bos_id, request.forced_eos_ids = forced, forced_ends
     request.search = search
     request.banned_ids = frozenset(spec.banned_token_ids)
     request.n_top_logprobs = min(params.logprobs or 0, spec.vocab_size)
@@ -220,15 +228,3 @@ def _check_generates(spec: ModelSpec) -> None:
             f"{spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
             "or logits()"
         )
-
-
-def _decoder_prompt(spec: ModelSpec, decoder_ids: Sequence[int] | None) -> Sequence[int]:
-    """Return the decoder prompt of an encoder-decoder model."""
-    if decoder_ids is not None:
-        return decoder_ids
-    if spec.decoder_start_id is None:
-        raise UsageError(
-            f"the configuration of {spec.name} has no decoder_start_token_id; give the "
-            "decoder's first tokens as decoder_ids"
-        )
-    return [spec.decoder_start_id]

@@ -75,6 +75,9 @@ def sample_tokens(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray
     states = [state_of(requests[i]) for i in others]
     for i, state, row in zip(others, states, _rows_for_states(logits, others, states), strict=True):
         tokens[i] = state.choose(row)
+    for i, request in enumerate(requests):
+        if request.forced_bos_id is not None and not request.ids:
+            tokens[i] = request.forced_bos_id
     return tokens
 
 

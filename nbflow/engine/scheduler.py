@@ -72,11 +72,21 @@ class ScheduledRequest:
 
     @property
     def n_logits(self) -> int:
-        """Number of last tokens whose logits are needed."""
+        """Number of tokens whose logits are needed."""
         request = self.request
+        if request.masked:
+            return len(request.masked)
         if request.needs_all_logits or request.branches or self.drafts:
             return self.n_tokens + len(self.drafts)
         return int(self.emits_token)
+
+    @property
+    def logit_rows(self) -> Sequence[int]:
+        """Tokens whose logits are needed: masked ones, else the last `n_logits`."""
+        if self.request.masked:
+            return self.request.masked
+        end = self.n_tokens + len(self.drafts)
+        return range(end - self.n_logits, end)
 
     @property
     def state_rows(self) -> range:

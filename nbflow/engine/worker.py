@@ -351,7 +351,7 @@ class Worker:
         end = 0
         for entry in scheduled:
             start, end = end, end + entry.n_tokens + len(entry.drafts)
-            rows += range(end - entry.n_logits, end)
+            rows += [start + i for i in entry.logit_rows]
             rows += [start + i for i in entry.state_rows]
         n_logits = sum(entry.n_logits for entry in scheduled)
         types = None

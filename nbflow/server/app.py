@@ -19,8 +19,10 @@ from nbflow.server.middleware import (
 from nbflow.server.routes import (
     chat,
     chat_page,
+    classify,
     completions,
     embeddings,
+    fill_mask,
     health,
     models_list,
     tokenize,
@@ -55,7 +57,7 @@ def make_app(state: ServerState, extra_routers: Sequence[APIRouter] = ()) -> Fas
     app.state.server = state
     add_handlers(app)
     openai = APIRouter()
-    for module in (chat, completions, embeddings, models_list):
+    for module in (chat, completions, embeddings, models_list, fill_mask, classify):
         openai.include_router(module.router)
     app.include_router(openai, prefix="/v1")
     app.include_router(openai, include_in_schema=False)  # for clients that leave out /v1

@@ -55,9 +55,11 @@ _PROMPTS = Bound()
 BOUNDS: dict[str, Bound] = {
     # prompts: `ServedModel.check_size` has the limit of a model
     "prompt": _PROMPTS, "input": _PROMPTS, "text": _PROMPTS, "system_prompt": _PROMPTS,
+    "inputs": Bound(kind=str), "text_pair": Bound(kind=str), "parameters": Bound(),
     "res_prefix": _PROMPTS, "tokens": Bound(kind=int), "documents": Bound(1 << 14, kind=dict),
     "messages": Bound(1 << 14, kind=dict), "chat_template_kwargs": Bound(all_bytes=64 * _KIB),
     "chat_template": _SCHEMA, "decoder_input_template": _SCHEMA,
+    "encoder_input_template": _SCHEMA,
     "stop": Bound(64, MAX_STOP_BYTES, kind=str), "stop_token_ids": Bound(1024, kind=int),
     "bad_words": Bound(1024, 1024, 64 * _KIB, str),
     "logit_bias": Bound(4096), "allowed_token_ids": _IDS, "banned_token_ids": _IDS,

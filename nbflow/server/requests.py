@@ -11,7 +11,7 @@ from nbflow.engine.request_validation import build_request
 from nbflow.engine.search import BeamSearch, ContrastiveSearch, Search
 from nbflow.engine.speculative.config import attach
 from nbflow.option_fields import fields
-from nbflow.options import STRUCTURES, SamplingParams
+from nbflow.options import DECODER_START, STRUCTURES, SamplingParams
 from nbflow.sampling import Strategy, build_strategy
 from nbflow.sampling.structured_output import StructureError
 from nbflow.server.config import PER_REQUEST, Limits
@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _WITH_DEFAULT = set(fields(SamplingParams)) - PER_REQUEST
 """Parameters with a default per model."""
 _DRAWN = {fields(SamplingParams)[name].http_name for name in _WITH_DEFAULT} | {"best_of"}
-_DRAWN -= {"decoding", "ignore_eos", "stop_token_ids"}
+_DRAWN -= {"decoding", "ignore_eos", "stop_token_ids", *DECODER_START}
 """Fields that a search refuses."""
 _STOPS = {"stop", "include_stop_str_in_output"}
 
@@ -63,6 +63,7 @@ def build_requests(
     *,
     continues_text: bool,
     echo: bool = False,
+    decoder_ids: Sequence[int] | None = None,
 ) -> list[GenerationRequest]:
     """Return the engine requests of a body in prompt-major order, n for each prompt.
 
@@ -70,6 +71,7 @@ def build_requests(
 
     `prompts` are token ids (the encoder's in an encoder-decoder model).  `max_tokens` None stands
     for the rest of the context; with `echo`, log-probabilities cover the prompt, too.
+    `decoder_ids` are the decoder's prompt in an encoder-decoder model, e.g. of a template.
     """
     check_number(body, len(prompts), limits)
     _check_logprobs(body, prompts, limits, echo, continues_text)
@@ -85,7 +87,7 @@ def build_requests(
     found = []
     for prompt in prompts:
         check_wanted()
-        first = build_request(served.model, list(prompt), params, strategy)
+        first = build_request(served.model, list(prompt), params, strategy, decoder_ids)
         first.wants_logprobs = params.logprobs is not None or n_drawn > body.n
         first.priority, first.cache_salt = body.priority, body.cache_salt
         first.deadline = limits.request_s or None
@@ -113,7 +115,7 @@ def _sampling_params(
     given = {name: v for name, v in body.sampling_values().items() if name not in STRUCTURES}
     given |= structure_of(body)
     if search is not None:
-        kept = PER_REQUEST | {"ignore_eos", "stop_token_ids"}
+        kept = PER_REQUEST | {"ignore_eos", "stop_token_ids", *DECODER_START}
         given = {name: value for name, value in given.items() if name in kept}
     elif body.decoding is None:
         given = {**{k: v for k, v in served.defaults.items() if k in _WITH_DEFAULT}, **given}

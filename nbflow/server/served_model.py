@@ -14,7 +14,7 @@ from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
 from nbflow.server.token_text import NoText, Offsets, TokenTexts
 from nbflow.tokenization import Tokenizer
-from nbflow.tokenization.chat import encode_chat, format_chat
+from nbflow.tokenization.chat import encode_chat, encode_pair, format_chat
 from nbflow.tokenization.token_bytes import vocabulary_bytes
 from nbflow.tokenization.tokenizer_config import read_template
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -88,6 +88,29 @@ class ServedModel:
         return encode_chat(
             self.model.tokenizer, flat(messages), chosen, max_bytes=self.max_prompt_bytes, **more
         )
+
+    def turn_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None,
+        encoder_template: str | None = None,
+        **more: Any,
+    ) -> tuple[list[int], list[int] | None]:
+        """Return the token ids of a conversation, and the decoder's of a model with an encoder.
+
+        `template` is then the decoder's; None stands for the model's own templates.
+        """
+        spec, of_encoder = self.model.spec, encoder_template or self.options.encoder_template
+        own = self.model.tokenizer
+        if of_encoder is not None and spec.encoder is None:
+            raise UsageError(f"{self.name} has no encoder; leave the encoder's template out")
+        has_one = own.chat_templates or own.prompt_template or self._template
+        if spec.encoder is None or (of_encoder is None and has_one):
+            return self.chat_ids(messages, template, **more), None
+        return encode_pair(
+            own, flat(messages), of_encoder, template or self.options.decoder_template,
+            start=spec.decoder_start_id, max_bytes=self.max_prompt_bytes,
+        )  # fmt: skip
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any

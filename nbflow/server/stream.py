@@ -210,7 +210,7 @@ class BeamChoices(ChoiceStream):
 
 
 class PooledText(ChoiceStream):
-    """Embedding of one text: one empty chunk at its end; the request holds the vector."""
+    """Text to be evaluated: one empty chunk at its end; the request holds the result."""
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
         """See `ChoiceStream.take`."""
@@ -218,7 +218,7 @@ class PooledText(ChoiceStream):
         if self.finished or last.finish_reason is None:
             return []
         chunk = OutputChunk(self.index)
-        if last.finish_reason == "deadline":  # a partial text has no embedding
+        if last.finish_reason == "deadline":  # a partial text has no result
             chunk.error = ApiError(504, "the request exceeded its deadline (limits.request_s)")
         self._end_as(chunk, last)
         self._note_end(chunk)
@@ -248,7 +248,8 @@ class GenerationStream:
                 generation.request.search is not None and not generation.request.search.needs_hidden
             )
             kind = BeamChoices if searches else ChoiceStream
-            kind = kind if generation.request.pooling is None else PooledText
+            if generation.request.pooling is not None or generation.request.masked:
+                kind = PooledText
             self.continuations.append(kind(self.n_choices, generation, served, metrics))
             self._of_choice += [self.continuations[-1]] * generation.n
         self._chunks: list[OutputChunk] = []

@@ -83,6 +83,16 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class ClassifierSpec:
+    """Classification head on the first token: a linear layer, an activation, a linear layer."""
+
+    activation: Literal["tanh", "relu"]
+    labels: tuple[str, ...]
+    problem_type: Literal["regression", "single_label", "multi_label"]
+    """Scores are the logits; their softmax; or the sigmoid of each."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Fields of a model spec, and properties derived from them alone."""
 
@@ -157,9 +167,13 @@ class Architecture:
     normalize_head: bool = False
     head_transform: bool = False
     head: bool = True
+    classifier: ClassifierSpec | None = None
+    """Classification head, besides or instead of `head`."""
     encoder: Architecture | None = None
     """Encoder whose hidden states the layers attend to, or None."""
     decoder_start_id: int | None = None
+    forced_bos_id: int | None = None
+    forced_eos_ids: tuple[int, ...] = ()
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

@@ -48,9 +48,15 @@ def _problems(spec: Architecture) -> Iterator[str]:
             f"bias_buckets must be 4..65536 and bias_max_distance more than half of "
             f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
         )
-    wrong = [i for i in spec.banned_token_ids if not 0 <= i < spec.vocab_size]
-    if wrong:
-        yield f"banned_token_ids must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
+    forced = () if spec.forced_bos_id is None else (spec.forced_bos_id,)
+    for name, ids in (
+        ("banned_token_ids", spec.banned_token_ids),
+        ("forced_bos_id", forced),
+        ("forced_eos_ids", spec.forced_eos_ids),
+    ):
+        wrong = [i for i in ids if not 0 <= i < spec.vocab_size]
+        if wrong:
+            yield f"{name} must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
     if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":
         yield "qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'"
     if spec.encoder is not None and (

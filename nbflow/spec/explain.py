@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.family import ConfigRule, Family
+from nbflow.spec.family import ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, REQUIRED, SIZES, show
 from nbflow.spec.formula import names_in
 from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 Row = tuple[str, str, str]
@@ -26,6 +28,18 @@ def explain(path: Path) -> tuple[ModelFile, list[Row]]:
     """
     model_file = load_model_file(path)
     family, override = model_file.family, model_file.override
+    rows = _rows(family, override)
+    encoder = encoder_of(family)
+    if family.model_types or encoder is not None:
+        _check_complete(path, family, {name: source for name, source, _ in rows})
+    if encoder is not None:
+        of_encoder = {name: source for name, source, _ in _rows(encoder, {})}
+        _check_complete(encoder.path, encoder, of_encoder)
+    return model_file, rows
+
+
+def _rows(family: Family, override: Mapping[str, Any]) -> list[Row]:
+    """Return the source of every field of a family with some overridden."""
     rows = []
     for name, field in FIELDS.items():
         if name in override:
@@ -33,13 +47,11 @@ def explain(path: Path) -> tuple[ModelFile, list[Row]]:
         else:
             source = _source(family, name, field.default)
         rows.append((name, source, field.doc))
-    if family.model_types:
-        _check_complete(path, family, dict((name, source) for name, source, _ in rows))
-    return model_file, rows
+    return rows
 
 
 def _check_complete(path: Path, family: Family, sources: dict[str, str]) -> None:
-    """Raise if a family that serves models leaves mandatory fields or tensor names open."""
+    """Raise if a family of models or encoders leaves mandatory fields or tensor names open."""
     open_fields = [name for name, source in sources.items() if source == OPEN]
     if open_fields:
         name = open_fields[0]
@@ -60,10 +72,19 @@ def _nameless(path: Path, family: Family) -> list[str]:
     """Return the tensors of every member that the family does not name."""
     numbers: dict[str, Any] = {name: 8 for name in SIZES if FIELDS[name].default is REQUIRED}
     numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
-    try:
-        spec = build_spec(
-            family, {}, name=family.name, where=str(path), override=numbers, checkpoint_tensors=None
+    numbers |= {"activation": "gelu", "embed_scale": 1.0, "position_offset": 0}
+    encoder = encoder_of(family)
+
+    def spec_of(one: Family) -> ModelSpec:
+        alone = dataclasses.replace(one, encoder=None)
+        return build_spec(
+            alone, {}, name=one.name, where=str(path), override=numbers, checkpoint_tensors=None
         )
+
+    try:
+        spec = spec_of(family)
+        if encoder is not None:
+            spec = dataclasses.replace(spec, encoder=spec_of(encoder))
     except UsageError:  # it also depends on config.json
         return []
     missing = []

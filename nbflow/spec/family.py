@@ -31,8 +31,9 @@ ANY = "any"
 FAMILY_KEYS = {
     "description": "one line",
     "model_types": "values of model_type that the family serves; none for a mere base",
-    "extends": "family whose rules hold where this file says nothing",
-    "encoder": "family of the encoder in the same checkpoint; this file is then the decoder",
+    "extends": "family whose rules hold where this file says nothing: NAME.toml next to this file, "
+    "or of the package",
+    "encoder": "family of the encoder in the same checkpoint, found alike; this is the decoder",
     "prefix": "prefix that some checkpoints put before tensor names",
     "structure": "fields that are the same for all members",
     "config": "field = rule for config.json, or a list of rules of which the first value counts",
@@ -86,7 +87,10 @@ class Family:
     description: str
     model_types: tuple[str, ...]
     """Values of ``model_type``."""
+    path: Path
+    """The file, next to which `encoder` is looked for."""
     encoder: str | None
+    """Name of the encoder's family; see `encoder_of`."""
     prefix: str
     """Optional prefix of tensor names."""
     structure: dict[str, Any]
@@ -132,11 +136,35 @@ def families() -> dict[str, Family]:
     return {name: _loaded(path) for name, path in _files().items()}
 
 
-def get_family(name: str, where: str) -> Family:
-    """Return a family by its name."""
-    if name not in _files():
-        raise UsageError(f"{where}: {unknown_name('family', name, _files())}")
-    return _loaded(_files()[name])
+def get_family(name: str, where: str, beside: Path | None = None) -> Family:
+    """Return a family by its name; that of a file next to `beside` wins over the package's."""
+    path = _find(name, where, beside)
+    return _loaded(path) if path.parent == FAMILIES else load_family(path)
+
+
+def encoder_of(family: Family) -> Family | None:
+    """Return the family of the encoder, or None for a family without one."""
+    if family.encoder is None:
+        return None
+    where = f"{family.path}: encoder"
+    found = get_family(family.encoder, where, family.path)
+    if found.encoder is not None:
+        raise UsageError(f"{where}: {found.path} has an encoder, too; name an encoder without one")
+    return found
+
+
+def _find(name: str, where: str, beside: Path | None) -> Path:
+    """Return the file of a family: NAME.toml next to a file but not itself, or the package's."""
+    own: list[Path] = []
+    if beside is not None and beside.parent != FAMILIES:
+        given = Path(name)
+        own = [beside.parent / (given if given.suffix == ".toml" else f"{name}.toml")]
+        if own[0].is_file() and not own[0].samefile(beside) and "family" not in read_toml(own[0]):
+            return own[0].resolve()
+    if name in _files():
+        return _files()[name]
+    looked = f"; {own[0]} is not another family file" if own else ""
+    raise UsageError(f"{where}: {unknown_name('family', name, _files())}{looked}")
 
 
 def family_of(model_type: Any, where: str) -> Family:
@@ -151,7 +179,7 @@ def family_of(model_type: Any, where: str) -> Family:
 
 def load_family(path: Path) -> Family:
     """Read and check a family file and those that it extends."""
-    table = _extended(path, ())
+    table = _extended(path, (path.resolve(),))
     config = _rules(table["config"], f"{path}: [config]")
     biases, encoder = table["biases"], table.get("encoder")
     return Family(
@@ -160,6 +188,7 @@ def load_family(path: Path) -> Family:
             table.get("description", ""), f"{path}: description (one line)", str
         ),
         model_types=strings(table.get("model_types", []), f"{path}: model_types"),
+        path=path,
         encoder=None if encoder is None else check_value(encoder, f"{path}: encoder", str),
         prefix=check_value(table.get("prefix", ""), f"{path}: prefix", str),
         structure=check_fields(table["structure"], f"{path}: [structure]"),
@@ -175,8 +204,11 @@ def load_family(path: Path) -> Family:
     )
 
 
-def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
-    """Return the table of a file, merged over that of the family it extends."""
+def _extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the table of a file, merged over that of the family it extends.
+
+    `seen` are the file and those that extend it.
+    """
     table = read_toml(path)
     for key in set(table) & set(FIELDS):
         raise UsageError(
@@ -196,10 +228,10 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
     if "extends" not in table:
         return table
     base = check_value(table["extends"], f"{path}: extends", str)
-    names = sorted(p.stem for p in FAMILIES.glob("*.toml"))
-    if base not in names or base in (*seen, path.stem):
-        raise UsageError(f"{path}: extends: {unknown_name('other family', base, names)}")
-    below = _extended(FAMILIES / f"{base}.toml", (*seen, path.stem))
+    found = _find(base, f"{path}: extends", path)
+    if found in seen:
+        raise UsageError(f"{path}: extends: {base} extends this file; name another family")
+    below = _extended(found, (*seen, found))
     merged = {part: {**below[part], **table[part]} for part in tables}
     # a field in one of these tables replaces the base's entry in the other
     for part, other in (("structure", "config"), ("config", "structure")):
@@ -216,8 +248,9 @@ def config_keys(family: Family) -> list[str]:
     for rules in family.config.values():
         for rule in rules:
             names += [*rule.keys, *rule.when, *_NAME.findall(rule.formula or "")]
-    if family.encoder is not None:
-        names += config_keys(get_family(family.encoder, f"family {family.name}"))
+    encoder = encoder_of(family)
+    if encoder is not None:
+        names += config_keys(encoder)
     return sorted({name.split(".")[0] for name in names} - {ALWAYS, STORED, "sqrt"})
 
 

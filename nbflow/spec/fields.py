@@ -289,6 +289,12 @@ FIELDS: dict[str, Field] = {
     "head_transform": Field(
         bool, "a linear layer, the activation and a norm precede the head (BERT)", False
     ),
+    "classifier": Field(
+        ("none", "tanh", "relu"),
+        "classification head: pooler, this activation and classifier on the first token, if the "
+        "checkpoint has these tensors (BERT)",
+        "none",
+    ),
     "head": Field(bool, "has a head; without one the model returns hidden states", True),
     # experts
     "n_experts": Field(int, "experts per layer; 0: dense model", 0, most=MAX_EXPERTS),
@@ -321,6 +327,20 @@ FIELDS: dict[str, Field] = {
         int,
         "first token of the decoder, for models with an encoder",
         None,
+        most=MAX_TOKEN_ID,
+        absent=NO_TOKEN,
+    ),
+    "forced_bos_id": Field(
+        int,
+        "first new token of the decoder, for models with an encoder",
+        None,
+        most=MAX_TOKEN_ID,
+        absent=NO_TOKEN,
+    ),
+    "forced_eos_ids": Field(
+        [int],
+        "tokens of which one must be the last of max_tokens, for models with an encoder",
+        (),
         most=MAX_TOKEN_ID,
         absent=NO_TOKEN,
     ),
@@ -375,7 +395,7 @@ _ONE_KIND = {
 """Tensors that have only a weight, or only a bias."""
 _OUTSIDE = (
     "embed", "positions", "position_bias", "types", "embed_norm", "embed.in", "embed.out",
-    "final_norm", "transform", "transform_norm", "head",
+    "final_norm", "transform", "transform_norm", "head", "pooler", "classifier",
 )  # fmt: skip
 TENSOR_NAMES = (
     *(

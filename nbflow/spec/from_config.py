@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
-from nbflow.spec.architecture import LatentSpec, MoeSpec, RopeSpec
-from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
-from nbflow.spec.fields import FIELDS, FUSED, REQUIRED, check_field
+from nbflow.spec.architecture import ClassifierSpec, LatentSpec, MoeSpec, RopeSpec
+from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
+from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.safe_repr import shown
@@ -67,9 +67,10 @@ def build_spec(
     values = _values(family, config, where, override or {}, held)
     _check_layers(values["n_layers"], family, config, held, where)
     encoder = None
-    if family.encoder is not None:
+    encoder_family = encoder_of(family)
+    if encoder_family is not None:
         encoder = build_spec(
-            get_family(family.encoder, where),
+            encoder_family,
             config,
             name=f"{name} (encoder)",
             where=where,
@@ -85,6 +86,10 @@ def build_spec(
     sm_scale = values["sm_scale"]
     full_layers = _full_layers(values, where)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
+    has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
+    same["classifier"] = (
+        _classifier(values["classifier"], config, where) if has_classifier else None
+    )
     derived = {
         "embed_size": values["embed_size"] or 0,
         "sm_scale": softmax_factor / math.sqrt(values["head_dim"])
@@ -391,6 +396,35 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
         value_dim=values["head_dim"] if value_dim is None else value_dim,
         norm_eps=values["norm_eps"] if eps is None else eps,
     )
+
+
+def _classifier(activation: Any, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
+    """Return the classification head, whose labels and kind config.json states as transformers."""
+    if activation == "none":
+        return None
+    stated = lookup(config, "id2label")
+    count = lookup(config, "num_labels")
+    names = {} if stated is None else check_value(stated, f"{where}: id2label", dict)
+    n = len(names) or (2 if count is None else check_value(count, f"{where}: num_labels", int))
+    if not 1 <= n <= MAX_ITEMS:
+        raise UsageError(f"{where}: there must be 1 to {MAX_ITEMS} labels, got {shown(n)}")
+    labels = [
+        check_value(names.get(str(i), f"LABEL_{i}"), f"{where}: id2label {i}", str)
+        for i in range(n)
+    ]
+    kind = lookup(config, "problem_type")
+    if kind is not None:
+        check_value(kind, f"{where}: problem_type", tuple(_PROBLEMS))
+    usual: Any = "regression" if n == 1 else "single_label"
+    return ClassifierSpec(activation, tuple(labels), _PROBLEMS.get(kind, usual))
+
+
+_PROBLEMS: dict[str, Any] = {
+    "regression": "regression",
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+}
+"""problem_type of config.json -> ours."""
 
 
 def _moe(values: Mapping[str, Any]) -> MoeSpec | None:

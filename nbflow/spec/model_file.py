@@ -30,7 +30,7 @@ from nbflow_specs import MODELS
 MODEL_KEYS = {
     "name": "name of the model; by default that of the file",
     "description": "one line",
-    "family": "name of the family, or path of a family file",
+    "family": "path of a family file, or name of one next to this file or of the package",
     "path": "weights, relative to the file; without it the file is used as --spec",
     "tokenizer": "tokenizer file, relative to the file",
     "prompt_template": "name or text of a chat template, for tokenizers without one",
@@ -172,10 +172,10 @@ def load_model_file(path: Path) -> ModelFile:
 
 
 def _family(path: Path, name: str) -> Family:
-    """Return a family by its name, or from a file relative to the model file."""
+    """Return a family by its path relative to the model file, or by its name."""
     if name.endswith(".toml"):
         return load_family(path.parent / name)
-    return get_family(name, f"{path}: family")
+    return get_family(name, f"{path}: family", path)
 
 
 def _template(stated: str | None, where: str) -> str | None:

@@ -209,9 +209,18 @@ def _config_name(weights: WeightFile, folder: Path) -> str:
 
 
 def _with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration, overridden by the special ids of generation_config.json."""
-    keys = ("bos_token_id", "eos_token_id")
-    return {**config, **{key: generation[key] for key in keys if generation.get(key) is not None}}
+    """Return the configuration, overridden by the special ids of generation_config.json.
+
+    Where that file exists, it alone states forced tokens, as in transformers.
+    """
+    keys = ("bos_token_id", "eos_token_id", "decoder_start_token_id")
+    ids = {key: generation[key] for key in keys if generation.get(key) is not None}
+    if generation:
+        ids |= {key: generation.get(key) for key in ("forced_bos_token_id", "forced_eos_token_id")}
+        ids["force_bos_token_to_be_generated"] = None
+        if "bos_token_id" in ids:
+            ids.setdefault("decoder_start_token_id", ids["bos_token_id"])
+    return {**config, **ids}
 
 
 def _describe(path: Path, config: Mapping[str, Any], where: str) -> ModelFile:

@@ -135,6 +135,10 @@ def tensor_shapes(spec: Architecture) -> Shapes:
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(spec, i).items()}
     if spec.final_norm:
         shapes |= _norm(spec, "final_norm", E)
+    if spec.classifier is not None:
+        n = len(spec.classifier.labels)
+        shapes |= {"pooler.weight": (E, E), "pooler.bias": (E,)}
+        shapes |= {"classifier.weight": (n, E), "classifier.bias": (n,)}
     if not spec.head:
         return shapes
     if spec.head_transform:

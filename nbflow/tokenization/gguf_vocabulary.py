@@ -168,7 +168,8 @@ def _finish(
             if is_added(kind) and (kind in (CONTROL, UNKNOWN)) == special_ones
         ]
         (tokenizer.add_special_tokens if special_ones else tokenizer.add_tokens)(tokens)
-    set_post_processor(tokenizer, special)
+    is_bert = type(tokenizer.model).__name__ == "WordPiece"
+    set_post_processor(tokenizer, special, typed=is_bert)
     where = str(vocabulary.path)
     return HfTokenizer(tokenizer, special.bos, special.eos, byte_fallback, where=where)
 

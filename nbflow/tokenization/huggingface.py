@@ -62,16 +62,22 @@ def _token_id(tokenizer: Any, token: str | None) -> int | None:
     return None if found is None else int(found)
 
 
-def set_post_processor(tokenizer: Any, special: SpecialIds) -> None:
-    """Set the post-processor that puts special ids before and after a text."""
+def set_post_processor(tokenizer: Any, special: SpecialIds, *, typed: bool = False) -> None:
+    """Set the post-processor that puts special ids before and after a text.
+
+    Of two texts the second one has type 1 if `typed` (BERT); else two ids are between them, and all
+    types are 0 (RoBERTa).
+    """
     from tokenizers import processors
 
     around = {i: tokenizer.id_to_token(i) for i in (*special.before, *special.after)}
     if around:
         before = [around[i] for i in special.before]
         after = [around[i] for i in special.after]
+        kind, middle = int(typed), [] if typed else after
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *middle, f"$B:{kind}", *(f"{a}:{kind}" for a in after)],
             special_tokens=[(token, i) for i, token in around.items()],
         )
 
@@ -113,6 +119,21 @@ class HfTokenizer(Tokenizer):
             self._tokenizer.encode_special_tokens = not parse_special
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
+
+    def encode_pair(
+        self, first: str, second: str | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """See `Tokenizer.encode_pair`."""
+        texts = [check_text(text) for text in (first, second) if text is not None]
+        with self._lock, package_errors(f"{self._where}: cannot encode the text"):
+            self._tokenizer.encode_special_tokens = True
+            if max_tokens is not None:
+                self._tokenizer.enable_truncation(max_tokens, strategy="longest_first")
+            try:
+                encoding = self._tokenizer.encode(*texts)
+            finally:
+                self._tokenizer.no_truncation()
+            return list(encoding.ids), list(encoding.type_ids)
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """See `Tokenizer.encode_parts`."""

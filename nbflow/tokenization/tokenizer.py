@@ -86,6 +86,31 @@ class Tokenizer(ABC):
         """Return the ids of a prompt, as `encode`; of an empty one BOS, or token 0."""
         return self.encode(text, add_special_tokens, parse_special) or [self.bos_id or 0]
 
+    def encode_pair(
+        self, first: str, second: str | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of one or two texts with the special tokens around them, and their types.
+
+        Parameters
+        ----------
+        first, second : str
+            Texts; special tokens that are spelled out in them are text.
+        max_tokens : int, optional
+            Shorten the longer text until both fit.
+
+        Returns
+        -------
+        ids, types : list of int
+            Type 1 belongs to the second text in BERT; 0 to everything else.
+        """
+        ids = self.encode(first, add_special_tokens=True)
+        if second is not None or (max_tokens is not None and len(ids) > max_tokens):
+            raise UsageError(
+                "this kind of tokenizer neither joins two texts nor shortens them; use the "
+                "checkpoint's tokenizer.json, or give token ids"
+            )
+        return ids, [0] * len(ids)
+
     @abstractmethod
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """Return the ids of text with tokens in it.

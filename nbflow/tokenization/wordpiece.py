@@ -48,7 +48,8 @@ def from_file(path: Path) -> HfTokenizer:
             chinese=config.flag("tokenize_chinese_chars", True),
         )
         tokenizer.add_special_tokens([token for token in named.values() if token in ids])
-        set_post_processor(tokenizer, SpecialIds(before=(ids[before],), after=(ids[after],)))
+        around = SpecialIds(before=(ids[before],), after=(ids[after],))
+        set_post_processor(tokenizer, around, typed=True)
     return with_special_ids(tokenizer, path, config)
 
 

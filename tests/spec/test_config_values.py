@@ -70,7 +70,7 @@ NO_EFFECT = [
     ("mbart", {"normalize_before": True, "add_final_layer_norm": True}),
     ("marian", {"static_position_embeddings": True, "normalize_embedding": False,
                 "normalize_before": False, "add_final_layer_norm": False, "add_bias_logits": False,
-                "bad_words_ids": [[96]], "forced_eos_token_id": 0}),
+                "bad_words_ids": [[96]]}),
     ("flan_t5", {"tie_word_embeddings": True, "scale_decoder_outputs": False}),  # transformers 5
     ("flan_t5", {"tie_word_embeddings": False, "scale_decoder_outputs": ABSENT}),
     ("cohere", {"use_qk_norm": False}),

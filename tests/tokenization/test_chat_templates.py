@@ -18,6 +18,7 @@ from nbflow.tokenization import Tokenizer
 from nbflow.tokenization.chat import (
     check_messages,
     encode_chat,
+    encode_pair,
     format_chat,
     named_templates,
     sandbox,
@@ -232,6 +233,22 @@ def test_query_templates(tokenizer: Tokenizer) -> None:
     for name, template in named_templates().items():
         if "reserved" not in template:
             assert " Hi " in format_chat(tokenizer, HELLO, name)
+
+
+def test_templates_of_encoder_and_decoder(tokenizer: Tokenizer) -> None:
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}
+    hi, well = tokenizer.encode("Hi"), tokenizer.encode("Well")
+    found = encode_pair(tokenizer, [user, answer], "{#5}{query}{#1}", "{#2}{#3}{res_prefix}")
+    assert found == ([5, *hi, 1], [2, 3, *well])
+    spaced = encode_pair(tokenizer, [user], "{#5}{ }{query}", "{#2}")
+    assert spaced == ([5, *tokenizer.encode(" Hi")], [2])
+    own = tokenizer.encode("Hi", add_special_tokens=True)
+    assert encode_pair(tokenizer, [user], None) == (own, None)
+    assert encode_pair(tokenizer, [user, answer], None, start=2) == (own, [2, *well])
+    with pytest.raises(UsageError, match="reads one user message"):
+        encode_pair(tokenizer, HELLO, None)
+    with pytest.raises(UsageError, match=r"encoder_template must contain \{query\}"):
+        encode_pair(tokenizer, [user], "{#5}")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from nbflow.program import build, fuse, partition
 from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published, resolve
 from nbflow.spec.check_tensors import ranges
 from nbflow.spec.explain import explain
+from nbflow.spec.family import encoder_of
 from nbflow.spec.model_file import ModelFile, load_model_file
 from nbflow.utils.tables import text_table
 
@@ -115,10 +116,12 @@ def _explain(path: Path, *, as_json: bool) -> int:
     """Print the source of every field of a family or spec file."""
     model_file, rows = explain(path)
     family = model_file.family
+    encoder = encoder_of(family)
     if as_json:
         fields = {name: {"source": source, "meaning": doc} for name, source, doc in rows}
         facts = {
             "family": family.name,
+            "encoder": None if encoder is None else str(encoder.path),
             "fields": fields,
             "prompt_template": model_file.prompt_template,
             "defaults": model_file.defaults,
@@ -128,6 +131,8 @@ def _explain(path: Path, *, as_json: bool) -> int:
     print(f"{path}: valid; {model_file.description or family.description}")
     if family.model_types:
         print(f"serves model_type {', '.join(family.model_types)}")
+    if encoder is not None:
+        print(f"encoder: {encoder.name} of {encoder.path}")
     width = max(len(name) for name, _, _ in rows)
     for name, source, _ in rows:
         print(f"  {name:<{width}}  {source}")
@@ -138,6 +143,10 @@ def _explain(path: Path, *, as_json: bool) -> int:
     print("tensors")
     for ours, theirs in {**family.tensors, **model_file.tensors}.items():
         print(f"  {ours:<34} {' or '.join(theirs)}")
+    if encoder is not None:
+        print("tensors of the encoder")
+        for ours, theirs in encoder.tensors.items():
+            print(f"  {ours:<34} {' or '.join(theirs)}")
     return 0
 
 

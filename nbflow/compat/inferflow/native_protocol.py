@@ -52,6 +52,8 @@ class NativeBody(Body):
     system_prompt: str = ""
     res_prefix: str = ""
     """Prefix of the response, which the model continues."""
+    encoder_input_template: str | None = None
+    """Query template of what the encoder reads, in a model that has one."""
     decoder_input_template: str | None = None
     """Query template instead of the model's, if the server allows it."""
     max_output_len: int | None = Field(default=None, ge=1)
@@ -67,7 +69,6 @@ class NativeBody(Body):
     instead: ClassVar[dict[str, str]] = {
         "messages": "use /v1/chat/completions",
         "prompt": "use text, or /v1/completions",
-        "encoder_input_template": "models with an encoder are given text through /v1/completions",
         "stream": "use is_streaming_mode",
         "max_tokens": "use max_output_len",
     }
@@ -111,17 +112,21 @@ async def _start_generation(
         messages.insert(0, {"role": "system", "content": body.system_prompt})
     if body.res_prefix:
         messages.append({"role": "assistant", "content": body.res_prefix})
-    if body.decoder_input_template is not None and not state.config.request_templates:
-        raise ApiError(400, "decoder_input_template: this server takes no templates from requests")
+    of_encoder, of_decoder = body.encoder_input_template, body.decoder_input_template
+    if (of_encoder or of_decoder) is not None and not state.config.request_templates:
+        name = "decoder_input_template" if of_encoder is None else "encoder_input_template"
+        raise ApiError(400, f"{name}: this server takes no templates from requests")
     most = body.max_output_len or body.max_new_tokens or 1024
 
     def prepare() -> list[GenerationRequest]:
-        ids = served.chat_ids(messages, body.decoder_input_template)
+        ids, decoder_ids = served.turn_ids(messages, of_decoder, of_encoder)
         if len(ids) >= served.model.spec.max_context:
             raise ApiError(400, "the request is too long", code="error.too_long_request")
         sampling = _sampling(served, body)
         limits = state.config.limits
-        return build_requests(served, sampling, [ids], most, limits, continues_text=False)
+        return build_requests(
+            served, sampling, [ids], most, limits, continues_text=False, decoder_ids=decoder_ids
+        )
 
     requests = await state.workers.run_for(request.receive, prepare)
     return GenerationStream(served, requests, state.bridge, state.metrics)

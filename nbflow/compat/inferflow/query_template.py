@@ -10,12 +10,13 @@ r"""Inferflow's query templates: a prompt with fields in braces.
 ``{assistant_token}``
 ``{#123}``                           token by id
 ``{<s>}``, ``{[CLS]}``, ``{__en__}`` token by its text
-``{\n}``, ``{\r}``, ``{\t}``         control character
+``{\n}``, ``{\r}``, ``{\t}``, ``{ }``  control character, or a space
 ===================================  ==========================================================
 
 Everything else is text, in which special tokens are recognized; user and system messages are
-encoded as plain text.  A template must have a query and holds one turn; conversations of several
-turns need a Jinja template.
+encoded as plain text.  A template must have a query, except that of a decoder whose encoder reads
+it (``{#2}{__en__}{res_prefix}``), and holds one turn; conversations of several turns need a Jinja
+template.
 
 The named templates are those of Inferflow's service configuration
 (https://github.com/inferflow/inferflow/blob/14ff95e/bin/inferflow_service.ini), with their line
@@ -33,7 +34,7 @@ from nbflow_kernels.errors import UsageError
 _FIELD = re.compile(r"\{([^{}]+)\}")
 _QUERY = {"query": "", "question": "", "_query": " ", "_question": " "}
 _ANSWER = ("res_prefix", "answer")
-_CHARACTERS = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\n": "\n", "\r": "\r", "\t": "\t"}
+_CHARACTERS = {" ": " ", "\\n": "\n", "\\r": "\r", "\\t": "\t", "\n": "\n", "\r": "\r", "\t": "\t"}
 _LLAMA2_SYSTEM = (
     "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
     "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, "
@@ -94,13 +95,19 @@ def is_template(text: str) -> bool:
     return any(name in _QUERY for name in _FIELD.findall(text))
 
 
-def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Parts:
+def fill(
+    template: str,
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    where: str,
+    needs_query: bool = True,
+) -> Parts:
     """Fill a template with a conversation of one turn.
 
     That is an optional system message, the user message, and optionally the start of the response
-    as an assistant message.
+    as an assistant message.  With `needs_query`, a template without a query is refused.
     """
-    if not is_template(template):
+    if needs_query and not is_template(template):
         raise UsageError(f"{where}: must contain {{query}}")
     system, query, answer = _one_turn(messages, where)
     parts = Parts()

@@ -14,7 +14,7 @@ from nbflow.engine.request import Request
 from nbflow.engine.search.base import Search
 from nbflow.engine.search.beam import BeamSearch
 from nbflow.engine.search.contrastive import ContrastiveSearch
-from nbflow.options import SamplingParams
+from nbflow.options import DECODER_START, SamplingParams
 from nbflow_kernels.errors import UsageError
 
 Prompt = str | Sequence[int] | NDArray[Any]
@@ -32,6 +32,7 @@ def beam_search(
     ignore_eos: bool = False,
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
+    **start: Any,
 ) -> list[RequestOutput]:
     r"""Return the best continuations found by beam search.
 
@@ -49,6 +50,8 @@ def beam_search(
         End condition; see `nbflow.engine.search.beam.BeamSearch`.
     n : int
         Number of results, best first; at most `num_beams`.
+    **start
+        `nbflow.options.DECODER_START`, as in `LLM.generate`.
 
     Returns
     -------
@@ -74,8 +77,9 @@ def beam_search(
         raise UsageError(f"n must be in 1..num_beams, 1..{num_beams}, got {n}")
     search = BeamSearch(num_beams, length_penalty, early_stopping, n)
     request = model.make_request(
-        prompt, max_tokens, search, 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
-    )
+        prompt, max_tokens, search, 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids,
+        **start,
+    )  # fmt: skip
     return _run(model, request)
 
 
@@ -89,6 +93,7 @@ def contrastive_search(
     ignore_eos: bool = False,
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
+    **start: Any,
 ) -> RequestOutput:
     """Continue a prompt with probable tokens that differ from the context.
 
@@ -106,6 +111,8 @@ def contrastive_search(
         Number of candidates.
     penalty_alpha : float
         Weight of the similarity; 0 is greedy.
+    **start
+        `nbflow.options.DECODER_START`, as in `LLM.generate`.
 
     Raises
     ------
@@ -118,14 +125,16 @@ def contrastive_search(
     """
     search = ContrastiveSearch(top_k, penalty_alpha)
     request = model.make_request(
-        prompt, max_tokens, search, 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
-    )
+        prompt, max_tokens, search, 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids,
+        **start,
+    )  # fmt: skip
     return _run(model, request)[0]
 
 
 def check_search(search: Search, params: SamplingParams, drafted: bool) -> None:
     """Raise `UsageError` for parameters that the search does not support."""
     free = {"max_tokens", "seed", "ignore_eos", "stop_token_ids", "logprobs", "prompt_logprobs"}
+    free |= set(DECODER_START)
     name = search.name
     if name == "contrastive":  # streams its text
         free |= {"stop", "include_stop_str_in_output"}
@@ -154,12 +163,12 @@ def search(
 ) -> RequestOutput:
     """Return the best result of a search; options as for its function."""
     function = beam_search if name == "beam" else contrastive_search
-    known = inspect.signature(function).parameters
+    known = [n for n in inspect.signature(function).parameters if n != "start"]
+    known += DECODER_START
     for option in options:
         if option not in known:
             raise UsageError(
-                f"decoding {name!r} has no parameter {option!r}; it takes "
-                f"{', '.join(list(known)[3:])}"
+                f"decoding {name!r} has no parameter {option!r}; it takes {', '.join(known[3:])}"
             )
     found = function(model, prompt, max_tokens, **options)
     return found[0] if isinstance(found, list) else found

@@ -84,9 +84,13 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
         request.search_state = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
     state = request.search_state
     ids, logprobs = row[:, 1 : 1 + n].astype(np.int64), row[:, 1 + n :]
-    if request.banned_ids:
+    forced = _forced(request)
+    if forced:
+        ids, logprobs = _only(forced, ids, logprobs)
+    elif request.banned_ids:
         ids, logprobs = _without(request.banned_ids, ids, logprobs)
     steps = state.advance(logprobs, ids, row[:, 0])
+    request.n_advanced += 1
     for step in steps:
         request.accept(step.token, step.logprob, step.top)
     if state.done:
@@ -94,6 +98,28 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
         for step in state.found[0].steps:
             request.accept(step.token, step.logprob, step.top)
     return steps
+
+
+def _forced(request: Request) -> tuple[int, ...]:
+    """Return the only tokens that may come next; empty for all."""
+    if request.forced_eos_ids and request.n_advanced == request.max_tokens - 1:
+        return request.forced_eos_ids
+    if request.forced_bos_id is not None and request.n_advanced == 0:
+        return (request.forced_bos_id,)
+    return ()
+
+
+def _only(
+    forced: tuple[int, ...], ids: np.ndarray, logprobs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return candidates of which only the forced ones are possible, with log-probability 0.
+
+    The others stay, since a search takes a number of them.
+    """
+    ids, logprobs = ids.copy(), np.full_like(logprobs, -math.inf)
+    n = min(len(forced), ids.shape[1])
+    ids[:, :n], logprobs[:, :n] = forced[:n], 0.0
+    return ids, logprobs
 
 
 def _without(

@@ -29,10 +29,11 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     template = own_template(body.chat_template, state)
 
     def prepare() -> tuple[list[int], list[GenerationRequest]]:
-        ids = served.chat_ids(body.messages, template, **body.variables())
+        ids, decoder_ids = served.turn_ids(body.messages, template, **body.variables())
         return ids, build_requests(
-            served, body, [ids], limit, state.config.limits, continues_text=False
-        )
+            served, body, [ids], limit, state.config.limits, continues_text=False,
+            decoder_ids=decoder_ids,
+        )  # fmt: skip
 
     ids, requests = await state.workers.run_for(request.receive, prepare)
     return await _ChatWriter(served, body, request, state, [ids]).respond(requests)

@@ -9,6 +9,7 @@ r"""Conversations as prompts: chat templates in Jinja, and Inferflow's ``{query}
 
 from __future__ import annotations
 
+from nbflow.tokenization.chat.encoder_templates import encode_pair
 from nbflow.tokenization.chat.messages import ROLES, Message, check_messages
 from nbflow.tokenization.chat.template import (
     encode_chat,
@@ -22,6 +23,7 @@ __all__ = [
     "Message",
     "check_messages",
     "encode_chat",
+    "encode_pair",
     "find_template",
     "format_chat",
     "named_templates",

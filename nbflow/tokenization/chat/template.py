@@ -15,7 +15,7 @@ LANGUAGES = ["nbflow.compat.inferflow.query_template"]
 """Modules of template languages besides Jinja, imported at first use.
 
 Each has ``NAMED`` (templates by name), ``is_template(text)`` and
-``fill(text, messages, tokenizer, where)``, which returns ``items`` and ``shown``.
+``fill(text, messages, tokenizer, where, needs_query=True)``, which returns ``items`` and ``shown``.
 """
 _MARK = "\U0010ffff"  # a noncharacter that breaks up special tokens spelled out by users
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
@@ -55,6 +55,12 @@ def find_template(stated: str, where: str, known: Sequence[str] = ()) -> Templat
         if language.is_template(stated):
             return Template("the template", stated, language)
     raise UsageError(f"{where} must contain {{query}}, or be Jinja with {{{{ or {{%")
+
+
+def template_language(text: str) -> Any:
+    """Return the language of a template that may lack a query; the first of `LANGUAGES`."""
+    found = _languages()
+    return next((language for language in found if language.is_template(text)), found[0])
 
 
 def _languages() -> list[Any]:
