@@ -6,8 +6,8 @@
 Writes rows.json and table.md.  The same kernels are timed in the engine's fixed summation order,
 and in orders that results depending on the batch would allow; shape: the 1.1B model of
 `nbflow.first_gpu_run.random_model`, float16 KV cache, q4_0 weights, int8 activations.  Variants
-run in turn; a ratio is the median of the rounds' ratios.  The best variant is chosen from the same rounds,
-so ratios of 1.00 to 1.03 are noise.
+run in turn; a ratio is the median of the rounds' ratios.  The best variant is chosen from the same
+rounds, so ratios of 1.00 to 1.03 are noise.
 
 - ``decode``: attention of B sequences with one new token each.  The engine splits the KV cache
   every 2,048 keys; compared with the best other split for this batch and length.

@@ -4,9 +4,9 @@
     python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
 
 Makes GGUF files with random weights (`nbflow.first_gpu_run.random_model`), runs `nbflow bench
---peer llama.cpp` on each in a new process, and appends its rows to rows.jsonl, of which docs/ shows the
-newest of each kind.  Needs the extra 'bench' and a quiet machine: it takes about half an hour and
-12 GB of disk.
+--peer llama.cpp` on each in a new process, and appends its rows to rows.jsonl, of which docs/ shows
+the newest of each kind.  Needs the extra 'bench' and a quiet machine: it takes about half an hour
+and 12 GB of disk.
 """
 
 from __future__ import annotations
