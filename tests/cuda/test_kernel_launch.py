@@ -305,13 +305,17 @@ class _Library:
         self.calls: list[Any] = []
         self.launches: list[Any] = []
         self.context_current = False
-        u, p = ctypes.c_uint, ctypes.c_void_p
-        self.cuLaunchKernel: Any = ctypes.CFUNCTYPE(ctypes.c_int, p, *[u] * 7, p, p, p)(self._run)
+        p = ctypes.c_void_p
+        self.cuLaunchKernelEx: Any = ctypes.CFUNCTYPE(ctypes.c_int, p, p, p, p)(self._run)
 
-    def _run(self, function: int, *rest: Any) -> int:
+    def _run(self, config: int, function: int, parameters: int | None, extra: int) -> int:
         if not self.context_current:
             return 201
-        *dims, shared, stream, parameters, extra = rest
+        # the members of CUlaunchConfig, with the padding of a C compiler
+        *dims, shared, stream, attributes, n_attributes = struct.unpack(
+            "@7IPPI4x", ctypes.string_at(config, 56)
+        )
+        assert attributes == n_attributes == 0
         words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
         n_bytes = ctypes.c_size_t.from_address(words[3] or 0).value
         assert (words[0], words[2], words[4], parameters) == (1, 2, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +47,8 @@ class Kernel:
 
     def __call__(
         self,
-        grid: int | Sequence[int],
-        block: int | Sequence[int],
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
         args: tuple[Any, ...],
         shared: int = 0,
     ) -> None:
@@ -55,7 +56,7 @@ class Kernel:
 
         Parameters
         ----------
-        grid, block : int or sequence of up to three int
+        grid, block : int or tuple of up to three int
             Thread blocks, and threads in each.
         args : tuple
             One for each declared parameter.
@@ -93,7 +94,8 @@ class Kernel:
         return f"Kernel({self.name}: {self.parameters.text})"
 
 
-def _dim3(kernel: str, size: int | Sequence[int]) -> Dim3:
+@functools.lru_cache(4096)
+def _dim3(kernel: str, size: int | tuple[int, ...]) -> Dim3:
     x, y, z = (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
     if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
         raise UsageError(
