@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,37 @@ _NOT_A_NAME = re.compile(r"\W+")
 
 Compile = Callable[[str, str], Compiled]
 """``(arch, output)`` to the code, from the disk cache or the compiler."""
+
+
+class _Here(threading.local):
+    """State of a host thread."""
+
+    launches: list[Callable[[], None]] | None = None
+    """Launches that `record_launches` collects."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Callable[[], None]]]:
+    """Collect this thread's launches, to repeat them without checking and packing arguments.
+
+    A collected launch holds addresses, not arrays: its arrays must live as long as it is used.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.cuda import record_launches
+    >>> with record_launches() as launches:
+    ...     pass  # ops on device arrays
+    >>> for launch in launches:
+    ...     launch()
+    """
+    outer, _here.launches = _here.launches, []
+    try:
+        yield _here.launches
+    finally:
+        _here.launches = outer
 
 
 class Kernel:
@@ -80,7 +112,10 @@ class Kernel:
                 f"{self.name} needs {shared} bytes of shared memory, the device has "
                 f"{device.max_shared_bytes}"
             )
-        launch(_dim3(self.name, grid), _dim3(self.name, block), packed, shared)
+        dims = _dim3(self.name, grid), _dim3(self.name, block)
+        launch(*dims, packed, shared)
+        if _here.launches is not None:
+            _here.launches.append(functools.partial(launch, *dims, packed, shared))
 
     def prepare(self, device: KernelDevice) -> Launch:
         """Compile and load the kernel for a device, which a stream that captures does not allow."""

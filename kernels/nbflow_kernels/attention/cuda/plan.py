@@ -65,6 +65,8 @@ class StaticPlanBuffers:
         `kv_lens`; None for tables that are part of `host`.
     max_splits, max_partials : int, optional
         Limits on work items of split tiles, and on partial results per KV head.
+    prefill : bool
+        Use the tiles of prompts for all requests.
     """
 
     def __init__(
@@ -78,23 +80,28 @@ class StaticPlanBuffers:
         device_tables: Sequence[Any] = (None,) * 4,
         max_splits: int | None = None,
         max_partials: int | None = None,
+        prefill: bool = False,
     ) -> None:
         self._plan, self._device, self._device_tables = plan, device, device_tables
-        self._tiling = Tiling(DECODE_VECTORS if self.group <= DECODE_VECTORS else PREFILL_VECTORS)
-        self._n_rows, self._rows_each = n_rows, rows_each
+        self.vectors = max(PREFILL_VECTORS if prefill else 1, self.group)
+        """Query vectors of a request, which select the kernel (`Tiling`)."""
+        is_decode = self.vectors <= DECODE_VECTORS
+        self._tiling = Tiling(DECODE_VECTORS if is_decode else PREFILL_VECTORS)
+        self._rows_each = rows_each
         self._tile_rows = max(1, self._tiling.tile_vectors // self.group)
         n_keys = len(plan.kv_indices) * plan.page_size if n_keys is None else n_keys
-        n_tiles = -(-rows_each // self._tile_rows)
+        self._n_tiles = min(n_rows, n_rows // self._tile_rows + len(plan.kv_lens))
         # A tile has at most two splits more than its keys fill; the worst case is one request with
         # all keys.
-        self.n_items = 2 * n_rows + n_tiles * (n_keys // split_keys(plan))
+        tiles_each = -(-rows_each // self._tile_rows)
+        self.n_items = 2 * self._n_tiles + tiles_each * (n_keys // split_keys(plan))
         if max_splits is not None:
-            self.n_items = min(self.n_items, n_rows + max_splits)
+            self.n_items = min(self.n_items, self._n_tiles + max_splits)
         sizes = [
             0 if array is not None else len(table)
             for array, table in zip(device_tables, _step_tables(plan), strict=True)
         ]
-        sizes += [8 * self.n_items, 4 * n_rows]
+        sizes += [8 * self.n_items, 4 * self._n_tiles]
         self._ends = np.cumsum(sizes).tolist()
         self.host = np.zeros(self._ends[-1], np.int32)
         """int32: tables, work items and merges of the step, concatenated."""
@@ -140,7 +147,7 @@ class StaticPlanBuffers:
         n_partials = self.n_items * most
         return CudaWorkItems(
             np.zeros((self.n_items, 8), np.int32),
-            np.zeros((self._n_rows, 4), np.int32),
+            np.zeros((self._n_tiles, 4), np.int32),
             n_partials if max_partials is None else min(n_partials, max_partials),
             most,
             True,
@@ -219,7 +226,7 @@ class CudaPlan:
         """Return the work items of a kernel."""
         if self._fixed is None:
             return self._scheduled(tiling)[0]
-        selected = tiling.more_than < self._fixed.group <= tiling.at_most
+        selected = tiling.more_than < self._fixed.vectors <= tiling.at_most
         return self._fixed.padded if selected else NO_ITEMS
 
     def header(self, tiling: Tiling) -> Any:
