@@ -25,12 +25,7 @@ from nbflow.executor.bind_cuda_fused import bind_fused
 from nbflow.executor.bind_cuda_moe import bind_experts
 from nbflow.executor.cuda_communication import StagedComm
 from nbflow.executor.cuda_fusion import AnyFusion, ExpertFusion
-from nbflow.executor.cuda_graphs import (
-    MAX_PROMPT_PARTIAL_BYTES,
-    PROMPT_SPLITS_PER_SM,
-    CollectiveOp,
-    HostOp,
-)
+from nbflow.executor.cuda_graphs import CollectiveOp, HostOp, attention_limits
 from nbflow.executor.cuda_moe import MoERunner
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
@@ -44,7 +39,6 @@ from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.matmul import cuda as floats
 from nbflow_kernels.quantized_matmul import cuda as quantized
-from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 COLLECTIVES = ("all_reduce", "all_gather")
 
@@ -97,16 +91,10 @@ class CudaBinder(Binder):
     def _static_plan(self, kind: LayerAttention, rows_each: int) -> StaticPlanBuffers:
         """Give a kind of attention static plan buffers, which its launches read from now on."""
         like = self.view(next(iter(self.executor.program.buffers)))
-        device, floats = device_of(like), partial_floats(kind.plan.heads)
-        limits: dict[str, Any] = {}
-        if rows_each > GEMV_MAX_ROWS:
-            limits = {
-                "max_splits": PROMPT_SPLITS_PER_SM * device.n_sms,
-                "max_partials": MAX_PROMPT_PARTIAL_BYTES // (4 * floats),
-                "prefill": True,
-            }
+        device, heads = device_of(like), kind.plan.heads
+        limits = attention_limits(heads, rows_each, device.n_sms)
         tables = StaticPlanBuffers(kind.plan, device, len(self._host.ids), rows_each, **limits)
-        size = tables.max_partials * floats + 4  # whose first is aligned to 16 bytes
+        size = tables.max_partials * partial_floats(heads) + 4  # room to align the first
         kind.plan.workspace = workspace(device, "attention partials", size, np.float32)
         self.workspaces.append(kind.plan.workspace)
         device_plan(kind.plan, like).fix(tables)
@@ -210,7 +198,7 @@ class CudaBinder(Binder):
         bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
         out, held = self.view(op.out), op.attrs["experts"]
         runner = MoERunner(x, weights.operands[index], held, spec.top_k, op, out, bias)
-        self.scratch += runner.scratch
+        self.workspaces += runner.workspaces
 
         def call() -> None:
             runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options))

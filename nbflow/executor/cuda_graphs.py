@@ -16,8 +16,10 @@ from itertools import groupby
 from typing import Any
 
 from nbflow.executor.bind import PythonOp
+from nbflow_kernels.attention.cuda.plan import partial_floats
 from nbflow_kernels.cuda import KernelDevice, record_launches
 from nbflow_kernels.cuda.workspace import buffers
+from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 MIN_PAGES = 32
 """Smallest bucket of pages, all sequences together."""
@@ -177,6 +179,19 @@ def _captured(ops: Iterable[PythonOp], stream: Any) -> Any:
             stream.end_capture()  # a stream left capturing would be unusable
         raise
     return stream.end_capture()
+
+
+def attention_limits(
+    heads: tuple[int, int, int, int], rows_each: int, n_sms: int
+) -> dict[str, Any]:
+    """Return the options of static attention plans for sequences of up to `rows_each` tokens."""
+    if rows_each <= GEMV_MAX_ROWS:
+        return {}
+    return {
+        "max_splits": PROMPT_SPLITS_PER_SM * n_sms,
+        "max_partials": MAX_PROMPT_PARTIAL_BYTES // (4 * partial_floats(heads)),
+        "prefill": True,
+    }
 
 
 def batch_bucket(n: int) -> int:
