@@ -120,7 +120,7 @@ class CudaExecutor(Executor):
         self._prompts_wanted = self.device.graphs
         self._pool: Any = None
         """Pool of scratch arrays of all graphs and recorded launches: they run one by one."""
-        self._reserved = 0, 0, 0
+        self._reserved: tuple[int, ...] = (0, 0, 0)
         """Largest numbers of tokens, hidden states and logits that buffers were reserved for."""
         self._finalizer: Any = None
         self.steps_by_graph, self.steps_by_kernel = 0, 0
@@ -312,9 +312,11 @@ class CudaExecutor(Executor):
         for bound in reversed(self._bound.values()):
             if not bound.is_prompt or bound.graphs is None:
                 continue
-            kept, n_bytes = kept + 1, n_bytes + bound.graphs.n_bytes
-            if kept > MAX_PROMPT_GRAPHS or n_bytes > MAX_PROMPT_GRAPH_BYTES:
-                bound.graphs, bound.n_runs = None, 0  # captured after two more runs
+            total = n_bytes + bound.graphs.n_bytes
+            if kept < MAX_PROMPT_GRAPHS and total <= MAX_PROMPT_GRAPH_BYTES:
+                kept, n_bytes = kept + 1, total
+            else:
+                bound.graphs, bound.n_runs = None, 0  # captured after another run
                 bound.fits = bound is not newest
 
     def _capture(self, bound: BoundProgram, collectives: bool) -> tuple[StepGraphs | None, str]:
@@ -334,7 +336,7 @@ class CudaExecutor(Executor):
         NCCL requires that all ranks capture a collective, in graphs that hold the same ones.
         """
         for comm in self.device_comms.groups.values():
-            mine = (failure, (), 0)
+            mine: tuple[str, tuple[int, ...], int] = (failure, (), 0)
             if graphs is not None:
                 mine = failure, graphs.n_collectives, graphs.n_bytes
             found = comm.bcast_object(comm.gather_object(mine))

@@ -23,6 +23,8 @@ GRAPH_KERNEL_BYTES = 2048
 COMMUNICATOR_BYTES = 128 << 20
 """Device memory of an NCCL communicator: estimated, it depends on the links."""
 MIN_WORKSPACE_ITEMS = 1024
+DECODE_TOKENS = 8
+"""Tokens of a step up to which experts run as fused kernels."""
 ATTENTIONS = ("attention", "cross_attention")
 
 
@@ -145,6 +147,9 @@ def _product_bytes(
     found: Counter[str] = Counter()
     sizes = shape.n_tokens, shape.n_states, shape.n_logits
     for op in program.ops:
+        if op.kind == "experts" and shape.n_tokens > DECODE_TOKENS:
+            n_bytes = _expert_bytes(program, op, shape.n_tokens)
+            found["experts"] = max(found["experts"], n_bytes)
         if op.kind != "linear":
             continue
         n_tokens = program.buffers[op.out].n_rows(*sizes)
@@ -154,6 +159,15 @@ def _product_bytes(
                 found[name] = max(found[name], n_bytes)
     least = FLOAT32_BYTES * MIN_WORKSPACE_ITEMS
     return {name: max(n_bytes, least) for name, n_bytes in found.items() if n_bytes}
+
+
+def _expert_bytes(program: Program, op: Op, n_tokens: int) -> int:
+    """Return the scratch of experts that do not run as fused kernels."""
+    assert program.spec.moe is not None
+    n_pairs = n_tokens * program.spec.moe.top_k
+    first = op.weights[0]
+    width = first.shape(program.spec.shape_of(first.name))[-2]
+    return FLOAT32_BYTES * n_pairs * (2 + 3 * width + program.buffers[op.out].width)
 
 
 def _matrices(program: Program, model: PlannedModel, op: Op) -> list[tuple[str, int, int]]:

@@ -50,9 +50,10 @@ def record_launches() -> Iterator[list[Callable[[], None]]]:
     >>> for launch in launches:
     ...     launch()
     """
-    outer, _here.launches = _here.launches, []
+    launches: list[Callable[[], None]] = []
+    outer, _here.launches = _here.launches, launches
     try:
-        yield _here.launches
+        yield launches
     finally:
         _here.launches = outer
 
