@@ -198,7 +198,7 @@ class CudaExecutor(Executor):
         """Bytes of CUDA graphs, and of scratch arrays of these and of recorded launches."""
         graphs = [bound.graphs for bound in self._bound.values() if bound.graphs is not None]
         scratch = 0 if self._pool is None else int(self._pool.total_bytes())
-        return sum(g.n_bytes for g in graphs) + scratch
+        return int(sum(g.n_bytes for g in graphs)) + scratch
 
     def release_bindings(self) -> None:
         """See `Executor.release_bindings`."""

@@ -214,7 +214,8 @@ def plan_memory(
         if encoders:
             parts += memory.encoded(rank, encoders[index], on, offload)
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
-        ranks.append(RankMemory(rank.rank, *sums, _communicator_bytes(rank, held, devices)))
+        communicators = _communicator_bytes(rank, held, devices)
+        ranks.append(RankMemory(rank.rank, *sums, communicator_bytes=communicators))
     note = given.unused_note if is_host(given.device) else ""
     tokens = memory.pages * PAGE_SIZE
     return MemoryPlan(

@@ -62,7 +62,7 @@ class ndarray:
         self.ndim, self.flags = view.ndim, view.flags
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __getitem__(self, key: Any) -> ndarray:
         return ndarray(self._view[key])
