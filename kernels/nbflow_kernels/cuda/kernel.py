@@ -113,7 +113,7 @@ class Kernel:
                 f"{self.name} needs {shared} bytes of shared memory, the device has "
                 f"{device.max_shared_bytes}"
             )
-        dims = _dim3(self.name, grid), _dim3(self.name, block)
+        dims = _dims(self.name, grid, block)
         launch(*dims, packed, shared)
         if _here.launches is not None:
             _here.launches.append(functools.partial(launch, *dims, packed, shared))
@@ -131,6 +131,12 @@ class Kernel:
 
 
 @functools.lru_cache(4096)
+def _dims(
+    kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...]
+) -> tuple[Dim3, Dim3]:
+    return _dim3(kernel, grid), _dim3(kernel, block)
+
+
 def _dim3(kernel: str, size: int | tuple[int, ...]) -> Dim3:
     x, y, z = (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
     if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):

@@ -64,8 +64,9 @@ class Parameters:
         self._struct = struct.Struct(
             "@" + "".join("Q" if p.pointer else TYPES[p.type][1] for p in self.all)
         )
+        # a dtype is usually NumPy's only object of its kind: comparing it is faster than its hash
         self._pointers = tuple(
-            (i, frozenset(map(np.dtype, TYPES[p.type][0])), p.optional)
+            (i, (*map(np.dtype, TYPES[p.type][0]), None)[0], TYPES[p.type][0], p.optional)
             for i, p in enumerate(self.all)
             if p.pointer
         )
@@ -85,15 +86,15 @@ class Parameters:
         """
         values = list(args)
         try:
-            for i, types, optional in self._pointers:  # in line: a launch packs up to 50 arguments
+            for i, usual, types, optional in self._pointers:  # in line: up to 50 for a launch
                 array = args[i]
                 if array is None and optional:
                     values[i] = 0
-                elif types and array.dtype not in types:
+                    continue
+                if types and array.dtype is not usual and array.dtype.type not in types:
                     raise AttributeError
-                else:
-                    at = array.data.ptr
-                    values[i] = at if array.size else 0
+                at = array.data.ptr  # not there if the array is the host's
+                values[i] = at if array.size else 0
             return self._struct.pack(*values)
         except (AttributeError, IndexError, OverflowError, struct.error):
             return self._pack_checked(kernel, args)
