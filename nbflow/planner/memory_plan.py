@@ -40,9 +40,14 @@ class RunSize:
     """Tokens decoded after them."""
 
     @property
+    def used_pages(self) -> int:
+        """Pages of the KV cache that are used."""
+        return self.batch * -(-(self.prompt + self.decode) // PAGE_SIZE)
+
+    @property
     def pages(self) -> int:
         """Pages of the KV cache that are allocated."""
-        return pages_after_growth(self.batch * -(-(self.prompt + self.decode) // PAGE_SIZE))
+        return pages_after_growth(self.used_pages)
 
     def rows(self, program: Program, most: int, stages: int, device: str) -> tuple[int, int, int]:
         """Return the tokens, hidden states and logits of the largest step.
@@ -215,7 +220,7 @@ def plan_memory(
             parts += memory.encoded(rank, encoders[index], on, offload)
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
         communicators = _communicator_bytes(rank, held, devices)
-        ranks.append(RankMemory(rank.rank, *sums, communicator_bytes=communicators))
+        ranks.append(replace(RankMemory(rank.rank, *sums), communicator_bytes=communicators))
     note = given.unused_note if is_host(given.device) else ""
     tokens = memory.pages * PAGE_SIZE
     return MemoryPlan(
@@ -331,12 +336,16 @@ class _ModelMemory:
     def _shapes(
         self, program: Program, pages: int, rows: tuple[int, int, int]
     ) -> tuple[StepShape, ...]:
-        """Return the longest prompt and the largest decode step."""
-        from nbflow.executor.cuda_graphs import page_bucket  # late: loads the CUDA launchers
+        """Return the largest decode step and the longest prompt."""
+        from nbflow.executor.cuda_graphs import batch_bucket, page_bucket  # late, as above
 
-        n_sequences = max(1, min(self._most, rows[0]))
-        longest = StepShape(*rows, n_sequences, page_bucket(pages))
-        if not program.spec.causal or rows[0] == n_sequences:
-            return (longest,)
-        decode = StepShape(*(n_sequences,) * 4, page_bucket(pages))
-        return longest, decode
+        if self._run is not None:
+            pages = min(pages, self._run.used_pages)
+        n_pages, n_sequences = page_bucket(pages), max(1, min(self._most, rows[0]))
+        if not program.spec.causal:
+            return (StepShape(*rows, n_sequences, n_pages, rows[0]),)
+        n = rows[1] if self._run is not None else batch_bucket(n_sequences)
+        decode = StepShape(n, n, n, n, n_pages, 1)
+        if rows[0] <= n:
+            return (decode,)
+        return decode, StepShape(*rows, n_sequences, n_pages, rows[0])

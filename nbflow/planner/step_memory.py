@@ -58,11 +58,8 @@ class StepShape:
     n_logits: int
     n_sequences: int
     n_pages: int
-
-    @property
-    def rows_each(self) -> int:
-        """Largest number of tokens of a sequence."""
-        return 1 if self.n_tokens == self.n_sequences else self.n_tokens
+    rows_each: int
+    """Largest number of tokens of a sequence."""
 
 
 @dataclass(frozen=True)

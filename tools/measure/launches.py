@@ -20,7 +20,7 @@ from typing import Any
 
 from published_rows import append, conditions
 
-ROUNDS = 5
+ROUNDS = 8
 COMMAND = [sys.executable, "-m", "nbflow_kernels.benchmarks.launch_overhead", "--json"]
 TIMES = {"us_per_launch": "now_us", "recorded_us_per_launch": "recorded_us"}
 

@@ -110,9 +110,10 @@ def no_device() -> Iterator[None]:
     cupy = types.SimpleNamespace(
         cuda=cuda, ndarray=ndarray, empty=empty, asarray=lambda a: ndarray(np.array(a))
     )
+    cupy_of = types.SimpleNamespace(cupy=cupy)  # a mock would take longer than the launch
     made, library = driver.Driver, _Driver()
     with (
-        mock.patch.object(devices, "_cupy", return_value=cupy),
+        mock.patch.object(devices, "_cupy", partial(getattr, cupy_of, "cupy")),
         mock.patch.object(driver, "Driver", lambda ordinal: made(ordinal, library)),
         mock.patch.object(cache, "cached", lambda name, *_: (b"", name)),
         mock.patch.dict("os.environ", {"NBFLOW_WGMMA": "1"}),
