@@ -154,7 +154,7 @@ class LoadOptions(OffloadConfig):
         more='One for all ranks, or one for each: "cpu,cuda" with partition "0;1".  Ranks on '
         '"cuda" take the devices of their host in turn; "cuda:1" names one.',
     )  # fmt: skip
-    graphs: bool = option(True, "run decode steps as CUDA graphs on devices")
+    graphs: bool = option(True, "run repeated shapes of steps as CUDA graphs on devices")
     tokenizer: str | Path | None = option(
         None, "tokenizer file, if not in the folder of the weights", metavar="FILE",
         file=True,

@@ -123,8 +123,9 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "plan_workspace_bytes": ("byte", "the same of workspace_bytes"),
         "step_bytes": (
             "byte",
-            "on devices: index arrays, attention plans, scratch of kernels and graphs, not planned",
+            "on devices: index arrays, attention plans, workspaces of kernels and graphs",
         ),
+        "plan_step_bytes": ("byte", "the memory plan's prediction of step_bytes"),
         "graph_bytes": ("byte", "the part of step_bytes that CUDA graphs hold"),
         "communicator_bytes": ("byte", "memory that devices lost while NCCL was set up"),
         "vram_before_bytes": (
@@ -141,7 +142,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "plan_vram_bytes": (
             "byte",
-            "the memory plan's prediction of vram_bytes: weights, pages and workspace on devices",
+            "the memory plan's prediction of vram_bytes: all parts of the plan that are on devices",
         ),
     },
     "prediction": {

@@ -46,6 +46,8 @@ class PythonOp:
 
     kind: str
     call: Callable[[], Any]
+    is_fixed: bool = False
+    """True if it launches the same CUDA kernels with the same arguments in every step."""
 
     @property
     def is_communication(self) -> bool:

@@ -13,21 +13,29 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.executor.bind import Binder, BoundOp, LayerAttention, PythonOp, with_status
+from nbflow.executor.bind import (
+    ATTENTIONS,
+    Binder,
+    BoundOp,
+    LayerAttention,
+    PythonOp,
+    with_status,
+)
 from nbflow.executor.bind_cuda_fused import bind_fused
 from nbflow.executor.bind_cuda_moe import bind_experts
 from nbflow.executor.cuda_communication import StagedComm
 from nbflow.executor.cuda_fusion import AnyFusion, ExpertFusion
-from nbflow.executor.cuda_graphs import CollectiveOp, HostOp
+from nbflow.executor.cuda_graphs import CollectiveOp, HostOp, attention_limits
 from nbflow.executor.cuda_moe import MoERunner
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import CudaStepArrays, StepArrays
 from nbflow.program.cost import sends_q8
 from nbflow.program.records import Op
-from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan
+from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan, partial_floats
 from nbflow_kernels.attention.plan_layout import SINKS
 from nbflow_kernels.cuda import device_of
+from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.matmul import cuda as floats
 from nbflow_kernels.quantized_matmul import cuda as quantized
@@ -70,6 +78,8 @@ class CudaBinder(Binder):
         self._fusions = fusions
         self.tables: list[StaticPlanBuffers] = []
         """Static attention plans of steps that may become graphs: those with `rows_each`."""
+        self.workspaces: list[Any] = []
+        """Split-KV workspaces of these plans, shared with other steps."""
         if rows_each and self.attention is not None:
             self.tables = [self._static_plan(kind, rows_each) for kind in self.attention.kinds]
         device = executor.device.for_purpose("the index arrays of a step")
@@ -81,7 +91,12 @@ class CudaBinder(Binder):
     def _static_plan(self, kind: LayerAttention, rows_each: int) -> StaticPlanBuffers:
         """Give a kind of attention static plan buffers, which its launches read from now on."""
         like = self.view(next(iter(self.executor.program.buffers)))
-        tables = StaticPlanBuffers(kind.plan, device_of(like), len(self._host.ids), rows_each)
+        device, heads = device_of(like), kind.plan.heads
+        limits = attention_limits(heads, rows_each, device.n_sms)
+        tables = StaticPlanBuffers(kind.plan, device, len(self._host.ids), rows_each, **limits)
+        size = tables.max_partials * partial_floats(heads) + 4  # room to align the first
+        kind.plan.workspace = workspace(device, "attention partials", size, np.float32)
+        self.workspaces.append(kind.plan.workspace)
         device_plan(kind.plan, like).fix(tables)
         tables.fill()
         return tables
@@ -183,7 +198,7 @@ class CudaBinder(Binder):
         bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
         out, held = self.view(op.out), op.attrs["experts"]
         runner = MoERunner(x, weights.operands[index], held, spec.top_k, op, out, bias)
-        self.scratch += runner.scratch
+        self.workspaces += runner.workspaces
 
         def call() -> None:
             runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options))
@@ -207,7 +222,8 @@ class CudaBinder(Binder):
     def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
         if launcher == self._scaled_add:
             self._scales_of(len(args[0]), args[1])
-        return PythonOp(op.kind, functools.partial(launcher, *args))
+        is_fixed = bool(self.tables) or op.kind not in ATTENTIONS
+        return PythonOp(op.kind, functools.partial(launcher, *args), is_fixed)
 
     # ---- communication ------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class _FusedBinder:
                     added=added, activations=activations,
                 )  # fmt: skip
 
-        return PythonOp(self._linear.kind, launch)
+        return PythonOp(self._linear.kind, launch, is_fixed=True)
 
     def _source(self) -> tuple[Any, Any]:
         """Return the input of the norm or product, and its row indices."""

@@ -4,8 +4,8 @@ Weights, KV pages, buffers and index arrays live on the device.  A step copies i
 through pinned memory, launches its kernels on the executor's stream and does not synchronize;
 `buffer` copies results to the host.
 
-Decode steps and small batches are bound to buckets of sequences, tokens and pages, and run as CUDA
-graphs from the second time on (`nbflow.executor.cuda_graphs`).
+Steps are bound to buckets of sequences, tokens and pages, and run as CUDA graphs from the second
+time on (`nbflow.executor.cuda_graphs`), except long prompts and encoders.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from nbflow.executor.bind import PythonOp
 from nbflow.executor.bind_cuda import CudaBinder
 from nbflow.executor.cuda_fusion import find_fusions
 from nbflow.executor.cuda_graphs import (
+    MAX_PROMPT_GRAPH_BYTES,
+    MAX_PROMPT_GRAPHS,
+    MAX_PROMPT_TOKENS,
     CollectiveOp,
+    RecordedOps,
     StepGraphs,
     batch_bucket,
     capture,
     page_bucket,
+    prompt_bucket,
+    record,
 )
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
@@ -44,8 +50,9 @@ MAX_BOUND = 32
 """Bound shapes kept."""
 MAX_PINNED_BYTES = 1 << 26
 """Larger arrays (logits of a long prompt) go through pageable memory: pinned memory is scarce."""
-UNPADDED_OPS = COMMUNICATION | {"experts"}
-"""Ops that must not see padding rows: these would be sent, or would load experts in vain."""
+UNPADDED_OPS = COMMUNICATION | {"experts", "input"}
+"""Ops that must not see padding rows: these would be sent, would load experts in vain, or are not
+in the rows that are copied in."""
 
 
 @dataclass
@@ -63,23 +70,30 @@ class BoundProgram:
     """Versions of the KV storages it was bound to."""
     scratch: list[Any]
     """Scratch arrays of its ops."""
+    workspaces: list[Any]
+    """Kernel workspaces whose addresses its attention plans hold."""
+    is_prompt: bool
+    """True for a step with prompts, whose graphs are limited in number and bytes."""
     n_runs: int = 0
     graphs: StepGraphs | None = None
+    recorded: RecordedOps | None = None
+    fits: bool = True
+    """False if its graphs alone take more than the limit."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes on the device in addition to the buffers."""
+        """Bytes on the device in addition to buffers, graphs and shared workspaces."""
         kinds = () if self.attention is None else self.attention.kinds
         plans = [plan for kind in kinds for plan in kind.plan.on_devices.values()]
         arrays = sum(int(array.nbytes) for array in self.scratch)
         of_plans: int = sum(plan.n_bytes for plan in plans)
-        return self.device.n_bytes + arrays + of_plans + self.graph_bytes
+        return self.device.n_bytes + arrays + of_plans
 
     @property
-    def graph_bytes(self) -> int:
-        """Bytes of its graphs and of the scratch arrays that they write to."""
-        graphs = self.graphs
-        return 0 if graphs is None else int(graphs.n_bytes + graphs.pool.total_bytes())
+    def shared(self) -> list[Any]:
+        """Kernel workspaces that it keeps alive; other steps may use them, too."""
+        holders = (self.graphs, self.recorded)
+        return self.workspaces + [a for h in holders if h is not None for a in h.keep]
 
     def load(self, step: Step) -> None:
         """Load another step of this shape."""
@@ -103,6 +117,11 @@ class CudaExecutor(Executor):
         self._staging = Staging(self.device)
         self._pinned: dict[str, np.ndarray] = {}
         self._graphs_wanted = self._collectives_wanted = self.device.graphs
+        self._prompts_wanted = self.device.graphs
+        self._pool: Any = None
+        """Pool of scratch arrays of all graphs and recorded launches: they run one by one."""
+        self._reserved: tuple[int, ...] = (0, 0, 0)
+        """Largest numbers of tokens, hidden states and logits that buffers were reserved for."""
         self._finalizer: Any = None
         self.steps_by_graph, self.steps_by_kernel = 0, 0
         """Steps that ran as graphs, and kernel by kernel."""
@@ -170,18 +189,28 @@ class CudaExecutor(Executor):
         with self._stream:
             shared = buffers(self._kernel_device) if self._buffers else []
         bound: int = sum(b.n_bytes for b in self._bound.values())
-        return sum(int(piece.nbytes) for piece in shared) + bound
+        shared = [*shared, *(piece for b in self._bound.values() for piece in b.shared)]
+        once = {id(piece): int(piece.nbytes) for piece in shared}
+        return sum(once.values()) + bound + self.graph_bytes
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of CUDA graphs, a part of `step_bytes`."""
-        return sum(bound.graph_bytes for bound in self._bound.values())
+        """Bytes of CUDA graphs, and of scratch arrays of these and of recorded launches."""
+        graphs = [bound.graphs for bound in self._bound.values() if bound.graphs is not None]
+        scratch = 0 if self._pool is None else int(self._pool.total_bytes())
+        return int(sum(g.n_bytes for g in graphs)) + scratch
+
+    def release_bindings(self) -> None:
+        """See `Executor.release_bindings`."""
+        super().release_bindings()
+        self._pool = None
 
     def release_buffers(self) -> None:
         """Free the buffers of steps and the workspaces of kernels."""
         if self._buffers:
             with self._stream:
                 release(self._kernel_device.key, self._kernel_device.stream)
+        self._reserved = 0, 0, 0
         super().release_buffers()
 
     def report(self) -> str:
@@ -210,8 +239,7 @@ class CudaExecutor(Executor):
                     bound.graphs.launch()
                     self.steps_by_graph += 1
                 else:
-                    for op in bound.ops:
-                        op.call()
+                    self._run_ops(bound)
                     self.steps_by_kernel += 1
                 bound.n_runs += 1
                 if bound.n_runs <= 2:  # the first allocates scratch, the second graphs
@@ -223,6 +251,24 @@ class CudaExecutor(Executor):
             raise
         if self.comm.size > 1:
             status.idle()
+
+    def _run_ops(self, bound: BoundProgram) -> None:
+        """Run the ops one by one; record their launches at the second run, and repeat them then."""
+        if bound.recorded is not None:
+            for call in bound.recorded.calls:
+                call()
+        elif bound.n_runs:
+            bound.recorded = record(
+                bound.ops, self.device.xp, self._kernel_device, self._scratch_pool()
+            )
+        else:
+            for op in bound.ops:
+                op.call()
+
+    def _scratch_pool(self) -> Any:
+        if self._pool is None:
+            self._pool = self.device.xp.cuda.MemoryPool()
+        return self._pool
 
     def _run_timed(self, bound: BoundProgram) -> None:
         """Run op by op and add up the seconds of each kind."""
@@ -236,7 +282,8 @@ class CudaExecutor(Executor):
 
     def _has_graphs(self, bound: BoundProgram) -> bool:
         """Capture graphs on the second run of a shape; return True if the step runs as graphs."""
-        if bound.graphs is None and bound.tables and self._graphs_wanted and bound.n_runs:
+        wanted = self._prompts_wanted if bound.is_prompt else self._graphs_wanted
+        if bound.graphs is None and bound.tables and wanted and bound.n_runs and bound.fits:
             if self._collectives_wanted and any(isinstance(op, CollectiveOp) for op in bound.ops):
                 graphs, failure = self._capture(bound, collectives=True)
                 failure = self._failure_of_ranks(graphs, failure)
@@ -248,9 +295,29 @@ class CudaExecutor(Executor):
             if bound.graphs is None:
                 bound.graphs, failure = self._capture(bound, collectives=False)
                 if failure:  # of the driver: continue kernel by kernel
-                    self._graphs_wanted = False
-                    self._warn("a step", failure, "its kernels are launched one by one")
+                    self._prompts_wanted = False
+                    self._graphs_wanted &= bound.is_prompt
+                    what = "a step with prompts" if bound.is_prompt else "a step"
+                    self._warn(what, failure, "its kernels are launched one by one")
+            if bound.is_prompt:
+                self._limit_prompt_graphs(bound)
         return bound.graphs is not None
+
+    def _limit_prompt_graphs(self, newest: BoundProgram) -> None:
+        """Drop graphs of steps with prompts beyond the limits, the least recently used first.
+
+        All ranks of a stage drop the same ones, as they capture collectives together.
+        """
+        kept = n_bytes = 0
+        for bound in reversed(self._bound.values()):
+            if not bound.is_prompt or bound.graphs is None:
+                continue
+            total = n_bytes + bound.graphs.n_bytes
+            if kept < MAX_PROMPT_GRAPHS and total <= MAX_PROMPT_GRAPH_BYTES:
+                kept, n_bytes = kept + 1, total
+            else:
+                bound.graphs, bound.n_runs = None, 0  # captured after another run
+                bound.fits = bound is not newest
 
     def _capture(self, bound: BoundProgram, collectives: bool) -> tuple[StepGraphs | None, str]:
         """Return the graphs of a step, or None and the reason why the driver rejects them."""
@@ -258,7 +325,7 @@ class CudaExecutor(Executor):
         try:
             return capture(
                 bound.ops, self.device.xp, self._stream, self._kernel_device,
-                collectives=collectives, counters=counters,
+                collectives=collectives, counters=counters, pool=self._scratch_pool(),
             ), ""  # fmt: skip
         except (RuntimeError, MemoryError) as error:
             return None, str(error) or type(error).__name__
@@ -268,12 +335,16 @@ class CudaExecutor(Executor):
 
         NCCL requires that all ranks capture a collective, in graphs that hold the same ones.
         """
-        mine = failure, () if graphs is None else graphs.n_collectives
         for comm in self.device_comms.groups.values():
+            mine: tuple[str, tuple[int, ...], int] = (failure, (), 0)
+            if graphs is not None:
+                mine = failure, graphs.n_collectives, graphs.n_bytes
             found = comm.bcast_object(comm.gather_object(mine))
-            failure = next((text for text, _ in found if text), failure)
-            if not failure and len(set(found)) > 1:
+            failure = next((text for text, _, _ in found if text), failure)
+            if not failure and len({held for _, held, _ in found}) > 1:
                 failure = "the ranks' graphs hold different collectives"
+            if graphs is not None:  # with which all ranks keep or drop the same graphs
+                graphs.n_bytes = max(n_bytes for _, _, n_bytes in found)
         return failure
 
     @staticmethod
@@ -295,7 +366,7 @@ class CudaExecutor(Executor):
         """Return the shape a step is bound to, padded to buckets where it becomes a graph.
 
         Most tokens of a sequence (0: no graph), tokens, hidden states, logits, sequences, pages and
-        pages of the encoder.
+        pages of the encoder.  A sequence of up to 8 tokens is decoded, longer ones are prompts.
         """
         (n, n_states, n_logits), n_sequences = step.size, len(step.pages.kv_lens)
         n_pages = page_bucket(len(step.pages.kv_indices))
@@ -303,14 +374,23 @@ class CudaExecutor(Executor):
             0 if step.cross_pages is None else page_bucket(len(step.cross_pages.kv_indices))
         )
         one_each, causal = n == n_logits == n_sequences, self.program.spec.causal
-        few = (one_each or n <= GEMV_MAX_ROWS) and bool(self.program.layers)
-        if not few or self.lacks_cross_pages(step) or not causal:
-            return 0, n, n_states, n_logits, n_sequences, n_pages, n_cross_pages
-        if not any(op.kind in UNPADDED_OPS for op in self.program.ops):
-            n, n_states, n_logits, n_sequences = map(
-                batch_bucket, (n, n_states, n_logits, n_sequences)
-            )
-        return 1 if one_each else n, n, n_states, n_logits, n_sequences, n_pages, n_cross_pages
+        few = one_each or n <= GEMV_MAX_ROWS
+        captured = few or (self._prompts_wanted and n <= MAX_PROMPT_TOKENS)
+        captured &= bool(self.program.layers) and causal and not self.lacks_cross_pages(step)
+        if captured and not any(op.kind in UNPADDED_OPS for op in self.program.ops):
+            rows = tuple(map(batch_bucket, step.size))
+            if not few:  # buffers do not grow for padding: prompts are as long as they may be
+                rows = prompt_bucket(n), *rows[1:]
+                limits = map(max, step.size, self._reserved)
+                rows = tuple(map(min, rows, limits))
+            (n, n_states, n_logits), n_sequences = rows, batch_bucket(n_sequences)
+        rows_each = 0 if not captured else 1 if one_each else n
+        return rows_each, n, n_states, n_logits, n_sequences, n_pages, n_cross_pages
+
+    def _reserve(self, n_tokens: int, n_states: int, n_logits: int) -> bool:
+        sizes = n_tokens, n_states, n_logits
+        self._reserved = tuple(map(max, self._reserved, sizes))
+        return super()._reserve(*sizes)
 
     def lacks_cross_pages(self, step: Step) -> bool:
         """Return True if a cross-attending program gets a step without encoder pages."""
@@ -322,7 +402,7 @@ class CudaExecutor(Executor):
         bound: BoundProgram | None = self._bound.pop(key, None)
         stale = bound is not None and bound.storages != self._storages()
         if self._reserve(*key[1:4]) or stale:
-            self._bound.clear()  # the others also hold freed buffers or pages
+            self.release_bindings()  # the others also hold freed buffers or pages
             bound = None
         if bound is None:
             self._make_room(MAX_BOUND)
@@ -343,5 +423,5 @@ class CudaExecutor(Executor):
         ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
         return BoundProgram(
             host, binder.arrays, binder.attention, binder.tables, ops, self._storages(),
-            binder.scratch,
+            binder.scratch, binder.workspaces, rows_each > GEMV_MAX_ROWS,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from nbflow.executor.expert_bias import ExpertBiases
 from nbflow.program.records import Op
 from nbflow_kernels.activation import cuda as activations
 from nbflow_kernels.cuda import device_of
+from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.moe import cuda as experts
 
 
@@ -37,18 +39,21 @@ class MoERunner:
         self.waits = not stacked or n_pairs >= experts.MIN_ROWS_TO_SYNC * n
         """True if the host must wait to learn the active experts."""
         device = device_of(x)
-        self._rows = device.empty((n_pairs,), np.int32)
-        self._indptr = device.empty((n + 1,), np.int32)
-        self._inverse = device.empty((len(x), top_k), np.int32)
-        self._both = device.empty((n_pairs, 2 * width), np.float32)
-        self._hidden = device.empty((n_pairs, width), np.float32)
-        self._results = device.empty((n_pairs, out.shape[1]), np.float32)
+        self.workspaces: list[Any] = []
+        """Scratch arrays, which all layers share."""
 
-    @property
-    def scratch(self) -> tuple[Any, ...]:
-        """Scratch arrays."""
-        pairs = self._rows, self._indptr, self._inverse
-        return (*pairs, self._both, self._hidden, self._results)
+        def scratch(name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+            size = math.prod(shape)
+            found = workspace(device, f"experts {name}", size, dtype)
+            self.workspaces.append(found)
+            return found[:size].reshape(shape)
+
+        self._rows = scratch("rows", (n_pairs,), np.int32)
+        self._indptr = scratch("indptr", (n + 1,), np.int32)
+        self._inverse = scratch("inverse", (len(x), top_k), np.int32)
+        self._both = scratch("gate and up", (n_pairs, 2 * width))
+        self._hidden = scratch("hidden", (n_pairs, width))
+        self._results = scratch("results", (n_pairs, out.shape[1]))
 
     def run(self, scores: Any, chosen: Any) -> None:
         """Compute the weighted sums of the chosen experts; scores and experts are (T, top_k).

@@ -1,7 +1,14 @@
-"""A Llama of random weights in a GGUF file, for measuring speed; needs no other package."""
+"""Write a Llama of random weights to a GGUF file, for measuring speed.
+
+    python -m nbflow.first_gpu_run.random_model 1.1b q4_0 model.gguf
+
+Every matrix, the embedding and the head too, is stored in the format (as ``llama-quantize --pure``
+does), the norms in float32.  Random weights are as fast as trained ones.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,14 +41,17 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(1, 64, 128, 2, 1, 300, 64),
+    "15m": Shape(6, 288, 768, 6, 6, 32000, 1024),
+    "110m": Shape(12, 768, 2048, 12, 12, 32000, 1024),
     "1.1b": Shape(22, 2048, 5632, 32, 4, 32000, 8192),
     "7b": Shape(32, 4096, 11008, 32, 32, 32000, 4096),
 }
-"""One for the emulated device, TinyLlama 1.1B, Llama 2 7B."""
+"""A model for the emulated device, stories15M and stories110M of llama2.c, TinyLlama 1.1B, Llama 2
+7B."""
 
 
 def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) -> None:
-    """Write the model; all matrices, the embedding and the head too, are in one block format."""
+    """Write the model, all matrices in one format."""
     kv_width = shape.width // shape.n_heads * shape.n_kv_heads
     tensors = [_matrix("token_embd", shape.vocabulary, shape.width, format)]
     layers = shape.n_layers if n_layers is None else n_layers
@@ -77,9 +87,11 @@ def _matrix(name: str, rows: int, columns: int, format: str) -> TensorPlan:
 
 @functools.cache
 def _blocks(columns: int, format: str) -> np.ndarray:
-    """Return the blocks of the different rows, which all matrices of a width have."""
+    """Return the bytes of the different rows, which all matrices of a width have."""
     rng = np.random.default_rng(columns)
     some = rng.standard_normal((ROWS_MADE, columns), dtype=np.float32) / np.float32(columns**0.5)
+    if format in ("f32", "f16"):
+        return some.astype("<f2" if format == "f16" else "<f4")
     blocks: np.ndarray = nk.quantize(some, format, quantizer="reference").data
     return blocks
 
@@ -111,3 +123,18 @@ def _metadata(shape: Shape, n_layers: int) -> dict[str, tuple[Kind, Any]]:
         "tokenizer.ggml.bos_token_id": ((U32,), 1),
         "tokenizer.ggml.eos_token_id": ((U32,), 2),
     }
+
+
+def main() -> None:
+    """Write a file, see above."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("format", help="e.g. q4_0, q8_0, q4_k, f16")
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    write(arguments.out, SHAPES[arguments.shape], arguments.format)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Memory plan: bytes that a model takes on each rank, before any weight is read.
 
 Not counted are the interpreter, libraries and compiled kernels (some 200 MB per process), block
-tables and index arrays of a step, and scratch of experts.
+tables, and on the CPU the index arrays of a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nbflow.planner.auto_partition import Measure, choose_partition
 from nbflow.planner.memory import PAGE_SIZE, buffer_bytes, weight_bytes
 from nbflow.planner.planned_model import PlannedModel, planned_model
 from nbflow.planner.stage_cost import RunConfig
+from nbflow.planner.step_memory import COMMUNICATOR_BYTES, StepBytes, StepShape, step_bytes
 from nbflow.program import build, build_cross_kv, fuse
 from nbflow.program.cost import kv_token_bytes
 from nbflow.program.partition import partition as shard
@@ -39,9 +40,14 @@ class RunSize:
     """Tokens decoded after them."""
 
     @property
+    def used_pages(self) -> int:
+        """Pages of the KV cache that are used."""
+        return self.batch * -(-(self.prompt + self.decode) // PAGE_SIZE)
+
+    @property
     def pages(self) -> int:
         """Pages of the KV cache that are allocated."""
-        return pages_after_growth(self.batch * -(-(self.prompt + self.decode) // PAGE_SIZE))
+        return pages_after_growth(self.used_pages)
 
     def rows(self, program: Program, most: int, stages: int, device: str) -> tuple[int, int, int]:
         """Return the tokens, hidden states and logits of the largest step.
@@ -70,11 +76,18 @@ class RankMemory:
     workspace_bytes: int
     host_bytes: int = 0
     """Weights and KV cache that a device rank keeps in host memory."""
+    step_bytes: int = 0
+    """Index arrays, attention plans, kernel workspaces and graphs of steps on a device."""
+    graph_bytes: int = 0
+    """CUDA graphs, a part of `step_bytes`."""
+    communicator_bytes: int = 0
+    """NCCL communicators."""
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV cache and buffers."""
-        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+        """Weights, KV cache and buffers, and on devices steps and communicators."""
+        held = self.weight_bytes + self.kv_bytes + self.workspace_bytes
+        return held + self.step_bytes + self.communicator_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -110,10 +123,12 @@ class MemoryPlan:
         on_devices = any(device != "cpu" for device in self.devices)
         columns = ["rank", "weights", "KV", "workspace", "total"]
         if on_devices:
-            columns += ["device", "on it", "on the host"]
+            columns[4:] = ["steps", "graphs", "NCCL", "total", "device", "on it", "on the host"]
         rows = []
         for r, device in zip(self.ranks, self.devices, strict=True):
             sizes = [r.weight_bytes, r.kv_bytes, r.workspace_bytes, r.total_bytes]
+            if on_devices:
+                sizes[3:3] = [r.step_bytes - r.graph_bytes, r.graph_bytes, r.communicator_bytes]
             row = [str(r.rank), *map(_megabytes, sizes)]
             if on_devices:
                 on_device = 0 if device == "cpu" else r.device_bytes
@@ -204,7 +219,8 @@ def plan_memory(
         if encoders:
             parts += memory.encoded(rank, encoders[index], on, offload)
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
-        ranks.append(RankMemory(rank.rank, *sums))
+        communicators = _communicator_bytes(rank, held, devices)
+        ranks.append(replace(RankMemory(rank.rank, *sums), communicator_bytes=communicators))
     note = given.unused_note if is_host(given.device) else ""
     tokens = memory.pages * PAGE_SIZE
     return MemoryPlan(
@@ -223,8 +239,17 @@ def _devices(device: str, n_ranks: int) -> tuple[str, ...]:
     return tuple(names * n_ranks if len(names) == 1 else names)
 
 
-Sizes = tuple[int, int, int, int]
-"""Bytes of weights, KV cache and buffers, and the part of the first two in host memory."""
+def _communicator_bytes(rank: RankPlan, ranks: list[RankPlan], devices: tuple[str, ...]) -> int:
+    """Return the bytes of NCCL communicators: of the whole model, and of the rank's stage."""
+    if len(ranks) == 1 or not all(device.startswith("cuda") for device in devices):
+        return 0
+    n_in_stage = sum(other.stage == rank.stage for other in ranks)
+    return (1 + (n_in_stage > 1)) * COMMUNICATOR_BYTES
+
+
+Sizes = tuple[int, int, int, int, int, int]
+"""Bytes of weights, KV cache and buffers, the part of the first two in host memory, and bytes of
+steps on a device and of their graphs."""
 
 
 class _ModelMemory:
@@ -242,6 +267,7 @@ class _ModelMemory:
         self._run, self._stages = run, stages
         max_step_tokens = options.max_step_tokens
         context = model.spec.max_context
+        self._most = sequences
         if model.spec.causal:
             self._rows = max_step_tokens, sequences, sequences
             self.pages = run.pages if run else sequences * -(-context // PAGE_SIZE)
@@ -297,5 +323,29 @@ class _ModelMemory:
         n_layers = len(program.layers)
         host = kv * offload.host_layers(n_layers) // n_layers if n_layers else 0
         host += weights.table_bytes if offload.embeddings_on_host else 0
-        buffers = buffer_bytes(program, model, self._options.activations, *rows, device != "cpu")
-        return weights.n_bytes, kv, buffers, host
+        activations = self._options.activations
+        buffers = buffer_bytes(program, model, activations, *rows, device != "cpu")
+        steps = StepBytes(0, 0)
+        if device != "cpu":
+            shapes = self._shapes(program, pages, rows)
+            steps = step_bytes(
+                program, model, activations, shapes, PAGE_SIZE, device, self._options.graphs
+            )
+        return weights.n_bytes, kv, buffers, host, steps.n_bytes, steps.graph_bytes
+
+    def _shapes(
+        self, program: Program, pages: int, rows: tuple[int, int, int]
+    ) -> tuple[StepShape, ...]:
+        """Return the largest decode step and the longest prompt."""
+        from nbflow.executor.cuda_graphs import batch_bucket, page_bucket  # late, as above
+
+        if self._run is not None:
+            pages = min(pages, self._run.used_pages)
+        n_pages, n_sequences = page_bucket(pages), max(1, min(self._most, rows[0]))
+        if not program.spec.causal:
+            return (StepShape(*rows, n_sequences, n_pages, rows[0]),)
+        n = rows[1] if self._run is not None else batch_bucket(n_sequences)
+        decode = StepShape(n, n, n, n, n_pages, 1)
+        if rows[0] <= n:
+            return (decode,)
+        return decode, StepShape(*rows, n_sequences, n_pages, rows[0])

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 
 from nbflow.first_gpu_run import checks, summary, supervise
 from nbflow.first_gpu_run.__main__ import main
 from nbflow.first_gpu_run.journal import NAME, Journal
 from nbflow.first_gpu_run.kernels import EMULATED
+from nbflow.first_gpu_run.random_model import SHAPES, write
 from nbflow.first_gpu_run.sections import SECTIONS, Context, Section
 from nbflow_kernels.cuda import bundle
 from nbflow_kernels.op_registry import all_cases
@@ -114,6 +117,19 @@ def test_names_of_cases_exist() -> None:
     known = {case.id for case in all_cases()}
     assert known.issuperset(checks.SANITIZED)
     assert known.issuperset(name for names in EMULATED.values() for name in names)
+
+
+@pytest.mark.parametrize("format", ["f16", "q8_0"])
+def test_a_random_model(format: str, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", SHAPES["tiny"], format)
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    matrix, norm = found["blk.0.ffn_down.weight"], found["blk.0.ffn_norm.weight"]
+    assert matrix.tensor_type.name == format.upper()
+    assert matrix.shape.tolist() == [128, 64]
+    values = gguf.dequantize(matrix.data, matrix.tensor_type).astype(np.float32)
+    assert np.std(values) == pytest.approx(128**-0.5, rel=0.05)
+    assert (norm.data == 1).all()
+    assert len(found) == 3 + 9
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

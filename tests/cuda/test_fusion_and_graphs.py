@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_models import write_llama
 
 import nbflow
 from nbflow.executor.bind import PythonOp
 from nbflow.executor.cuda_fusion import ExpertFusion, find_fusions
 from nbflow.program import build, fuse
 from nbflow.spec import resolve
+from nbflow_kernels.cuda import Kernel
+from nbflow_ptx.checks import NO_CHECKS
 from nbflow_ptx.cupy_stand_in.kernel_device import SHARED_KB
 from nbflow_ptx.cupy_stand_in.state import State
 
@@ -26,7 +29,7 @@ TOLERANCE = 4e-6
 """Relative to the largest logit, against the CPU; see `test_engine.TOLERANCE`."""
 
 
-def load(name: str, **options: Any) -> nbflow.LLM:
+def load(name: str | Path, **options: Any) -> nbflow.LLM:
     return nbflow.load(FOLDER / name, device="emulator", **{**OPTIONS, **options})
 
 
@@ -179,6 +182,87 @@ def test_steps_of_several_tokens_for_each_sequence_run_in_graphs(cupy: Any) -> N
             rows = [*wanted[0][1 + 3 * i : 4 + 3 * i], *wanted[1][1 + 2 * i : 3 + 2 * i]]
             assert found.tobytes() == np.array(rows).tobytes()
         assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (2, 2)
+
+
+def steps(model: nbflow.LLM, batches: list[list[list[int]]]) -> list[np.ndarray]:
+    """Run batches of new sequences, whose pages are others each time; return their last logits."""
+    (engine,) = model.workers
+    engine.storage.ensure(16)  # whose growth would end all graphs
+    found: list[np.ndarray] = []
+    for batch in batches:
+        first = max(engine.table.sequences, default=0) + 1
+        numbers = range(first, first + len(batch))
+        for number in numbers:
+            engine.table.add(number)
+        ends = np.cumsum([len(ids) for ids in batch]) - 1
+        engine.run_step(list(numbers), batch, list(ends))
+        found.append(np.array(engine.executor.buffer("logits", len(batch))))
+    return found
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16", "q8_0"])
+def test_prompts_of_a_bucket_share_a_graph(kv: str, tmp_path: Path, cupy: Any) -> None:
+    """Other ids, pages and division into sequences; the step after the first is captured."""
+    cupy.reset(checks=NO_CHECKS)
+    write_llama(  # with a head size for tensor cores
+        tmp_path, n_layers=1, hidden_size=32, intermediate_size=32, n_heads=2, n_kv_heads=1,
+        head_dim=16, vocab_size=64, max_context=256,
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(3, 60, (5, 16)).tolist()
+    batches = [
+        [prompt[0][:13], prompt[0][:3]],
+        [prompt[1][:2], prompt[2][:12]],
+        [prompt[3][:8], prompt[4][:1]],
+    ]
+    with load(tmp_path, kv=kv, graphs=False) as model:
+        wanted = steps(model, batches)
+    with load(tmp_path, kv=kv) as model:
+        executor: Any = model.workers[0].executor
+        found = steps(model, batches)
+        assert (executor.steps_by_kernel, executor.steps_by_graph) == (1, 2)
+        (bound,) = executor._bound.values()
+        assert bound.is_prompt
+        assert bound.host.size == (16, 2, 2)
+    for ours, other in zip(found, wanted, strict=True):
+        assert ours.tobytes() == other.tobytes()
+
+
+def test_graphs_of_prompts_are_limited(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used are dropped, and captured again when their shape is back."""
+    from nbflow.executor import cuda
+
+    cupy.reset(arch="sm_89")  # for which no kernel is loaded: none is compiled nor run
+    monkeypatch.setattr(Kernel, "prepare", lambda *_: lambda *_: None)
+    short, long = [[[3] * 9]], [[[5] * 17]]
+    with load("llama31") as model:
+        executor: Any = model.workers[0].executor
+
+        def captured(batches: list[list[list[int]]]) -> list[int]:
+            steps(model, batches)
+            for number in model.workers[0].table.sequences:
+                model.workers[0].table.drop(number)
+            bound = executor._bound.values()
+            return sorted(b.host.size[0] for b in bound if b.graphs is not None)
+
+        executor.reserve(24, 2)
+        assert captured(short + short) == [16]
+        monkeypatch.setattr(cuda, "MAX_PROMPT_GRAPHS", 1)
+        assert captured(long + long) == [24]
+        assert captured(short) == [24]
+        assert captured(short) == [16]
+        held = model.memory()[0]
+        assert held["step_bytes"] > held["graph_bytes"] == executor.graph_bytes
+        (graphs,) = (b.graphs for b in executor._bound.values() if b.graphs is not None)
+        graphs.n_bytes = 8
+        monkeypatch.setattr(cuda, "MAX_PROMPT_GRAPH_BYTES", 8)
+        monkeypatch.setattr(cuda, "MAX_PROMPT_GRAPHS", 2)
+        assert captured(long + long) == [16, 24]
+        monkeypatch.setattr(cuda, "MAX_PROMPT_GRAPH_BYTES", -1)
+        (bound,) = (b for b in executor._bound.values() if b.host.size[0] == 24)
+        executor._limit_prompt_graphs(bound)
+        assert captured(long + long + long) == []
+        assert not bound.fits
 
 
 def test_rows_have_the_same_bits_op_by_op(cupy: Any) -> None:

@@ -21,6 +21,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
+from nbflow_kernels.benchmarks import launch_overhead
 from nbflow_kernels.cuda import bundle, cache, kernel, nvrtc
 from nbflow_kernels.cuda import numba_cuda as numba_code
 from nbflow_kernels.cuda.detect import _ask, _too_new, detect, extra
@@ -71,7 +72,11 @@ def _scale(folder: Path) -> cuda.Kernel:
 def test_template_and_c_kernels_run_on_the_arrays_device(cupy: Any, folder: Path) -> None:
     x = cupy.arange(70, dtype=np.float32)
     out = cupy.empty(70, np.float32)
-    _scale(folder)((3,), 32, (x, out, 70, 0.5))
+    with cuda.record_launches() as launches:
+        _scale(folder)((3,), 32, (x, out, 70, 0.5))
+    out.fill(0)
+    (again,) = launches
+    again()
     np.testing.assert_array_equal(out.get(), 3 * np.arange(70))
     through = cuda.cpp_kernel(
         str(folder / "module.py"), "source.cu", "through_shared", "f32* x, f32* out, i32 n"
@@ -381,13 +386,17 @@ class _Library:
         self.calls: list[Any] = []
         self.launches: list[Any] = []
         self.context_current = False
-        u, p = ctypes.c_uint, ctypes.c_void_p
-        self.cuLaunchKernel: Any = ctypes.CFUNCTYPE(ctypes.c_int, p, *[u] * 7, p, p, p)(self._run)
+        p = ctypes.c_void_p
+        self.cuLaunchKernelEx: Any = ctypes.CFUNCTYPE(ctypes.c_int, p, p, p, p)(self._run)
 
-    def _run(self, function: int, *rest: Any) -> int:
+    def _run(self, config: int, function: int, parameters: int | None, extra: int) -> int:
         if not self.context_current:
             return 201
-        *dims, shared, stream, parameters, extra = rest
+        # the members of CUlaunchConfig, with the padding of a C compiler
+        *dims, shared, stream, attributes, n_attributes = struct.unpack(
+            "@7IPPI4x", ctypes.string_at(config, 56)
+        )
+        assert attributes == n_attributes == 0
         words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
         n_bytes = ctypes.c_size_t.from_address(words[3] or 0).value
         assert (words[0], words[2], words[4], parameters) == (1, 2, None, None)
@@ -455,6 +464,14 @@ def test_the_driver_gets_what_cuda_h_says() -> None:
     assert len(library.launches) == 2
     with pytest.raises(cuda.CudaError, match=r"error 500 \(named symbol not found\)"):
         device.load(b"", "no_such_kernel")
+
+
+def test_host_time_of_launches_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_overhead, "CALLS", 1)
+    monkeypatch.setattr(launch_overhead, "SAMPLES", 1)
+    rows = launch_overhead.measure()
+    assert [row["launches"] for row in rows if "64 tokens" in row["op"]] == [2, 1]
+    assert all({"us_per_launch", "recorded_us_per_launch"} <= row.keys() for row in rows)
 
 
 def test_includes_are_found_and_part_of_the_digest(folder: Path) -> None:

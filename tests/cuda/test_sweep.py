@@ -88,6 +88,8 @@ def test_memory_of_devices_is_the_plans(on_one_kind: Any) -> None:
         assert point["vram_peak_bytes"] >= point["vram_bytes"] > point["vram_load_bytes"] > 0
         assert "emulator" in point["devices"]
         assert "no GPU" in point["devices"]
+    ratios = [point["plan_step_bytes"] / point["step_bytes"] for point in points]
+    assert ratios == pytest.approx(8 * [1.0], abs=0.3)
 
 
 def test_what_two_ranks_share_counts_once(on_one_kind: Any) -> None:

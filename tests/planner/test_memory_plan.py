@@ -220,7 +220,8 @@ def engine_of(model, plan):
 def test_devices_and_the_host_are_counted_apart(wide):
     options = {"weights": "q3h", "kv": "f16", "device": "cuda", "max_sequences": 4}
     (here,) = plan_memory(wide, **options).ranks
-    assert here.host_bytes == 0
+    assert here.host_bytes == here.communicator_bytes == 0
+    assert 0 < here.graph_bytes < here.step_bytes
     plan = plan_memory(wide, **options, kv_host_percent=50, embeddings_on_host=True)
     (rank,) = plan.ranks
     assert rank.host_bytes == here.kv_bytes // 2 + 1024 * 512 * 4  # one of two layers; the table

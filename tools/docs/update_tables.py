@@ -20,7 +20,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # for the tests
 
+from device_budgets import budgets  # noqa: E402
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
+from launch_table import launches  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
 from server_tables import TABLES as SERVER  # noqa: E402
@@ -260,6 +262,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "bytes": bytes_table,
     },
     "docs/columns.md": {"columns": columns_table, "result columns": result_columns_table},
+    "docs/cuda.md": {"budgets": budgets, "launches": launches},
     "docs/memory.md": MEMORY,
     "docs/ops.md": {
         "ops": ops_table,

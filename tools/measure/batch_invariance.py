@@ -5,9 +5,9 @@
 
 Writes rows.json and table.md.  The same kernels are timed in the engine's fixed summation order,
 and in orders that results depending on the batch would allow; shape: the 1.1B model of
-`tools/measure/random_gguf.py`, float16 KV cache, q4_0 weights, int8 activations.  Variants run in
-turn; a ratio is the median of the rounds' ratios.  The best variant is chosen from the same rounds,
-so ratios of 1.00 to 1.03 are noise.
+`nbflow.first_gpu_run.random_model`, float16 KV cache, q4_0 weights, int8 activations.  Variants
+run in turn; a ratio is the median of the rounds' ratios.  The best variant is chosen from the same
+rounds, so ratios of 1.00 to 1.03 are noise.
 
 - ``decode``: attention of B sequences with one new token each.  The engine splits the KV cache
   every 2,048 keys; compared with the best other split for this batch and length.
@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_gguf import SHAPES
 from speculation import step_s
 
 import nbflow
 import nbflow_kernels as nk
+from nbflow.first_gpu_run.random_model import SHAPES
 from nbflow.utils.system import package_versions, processor_name
 from nbflow_kernels.attention.cpu import launch as attention
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
@@ -52,7 +52,9 @@ from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
 from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 
-LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY, _ = SHAPES["1.1b"]
+SHAPE = SHAPES["1.1b"]
+LAYERS, WIDTH, INNER, VOCABULARY = SHAPE.n_layers, SHAPE.width, SHAPE.ffn_width, SHAPE.vocabulary
+HEADS, KV_HEADS = SHAPE.n_heads, SHAPE.n_kv_heads
 DIM, PAGE = WIDTH // HEADS, 64
 MATRICES = {
     "qkv": (WIDTH + 2 * KV_HEADS * DIM, WIDTH),

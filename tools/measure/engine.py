@@ -3,10 +3,10 @@
 
     python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
 
-Makes GGUF files with random weights (`tools/measure/random_gguf.py`), runs `nbflow bench --peer
-llama.cpp` on each in a new process, and appends its rows to rows.jsonl, of which docs/ shows the
-newest of each kind.  Needs the extra 'bench' and a quiet machine: it takes about half an hour and
-12 GB of disk.
+Makes GGUF files with random weights (`nbflow.first_gpu_run.random_model`), runs `nbflow bench
+--peer llama.cpp` on each in a new process, and appends its rows to rows.jsonl, of which docs/ shows
+the newest of each kind.  Needs the extra 'bench' and a quiet machine: it takes about half an hour
+and 12 GB of disk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from published_rows import append, conditions
-from random_gguf import write
 
 from nbflow.cli.bench_rows import table
+from nbflow.first_gpu_run.random_model import SHAPES, write
 
 Run = tuple[str, str, str, bool]
 """Shape, format of the file, options of `nbflow bench`, and whether llama.cpp runs, too."""
@@ -72,7 +72,7 @@ def _measure(run: Run, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     shape, format, options, with_peer = run
     file = arguments.folder / f"{shape}-{format}.gguf"
     if not file.exists():
-        write(shape, format, file)
+        write(file, SHAPES[shape], format)
     peer = ["--peer", "llama.cpp"] if with_peer else []
     command = ["nbflow", "bench", str(file), *options.split(), *peer]
     command += ["-r", arguments.repeats, "--json"]

@@ -46,11 +46,11 @@ from pathlib import Path
 from typing import Any
 
 from published_rows import append, conditions
-from random_gguf import SHAPES, write
 from scheduling_overhead import Times, idle
 from speculation import step_s
 
 import nbflow
+from nbflow.first_gpu_run.random_model import SHAPES, write
 from nbflow.planner import planned_model
 
 PROMPT, NEW = 64, 64
@@ -379,7 +379,7 @@ def main() -> None:
     if not path.exists():
         if arguments.model:
             parser.error(f"the file {path} does not exist")
-        write(arguments.shape, arguments.format, path)
+        write(path, SHAPES[arguments.shape], arguments.format)
     facts = {**conditions(), "model": path.stem, "prompt": PROMPT, "new": NEW}
     if arguments.llama_server:
         version = [arguments.llama_server, "--version"]

@@ -13,9 +13,9 @@ the same, from the model's header, the partition and the lengths.
 `vram_before_bytes` is read before the model is loaded, when each process has its CUDA context and
 freed memory was returned; the others are differences to it: after loading, after the batch, and the
 largest reading while it ran (after the first two runs of each shape of step).  They hold what the
-plan leaves out, too: `step_bytes` (index arrays, attention plans, scratch, graphs), NCCL
-(`communicator_bytes`), code of kernels loaded since, and the rounding of CuPy's pools.  Programs
-that allocate on the device meanwhile are counted as well.  `nvml_bytes` is the driver's number of
+plan leaves out, too: code of kernels loaded since, and the rounding of CuPy's pools.  The plan's
+`plan_step_bytes` counts the longest prompt and the largest decode step.  Programs that allocate on
+the device meanwhile are counted as well.  `nvml_bytes` is the driver's number of
 the processes alone, with their contexts.
 
 `peak_rss_bytes` is the peak resident set of the whole process during this run, with Python, the
@@ -108,12 +108,9 @@ def _planned(context: Context) -> list[Reading]:
     readings: list[Reading] = []
     for name in _OF_PLAN:
         readings += _readings(f"plan_{name}", [(r.rank, getattr(r, name)) for r in plan.ranks])
-    on_devices = [
-        (r.rank, r.device_bytes)
-        for r, device in zip(plan.ranks, plan.devices, strict=True)
-        if device != "cpu"
-    ]
-    return readings + _readings("plan_vram_bytes", on_devices)
+    on_devices = [r for r, device in zip(plan.ranks, plan.devices, strict=True) if device != "cpu"]
+    readings += _readings("plan_step_bytes", [(r.rank, r.step_bytes) for r in on_devices])
+    return readings + _readings("plan_vram_bytes", [(r.rank, r.device_bytes) for r in on_devices])
 
 
 MEASURE = Measure("memory", "point", run, str(__doc__))

@@ -99,6 +99,8 @@ def _draw_plan(panel: Any, part: Any, x: np.ndarray, width: float, *, first: boo
     if not _has(part, _PLANNED):
         return
     planned = part[list(_PLANNED)].sum(axis=1, min_count=len(_PLANNED)).to_numpy(float) / 1e6
+    if _has(part, ["plan_step_bytes"]):
+        planned = planned + part.plan_step_bytes.fillna(0).to_numpy(float) / 1e6
     panel.hlines(planned, *ends, color="black", linewidth=1.6, label="planned" if first else None)
     if not _has(part, ["vram_bytes"]):
         return

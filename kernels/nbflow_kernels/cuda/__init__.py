@@ -46,7 +46,7 @@ from nbflow_kernels.cuda.bundle import use as use_bundle
 from nbflow_kernels.cuda.detect import Detected, detect
 from nbflow_kernels.cuda.devices import KernelDevice, address, device_of, to_device, to_host
 from nbflow_kernels.cuda.errors import CompileError, CudaError
-from nbflow_kernels.cuda.kernel import Kernel, cpp_kernel, numba_kernel
+from nbflow_kernels.cuda.kernel import Kernel, cpp_kernel, numba_kernel, record_launches
 
 __all__ = [
     "CompileError",
@@ -60,6 +60,7 @@ __all__ = [
     "detect",
     "device_of",
     "numba_kernel",
+    "record_launches",
     "to_device",
     "to_host",
     "use_bundle",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,38 @@ Compile = Callable[[str, str], Compiled]
 """``(arch, output)`` to the code, from the disk cache or the compiler.
 
 PTX instead of a cubin if the compiler does not know the architecture; see `nvrtc.target`."""
+
+
+class _Here(threading.local):
+    """State of a host thread."""
+
+    launches: list[Callable[[], None]] | None = None
+    """Launches that `record_launches` collects."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Callable[[], None]]]:
+    """Collect this thread's launches, to repeat them without checking and packing arguments.
+
+    A collected launch holds addresses, not arrays: its arrays must live as long as it is used.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.cuda import record_launches
+    >>> with record_launches() as launches:
+    ...     pass  # ops on device arrays
+    >>> for launch in launches:
+    ...     launch()
+    """
+    launches: list[Callable[[], None]] = []
+    outer, _here.launches = _here.launches, launches
+    try:
+        yield launches
+    finally:
+        _here.launches = outer
 
 
 class Kernel:
@@ -48,8 +82,8 @@ class Kernel:
 
     def __call__(
         self,
-        grid: int | Sequence[int],
-        block: int | Sequence[int],
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
         args: tuple[Any, ...],
         shared: int = 0,
     ) -> None:
@@ -57,7 +91,7 @@ class Kernel:
 
         Parameters
         ----------
-        grid, block : int or sequence of up to three int
+        grid, block : int or tuple of up to three int
             Thread blocks, and threads in each.
         args : tuple
             One for each declared parameter.
@@ -81,7 +115,10 @@ class Kernel:
                 f"{self.name} needs {shared} bytes of shared memory, the device has "
                 f"{device.max_shared_bytes}"
             )
-        launch(_dim3(self.name, grid), _dim3(self.name, block), packed, shared)
+        dims = _dims(self.name, grid, block)
+        launch(*dims, packed, shared)
+        if _here.launches is not None:
+            _here.launches.append(functools.partial(launch, *dims, packed, shared))
 
     def prepare(self, device: KernelDevice) -> Launch:
         """Compile and load the kernel for a device, which a stream that captures does not allow."""
@@ -95,7 +132,14 @@ class Kernel:
         return f"Kernel({self.name}: {self.parameters.text})"
 
 
-def _dim3(kernel: str, size: int | Sequence[int]) -> Dim3:
+@functools.lru_cache(4096)
+def _dims(
+    kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...]
+) -> tuple[Dim3, Dim3]:
+    return _dim3(kernel, grid), _dim3(kernel, block)
+
+
+def _dim3(kernel: str, size: int | tuple[int, ...]) -> Dim3:
     x, y, z = (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
     if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
         raise UsageError(

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
@@ -325,6 +326,25 @@ def gemm(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, ou
         ),
         shared=shape.shared_bytes(form, arithmetic),
     )  # fmt: skip
+
+
+def workspace_bytes(
+    form: MmaLayout, n_rows: int, n_columns: int, n_tokens: int, activations: str, device: Any
+) -> dict[str, int]:
+    """Return the sizes of a product's workspaces; `device` has `n_sms` and `max_shared_bytes`."""
+    arithmetic, n_tiles = ActivationPrecision.of(form, activations), ceil_div(n_rows, ROWS)
+    if n_tokens <= GEMV_MAX_ROWS:
+        matrix: Any = SimpleNamespace(form=form, n_columns=n_columns, n_tiles=n_tiles)
+        found = GemvShape.of(device, matrix, n_tokens, arithmetic)
+        parts = 1 if found is None else found.parts
+        return {} if parts == 1 else {"sums": n_tiles * SPLITS * 128 * 4}
+    n_tokens = min(n_tokens, MAX_STAGED_ROWS)
+    shape = GemmShape.of(form, ceil_div(n_tokens, 8), arithmetic, device.max_shared_bytes - 64)
+    grid = shape.grid(device.n_sms, n_tiles, ceil_div(n_tokens, 8))
+    n_groups = grid[2] * shape.token_tiles
+    records = ceil_div(n_columns, CHUNK) * n_groups * record_bytes(form, 8, arithmetic)
+    sums = 0 if grid[1] == 1 else n_tiles * n_groups * SPLITS * 128 * 4
+    return {"records": records, "sums": sums}
 
 
 def record_bytes(form: MmaLayout, tokens: int, arithmetic: ActivationPrecision = F32) -> int:

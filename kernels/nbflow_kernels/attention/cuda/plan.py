@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,42 @@ def is_plain(plan: AttentionPlan) -> bool:
     return plan.logits_soft_cap == 0 and all(plan.table(field) is None for field in _OPTIONS)
 
 
+@dataclass(frozen=True)
+class StaticCapacity:
+    """Sizes of `StaticPlanBuffers`."""
+
+    vectors: int
+    """Query vectors of a request, which select the kernel (`Tiling`)."""
+    tile_vectors: int
+    n_tiles: int
+    n_items: int
+    most: int
+    """Largest number of query vectors of an item."""
+    n_partials: int
+    """Partial results per KV head."""
+
+    @classmethod
+    def of(
+        cls, group: int, n_rows: int, rows_each: int, n_requests: int, n_keys: int, split: int, *,
+        max_splits: int | None = None, max_partials: int | None = None, prefill: bool = False,
+    ) -> StaticCapacity:  # fmt: skip
+        """Return the sizes; for the parameters see `StaticPlanBuffers`."""
+        vectors = max(PREFILL_VECTORS if prefill else 1, group)
+        tile_vectors = DECODE_VECTORS if vectors <= DECODE_VECTORS else PREFILL_VECTORS
+        tile_rows = max(1, tile_vectors // group)
+        n_tiles = min(n_rows, n_rows // tile_rows + n_requests)
+        # A tile has at most two splits more than its keys fill; the worst case is one request with
+        # all keys.
+        n_items = 2 * n_tiles + -(-rows_each // tile_rows) * (n_keys // split)
+        if max_splits is not None:
+            n_items = min(n_items, n_tiles + max_splits)
+        most = min(tile_rows, rows_each) * group
+        n_partials = n_items * most
+        if max_partials is not None:
+            n_partials = min(n_partials, max_partials)
+        return cls(vectors, tile_vectors, n_tiles, n_items, most, n_partials)
+
+
 class StaticPlanBuffers:
     """Plan tables of fixed size at fixed addresses, for launches captured into CUDA graphs.
 
@@ -65,6 +102,8 @@ class StaticPlanBuffers:
         `kv_lens`; None for tables that are part of `host`.
     max_splits, max_partials : int, optional
         Limits on work items of split tiles, and on partial results per KV head.
+    prefill : bool
+        Use the tiles of prompts for all requests.
     """
 
     def __init__(
@@ -78,29 +117,27 @@ class StaticPlanBuffers:
         device_tables: Sequence[Any] = (None,) * 4,
         max_splits: int | None = None,
         max_partials: int | None = None,
+        prefill: bool = False,
     ) -> None:
         self._plan, self._device, self._device_tables = plan, device, device_tables
-        self._tiling = Tiling(DECODE_VECTORS if self.group <= DECODE_VECTORS else PREFILL_VECTORS)
-        self._n_rows, self._rows_each = n_rows, rows_each
-        self._tile_rows = max(1, self._tiling.tile_vectors // self.group)
         n_keys = len(plan.kv_indices) * plan.page_size if n_keys is None else n_keys
-        n_tiles = -(-rows_each // self._tile_rows)
-        # A tile has at most two splits more than its keys fill; the worst case is one request with
-        # all keys.
-        self.n_items = 2 * n_rows + n_tiles * (n_keys // split_keys(plan))
-        if max_splits is not None:
-            self.n_items = min(self.n_items, n_rows + max_splits)
+        self.capacity = StaticCapacity.of(
+            self.group, n_rows, rows_each, len(plan.kv_lens), n_keys, split_keys(plan),
+            max_splits=max_splits, max_partials=max_partials, prefill=prefill,
+        )  # fmt: skip
+        self._tiling = Tiling(self.capacity.tile_vectors)
+        self.n_items = self.capacity.n_items
         sizes = [
             0 if array is not None else len(table)
             for array, table in zip(device_tables, _step_tables(plan), strict=True)
         ]
-        sizes += [8 * self.n_items, 4 * n_rows]
+        sizes += [8 * self.n_items, 4 * self.capacity.n_tiles]
         self._ends = np.cumsum(sizes).tolist()
         self.host = np.zeros(self._ends[-1], np.int32)
         """int32: tables, work items and merges of the step, concatenated."""
         self.device_buffer: Any = None
         """Device copy of `host` (int32), assigned by the code that uploads it."""
-        self.padded = self._full_capacity(max_partials)
+        self.padded = self._full_capacity()
         self.max_partials = self.padded.n_partials
         """Capacity of the workspace, in partial results per KV head."""
 
@@ -134,15 +171,13 @@ class StaticPlanBuffers:
             return address(self._device_tables[part])
         return address(self.device_buffer) + 4 * int([0, *self._ends][part])
 
-    def _full_capacity(self, max_partials: int | None) -> CudaWorkItems:
+    def _full_capacity(self) -> CudaWorkItems:
         """Return work items at full capacity, which define the captured grid."""
-        most = min(self._tile_rows, self._rows_each) * self.group
-        n_partials = self.n_items * most
         return CudaWorkItems(
             np.zeros((self.n_items, 8), np.int32),
-            np.zeros((self._n_rows, 4), np.int32),
-            n_partials if max_partials is None else min(n_partials, max_partials),
-            most,
+            np.zeros((self.capacity.n_tiles, 4), np.int32),
+            self.capacity.n_partials,
+            self.capacity.most,
             True,
         )
 
@@ -219,7 +254,7 @@ class CudaPlan:
         """Return the work items of a kernel."""
         if self._fixed is None:
             return self._scheduled(tiling)[0]
-        selected = tiling.more_than < self._fixed.group <= tiling.at_most
+        selected = tiling.more_than < self._fixed.capacity.vectors <= tiling.at_most
         return self._fixed.padded if selected else NO_ITEMS
 
     def header(self, tiling: Tiling) -> Any:

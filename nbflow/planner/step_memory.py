@@ -1,0 +1,204 @@
+"""Memory of steps on a device in addition to their buffers: what `Executor.step_bytes` counts.
+
+These are index arrays, attention plans, workspaces of kernels and CUDA graphs.  A plan counts the
+longest prompt and the largest decode step; further shapes of steps take less.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import nbflow_kernels as nk
+from nbflow.planner.planned_model import PlannedModel
+from nbflow.program.cost import FLOAT32_BYTES
+from nbflow.program.records import Op, Program
+
+INT32_BYTES = 4
+GRAPH_KERNEL_BYTES = 2048
+"""Device memory of a kernel in a graph: estimated, drivers do not document it."""
+COMMUNICATOR_BYTES = 128 << 20
+"""Device memory of an NCCL communicator: estimated, it depends on the links."""
+MIN_WORKSPACE_ITEMS = 1024
+DECODE_TOKENS = 8
+"""Tokens of a step up to which experts run as fused kernels."""
+ATTENTIONS = ("attention", "cross_attention")
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Numbers of a device that size grids and workspaces."""
+
+    n_sms: int
+    max_shared_bytes: int
+
+
+H100 = DeviceLimits(132, 227 << 10)
+"""Limits of devices that need not exist; others have fewer multiprocessors."""
+
+
+def device_limits(device: str) -> DeviceLimits:
+    """Return the limits of the emulated device, and of an H100 for all others."""
+    if not device.startswith("emulator"):
+        return H100
+    stand_in: Any = importlib.import_module("nbflow_ptx.cupy_stand_in")
+    found = stand_in.ndarray.__kernel_device__
+    return DeviceLimits(found.n_sms, found.max_shared_bytes)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Size of a step."""
+
+    n_tokens: int
+    n_states: int
+    n_logits: int
+    n_sequences: int
+    n_pages: int
+    rows_each: int
+    """Largest number of tokens of a sequence."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of all shapes of steps."""
+
+    n_bytes: int
+    """All of them."""
+    graph_bytes: int
+    """The part of CUDA graphs."""
+
+
+def step_bytes(
+    program: Program,
+    model: PlannedModel,
+    activations: str,
+    shapes: tuple[StepShape, ...],
+    page_size: int,
+    device: str,
+    graphs: bool = True,
+) -> StepBytes:
+    """Return the bytes of steps of these shapes on a device."""
+    if not program.ops or not shapes:
+        return StepBytes(0, 0)
+    limits = device_limits(device)
+    workspaces: Counter[str] = Counter()
+    total = n_graphs = 0
+    for shape in shapes:
+        total += INT32_BYTES * (5 * shape.n_tokens + shape.n_states + shape.n_sequences + 1)
+        total += INT32_BYTES * shape.n_pages
+        attention = _attention_bytes(program, shape, page_size, limits)
+        total += attention.pop("plan", 0)
+        for found in (attention, _product_bytes(program, model, activations, shape, limits)):
+            for name, n_bytes in found.items():
+                workspaces[name] = max(workspaces[name], n_bytes)
+        n_graphs += bool(program.layers and program.spec.causal)
+    in_graphs = 0
+    if graphs and device.startswith("cuda"):
+        in_graphs = n_graphs * len(program.ops) * GRAPH_KERNEL_BYTES
+    return StepBytes(total + workspaces.total() + in_graphs, in_graphs)
+
+
+def _attention_bytes(
+    program: Program, shape: StepShape, page_size: int, limits: DeviceLimits
+) -> dict[str, int]:
+    """Return the bytes of attention plans, as "plan", and of the workspace that they share."""
+    from nbflow.executor.cuda_graphs import attention_limits  # late: loads the CUDA launchers
+    from nbflow_kernels.attention.cuda.plan import StaticCapacity, partial_floats
+    from nbflow_kernels.attention.cuda.scheduler import MAX_SPLIT_KEYS
+    from nbflow_kernels.attention.plan_layout import HEADER_SIZE
+
+    ops = [op for op in program.ops if op.kind in ATTENTIONS]
+    kinds = {(op.kind, op.attrs.get("window")) for op in ops}
+    spec = program.spec
+    value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
+    heads = (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim)
+    found: dict[str, int] = {}
+    for _ in kinds:
+        capacity = StaticCapacity.of(
+            heads[0] // heads[1], shape.n_tokens, shape.rows_each, shape.n_sequences,
+            shape.n_pages * page_size, MAX_SPLIT_KEYS,
+            **attention_limits(heads, shape.rows_each, limits.n_sms),
+        )  # fmt: skip
+        tables = 3 * shape.n_sequences + 2 + shape.n_pages
+        tables += 8 * capacity.n_items + 4 * capacity.n_tiles
+        arrived = max(64, capacity.n_tiles * heads[1] * capacity.most)
+        n_bytes = INT32_BYTES * (tables + arrived) + 8 * HEADER_SIZE
+        found["plan"] = found.get("plan", 0) + n_bytes
+        partials = FLOAT32_BYTES * (capacity.n_partials * partial_floats(heads) + 4)
+        found["partials"] = max(found.get("partials", 0), partials)
+    return found
+
+
+def _product_bytes(
+    program: Program,
+    model: PlannedModel,
+    activations: str,
+    shape: StepShape,
+    limits: DeviceLimits,
+) -> dict[str, int]:
+    """Return the largest workspace of each name that products with weights share."""
+    found: Counter[str] = Counter()
+    sizes = shape.n_tokens, shape.n_states, shape.n_logits
+    for op in program.ops:
+        if op.kind == "experts" and shape.n_tokens > DECODE_TOKENS:
+            n_bytes = _expert_bytes(program, op, shape.n_tokens)
+            found["experts"] = max(found["experts"], n_bytes)
+        if op.kind != "linear":
+            continue
+        n_tokens = program.buffers[op.out].n_rows(*sizes)
+        for format, n_rows, n_columns in _matrices(program, model, op) if n_tokens else ():
+            of_one = _workspaces(format, n_rows, n_columns, n_tokens, activations, limits)
+            for name, n_bytes in of_one.items():
+                found[name] = max(found[name], n_bytes)
+    least = FLOAT32_BYTES * MIN_WORKSPACE_ITEMS
+    return {name: max(n_bytes, least) for name, n_bytes in found.items() if n_bytes}
+
+
+def _expert_bytes(program: Program, op: Op, n_tokens: int) -> int:
+    """Return the scratch of experts that do not run as fused kernels."""
+    assert program.spec.moe is not None
+    n_pairs = n_tokens * program.spec.moe.top_k
+    first = op.weights[0]
+    width = first.shape(program.spec.shape_of(first.name))[-2]
+    return FLOAT32_BYTES * n_pairs * (2 + 3 * width + program.buffers[op.out].width)
+
+
+def _matrices(program: Program, model: PlannedModel, op: Op) -> list[tuple[str, int, int]]:
+    """Return format, rows and columns of the matrices of a product, which formats divide."""
+    found = []
+    for format, run in groupby(op.weights, key=lambda w: model.format_of(w.name)):
+        shapes = [w.shape(program.spec.shape_of(w.name)) for w in run]
+        found.append((format, sum(shape[0] for shape in shapes), shapes[0][-1]))
+    return found
+
+
+def _workspaces(
+    format: str,
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    activations: str,
+    limits: DeviceLimits,
+) -> dict[str, int]:
+    """Return the workspaces of a product by name."""
+    from nbflow_kernels.formats.layout_mma import unit_form  # late, as above
+    from nbflow_kernels.matmul import cuda_mma
+    from nbflow_kernels.quantized_matmul.cuda import workspace_bytes
+
+    known = nk.FORMATS[format]
+    if known.block_size > 1:
+        if known.decodes_from_storage:
+            return {}  # dequantized in panels
+        form = unit_form(known.integer_form)
+        return workspace_bytes(form, n_rows, n_columns, n_tokens, activations, limits)
+    n_parts = {name: parts for _, name, parts in cuda_mma.KINDS.values()}.get(format)
+    if n_parts is None or n_columns % cuda_mma.LOAD_COLUMNS:
+        return {}
+    n_tokens = min(n_tokens, cuda_mma.MAX_STAGED_TOKENS)
+    columns = -(-n_columns // cuda_mma.STEP) * cuda_mma.STEP
+    staged = 2 * n_parts * n_tokens * columns
+    return {f"tokens {format}": staged, "factors": FLOAT32_BYTES * n_tokens}
