@@ -11,6 +11,7 @@ a new format needs no kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 
+ReadRows = Callable[[int, int], NDArray[Any]]
+"""``rows(start, stop)`` returns the storage bytes of rows [start, stop): (rows, row bytes)."""
 PAIR_RADIX = 11
 """Radix of the pair codes that the packed layouts keep as pairs; other pair codes are split."""
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat, ReadRows
+from nbflow_kernels.formats.codec_spec import ReadRows
+from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
 _PIECE_BYTES = 4 << 20  # read and packed at once: bounds memory, and a piece stays in the caches

@@ -37,8 +37,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import huge_pages, jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
-from nbflow_kernels.formats.registry import ReadRows
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes

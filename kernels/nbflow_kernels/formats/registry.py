@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]
 """Float16 numbers as raw bits."""
-ReadRows = Callable[[int, int], Bytes]
-"""``rows(start, stop)`` returns the storage bytes of rows [start, stop): (rows, row bytes)."""
 ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 

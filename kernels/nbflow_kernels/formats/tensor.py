@@ -15,10 +15,11 @@ from nbflow_kernels.arrays import check_array, is_cuda
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.parallel_for import at_once
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.codec_spec import ReadRows
 from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
 from nbflow_kernels.formats.layout_cpu import CpuPacked
-from nbflow_kernels.formats.registry import FORMATS, QuantFormat, ReadRows
+from nbflow_kernels.formats.registry import FORMATS, QuantFormat
 
 if TYPE_CHECKING:
     from nbflow_kernels.formats.layout_mma import MmaPacked
