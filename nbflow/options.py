@@ -90,11 +90,12 @@ class LoadOptions(OffloadConfig):
         None, "spec file, or name of a model (llama2_7b_chat), instead of the checkpoint's own",
         metavar="FILE", file=True,
     )  # fmt: skip
-    weights: str | Path | object | None = option(
+    weights: str | Path | Mapping[str, Any] | object | None = option(
         None, "weight format, e.g. q4, or a policy file (.toml)", shown="as stored",
         metavar="FMT", file=True, suffix=".toml",
         more="For attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
-        "policy with a format for each matrix (`nbflow.quantization.policy`).",
+        "policy with a format for each matrix (`nbflow.quantization.policy`), as a file or as a "
+        "table of its keys.",
     )  # fmt: skip
     quantizer: str = option(
         "search", "quantizer, e.g. search, reference, gptq, hqq, outliers, awq, hadamard+gptq",

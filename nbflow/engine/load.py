@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from nbflow.executor.device_memory import DeviceMemory
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
-from nbflow.quantization.policy import WeightFormats, weight_formats
+from nbflow.quantization.policy import WeightFormats, Weights, weight_formats
 from nbflow.quantization.prepare import Prepared, no_format, prepare
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import check, load_tokenizer, resolve
@@ -87,10 +87,11 @@ def load(
     given = (options or LoadOptions()).replaced(changes)
     resolved = resolve(model, spec=given.spec)
     the_spec = _shorten(resolved.spec, given.max_context)
-    weights = cast(str | Path | WeightFormats | None, given.weights)
+    weights = cast(Weights, given.weights)
     formats = weight_formats(weights)
     if formats is not None:
-        formats.check_used(the_spec.tensor_shapes(), str(weights))
+        where = "weights" if isinstance(weights, Mapping) else str(weights)
+        formats.check_used(the_spec.tensor_shapes(), where)
     block_size = _block_size(resolved.path, formats)
     check_outliers(given.outliers, formats)
     prepared = _prepare(resolved, the_spec, formats, given)
