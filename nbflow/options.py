@@ -153,6 +153,10 @@ class LoadOptions(OffloadConfig):
         '"cuda" take the devices of their host in turn; "cuda:1" names one.',
     )  # fmt: skip
     graphs: bool = option(True, "run decode steps as CUDA graphs on devices")
+    trace: bool = option(
+        False, "print each op of every step: time, shape and first values of its output",
+        more="To standard error, op by op, so that steps take longer.",
+    )  # fmt: skip
     tokenizer: str | Path | None = option(
         None, "tokenizer file, if not in the folder of the weights", metavar="FILE",
         file=True,

@@ -132,6 +132,7 @@ def load(
         "threads": threads,
         "max_step_tokens": given.max_step_tokens,
         "offload": given.offload,
+        "trace": given.trace,
     }
     # split is collective
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]

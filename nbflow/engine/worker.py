@@ -32,6 +32,7 @@ from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
 from nbflow.executor import HOST, CpuExecutor, Device, Step, WeightLoader, make_executor, make_step
 from nbflow.executor.device_memory import DeviceMemory
+from nbflow.executor.trace import TracePrinter
 from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.options import OffloadConfig
 from nbflow.planner.memory import PAGE_SIZE
@@ -89,6 +90,7 @@ class Worker:
         links: DeviceComms | None = None,
         offload: OffloadConfig | None = None,
         device_memory: DeviceMemory | None = None,
+        trace: bool = False,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -105,7 +107,8 @@ class Worker:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             self._encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads, links=links,
-                max_step_tokens=max_step_tokens, device_memory=device_memory, **options,
+                max_step_tokens=max_step_tokens, device_memory=device_memory, trace=trace,
+                **options,
             )  # fmt: skip
             self.cross_attention = CrossAttentionCache(
                 self._encoder, spec, plan.ranks[comm.rank], file, **options
@@ -133,6 +136,8 @@ class Worker:
         )  # fmt: skip
         if device_memory is not None:
             self.executor.device_memory = device_memory
+        if trace:
+            self.executor.trace = TracePrinter(self.mine.rank, "" if spec.causal else "encoder")
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
@@ -417,6 +422,7 @@ class Worker:
         """Return whether all requests decode and none waits, so that several steps can run."""
         return (
             isinstance(self.executor, CpuExecutor)
+            and self.executor.trace is None
             and self.comm.size == 1
             and all(w.request.is_generating and w.request.n_proposed == 0 for w in scheduled)
             and all(w.request.search is None for w in scheduled)

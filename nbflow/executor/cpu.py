@@ -98,8 +98,10 @@ class CpuExecutor(Executor):
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments
+        self._trace_begin(step)
         for segment in segments:
             self._run_segment(segment)
+        self._trace_end()
 
     def run_repeated(
         self,
@@ -205,6 +207,9 @@ class CpuExecutor(Executor):
                 segments.append(bound_op)
             else:
                 pending.extend((op.kind, call) for call in bound_op)
+            if self.trace is not None:
+                end_segment()
+                segments.append(PythonOp("trace", partial(self._trace_op, op)))
         end_segment()
         return BoundProgram(arrays, binder.attention, segments, self._storages(), capacity)
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from nbflow.executor.cuda_graphs import (
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import CudaStepArrays, Staging, StepArrays
-from nbflow.program.records import COMMUNICATION
+from nbflow.program.records import COMMUNICATION, Op
 from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
@@ -210,8 +211,10 @@ class CudaExecutor(Executor):
                     bound.graphs.launch()
                     self.steps_by_graph += 1
                 else:
+                    self._trace_begin(step)
                     for op in bound.ops:
                         op.call()
+                    self._trace_end()
                     self.steps_by_kernel += 1
                 bound.n_runs += 1
                 if bound.n_runs <= 2:  # the first allocates scratch, the second graphs
@@ -236,7 +239,8 @@ class CudaExecutor(Executor):
 
     def _has_graphs(self, bound: BoundProgram) -> bool:
         """Capture graphs on the second run of a shape; return True if the step runs as graphs."""
-        if bound.graphs is None and bound.tables and self._graphs_wanted and bound.n_runs:
+        wanted = self._graphs_wanted and self.trace is None
+        if bound.graphs is None and bound.tables and wanted and bound.n_runs:
             if self._collectives_wanted and any(isinstance(op, CollectiveOp) for op in bound.ops):
                 graphs, failure = self._capture(bound, collectives=True)
                 failure = self._failure_of_ranks(graphs, failure)
@@ -284,6 +288,10 @@ class CudaExecutor(Executor):
             RuntimeWarning,
             stacklevel=5,
         )
+
+    def _trace_op(self, op: Op) -> None:
+        self._stream.synchronize()
+        super()._trace_op(op)
 
     # ---- binding ------------------------------------------------------------------------------
 
@@ -340,7 +348,12 @@ class CudaExecutor(Executor):
         host = StepArrays(*sizes)
         host.load(step)
         binder = CudaBinder(self, host, rows_each, self.fusions)
-        ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
+        ops = []
+        for op, bound_op in binder.ops():
+            if isinstance(bound_op, PythonOp):
+                ops.append(bound_op)
+                if self.trace is not None:
+                    ops.append(PythonOp("trace", partial(self._trace_op, op)))
         return BoundProgram(
             host, binder.arrays, binder.attention, binder.tables, ops, self._storages(),
             binder.scratch,

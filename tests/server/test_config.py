@@ -10,7 +10,8 @@ import pytest
 
 import nbflow
 from nbflow.cli.options import add_model_arguments
-from nbflow.compat.inferflow.ini_config import read_ini, read_sections
+from nbflow.compat.inferflow.ini_config import read_ini
+from nbflow.compat.inferflow.ini_file import read_sections
 from nbflow.option_fields import size_bytes, toml_names
 from nbflow.options import LoadOptions
 from nbflow.server.config import (

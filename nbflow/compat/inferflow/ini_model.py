@@ -155,7 +155,6 @@ class ModelReader:
             table["chat_template"] = template
 
 
-
 def weights_of(folder: Path, spec: Path) -> Path:
     """Return the weights of a model folder: a file that the specification names, or the folder.
 
@@ -207,9 +206,7 @@ def _format(value: str, where: str) -> str | None:
     return name
 
 
-def _used(
-    of_kinds: Mapping[str, str], others: Mapping[str, str], table: Table
-) -> dict[str, str]:
+def _used(of_kinds: Mapping[str, str], others: Mapping[str, str], table: Table) -> dict[str, str]:
     """Return the patterns of a policy that decide on a matrix of the model."""
     spec = resolve(table["path"], spec=table.get("spec")).spec
     shapes = {n: s for n, s in spec.tensor_shapes().items() if is_quantized(n, s)}
@@ -253,7 +250,7 @@ def _strategy(table: Table, value: str, where: str) -> None:
         if key in own:
             defaults[key] = given
         elif key in _READ_WITH_ANY or key in fields(SamplingParams):
-            take_note(f"{where}: {key} has no effect with {stated}, in Inferflow neither")
+            take_note(f"{where}: {key} has no effect with {stated}, as in Inferflow")
         else:
             raise UsageError(f"{where}: {unknown_name('parameter', key, own)}")
     table["defaults"] = defaults

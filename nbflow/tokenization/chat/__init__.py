@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from nbflow.tokenization.chat.messages import ROLES, Message, check_messages
 from nbflow.tokenization.chat.template import (
+    check_template,
     encode_chat,
     find_template,
     format_chat,
@@ -21,6 +22,7 @@ __all__ = [
     "ROLES",
     "Message",
     "check_messages",
+    "check_template",
     "encode_chat",
     "find_template",
     "format_chat",
