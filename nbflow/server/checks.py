@@ -26,8 +26,8 @@ def check_served(served: ServedModel) -> None:
         _check_defaults(
             served.name, served.defaults, spec.vocab_size, served.tokenizer, served.end_ids
         )
-    if served.options.chat_template is not None:
-        _check_template(served.name, served.options, served.model.tokenizer)
+    if served.tokenizer is not None:
+        _check_templates(served.name, served.options, served.tokenizer)
 
 
 def check_config(config: ServerConfig) -> None:
@@ -51,8 +51,8 @@ def check_config(config: ServerConfig) -> None:
             defaults = {**resolved.defaults, **options.defaults}
             ends = (*spec.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_ids))
             _check_defaults(name, defaults, spec.vocab_size, tokenizer, ends)
-        if options.chat_template is not None and tokenizer is not None:
-            _check_template(name, options, tokenizer)
+        if tokenizer is not None:
+            _check_templates(name, options, tokenizer)
 
 
 def _tokenizer(options: ModelOptions, found: Path | None) -> Tokenizer | None:
@@ -79,9 +79,15 @@ def _check_defaults(
         raise UsageError(f"model {name}: default parameters: {error}") from error
 
 
-def _check_template(name: str, options: ModelOptions, tokenizer: Tokenizer) -> None:
-    assert options.chat_template is not None
-    try:
-        check_template(tokenizer, template_text(options.chat_template))
-    except UsageError as error:
-        raise UsageError(f"model {name}: chat template: {error}") from error
+def _check_templates(name: str, options: ModelOptions, tokenizer: Tokenizer) -> None:
+    """Check the templates of a model's section."""
+    for key in ("chat_template", "encoder_template", "decoder_template"):
+        stated = getattr(options, key)
+        if stated is None:
+            continue
+        if key == "decoder_template" and "query}" not in stated:  # the encoder reads the query
+            stated += "{query}"
+        try:
+            check_template(tokenizer, template_text(stated))
+        except UsageError as error:
+            raise UsageError(f"model {name}: {key}: {error}") from error

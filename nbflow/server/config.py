@@ -171,6 +171,10 @@ class ModelOptions(_LoadFields):
     """Further names, e.g. "gpt-4o-mini" for clients with a fixed model name."""
     chat_template: FileName = None
     """Name, file or text of a chat template that replaces the model's own."""
+    encoder_template: str | None = None
+    """Query template of a model with an encoder for what that reads: {__zh__}{ }{query}{</s>}."""
+    decoder_template: str | None = None
+    """The same for what the decoder begins with: {#2}{__en__}{res_prefix}."""
     defaults: dict[str, Any] = Field(default={})
     """Default sampling parameters of requests, e.g. temperature = 0.7."""
     engine: EngineSection = EngineSection()

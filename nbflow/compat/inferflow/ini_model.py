@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from nbflow.checkpoint import open_weights
 from nbflow.compat.inferflow.ini_file import Macros, Sections
 from nbflow.compat.inferflow.ini_keys import (
     Setter,
@@ -20,7 +21,6 @@ from nbflow.compat.inferflow.ini_keys import (
     names,
     no_effect,
     number,
-    only,
     stores,
     take_note,
     whole,
@@ -29,7 +29,7 @@ from nbflow.compat.inferflow.strategies import INFERFLOW
 from nbflow.option_fields import fields
 from nbflow.options import SamplingParams
 from nbflow.quantization.policy import is_quantized
-from nbflow.spec import resolve
+from nbflow.spec import check, resolve
 from nbflow.tokenization.chat import named_templates
 from nbflow.utils.binary_file import read_text
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -100,7 +100,7 @@ class ModelReader:
         if keys is None or "model_dir" not in keys:
             raise UsageError(f"{self._path}: [model.{name}] with model_dir is missing")
         where, more = f"{self._path}: [model.{name}]", {"model_name": name}
-        table: Table = {"kv": "q8", "engine": {"max_sequences": 10}, "chat_template": ""}
+        table: Table = {"kv": "q8", "engine": {"max_sequences": 10}}
         engine = {key: value for key, value in self._engine.items() if key in _ENGINE}
         apply(engine, _ENGINE, table, str(self._path), self._macros)
         apply(keys, _MODEL, table, where, self._macros, more)
@@ -109,7 +109,7 @@ class ModelReader:
         table["kv"] = table["kv"] or "f16"
         self._set_files(table, values, where)
         table["weights"] = _weights(table, values, where)
-        self._set_template(table, where)
+        self._set_templates(table, where)
         return table
 
     def _place(self, table: Table, devices: str) -> None:
@@ -125,34 +125,51 @@ class ModelReader:
 
     def _set_files(self, table: Table, values: Mapping[str, str], where: str) -> None:
         """Set weights and model specification."""
-        folder = self._path.parent / os.path.normpath(table["path"])
-        key = next((k for k in ("model_specification_file", "model_spec_file") if k in values), "")
-        stated = values.get(key, "")
-        spec = folder / stated
+        folder = self._path.absolute().parent / os.path.normpath(table["path"])
         table["path"] = str(folder)
-        if not stated:
+        key = next(
+            (k for k in ("model_specification_file", "model_spec_file") if values.get(k)), ""
+        )
+        if not key:
+            return
+        spec = folder / os.path.normpath(values[key])
+        if spec.suffix == ".json" and not spec.is_file():
+            take_note(f"{where} {key}: {spec} does not exist; the checkpoint describes the model")
             return
         if spec.suffix != ".json":
-            table["spec"] = str(spec) if spec.exists() else stated
-            return
-        if not spec.is_file():
-            take_note(
-                f"{where} {key} = {stated:.200} does not exist: the architecture is read from the "
-                "checkpoint"
-            )
+            table["spec"] = str(spec) if spec.exists() else values[key]
             return
         table["path"] = str(weights_of(folder, spec))
+        if describes_itself(Path(table["path"])):
+            take_note(f"{where} {key}: not needed, as the checkpoint describes the model")
+        else:
+            table["spec"] = str(spec)
 
-    def _set_template(self, table: Table, where: str) -> None:
-        """Set the chat template; a name is one of the file or of `named_templates`."""
-        template = table.pop("chat_template").strip()
-        if "{" not in template and template:
-            known = {**named_templates(), **self._templates}
-            if template.lower() not in known:
-                raise UsageError(f"{where}: {unknown_name('prompt_template', template, known)}")
-            template = known[template.lower()]
-        if template:
-            table["chat_template"] = template
+    def _set_templates(self, table: Table, where: str) -> None:
+        """Set the templates; names are those of the file and of `named_templates`."""
+        stated = {key: table.pop(key, "").strip() for key in ("encoder", "decoder")}
+        for key, template in stated.items():
+            if "{" not in template and template:
+                known = {**named_templates(), **self._templates}
+                if template.lower() not in known:
+                    error = unknown_name(f"{key}_input_template", template, known)
+                    raise UsageError(f"{where}: {error}")
+                stated[key] = known[template.lower()]
+        names = {"encoder": "encoder_template", "decoder": "chat_template"}
+        if stated["encoder"]:
+            names["decoder"] = "decoder_template"
+        table |= {names[key]: template for key, template in stated.items() if template}
+
+
+def describes_itself(weights: Path) -> bool:
+    """Return True if a checkpoint's configuration or header is that of a known model."""
+    try:
+        spec = resolve(weights).spec
+        with open_weights(weights) as file:
+            check(spec, file)
+    except UsageError:
+        return False
+    return True
 
 
 def weights_of(folder: Path, spec: Path) -> Path:
@@ -301,9 +318,9 @@ _MODEL: dict[str, Setter] = {
     "multi_gpu_strategy": no_effect("devices say it, in Inferflow too: ; by layer, & by tensor"),
     "max_context_len": _context,
     "decoding_strategy": _strategy,
-    "encoder_input_template": only(flag, "give a model with an encoder its text as it is"),
-    "decoder_input_template": stores("chat_template"),
-    "prompt_template": stores("chat_template"),
+    "encoder_input_template": stores("encoder"),
+    "decoder_input_template": stores("decoder"),
+    "prompt_template": stores("decoder"),
     "aliases": stores("aliases", names),
     "quantizer": stores("quantizer"),
 }
