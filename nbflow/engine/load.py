@@ -30,6 +30,7 @@ from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker, make_groups
 from nbflow.executor.device_memory import DeviceMemory
+from nbflow.executor.trace import TracePrinter
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
@@ -132,7 +133,7 @@ def load(
         "threads": threads,
         "max_step_tokens": given.max_step_tokens,
         "offload": given.offload,
-        "trace": given.trace,
+        "trace": given.trace,  # replaced by each rank's printer
     }
     # split is collective
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
@@ -253,7 +254,7 @@ def _start(
                 check(options["spec"], file)
                 engine = Worker(
                     plan, file, mine, groups, place=place, links=links, device_memory=memory,
-                    **options,
+                    **options | {"trace": TracePrinter(mine.rank) if options["trace"] else None},
                 )  # fmt: skip
         except (UsageError, OSError, MemoryError) as error:
             failure = error

@@ -126,8 +126,10 @@ class CpuExecutor(Executor):
             self._run_segment(last, repeat=n, stop=stop)
             return
         for _ in range(n):  # some ops are Python
+            self._trace_begin(step)
             for segment in (*before, last):
                 self._run_segment(segment)
+            self._trace_end()
             if stop[0]:
                 return
 
@@ -135,7 +137,8 @@ class CpuExecutor(Executor):
     def _with_calls(bound: BoundProgram, calls: Sequence[GraphNode]) -> list[Segment | PythonOp]:
         """Return a step's segments with calls appended to the last one."""
         *before, last = bound.segments
-        assert isinstance(last, Segment)  # it computes the logits
+        if not isinstance(last, Segment):  # a trace
+            before, last = bound.segments, Segment(CpuGraph([], get_num_threads()), ())
         joined = CpuGraph([*last.calls.calls, *calls], last.calls.n_threads)
         return [*before, Segment(joined, (*last.kinds, *("draw" for _ in calls)))]
 

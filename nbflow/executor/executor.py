@@ -133,7 +133,7 @@ class Executor:
 
     def _trace_begin(self, step: Step) -> None:
         if self.trace is not None:
-            self.trace.begin(len(step.ids), step.n_logits)
+            self.trace.begin(self.program.spec.name, len(step.ids), step.n_logits)
             self._traced_at, self._traced_size = time.perf_counter(), step.size
 
     def _trace_op(self, op: Op) -> None:

@@ -20,25 +20,22 @@ class TracePrinter:
     ----------
     rank : int
         Number of the rank.
-    part : str
-        "encoder" for the encoder of a model with both.
     file : text file, optional
         By default standard error.
     """
 
-    def __init__(self, rank: int, part: str = "", file: TextIO | None = None) -> None:
-        self._who = f"rank {rank}{' ' * bool(part)}{part}"
+    def __init__(self, rank: int, file: TextIO | None = None) -> None:
+        self._rank = rank
         self._file = file
-        self._n_steps = 0
+        self._n_steps, self._step = 0, ""
         self._seconds: Counter[str] = Counter()
 
-    def begin(self, n_tokens: int, n_logits: int) -> None:
-        """Print the head of a step."""
+    def begin(self, model: str, n_tokens: int, n_logits: int) -> None:
+        """Print the head of a step of a model, or of its encoder."""
         self._n_steps += 1
         self._seconds.clear()
-        self._print(
-            f"trace {self._who} step {self._n_steps}: {n_tokens} tokens, {n_logits} rows of logits"
-        )
+        self._step = f"trace rank {self._rank} step {self._n_steps}"
+        self._print(f"{self._step}: {model}, {n_tokens} tokens, {n_logits} rows of logits")
 
     def op(self, op: Op, output: Any, seconds: float) -> None:
         """Print an op; `output` is its output matrix, or None."""
@@ -56,7 +53,7 @@ class TracePrinter:
         """Print the time of a step by kind of op."""
         total = sum(self._seconds.values())
         kinds = ", ".join(f"{kind} {s * 1e3:.3f}" for kind, s in self._seconds.most_common())
-        self._print(f"trace {self._who} step {self._n_steps}: {total * 1e3:.3f} ms: {kinds}")
+        self._print(f"{self._step}: {total * 1e3:.3f} ms: {kinds}")
 
     def _print(self, line: str) -> None:
         print(line, file=self._file or sys.stderr, flush=True)

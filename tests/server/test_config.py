@@ -290,7 +290,11 @@ def test_inferflow_specification(tmp_path, capsys):
         ("worker_count = 32", "http_port = 1", r"s\.ini:5: 'http_port' is stated twice"),
         ("[app_env.base]", "[Main]", r"s\.ini:[0-9]+: 'main' is stated twice"),
         ('{"name": "sample.top_p", ', "{", "JSON object with a name"),
-        ('"sample.top_p"', '"sample.topp"', "unknown decoding strategy 'sample.topp'; available: std, .*top_p"),
+        (
+            '"sample.top_p"',
+            '"sample.topp"',
+            "unknown decoding strategy 'sample.topp'; available: std, .*top_p",
+        ),
         ('"top_p": 0.8', '"topp": 0.8', "unknown parameter 'topp'; did you mean 'top_p'"),
         ("_template = mine", "_template = mien", "did you mean 'mine'.*vicuna-1.1"),
         ("data_root_dir = ${", "is_daemon = 1\ndata_root_dir = ${", "not offered; let systemd"),
