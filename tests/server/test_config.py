@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import nbflow
+from nbflow.cli import main
 from nbflow.cli.options import add_model_arguments
 from nbflow.compat.inferflow.ini_config import read_ini
 from nbflow.compat.inferflow.ini_file import read_sections
@@ -27,6 +29,7 @@ from nbflow.server.config import (
     ServerConfig,
     read_config,
 )
+from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"
@@ -260,10 +263,11 @@ def test_inferflow_specification(tmp_path, capsys):
     )
     text = re.sub("\nmodel_dir = .*", f"\nmodel_dir = {tmp_path}", INI)
     model = read_ini(write(tmp_path, text, "s.ini"), "cpu").models["tiny_one"]
-    assert model.path == str(tmp_path / "stories.bin")  # a folder may have several
-    assert model.spec == str(tmp_path / "model_spec.json")
-    named = str(FAMILIES / "llama31")
+    assert (model.path, model.spec) == (str(tmp_path / "stories.bin"), None)  # one of several
     (tmp_path / "model_spec.json").write_text('{"model_file_format": "std", "model_files": ["a"]}')
+    model = read_ini(tmp_path / "s.ini", "cpu").models["tiny_one"]
+    assert (model.path, model.spec) == (str(tmp_path), str(tmp_path / "model_spec.json"))
+    named = str(FAMILIES / "llama31")
     text = text.replace(f"model_dir = {tmp_path}", f"model_dir = {named}")
     text = text.replace("model_spec.json", str(tmp_path / "model_spec.json"))
     model = read_ini(write(tmp_path, text, "s.ini"), "cpu").models["tiny_one"]
@@ -335,6 +339,32 @@ def test_command(tmp_path):
     options = serve("tiny_python", "--weights", "q4", "--kv-bytes", "2GiB", "--check")
     assert '"weights": "q4"' in options.stdout
     assert '"kv_bytes": 2147483648' in options.stdout
+
+
+def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
+    """Without MODEL; --check also builds the strategy and fills the template."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "--check"]) == 2
+    assert "the current folder has no inferflow_service.ini" in capsys.readouterr().err
+    folder = f"\nmodel_dir = {resolve('tiny_python').path}"
+    text = re.sub("\nmodel_dir = .*", folder, INI).replace("model_specification_file", ";")
+    write(tmp_path, text, "inferflow_service.ini")
+    words = ["serve", "--check", "--device", "emulator", "--trace"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "reading inferflow_service.ini of the current folder" in shown.err
+    (model,) = json.loads(shown.out)["models"].values()
+    assert (model["device"], model["trace"], model["embeddings_on_host"]) == (
+        "emulator",
+        True,
+        True,
+    )
+    write(tmp_path, text.replace("{query}", "{query}{nosuch}"), "inferflow_service.ini")
+    assert main(words) == 2
+    assert "chat_template: the template: {nosuch} is neither" in capsys.readouterr().err
+    wrong = "[models.a]\npath = 'tiny_python'\n[models.a.defaults]\ndecoding = 'topp'"
+    assert main(["serve", str(write(tmp_path, wrong)), "--check"]) == 2
+    assert "model a: default parameters: unknown decoding strategy" in capsys.readouterr().err
 
 
 def test_the_plan(tmp_path):

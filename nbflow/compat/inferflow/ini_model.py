@@ -139,8 +139,9 @@ class ModelReader:
         if spec.suffix != ".json":
             table["spec"] = str(spec) if spec.exists() else values[key]
             return
-        table["path"] = str(weights_of(folder, spec))
-        if describes_itself(Path(table["path"])):
+        weights = weights_of(folder, spec)
+        table["path"] = str(weights)
+        if weights != folder or describes_itself(weights):
             take_note(f"{where} {key}: not needed, as the checkpoint describes the model")
         else:
             table["spec"] = str(spec)
