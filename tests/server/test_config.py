@@ -341,16 +341,23 @@ def test_command(tmp_path):
     assert '"kv_bytes": 2147483648' in options.stdout
 
 
+def code_of(*words):
+    """Run a command in this process and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return ended.value.code
+
+
 def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
     """Without MODEL; --check also builds the strategy and fills the template."""
     monkeypatch.chdir(tmp_path)
-    assert main(["serve", "--check"]) == 2
+    assert code_of("serve", "--check") == 2
     assert "the current folder has no inferflow_service.ini" in capsys.readouterr().err
     folder = f"\nmodel_dir = {resolve('tiny_python').path}"
     text = re.sub("\nmodel_dir = .*", folder, INI).replace("model_specification_file", ";")
     write(tmp_path, text, "inferflow_service.ini")
-    words = ["serve", "--check", "--device", "emulator", "--trace"]
-    assert main(words) == 0
+    words = ("serve", "--check", "--device", "emulator", "--trace")
+    assert code_of(*words) == 0
     shown = capsys.readouterr()
     assert "reading inferflow_service.ini of the current folder" in shown.err
     (model,) = json.loads(shown.out)["models"].values()
@@ -360,10 +367,10 @@ def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
         True,
     )
     write(tmp_path, text.replace("{query}", "{query}{nosuch}"), "inferflow_service.ini")
-    assert main(words) == 2
+    assert code_of(*words) == 2
     assert "chat_template: the template: {nosuch} is neither" in capsys.readouterr().err
     wrong = "[models.a]\npath = 'tiny_python'\n[models.a.defaults]\ndecoding = 'topp'"
-    assert main(["serve", str(write(tmp_path, wrong)), "--check"]) == 2
+    assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
     assert "model a: default parameters: unknown decoding strategy" in capsys.readouterr().err
 
 
