@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from typing import Any, TextIO
 
 from nbflow.program.records import Op
@@ -28,7 +28,7 @@ class TracePrinter:
         self._rank = rank
         self._file = file
         self._n_steps, self._step = 0, ""
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, model: str, n_tokens: int, n_logits: int) -> None:
         """Print the head of a step of a model, or of its encoder."""
@@ -52,7 +52,8 @@ class TracePrinter:
     def end(self) -> None:
         """Print the time of a step by kind of op."""
         total = sum(self._seconds.values())
-        kinds = ", ".join(f"{kind} {s * 1e3:.3f}" for kind, s in self._seconds.most_common())
+        ordered = sorted(self._seconds.items(), key=lambda item: -item[1])
+        kinds = ", ".join(f"{kind} {seconds * 1e3:.3f}" for kind, seconds in ordered)
         self._print(f"{self._step}: {total * 1e3:.3f} ms: {kinds}")
 
     def _print(self, line: str) -> None:

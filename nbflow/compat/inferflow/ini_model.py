@@ -231,7 +231,8 @@ def _used(of_kinds: Mapping[str, str], others: Mapping[str, str], table: Table) 
     patterns = dict(KINDS)
     if not spec.gated:
         patterns["ffn_w1"] = patterns["ffn_w3"]
-    ordered = {p: format for kind, format in of_kinds.items() for p in patterns[kind]} | others
+    ordered = {p: format for kind, format in of_kinds.items() for p in patterns[kind]}
+    ordered |= others
     left, used = set(shapes), {}
     for pattern, format in ordered.items():
         found = {name for name in left if fnmatchcase(name, pattern)}
