@@ -93,11 +93,12 @@ class LoadOptions(OffloadConfig):
         None, "spec file, or name of a model (llama2_7b_chat), instead of the checkpoint's own",
         metavar="FILE", file=True,
     )  # fmt: skip
-    weights: str | Path | object | None = option(
+    weights: str | Path | Mapping[str, Any] | object | None = option(
         None, "weight format, e.g. q4, or a policy file (.toml)", shown="as stored",
         metavar="FMT", file=True, suffix=".toml",
         more="For attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
-        "policy with a format for each matrix (`nbflow.quantization.policy`).",
+        "policy with a format for each matrix (`nbflow.quantization.policy`), as a file or as a "
+        "table of its keys.",
     )  # fmt: skip
     quantizer: str = option(
         "search", "quantizer, e.g. search, reference, gptq, hqq, outliers, awq, hadamard+gptq",
@@ -155,6 +156,10 @@ class LoadOptions(OffloadConfig):
         '"cuda" take the devices of their host in turn; "cuda:1" names one.',
     )  # fmt: skip
     graphs: bool = option(True, "run repeated shapes of steps as CUDA graphs on devices")
+    trace: bool = option(
+        False, "print each op of every step: time, shape and first values of its output",
+        more="To standard error, op by op, so that steps take longer.",
+    )  # fmt: skip
     tokenizer: str | Path | None = option(
         None, "tokenizer file, if not in the folder of the weights", metavar="FILE",
         file=True,

@@ -17,13 +17,13 @@ from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and the options of `nbflow.load`."""
+def add_model_arguments(parser: argparse.ArgumentParser, optional: str = "") -> None:
+    """Add MODEL and the options of `nbflow.load`; `optional` names the default of MODEL."""
+    text = "Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, or name of a spec"
     parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, or name of a spec",
-    )
+        "model", metavar="MODEL", nargs="?" if optional else None,
+        help=f"{text} ({optional})" if optional else text,
+    )  # fmt: skip
     add_options(parser, LoadOptions)
     _add_kv_sides(parser)
     parser.add_argument(

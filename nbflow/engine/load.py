@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,10 +31,11 @@ from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker, make_groups
 from nbflow.executor.device_memory import DeviceMemory
+from nbflow.executor.trace import TracePrinter
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
-from nbflow.quantization.policy import WeightFormats, weight_formats
+from nbflow.quantization.policy import WeightFormats, Weights, weight_formats
 from nbflow.quantization.prepare import Prepared, no_format, prepare
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import check, load_tokenizer, resolve
@@ -88,10 +89,11 @@ def load(
     given = (options or LoadOptions()).replaced(changes)
     resolved = resolve(model, spec=given.spec)
     the_spec = _shorten(resolved.spec, given.max_context)
-    weights = cast(str | Path | WeightFormats | None, given.weights)
+    weights = cast(Weights, given.weights)
     formats = weight_formats(weights)
     if formats is not None:
-        formats.check_used(the_spec.tensor_shapes(), str(weights))
+        where = "weights" if isinstance(weights, Mapping) else str(weights)
+        formats.check_used(the_spec.tensor_shapes(), where)
     block_size = _block_size(resolved.path, formats)
     check_outliers(given.outliers, formats)
     prepared = _prepare(resolved, the_spec, formats, given)
@@ -132,6 +134,7 @@ def load(
         "threads": threads,
         "max_step_tokens": given.max_step_tokens,
         "offload": given.offload,
+        "trace": given.trace,  # replaced by each rank's printer
     }
     # split is collective
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
@@ -256,7 +259,7 @@ def _start(
                 check(options["spec"], file)
                 engine = Worker(
                     plan, file, mine, groups, place=place, links=links, device_memory=memory,
-                    **options,
+                    **options | {"trace": TracePrinter(mine.rank) if options["trace"] else None},
                 )  # fmt: skip
         except (UsageError, OSError, MemoryError) as error:
             failure = error

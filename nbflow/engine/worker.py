@@ -67,7 +67,7 @@ class Worker:
 
     The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
     `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`,
-    whose memory `device_memory` reads.  The other options are those of `nbflow.load`, resolved.
+    whose memory `device_memory` reads.  Further: `Executor.trace`, and options of `nbflow.load`.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Worker:
         links: DeviceComms | None = None,
         offload: OffloadConfig | None = None,
         device_memory: DeviceMemory | None = None,
+        trace: Any = None,
     ) -> None:
         reset_peak_rss()
-        self._threads = threads
         set_num_threads(threads)
-        self.plan, self.comm, self.spec = plan, comm, spec
+        self.plan, self.comm, self.spec, self._threads = plan, comm, spec, threads
         offload = offload if offload and not place.on_host else OffloadConfig()
         options: dict[str, Any] = {
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
@@ -105,7 +105,7 @@ class Worker:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             self._encoder = Worker(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads, links=links,
-                max_step_tokens=max_step_tokens, device_memory=device_memory, **options,
+                max_step_tokens=max_step_tokens, device_memory=device_memory, trace=trace, **options
             )  # fmt: skip
             self.cross_attention = CrossAttentionCache(
                 self._encoder, spec, plan.ranks[comm.rank], file, **options
@@ -133,8 +133,8 @@ class Worker:
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.cross_attention is None else self.cross_attention.storage, device=place,
         )  # fmt: skip
-        if device_memory is not None:
-            self.executor.device_memory = device_memory
+        self.executor.device_memory = device_memory or self.executor.device_memory
+        self.executor.trace = trace
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)

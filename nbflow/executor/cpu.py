@@ -98,8 +98,10 @@ class CpuExecutor(Executor):
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments
+        self._trace_begin(step)
         for segment in segments:
             self._run_segment(segment)
+        self._trace_end()
 
     def run_repeated(
         self,
@@ -124,8 +126,10 @@ class CpuExecutor(Executor):
             self._run_segment(last, repeat=n, stop=stop)
             return
         for _ in range(n):  # some ops are Python
+            self._trace_begin(step)
             for segment in (*before, last):
                 self._run_segment(segment)
+            self._trace_end()
             if stop[0]:
                 return
 
@@ -133,7 +137,8 @@ class CpuExecutor(Executor):
     def _with_calls(bound: BoundProgram, calls: Sequence[GraphNode]) -> list[Segment | PythonOp]:
         """Return a step's segments with calls appended to the last one."""
         *before, last = bound.segments
-        assert isinstance(last, Segment)  # it computes the logits
+        if not isinstance(last, Segment):  # a trace
+            before, last = bound.segments, Segment(CpuGraph([], get_num_threads()), ())
         joined = CpuGraph([*last.calls.calls, *calls], last.calls.n_threads)
         return [*before, Segment(joined, (*last.kinds, *("draw" for _ in calls)))]
 
@@ -205,6 +210,9 @@ class CpuExecutor(Executor):
                 segments.append(bound_op)
             else:
                 pending.extend((op.kind, call) for call in bound_op)
+            if self.trace is not None:
+                end_segment()
+                segments.append(PythonOp("trace", partial(self._trace_op, op)))
         end_segment()
         return BoundProgram(arrays, binder.attention, segments, self._storages(), capacity)
 

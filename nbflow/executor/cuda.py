@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from nbflow.executor.cuda_graphs import (
 from nbflow.executor.executor import Executor
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import CudaStepArrays, Staging, StepArrays
-from nbflow.program.records import COMMUNICATION
+from nbflow.program.records import COMMUNICATION, Op
 from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
@@ -239,7 +240,9 @@ class CudaExecutor(Executor):
                     bound.graphs.launch()
                     self.steps_by_graph += 1
                 else:
+                    self._trace_begin(step)
                     self._run_ops(bound)
+                    self._trace_end()
                     self.steps_by_kernel += 1
                 bound.n_runs += 1
                 if bound.n_runs <= 2:  # the first allocates scratch, the second graphs
@@ -254,16 +257,16 @@ class CudaExecutor(Executor):
 
     def _run_ops(self, bound: BoundProgram) -> None:
         """Run the ops one by one; record their launches at the second run, and repeat them then."""
-        if bound.recorded is not None:
-            for call in bound.recorded.calls:
-                call()
-        elif bound.n_runs:
+        if not bound.n_runs or self.trace is not None:
+            for op in bound.ops:
+                op.call()
+        elif bound.recorded is None:
             bound.recorded = record(
                 bound.ops, self.device.xp, self._kernel_device, self._scratch_pool()
             )
         else:
-            for op in bound.ops:
-                op.call()
+            for call in bound.recorded.calls:
+                call()
 
     def _scratch_pool(self) -> Any:
         if self._pool is None:
@@ -283,6 +286,7 @@ class CudaExecutor(Executor):
     def _has_graphs(self, bound: BoundProgram) -> bool:
         """Capture graphs on the second run of a shape; return True if the step runs as graphs."""
         wanted = self._prompts_wanted if bound.is_prompt else self._graphs_wanted
+        wanted = wanted and self.trace is None
         if bound.graphs is None and bound.tables and wanted and bound.n_runs and bound.fits:
             if self._collectives_wanted and any(isinstance(op, CollectiveOp) for op in bound.ops):
                 graphs, failure = self._capture(bound, collectives=True)
@@ -356,6 +360,10 @@ class CudaExecutor(Executor):
             stacklevel=5,
         )
 
+    def _trace_op(self, op: Op) -> None:
+        self._stream.synchronize()
+        super()._trace_op(op)
+
     # ---- binding ------------------------------------------------------------------------------
 
     @property
@@ -420,7 +428,12 @@ class CudaExecutor(Executor):
         host = StepArrays(*sizes)
         host.load(step)
         binder = CudaBinder(self, host, rows_each, self.fusions)
-        ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
+        ops = []
+        for op, bound_op in binder.ops():
+            if isinstance(bound_op, PythonOp):
+                ops.append(bound_op)
+                if self.trace is not None:
+                    ops.append(PythonOp("trace", partial(self._trace_op, op)))
         return BoundProgram(
             host, binder.arrays, binder.attention, binder.tables, ops, self._storages(),
             binder.scratch, binder.workspaces, rows_each > GEMV_MAX_ROWS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from nbflow.distributed.device import HOST, Device
 from nbflow.distributed.device_comms import DeviceComms
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.step import Step
+from nbflow.executor.trace import TracePrinter
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.storage import KVStorage
 from nbflow.program.records import Op, Program
@@ -73,6 +75,9 @@ class Executor:
         self.observe: Callable[[Op, tuple[np.ndarray, ...]], None] | None = None
         """Hook called with each op that has weights and its inputs; set it before the first step.
         Of `CpuExecutor` only."""
+        self.trace: TracePrinter | None = None
+        """Trace of each op's time and output; set it before the first step."""
+        self._traced_at, self._traced_size = 0.0, (0, 0, 0)
         self.device = device
         self.device_memory = DeviceMemory(device)
         self._buffers: dict[str, Any] = {}
@@ -125,6 +130,24 @@ class Executor:
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         raise NotImplementedError
+
+    def _trace_begin(self, step: Step) -> None:
+        if self.trace is not None:
+            self.trace.begin(self.program.spec.name, len(step.ids), step.n_logits)
+            self._traced_at, self._traced_size = time.perf_counter(), step.size
+
+    def _trace_op(self, op: Op) -> None:
+        """Trace an op that has just run; the time of printing does not count."""
+        assert self.trace is not None
+        seconds = time.perf_counter() - self._traced_at
+        name = op.out if op.out in self.program.buffers else next(iter(op.inputs), "")
+        output = self.view(name, *self._traced_size) if name in self.program.buffers else None
+        self.trace.op(op, output, seconds)
+        self._traced_at = time.perf_counter()
+
+    def _trace_end(self) -> None:
+        if self.trace is not None:
+            self.trace.end()
 
     def release_bindings(self) -> None:
         """Drop cached step bindings, their graphs and their references to KV pages."""

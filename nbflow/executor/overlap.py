@@ -72,7 +72,7 @@ class OverlappingExecutor(CpuExecutor):
         return [(len(part.ids), part.n_logits) for part in self._parts(step)]
 
     def _parts(self, step: Step) -> list[Step]:
-        plain = self.seconds is None and self.observe is None
+        plain = self.seconds is None and self.observe is None and self.trace is None
         if self._background is None or len(step.ids) < MIN_TOKENS or not plain:
             return [step]
         middle = len(step.ids) // 2

@@ -13,6 +13,9 @@ the first match decides, and matrices without a match keep their stored format::
     "*.ffn.down.weight" = "q6"
     "*" = "q3h"
 
+A key ``min_elements`` before the table keeps smaller matrices in float16, as Inferflow's
+``tensor_quant_threshold``.  A server's file can hold the same keys instead of a file's name.
+
 ``nbflow quantize --bits-per-weight`` writes such files, with a table ``[policy]`` that says how.
 """
 
@@ -32,6 +35,8 @@ from nbflow_kernels.formats import FORMATS
 
 ENDING = ".toml"
 """Suffix that distinguishes a policy file from the name of a weight format."""
+SMALL = "f16"
+"""Format of matrices with fewer than `WeightFormats.min_elements` elements."""
 _LARGEST_FILE_BYTES = 1 << 24
 
 
@@ -63,12 +68,17 @@ class WeightFormats:
     """Shell pattern for our names, explicit name of a format."""
     facts: Mapping[str, Any] | None = None
     """The table ``[policy]`` of a file, its provenance; None for a single format (one pattern)."""
+    min_elements: int = 0
+    """Elements from which a matrix gets its block format; a smaller one becomes `SMALL`."""
 
     def of(self, name: str, shape: Sequence[int]) -> str | None:
         """Return the format of one of our tensors, or None to keep the stored format."""
         if not is_quantized(name, shape):
             return None
-        return next((f for pattern, f in self.patterns if fnmatchcase(name, pattern)), None)
+        found = next((f for pattern, f in self.patterns if fnmatchcase(name, pattern)), None)
+        if found is None or math.prod(shape) >= self.min_elements:
+            return found
+        return found if FORMATS[found].block_size == 1 else SMALL
 
     @property
     def is_for_all(self) -> bool:
@@ -93,14 +103,16 @@ class WeightFormats:
             )
 
 
-Weights = str | os.PathLike[str] | WeightFormats | None
-"""Name of a format, a policy file, formats, or None for the stored formats."""
+Weights = str | os.PathLike[str] | Mapping[str, Any] | WeightFormats | None
+"""Name of a format, a policy file or its content, formats, or None for the stored formats."""
 
 
 def weight_formats(weights: Weights) -> WeightFormats | None:
-    """Return the weight formats of a format's name or of a policy file (``.toml``)."""
+    """Return the weight formats of a format's name, or of a policy file (``.toml``)."""
     if weights is None or isinstance(weights, WeightFormats):
         return weights
+    if isinstance(weights, Mapping):
+        return _parsed(weights, "weights")
     text = os.fspath(weights)
     if not text.lower().endswith(ENDING):
         return WeightFormats((("*", FORMATS[text].name),))
@@ -118,9 +130,12 @@ def weight_formats(weights: Weights) -> WeightFormats | None:
 
 def _parsed(data: Mapping[str, Any], where: str) -> WeightFormats:
     """Return the weight formats of a parsed policy file."""
-    others = set(data) - {"formats", "policy"}
+    others = set(data) - {"formats", "policy", "min_elements"}
     if others:
-        raise UsageError(f"{where}: knows tables [formats] and [policy] only, got {min(others)!r}")
+        raise UsageError(
+            f"{where}: knows tables [formats] and [policy] and the key min_elements only, got "
+            f"{min(others)!r}"
+        )
     formats = data.get("formats")
     if not isinstance(formats, dict) or not formats:
         raise UsageError(f'{where}: needs a table [formats] with lines "PATTERN" = "FORMAT"')
@@ -132,7 +147,10 @@ def _parsed(data: Mapping[str, Any], where: str) -> WeightFormats:
     facts = data.get("policy", {})
     if not isinstance(facts, dict):
         raise UsageError(f"{where}: [policy] must be a table")
-    return WeightFormats(tuple(patterns), facts)
+    least = data.get("min_elements", 0)
+    if not isinstance(least, int) or isinstance(least, bool) or least < 0:
+        raise UsageError(f"{where}: min_elements must be a whole number from 0, got {least!r:.60}")
+    return WeightFormats(tuple(patterns), facts, least)
 
 
 def write_policy(

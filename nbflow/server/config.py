@@ -81,7 +81,9 @@ class Limits(Section):
     body_bytes: int | str = 4 * 2**20
     """Maximum size of a request body, e.g. "4MiB"; larger ones are refused unread."""
     requests: int = Field(default=256, ge=1)
-    """Requests in flight; the next one gets status 429."""
+    """Requests in flight; the next one waits if `queue` allows, else gets status 429."""
+    queue: int = Field(default=0, ge=0)
+    """Requests that wait, before their body is read, until others have ended."""
     connections: int = Field(default=2048, ge=1)
     """Open connections; requests on further ones get status 503."""
     choices: int = Field(default=128, ge=1)
@@ -119,7 +121,16 @@ class Logging(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level."""
     file: str | None = None
-    """File to append to; by default standard error."""
+    """File to append to, whose folder is created; by default standard error."""
+    max_bytes: int | str = 0
+    """Size from which the file is rotated, e.g. "10MB"; 0: never."""
+    backups: int = Field(default=9, ge=0, le=9999)
+    """Rotated files that are kept, as FILE.1, FILE.2, ..."""
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _bytes(cls, value: int | str) -> int:
+        return 0 if value in (0, "0") else size_bytes(value, "max_bytes")
 
 
 if TYPE_CHECKING:

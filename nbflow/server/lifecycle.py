@@ -21,6 +21,7 @@ from nbflow.engine.llm_engine import LLMEngine
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.speculative.config import check_draft
 from nbflow.server.app import make_app, with_middleware
+from nbflow.server.checks import check_served
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.logs import logger, set_up
 from nbflow.server.served_model import Models, ServedModel
@@ -148,6 +149,7 @@ def _served(name: str, config: ServerConfig) -> Iterator[ServedModel]:
         engine.start()
         try:
             served = ServedModel(name, options, model, engine, draft)
+            check_served(served)
             loaded = time.monotonic()
             if config.warmup and served.generates:
                 _warm_up(served)

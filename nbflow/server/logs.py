@@ -7,9 +7,12 @@ import json
 import logging
 import sys
 import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
 from nbflow.server.config import Logging
+from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger("nbflow.server")
 
@@ -21,11 +24,7 @@ _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "co
 
 def set_up(config: Logging) -> None:
     """Configure nbflow's and uvicorn's loggers."""
-    handler: logging.Handler = (
-        logging.StreamHandler(sys.stderr)
-        if config.file is None
-        else logging.FileHandler(config.file)
-    )
+    handler = _handler(config)
     handler.setFormatter(JsonLines() if config.format == "json" else TextLines())
     for name in ("nbflow.server", "nbflow.engine", "uvicorn.error", "asyncio"):
         log = logging.getLogger(name)
@@ -35,6 +34,20 @@ def set_up(config: Logging) -> None:
     if config.level == "info":  # start and stop have events of ours
         logging.getLogger("uvicorn.error").setLevel("WARNING")
     logging.getLogger("asyncio").setLevel("ERROR")  # it warns of every disconnected client
+
+
+def _handler(config: Logging) -> logging.Handler:
+    """Return the handler of standard error, or of a file with rotation."""
+    if config.file is None:
+        return logging.StreamHandler(sys.stderr)
+    path = Path(config.file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return RotatingFileHandler(
+            path, maxBytes=int(config.max_bytes), backupCount=config.backups, encoding="utf-8"
+        )
+    except OSError as error:
+        raise UsageError(f"log.file: {path} cannot be written: {error.strerror}") from error
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -110,35 +110,40 @@ class AuthAndLimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        state = self._state
+        slots = self._state.slots
         refusal = self._refusal(scope)
+        if refusal is None and scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if refusal is None and not await slots.acquire():
+            refusal = busy(
+                f"{slots.n_slots} requests are in flight, the limit (limits.requests); retry later"
+            )
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        counts = scope["method"] == "POST"
-        state.n_requests += counts
         try:
-            await self._app(scope, receive, send)
+            refusal = self._closed()  # the server may have begun to drain meanwhile
+            answer = self._app if refusal is None else refusal.response()
+            await answer(scope, receive, send)
         finally:
-            state.n_requests -= counts
+            slots.release()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return the error that refuses a request, or None."""
-        state = self._state
         path: str = scope["path"]
         is_open = (path in _OPEN and scope["method"] != "POST") or path.startswith(_OPEN_FOLDER)
         if self._digests and not is_open and not self._knows(_header(scope, b"authorization")):
             return ApiError(
                 401, "missing or unknown API key: send the header Authorization: Bearer KEY"
             )
-        if scope["method"] != "POST":
+        return self._closed() if scope["method"] == "POST" else None
+
+    def _closed(self) -> ApiError | None:
+        """Return the error of a server that drains, or None."""
+        if not self._state.draining:
             return None
-        if state.draining:
-            return _closing(ApiError(503, "the server is stopping", retry_after_s=1))
-        most = state.config.limits.requests
-        if state.n_requests >= most:
-            return busy(f"{most} requests are in flight, the limit (limits.requests); retry later")
-        return None
+        return _closing(ApiError(503, "the server is stopping", retry_after_s=1))
 
     def _knows(self, authorization: str) -> bool:
         """Return True for a known key; constant-time comparison with every key."""

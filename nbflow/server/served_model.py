@@ -52,9 +52,8 @@ class ServedModel:
         self.spell = TokenTexts(self.tokenizer)
         self.max_prompt_bytes = self._max_prompt_bytes()
         """Longest text to tokenize: more bytes cannot fit the context."""
-        self._template = options.chat_template
-        if self._template is not None and Path(self._template).is_file():
-            self._template = read_template(Path(self._template))
+        stated = options.chat_template
+        self._template = None if stated is None else template_text(stated)
 
     @property
     def generates(self) -> bool:
@@ -179,6 +178,12 @@ class Models:
                 param="model",
             )
         return served
+
+
+def template_text(stated: str) -> str:
+    """Return the content of a template file; a name or text unchanged."""
+    is_file = "\n" not in stated and "{" not in stated and Path(stated).is_file()
+    return read_template(Path(stated)) if is_file else stated
 
 
 def flat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

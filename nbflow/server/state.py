@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from nbflow.server.config import ServerConfig
 from nbflow.server.metrics import Metrics, Stats
+from nbflow.server.request_slots import RequestSlots
 from nbflow.server.served_model import Models
 from nbflow.server.stream import LoopBridge
 from nbflow.server.workers import Workers
@@ -27,8 +28,12 @@ class ServerState:
         self.started = time.time()
         self.draining = False
         """True while the server finishes accepted requests and refuses new ones."""
-        self.n_requests = 0
+        self.slots = RequestSlots(config.limits.requests, config.limits.queue)
+
+    @property
+    def n_requests(self) -> int:
         """POST requests in flight."""
+        return self.slots.n_used
 
     def engine_stats(self) -> dict[str, Stats]:
         """Return the statistics of every model's engine."""

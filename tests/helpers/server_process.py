@@ -35,8 +35,14 @@ START_S = 300.0  # with an empty kernel cache, on cores that other work has, too
 class Server:
     """A server process; ends with the ``with`` block."""
 
-    def __init__(self, config: str, folder: Path, program: tuple[str, ...] = ()) -> None:
-        path = folder / "server.toml"
+    def __init__(
+        self,
+        config: str,
+        folder: Path,
+        program: tuple[str, ...] = (),
+        name: str = "server.toml",
+    ) -> None:
+        path = folder / name
         path.write_text(config)
         command = program or (sys.executable, "-m", "nbflow", "serve")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import tracemalloc
 from pathlib import Path
 
@@ -119,13 +120,21 @@ def test_bytes_of_a_model_are_those_of_its_plan(name, options):
 
 
 def test_formats_of_a_policy_lie_in_matrices_of_their_own(tmp_path):
+    """A table with a threshold keeps keys and values in float16."""
     policy = tmp_path / "policy.toml"
     policy.write_text('[formats]\n"*.attn.q.weight" = "q8_0"\n"*" = "q4_0"\n')
-    options = {"weights": policy, "max_step_tokens": 64}
-    plan = plan_memory(FAMILIES / "llama31", max_sequences=3, **options)
-    with nbflow.load(FAMILIES / "llama31", threads=1, **options) as model:
-        (found,) = held_after_use(model, plan, "llama31")
-    assert found["weight_bytes"] == plan.ranks[0].weight_bytes
+    shapes = planned_model(FAMILIES / "llama31").spec.tensor_shapes()
+    n_query = math.prod(shapes["layers.0.attn.q.weight"])
+    table = {"formats": {"*.attn.q.weight": "q8_0", "*": "q4_0"}, "min_elements": n_query}
+    sizes = []
+    for weights in (policy, table):
+        options = {"weights": weights, "max_step_tokens": 64}
+        plan = plan_memory(FAMILIES / "llama31", max_sequences=3, **options)
+        with nbflow.load(FAMILIES / "llama31", threads=1, **options) as model:
+            (found,) = held_after_use(model, plan, "llama31")
+        assert found["weight_bytes"] == plan.ranks[0].weight_bytes
+        sizes.append(found["weight_bytes"])
+    assert sizes[1] > sizes[0]
 
 
 TIED = {

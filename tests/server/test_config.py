@@ -2,17 +2,23 @@
 
 import argparse
 import inspect
+import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import nbflow
+from nbflow.cli import main
 from nbflow.cli.options import add_model_arguments
-from nbflow.compat.inferflow.ini_config import read_ini, read_sections
+from nbflow.compat.inferflow.ini_config import read_ini
+from nbflow.compat.inferflow.ini_file import read_sections
 from nbflow.option_fields import size_bytes, toml_names
 from nbflow.options import LoadOptions
+from nbflow.quantization.policy import weight_formats
 from nbflow.server.config import (
     Auth,
     Cors,
@@ -23,6 +29,7 @@ from nbflow.server.config import (
     ServerConfig,
     read_config,
 )
+from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"
@@ -137,27 +144,29 @@ INI = """
 http_port = 8123
 worker_count = 32
 is_study_mode = false
-global_model_dir = ${config_dir}/models
+global_model_dir = ${data_root_dir}../models/
+request_templates = 1
 [transformer_engine]
 models = tiny_one
-devices = 0
+devices = 3&1
 cpu_threads = 3
 cpu_layer_count = 2
 max_concurrent_queries = 6
 return_output_tensors = true
+show_tensors = false
 [model.tiny_one]
 model_dir = $(global_model_dir)/${model_name}
 model_specification_file = model_spec.json
 device_weight_data_type = Q3H
 device_weight_data_type.attn_wq = auto
 device_kv_cache_data_type = Q8
-tensor_quant_threshold = 4000000
 delta_tensor_ratio = 0.01
 host_kv_cache_percent = 100
-be_host_embeddings = true
 max_context_len = 0
-decoding_strategy = {"name": "sample.top_p", "top_p": 0.8}
+decoding_strategy = {"name": "sample.top_p", "top_p": 0.8, "eos_bypassing_max": 2}
 decoder_input_template = mine
+aliases = first; default
+quantizer = reference
 [prompt_templates]
 prompt_template_count = 1
 prompt_template1 = mine
@@ -166,34 +175,115 @@ line_count = 2
 line1 = Q: {query}
 line2 = A:{res_prefix}
 [app_env.logging]
-log_dir = ${data_root_dir}/logs
+enable_logging = 1
+log_dir = ${data_root_dir}logs
+log_name = ${app_name}
+max_size_per_file = 2MB
+max_file_count = 4
+[app_env.status_manager]
+enable_monitoring = 1
 [app_env.base]
-data_root_dir = /var/x
+data_root_dir = ${config_dir}../data/
 """
+THRESHOLD = 4_000_000
 
 
 def test_inferflow_file(tmp_path, capsys):
-    config = read_ini(write(tmp_path, INI, "s.ini"))
+    """The folders of macros are those of the published file, which end in a slash."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    config = read_ini(write(folder, INI, "s.ini"), "cpu")
     model = config.models["tiny_one"]
-    assert (config.host, config.port, config.limits.requests) == ("0.0.0.0", 8123, 32)
+    assert (config.host, config.port, config.request_templates) == ("0.0.0.0", 8123, True)
+    assert (config.limits.requests, config.limits.queue) == (32, 2048)
     assert model.path == f"{tmp_path}/models/tiny_one"
-    assert (model.weights, model.kv, model.outliers, model.threads) == ("q3h", "q8", 0.01, 3)
-    assert (model.partition, model.max_context, model.engine.max_sequences) == ("0", None, 6)
+    assert model.weights == {"formats": {"*": "q3h"}, "min_elements": THRESHOLD}
+    assert (model.kv, model.outliers, model.threads) == ("q8", 0.01, 3)
+    assert (model.quantizer, model.aliases) == ("reference", ["first", "default"])
+    assert (model.partition, model.device) == ("0&1", "cpu")
+    assert (model.max_context, model.engine.max_sequences) == (None, 6)
     assert model.defaults == {"decoding": "inferflow.top_p", "top_p": 0.8}
     assert model.chat_template == "Q: {query}\nA:{res_prefix}"
-    assert (model.kv_host_percent, model.embeddings_on_host, model.cpu_layers) == (100, True, 2)
+    assert (model.kv_host_percent, model.embeddings_on_host, model.cpu_layers) == (100, False, 2)
+    assert config.log.file == f"{tmp_path}/data/logs/nbflow.log"
+    assert (config.log.max_bytes, config.log.backups) == (2_000_000, 3)
     notes = capsys.readouterr().err
-    assert "tensor_quant_threshold = 4000000 has no effect" in notes
-    assert "log_dir = /var/x/logs has no effect" in notes
+    assert "eos_bypassing_max has no effect with sample.top_p, as in Inferflow" in notes
+    assert "model_spec.json does not exist" in notes
+    assert "[app_env.status_manager] has no effect" in notes
+    assert "on the CPU" not in notes  # as was asked for
+
+
+def test_inferflow_devices(tmp_path, monkeypatch, capsys):
+    """`devices` are GPUs where there are some; embeddings are then in host memory by default."""
+    path = write(tmp_path, INI, "s.ini")
+    found = types.SimpleNamespace(usable=True, reason="")
+    monkeypatch.setattr("nbflow_kernels.cuda.detect", lambda: found)
+    model = read_ini(path).models["tiny_one"]
+    assert (model.partition, model.device) == ("0&1", "cuda:3,cuda:1")
+    assert model.embeddings_on_host
+    assert read_ini(path, "emulator").models["tiny_one"].device == "emulator"
+    other = write(tmp_path, INI.replace("3&1", "2;2") + "be_host_embeddings = 0\n", "t.ini")
+    text = other.read_text().replace("be_host_embeddings = 0\n", "")
+    other.write_text(text.replace("max_context_len = 0", "be_host_embeddings = 0"))
+    model = read_ini(other, "cuda").models["tiny_one"]
+    assert (model.partition, model.device) == ("0;1", "cuda:2,cuda:2")
+    assert not model.embeddings_on_host
+    assert "on the CPU" not in capsys.readouterr().err
+    found.usable, found.reason = False, "no driver"
+    assert read_ini(path).models["tiny_one"].device == "cpu"
+    assert "the models run on the CPU, and the numbers of devices are ranks" in (
+        capsys.readouterr().err
+    )
+
+
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
+
+
+def test_inferflow_formats_of_kinds(tmp_path):
+    """Formats of kinds of matrices become patterns; those without a matrix are left out."""
+    lines = "device_weight_data_type.attn_wk = f16\ndevice_weight_data_type.ffn_w1 = Q6\n"
+    lines += "tensor_quant_threshold = 100\n"
+    text = INI.replace("max_context_len", f"{lines}max_context_len")
+    for family, w1 in (("llama31", "*.ffn.gate.weight"), ("opt", "*.ffn.up.weight")):
+        folder = f"\nmodel_dir = {FAMILIES / family}"
+        file = write(tmp_path, re.sub("\nmodel_dir = .*", folder, text), "s.ini")
+        weights = read_ini(file, "cpu").models["tiny_one"].weights
+        formats = {"*.attn.k.weight": "f16", w1: "q6", "*": "q3h"}
+        assert weights == {"formats": formats, "min_elements": 100}
+    formats = weight_formats(weights)
+    assert formats.of("layers.0.attn.q.weight", (10, 10)) == "q3h_b64t1"
+    assert formats.of("layers.0.attn.q.weight", (9, 11)) == "f16"
+
+
+def test_inferflow_specification(tmp_path, capsys):
+    """A specification is used where the checkpoint does not describe itself."""
+    (tmp_path / "model_spec.json").write_text(
+        '# published\n\n{"model_file_format": "llama2.c", "model_files": ["stories.bin"]}'
+    )
+    text = re.sub("\nmodel_dir = .*", f"\nmodel_dir = {tmp_path}", INI)
+    model = read_ini(write(tmp_path, text, "s.ini"), "cpu").models["tiny_one"]
+    assert (model.path, model.spec) == (str(tmp_path / "stories.bin"), None)  # one of several
+    (tmp_path / "model_spec.json").write_text('{"model_file_format": "std", "model_files": ["a"]}')
+    model = read_ini(tmp_path / "s.ini", "cpu").models["tiny_one"]
+    assert (model.path, model.spec) == (str(tmp_path), str(tmp_path / "model_spec.json"))
+    named = str(FAMILIES / "llama31")
+    text = text.replace(f"model_dir = {tmp_path}", f"model_dir = {named}")
+    text = text.replace("model_spec.json", str(tmp_path / "model_spec.json"))
+    model = read_ini(write(tmp_path, text, "s.ini"), "cpu").models["tiny_one"]
+    assert (model.path, model.spec) == (named, None)
+    assert "not needed" in capsys.readouterr().err
+    own = write(tmp_path, 'family = "llama"\n', "own.toml")
+    text = text.replace(str(tmp_path / "model_spec.json"), str(own))
+    assert read_ini(write(tmp_path, text, "s.ini"), "cpu").models["tiny_one"].spec == str(own)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("worker_count", "worker_cuont", "did you mean 'worker_count'"),
-        ("is_study_mode = false", "is_study_mode = true", "use nbflow bench"),
         ("[app_env.base]", "[app_env.bsae]", "did you mean"),
-        ("attn_wq = auto", "attn_wq = Q4", "nbflow quantize"),
+        ("attn_wq = auto", "attn_wq = Q7", "unknown format 'Q7'"),
         ("${data_root_dir}", "${data_dir}", "unknown macro"),
         ("${data_root_dir}", "${app_env.logging/log_dir}", "refer to each other"),
         ("line_count = 2", "line_count = 3", "line3 is missing"),
@@ -203,13 +293,22 @@ def test_inferflow_file(tmp_path, capsys):
         ("; a service", "a service", "key = value"),
         ("worker_count = 32", "http_port = 1", r"s\.ini:5: 'http_port' is stated twice"),
         ("[app_env.base]", "[Main]", r"s\.ini:[0-9]+: 'main' is stated twice"),
-        ('{"name": "sample.top_p", "top_p": 0.8}', '{"top_p": 1}', "JSON object with a name"),
+        ('{"name": "sample.top_p", ', "{", "JSON object with a name"),
+        (
+            '"sample.top_p"',
+            '"sample.topp"',
+            "unknown decoding strategy.*available: std, .*top_p",
+        ),
+        ('"top_p": 0.8', '"topp": 0.8', "unknown parameter 'topp'; did you mean 'top_p'"),
+        ("_template = mine", "_template = mien", "did you mean 'mine'.*vicuna-1.1"),
+        ("data_root_dir = ${", "is_daemon = 1\ndata_root_dir = ${", "not offered; let systemd"),
+        ("2MB", "2 parsecs", "max_size_per_file must be"),
     ],
 )
 def test_wrong_inferflow_files(tmp_path, old, new, words):
     assert old in INI
     with pytest.raises(UsageError, match=words):
-        read_ini(write(tmp_path, INI.replace(old, new), "s.ini"))
+        read_ini(write(tmp_path, INI.replace(old, new), "s.ini"), "cpu")
 
 
 def test_ini_syntax(tmp_path):
@@ -240,6 +339,39 @@ def test_command(tmp_path):
     options = serve("tiny_python", "--weights", "q4", "--kv-bytes", "2GiB", "--check")
     assert '"weights": "q4"' in options.stdout
     assert '"kv_bytes": 2147483648' in options.stdout
+
+
+def code_of(*words):
+    """Run a command in this process and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return ended.value.code
+
+
+def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
+    """Without MODEL; --check also builds the strategy and fills the template."""
+    monkeypatch.chdir(tmp_path)
+    assert code_of("serve", "--check") == 2
+    assert "the current folder has no inferflow_service.ini" in capsys.readouterr().err
+    folder = f"\nmodel_dir = {resolve('tiny_python').path}"
+    text = re.sub("\nmodel_dir = .*", folder, INI).replace("model_specification_file", ";")
+    write(tmp_path, text, "inferflow_service.ini")
+    words = ("serve", "--check", "--device", "emulator", "--trace")
+    assert code_of(*words) == 0
+    shown = capsys.readouterr()
+    assert "reading inferflow_service.ini of the current folder" in shown.err
+    (model,) = json.loads(shown.out)["models"].values()
+    assert (model["device"], model["trace"], model["embeddings_on_host"]) == (
+        "emulator",
+        True,
+        True,
+    )
+    write(tmp_path, text.replace("{query}", "{query}{nosuch}"), "inferflow_service.ini")
+    assert code_of(*words) == 2
+    assert "chat_template: the template: {nosuch} is neither" in capsys.readouterr().err
+    wrong = "[models.a]\npath = 'tiny_python'\n[models.a.defaults]\ndecoding = 'topp'"
+    assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
+    assert "model a: default parameters: unknown decoding strategy" in capsys.readouterr().err
 
 
 def test_the_plan(tmp_path):

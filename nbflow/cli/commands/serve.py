@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Serve a model, or the models of a configuration file (docs/server.md): .toml, or an "
         "Inferflow .ini."
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, optional="inferflow_service.ini of the current folder")
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (8000); 0 chooses a free one")
     parser.add_argument("--name", metavar="NAME", help="name of the model for clients")
@@ -50,8 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     need_extra()
+    if arguments.model is None:
+        arguments.model = _default_file()
     config = configuration(arguments)
     if arguments.check:
+        from nbflow.server.checks import check_config
+
+        check_config(config)
         print(config.model_dump_json(indent=2, exclude={"auth": {"keys"}}))
         return 0
     if arguments.plan:
@@ -70,6 +76,19 @@ def need_extra() -> None:
     for name in ("fastapi", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
             raise MissingExtraError(f"nbflow serve needs {name}: {install_command('serve')}")
+
+
+def _default_file() -> str:
+    """Return Inferflow's service file if the current folder has one."""
+    from nbflow.compat.inferflow.ini_config import DEFAULT_FILE
+
+    if not Path(DEFAULT_FILE).is_file():
+        raise UsageError(
+            f"MODEL is missing, and the current folder has no {DEFAULT_FILE}; name a model or a "
+            "configuration file"
+        )
+    print(f"nbflow serve: reading {DEFAULT_FILE} of the current folder", file=sys.stderr)
+    return DEFAULT_FILE
 
 
 def configuration(arguments: argparse.Namespace) -> ServerConfig:
@@ -93,12 +112,16 @@ def _config(given: dict[str, Any]) -> ServerConfig:
     path = Path(given["model"])
     if path.suffix not in (".toml", ".ini"):
         return make_config(_table(given), "nbflow serve")
+    device = given.pop("device", None) if path.suffix == ".ini" else None
+    trace = given.pop("trace", False)
     of_file = sorted(set(given) & {*_OF_MODEL, *fields(EngineOptions), "name", "formats"})
     if of_file:
         option = of_file[0].replace("_", "-")
         raise UsageError(f"--{option} belongs to a model: write it into {path}")
-    config = read_config(path) if path.suffix == ".toml" else read_ini(path)
+    config = read_config(path) if path.suffix == ".toml" else read_ini(path, device)
     stated = config.model_dump()
+    for model in stated["models"].values():
+        model["trace"] |= trace
     return make_config(_merged(stated, _of_server(given)), str(path))
 
 

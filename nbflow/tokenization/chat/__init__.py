@@ -12,6 +12,7 @@ from __future__ import annotations
 from nbflow.tokenization.chat.encoder_templates import encode_pair
 from nbflow.tokenization.chat.messages import ROLES, Message, check_messages
 from nbflow.tokenization.chat.template import (
+    check_template,
     encode_chat,
     find_template,
     format_chat,
@@ -22,6 +23,7 @@ __all__ = [
     "ROLES",
     "Message",
     "check_messages",
+    "check_template",
     "encode_chat",
     "encode_pair",
     "find_template",

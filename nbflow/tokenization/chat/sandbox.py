@@ -254,6 +254,16 @@ def _tojson(
     )
 
 
+def check_syntax(template: str, where: str) -> None:
+    """Raise `UsageError`, which begins with `where`, for a syntax error of a Jinja template."""
+    try:
+        Environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"{where}: line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise UsageError(f"{where}: is nested too deeply") from error
+
+
 def render(template: str, variables: dict[str, Any], where: str) -> str:
     """Return the output of a Jinja template.
 

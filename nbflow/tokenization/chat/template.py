@@ -172,6 +172,20 @@ def encode_chat(
     )
 
 
+def check_template(tokenizer: Tokenizer, template: str) -> None:
+    """Raise `UsageError` if a template does not exist or cannot be used with a tokenizer.
+
+    Jinja templates are parsed; a ``{query}`` template is filled, which finds unknown fields.
+    """
+    name, text, language = _choose(tokenizer, template, False)
+    if language is not None:
+        language.fill(text, [{"role": "user", "content": "x"}], tokenizer, name)
+        return
+    from nbflow.tokenization.chat.sandbox import check_syntax  # late, as in `_fill`
+
+    check_syntax(text, name)
+
+
 class _Variables(NamedTuple):
     """Arguments of a template."""
 

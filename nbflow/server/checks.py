@@ -1,0 +1,93 @@
+"""Checks of a model's default parameters and chat template before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbflow.options import SamplingParams
+from nbflow.quantization.policy import weight_formats
+from nbflow.sampling import build_strategy
+from nbflow.server.config import ModelOptions, ServerConfig
+from nbflow.server.served_model import ServedModel, template_text
+from nbflow.spec import load_tokenizer, resolve
+from nbflow.tokenization import Tokenizer, load_tokenizer_file
+from nbflow.tokenization.chat import check_template
+from nbflow_kernels import load_formats
+from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.kv_cache.formats import kv_formats
+
+
+def check_served(served: ServedModel) -> None:
+    """Raise `UsageError` if requests without parameters could not be answered."""
+    if served.generates:
+        spec = served.model.spec
+        _check_defaults(
+            served.name, served.defaults, spec.vocab_size, served.tokenizer, served.end_ids
+        )
+    if served.tokenizer is not None:
+        _check_templates(served.name, served.options, served.tokenizer)
+
+
+def check_config(config: ServerConfig) -> None:
+    """Raise `UsageError` if the models of a configuration cannot be served.
+
+    Reads headers, configurations and tokenizers, but no weights.
+    """
+    for file in config.formats:
+        load_formats(file)
+    for name, options in config.models.items():
+        resolved = resolve(options.path, spec=options.spec)
+        spec = resolved.spec
+        formats = weight_formats(options.weights)
+        if formats is not None:
+            formats.check_used(spec.tensor_shapes(), f"models.{name}.weights")
+        kv_formats(options.kv)
+        tokenizer = _tokenizer(options, resolved.tokenizer)
+        if tokenizer is not None and resolved.prompt_template is not None:
+            tokenizer.prompt_template = resolved.prompt_template
+        if spec.causal and spec.head:
+            defaults = {**resolved.defaults, **options.defaults}
+            ends = (*spec.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_ids))
+            _check_defaults(name, defaults, spec.vocab_size, tokenizer, ends)
+        if tokenizer is not None:
+            _check_templates(name, options, tokenizer)
+
+
+def _tokenizer(options: ModelOptions, found: Path | None) -> Tokenizer | None:
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    try:
+        return None if found is None else load_tokenizer_file(found)
+    except MissingExtraError:
+        return None
+
+
+def _check_defaults(
+    name: str,
+    defaults: Mapping[str, Any],
+    n_vocab: int,
+    tokenizer: Tokenizer | None,
+    end_ids: Sequence[int],
+) -> None:
+    """Build the strategy of a request without parameters."""
+    try:
+        params = SamplingParams.parse({"temperature": 1.0, **defaults})
+        build_strategy(params, n_vocab, tokenizer, end_ids)
+    except UsageError as error:
+        raise UsageError(f"model {name}: default parameters: {error}") from error
+
+
+def _check_templates(name: str, options: ModelOptions, tokenizer: Tokenizer) -> None:
+    """Check the templates of a model's section."""
+    for key in ("chat_template", "encoder_template", "decoder_template"):
+        stated = getattr(options, key)
+        if stated is None:
+            continue
+        if key == "decoder_template" and "query}" not in stated:  # the encoder reads the query
+            stated += "{query}"
+        try:
+            check_template(tokenizer, template_text(stated))
+        except UsageError as error:
+            raise UsageError(f"model {name}: {key}: {error}") from error
