@@ -15,6 +15,7 @@ from nbflow.tokenization.chat.template import (
     find_template,
     format_chat,
     named_templates,
+    uses_query_template,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "find_template",
     "format_chat",
     "named_templates",
+    "uses_query_template",
 ]
