@@ -52,7 +52,7 @@ def chat_ids(tokenizer: Tokenizer, arguments: argparse.Namespace, text: str | No
     return encode_chat(
         tokenizer,
         _messages(arguments, text),
-        _template(arguments.template),
+        read_chat_template(arguments.template),
         parse_special=arguments.parse_special,
     )
 
@@ -73,7 +73,7 @@ def _messages(arguments: argparse.Namespace, text: str | None) -> list[dict[str,
     return messages
 
 
-def _template(given: str | None) -> str | None:
+def read_chat_template(given: str | None) -> str | None:
     """Return the text of a template file, or else the given name or text."""
     if given is None or "{" in given or not Path(given).is_file():
         return given
