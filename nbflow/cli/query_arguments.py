@@ -94,7 +94,6 @@ def _read_queries(name: str) -> tuple[list[Query], int | None]:
         return read_queries(name), None
     from nbflow.compat.inferflow.tool_ini import read_query_ini
 
-    _need_pydantic()
     file = read_query_ini(Path(name))
     return make_queries(file.queries, name), file.max_tokens
 

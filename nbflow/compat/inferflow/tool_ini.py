@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbflow.compat.inferflow.ini_config import Macros, Sections, read_sections
+from nbflow.compat.inferflow.ini_file import Macros, Sections, read_sections
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_TOKENS = 300
