@@ -18,7 +18,7 @@ from nbflow.options import EngineOptions, LoadOptions, SamplingParams
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 _ENGINE = ("max_sequences", "kv_bytes")
-_NOT_WITH_QUERIES = ("prompt", "messages", "draft", "json")
+_NOT_WITH_QUERIES = ("prompt", "messages", "continue_final_message", "draft", "json")
 
 
 @dataclass
@@ -135,7 +135,8 @@ def _refuse_without_queries(arguments: argparse.Namespace) -> None:
 def _refuse_with_queries(arguments: argparse.Namespace) -> None:
     for name in _NOT_WITH_QUERIES:
         if getattr(arguments, name) not in (None, False):
-            raise UsageError(f"--{name} does not go with a list of queries")
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} does not go with a list of queries")
     if search_name(arguments) is not None:
         raise UsageError("a list of queries takes no searches; run them one by one")
 

@@ -93,6 +93,8 @@ class ServedModel:
         """Return True if a ``{query}`` template makes the last message the start of the answer."""
         if not messages or messages[-1].get("role") != "assistant":
             return False
+        if template is None and not self.has_template:  # the decoder of an encoder goes without
+            return True
         return uses_query_template(self.model.tokenizer, self._chosen(template))
 
     @property
