@@ -57,7 +57,8 @@ def queries_of(arguments: argparse.Namespace) -> QueryRun | None:
     """
     template = read_chat_template(arguments.template)
     sampling = decoding_values(arguments)
-    max_tokens, rows, chat = None, None, is_chat(arguments) or None
+    max_tokens, rows = None, None
+    chat: bool | None = is_chat(arguments) or None
     if Path(arguments.model).suffix == ".ini":
         rows, max_tokens, own_template, of_file = _read_service(arguments)
         template = template or own_template

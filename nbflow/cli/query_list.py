@@ -60,7 +60,7 @@ def read_queries(name: str) -> list[Query]:
 
 def make_queries(rows: Any, where: str) -> list[Query]:
     """Return queries from objects; those with lists of seeds or strategies give several."""
-    found = []
+    found: list[Query] = []
     for i, row in enumerate(rows):
         here = f"{where}: query {i + 1}"
         if isinstance(row, str):

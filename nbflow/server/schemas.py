@@ -89,8 +89,11 @@ class Body(BaseModel):
     @classmethod
     def _known(cls, value: Any) -> Any:
         """Reject unknown fields; drop nulls."""
-        if not isinstance(value, dict):
-            return value
+        return cls._known_fields(value) if isinstance(value, dict) else value
+
+    @classmethod
+    def _known_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that are not null; raise for an unknown one."""
         known, result = cls.names(), {}
         for name, given in value.items():
             if name in known:

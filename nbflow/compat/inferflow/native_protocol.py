@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Request
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from nbflow.compat.inferflow.strategies import INFERFLOW
@@ -61,14 +61,12 @@ class NativeFields(Body):
 
     model_config = ConfigDict(extra="ignore")
 
-    @model_validator(mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
-        """Drop unknown fields; see `Body._known`."""
-        if not isinstance(value, dict):
-            return value
+    def _known_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Drop unknown fields; see `Body._known_fields`."""
         known = {*cls.names(), *cls.instead}
-        return super()._known({name: given for name, given in value.items() if name in known})
+        of_ours = {name: given for name, given in value.items() if name in known}
+        return super()._known_fields(of_ours)
 
 
 class Header(NativeFields):
