@@ -93,7 +93,7 @@ class ServedModel:
         """Return True if a ``{query}`` template makes the last message the start of the answer."""
         if not messages or messages[-1].get("role") != "assistant":
             return False
-        if template is None and not self.has_template:  # the decoder of an encoder goes without
+        if self.model.spec.encoder is not None:  # the decoder's own text
             return True
         return uses_query_template(self.model.tokenizer, self._chosen(template))
 
